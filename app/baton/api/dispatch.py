@@ -1,0 +1,71 @@
+"""One request, from its body to its answer: the same few steps for every operation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from baton.api.gateway import Gateway, context_of, gateway_of
+from baton.api.limits import read_json, strip_steering
+from baton.api.streams import event_stream
+from baton.engines.port import Engine, Operation, StreamReply
+from baton.errors import GenerationFailed
+from baton.telemetry.ids import RequestContext
+
+
+async def answer(request: Request, operation: Operation) -> Response:
+    """Read the body, pick the engine its `model` names, let it work, send what comes.
+
+    A client that goes away before the answer begins ends the work; after that the answer's own
+    stream watches for it.
+    """
+    gateway = gateway_of(request)
+    body = await read_json(request, gateway.settings.limits)
+    for field in strip_steering(body):
+        gateway.metrics.stripped.labels(field).inc()
+    engine = gateway.fleet.pick(body.get("model"))
+    request.scope["baton_model"] = engine.name
+    work = _respond(request, gateway, engine, operation, body, context_of(request))
+    return await _unless_gone(request, work)
+
+
+async def _respond(
+    request: Request,
+    gateway: Gateway,
+    engine: Engine,
+    operation: Operation,
+    body: dict[str, Any],
+    context: RequestContext,
+) -> Response:
+    reply = await engine.call(operation, body, context)
+    if not isinstance(reply, StreamReply):
+        return Response(reply.body, media_type=reply.media_type)
+    try:
+        first = await anext(reply.events)
+    except StopAsyncIteration:
+        raise GenerationFailed() from None
+    return event_stream(first, reply.events, request.scope, gateway.metrics)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Do the work, and end it when the client goes away. The body has been read by now."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect()
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,35 @@
+"""What every route reaches for: the parts of one running gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from baton.engines.fleet import Fleet
+from baton.settings import Settings
+from baton.telemetry.ids import RequestContext
+from baton.telemetry.metrics import GatewayMetrics
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """The parts of one gateway, joined in `server.create_app`."""
+
+    settings: Settings
+    fleet: Fleet
+    metrics: GatewayMetrics
+
+
+def gateway_of(request: Request) -> Gateway:
+    """The gateway a request came to."""
+    gateway = request.app.state.gateway
+    assert isinstance(gateway, Gateway)
+    return gateway
+
+
+def context_of(request: Request) -> RequestContext:
+    """Who asks, and under which ids."""
+    context = request.scope["baton"]
+    assert isinstance(context, RequestContext)
+    return context

@@ -1,0 +1,111 @@
+"""API keys: made once, shown once, kept only as digests.
+
+A key is 256 random bits, so a plain SHA-256 is enough to store: there is nothing to guess faster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from baton.errors import SettingsError
+
+KEY_PREFIX = "bt_"
+MAX_KEY_CHARS = 256
+
+TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class StoredKey(BaseModel):
+    """One line of the keys file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    tenant: TenantName
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    created_at: int
+
+
+FILE = TypeAdapter(list[StoredKey])
+
+
+def digest(key: str) -> str:
+    """SHA-256 of a key, in hexadecimal: all that is ever stored of it."""
+    return hashlib.sha256(key.encode("utf-8", errors="replace")).hexdigest()
+
+
+class Keyring:
+    """The tenants that hold a key. Looking a key up takes one path, whatever is wrong with it."""
+
+    def __init__(self, keys: list[StoredKey]) -> None:
+        self._tenants = {key.sha256: key.tenant for key in keys}
+
+    def tenant(self, key: str) -> str | None:
+        return self._tenants.get(digest(key[:MAX_KEY_CHARS]))
+
+
+def read_keys(file: Path) -> list[StoredKey]:
+    """The stored keys; none when there is no file.
+
+    Raises:
+        SettingsError: the file is there but cannot be used.
+    """
+    try:
+        return FILE.validate_json(file.read_bytes())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise SettingsError(f"{file}: {error.strerror or 'cannot be read'}") from None
+    except ValidationError:
+        raise SettingsError(f"{file}: not a keys file; `baton keys create` makes one") from None
+
+
+def create_key(file: Path, tenant: str) -> str:
+    """Add a key for `tenant` and return it; it cannot be shown again.
+
+    Raises:
+        SettingsError: the tenant's name is not a plain word, or the file cannot be written.
+    """
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    try:
+        stored = StoredKey(
+            id=secrets.token_hex(4), tenant=tenant, sha256=digest(key), created_at=int(time.time())
+        )
+    except ValidationError:
+        raise SettingsError(f"tenant {tenant[:80]!r}: use 1 to 64 letters, digits, '.', '_' or '-'") from None
+    _write(file, [*read_keys(file), stored])
+    return key
+
+
+def revoke_key(file: Path, key_id: str) -> None:
+    """Take a key away.
+
+    Raises:
+        SettingsError: there is no such key.
+    """
+    keys = read_keys(file)
+    kept = [key for key in keys if key.id != key_id]
+    if len(kept) == len(keys):
+        raise SettingsError(f"there is no key with the id {key_id[:80]!r}; `baton keys list` shows them")
+    _write(file, kept)
+
+
+def _write(file: Path, keys: list[StoredKey]) -> None:
+    """Replace the file whole, readable by its owner only."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".keys-")
+        with os.fdopen(descriptor, "w") as stream:
+            json.dump([key.model_dump() for key in keys], stream, indent=2)
+        os.replace(temporary, file)
+    except OSError as error:
+        raise SettingsError(f"{file}: {error.strerror or 'cannot be written'}") from None

@@ -1,0 +1,96 @@
+"""What a request may weigh: its body is counted while it comes in, its nesting before it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ByteSize
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.errors import BodyTooLarge, InvalidJson, InvalidRequest, UnsupportedMediaType
+from baton.settings import LimitSettings
+
+STEERING_KEYS = ("kv_transfer_params", "ec_transfer_params", "cache_salt")
+"""Fields of vLLM's requests that steer its KV cache past the gateway."""
+
+
+class BodyLimitMiddleware:
+    """Refuses a body above the limit: by its announced length at once, else when it gets there."""
+
+    def __init__(self, app: ASGIApp, *, body_bytes: ByteSize) -> None:
+        self._app = app
+        self._limit = int(body_bytes)
+        self._message = f"The request body may hold at most {body_bytes.human_readable()}."
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > self._limit:
+                raise BodyTooLarge(self._message)
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > self._limit:
+                    raise BodyTooLarge(self._message)
+            return message
+
+        await self._app(scope, counted, send)
+
+
+async def read_json(request: Request, limits: LimitSettings) -> dict[str, Any]:
+    """The body as a JSON object.
+
+    Raises:
+        UnsupportedMediaType: it is not sent as JSON.
+        InvalidJson: it is no JSON by RFC 8259 (NaN and Infinity are not), or no object.
+        InvalidRequest: it is nested too deep.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType()
+    body = await request.body()
+    try:
+        parsed = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        if "recursion limit" in str(error):
+            raise _too_deep(limits) from None
+        raise InvalidJson(f"The request body is not valid JSON: {error}.") from None
+    if not isinstance(parsed, dict):
+        raise InvalidJson("The request body must be a JSON object.")
+    if body.count(b"{") + body.count(b"[") > limits.body_depth and _depth(parsed) > limits.body_depth:
+        raise _too_deep(limits)
+    return parsed
+
+
+def _too_deep(limits: LimitSettings) -> InvalidRequest:
+    return InvalidRequest(f"The request body may be nested at most {limits.body_depth} levels deep.")
+
+
+def _depth(value: object) -> int:
+    """How many containers lie inside one another, at most."""
+    deepest = 0
+    open_values: list[tuple[object, int]] = [(value, 0)]
+    while open_values:
+        current, depth = open_values.pop()
+        if isinstance(current, dict | list):
+            deepest = max(deepest, depth + 1)
+            inner = current.values() if isinstance(current, dict) else current
+            open_values += [(item, depth + 1) for item in inner if isinstance(item, dict | list)]
+    return deepest
+
+
+def strip_steering(body: dict[str, Any]) -> list[str]:
+    """Drop the fields that would steer the engine, also inside `vllm_xargs`; returns their names."""
+    stripped = [key for key in STEERING_KEYS if body.pop(key, None) is not None]
+    extra = body.get("vllm_xargs")
+    if isinstance(extra, dict):
+        stripped += [key for key in STEERING_KEYS if extra.pop(key, None) is not None]
+    return stripped

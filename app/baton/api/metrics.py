@@ -1,0 +1,17 @@
+"""`GET /metrics`: the gateway's series and every engine's, for Prometheus."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from baton.api.gateway import gateway_of
+
+router = APIRouter()
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """Every series, in Prometheus' text format."""
+    gateway = gateway_of(request)
+    return Response(gateway.fleet.metrics_page(gateway.metrics), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,88 @@
+"""The outermost layer: gives a request its id, and when it is over counts it and logs one line."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.telemetry.ids import RequestContext, context_from_headers
+from baton.telemetry.metrics import OTHER, GatewayMetrics
+
+PROBES = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+"""Asked every few seconds by machines: counted, but logged only at level debug."""
+
+METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
+
+
+class ObserveMiddleware:
+    """RED metrics, the access log and the id headers.
+
+    Args:
+        app: what to observe.
+        metrics: where to count.
+        paths: every path that is a route; the label of all others is `other`.
+    """
+
+    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics, paths: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths
+        self._log = structlog.get_logger("baton.access")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        context = context_from_headers(scope["headers"])
+        scope["baton"] = context
+        route = scope["path"] if scope["path"] in self._paths else OTHER
+        status = 0
+
+        async def observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *_id_headers(context)]
+            await send(message)
+
+        in_flight = self._metrics.in_flight.labels(route)
+        in_flight.inc()
+        began = time.perf_counter()
+        try:
+            await self._app(scope, receive, observed)
+        finally:
+            in_flight.dec()
+            self._record(scope, context, route, status, time.perf_counter() - began)
+
+    def _record(self, scope: Scope, context: RequestContext, route: str, status: int, seconds: float) -> None:
+        method = scope["method"] if scope["method"] in METHODS else OTHER
+        code_class = f"{status // 100}xx" if status else "none"
+        self._metrics.requests.labels(route, method, code_class).inc()
+        self._metrics.duration.labels(route).observe(seconds)
+        error = scope.get("baton_error")
+        if error is not None:
+            self._metrics.rejections.labels(error).inc()
+        line = {
+            "request_id": context.request_id,
+            "client_request_id": context.client_request_id,
+            "trace": context.traceparent,
+            "tenant": context.tenant,
+            "method": method,
+            "route": route,
+            "model": scope.get("baton_model"),
+            "status": status,
+            "code": error,
+            "seconds": round(seconds, 4),
+        }
+        log = self._log.debug if route in PROBES else self._log.info
+        log("request", **{key: value for key, value in line.items() if value is not None})
+
+
+def _id_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:
+    """Ours as `X-Request-Id`, the client's own beside it, as OpenAI's API answers them."""
+    headers = [(b"x-request-id", context.request_id.encode())]
+    if context.client_request_id:
+        headers.append((b"x-client-request-id", context.client_request_id.encode()))
+    return headers

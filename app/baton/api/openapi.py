@@ -1,0 +1,115 @@
+"""The OpenAPI document: FastAPI's, with vLLM's full schemas in the operations that vLLM answers."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from baton import __version__
+from baton.engines.port import Operation
+
+PATHS: dict[str, Operation] = {
+    "/v1/completions": Operation.COMPLETIONS,
+    "/v1/chat/completions": Operation.CHAT,
+    "/v1/responses": Operation.RESPONSES,
+    "/v1/messages": Operation.MESSAGES,
+    "/v1/messages/count_tokens": Operation.COUNT_TOKENS,
+    "/v1/embeddings": Operation.EMBEDDINGS,
+    "/tokenize": Operation.TOKENIZE,
+    "/detokenize": Operation.DETOKENIZE,
+}
+STREAMING = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES)
+OPERATION_ERRORS = {
+    "400": "The request is not valid; `param` names the field.",
+    "404": "No such model.",
+    "413": "The body is too large.",
+    "415": "The body is not sent as JSON.",
+    "422": "A part of the request could not be processed.",
+    "500": "The engine failed on this request.",
+    "503": "The engine is starting, overloaded or down; see `Retry-After`.",
+}
+UNAUTHORIZED = {"401": "A valid API key is needed."}
+ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code", "request_id"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "code": {"type": "string"},
+                "request_id": {"type": "string"},
+            },
+        }
+    },
+}
+
+
+@cache
+def _vllm_schemas() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((files("baton.api") / "vllm_schemas.json").read_text())
+    return loaded
+
+
+def install(app: FastAPI) -> None:
+    """Let `app` answer `/openapi.json` with the full document, made at the first question."""
+
+    @cache
+    def document() -> dict[str, Any]:
+        openapi = get_openapi(
+            title="Baton",
+            version=__version__,
+            summary="Several vLLM engines behind one OpenAI-compatible gateway",
+            routes=app.routes,
+        )
+        _add_schemas(openapi)
+        return openapi
+
+    app.openapi = document  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+
+
+def _add_schemas(openapi: dict[str, Any]) -> None:
+    vllm = _vllm_schemas()
+    components = openapi.setdefault("components", {}).setdefault("schemas", {})
+    components |= vllm["components"] | {"BatonError": ERROR_SCHEMA}
+    openapi["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, methods in openapi["paths"].items():
+        for operation in methods.values():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            _add_errors(responses, UNAUTHORIZED)
+            if path in PATHS:
+                _describe(operation, PATHS[path], vllm["operations"][PATHS[path].value])
+            elif "{" in path:
+                _add_errors(responses, {"404": OPERATION_ERRORS["404"]})
+
+
+def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any]) -> None:
+    operation["requestBody"] = {
+        "required": True,
+        "content": {"application/json": {"schema": schemas["request"]}},
+    }
+    content: dict[str, Any] = {"application/json": {"schema": schemas["response"]}}
+    if name in STREAMING:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    if name is Operation.EMBEDDINGS:
+        content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+    operation["responses"]["200"]["content"] = content
+    _add_errors(operation["responses"], OPERATION_ERRORS)
+
+
+def _add_errors(responses: dict[str, Any], errors: dict[str, str]) -> None:
+    for status, description in errors.items():
+        schema = {"$ref": "#/components/schemas/BatonError"}
+        responses[status] = {
+            "description": description,
+            "content": {"application/json": {"schema": schema}},
+        }

@@ -1,0 +1,181 @@
+"""The `baton` command."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from baton import __version__
+from baton.api import keys as api_keys
+from baton.errors import OperatorError
+from baton.models.catalog import EMBEDDED
+from baton.models.store import ModelStore
+from baton.settings import Settings, apply_environment, load_settings
+from baton.telemetry.progress import PhaseProgress
+
+app = typer.Typer(
+    help="Several vLLM engines behind one OpenAI-compatible gateway.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+keys_app = typer.Typer(help="API keys: create, list, revoke.", no_args_is_help=True)
+models_app = typer.Typer(help="The embedded models: list, prepare.")
+app.add_typer(keys_app, name="keys")
+app.add_typer(models_app, name="models")
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="The settings file; without it: baton.toml here, if any."),
+]
+VLLM_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"baton {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Several vLLM engines behind one OpenAI-compatible gateway."""
+
+
+@app.command(context_settings=VLLM_FLAGS)
+def serve(
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="One model to serve, with any engine flag of `vllm serve` after it; "
+            "without it the settings say what is served.",
+            metavar="[MODEL [VLLM FLAGS]]",
+        ),
+    ] = None,
+    config: ConfigOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="auto, json or console.")] = None,
+) -> None:
+    """Start the gateway."""
+    given = {"host": host, "port": port, "log_level": log_level, "log_format": log_format}
+    overrides: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    settings = load_settings(config, **overrides)
+    if model:
+        settings = _with_engine(settings, config, model, overrides)
+    from baton.serve import serve as run  # FastAPI and uvicorn, which the other commands do not need
+
+    run(settings)
+
+
+def _with_engine(
+    settings: Settings, config: Path | None, arguments: list[str], overrides: dict[str, Any]
+) -> Settings:
+    """The settings with the one engine that the command line describes, read by vLLM's own parser."""
+    apply_environment(settings, offline=False)
+    from baton.engines.launch import engine_from_command_line  # seconds of vLLM
+
+    return load_settings(config, **overrides, engines=(engine_from_command_line(arguments),))
+
+
+@app.command()
+def doctor(config: ConfigOption = None) -> None:
+    """Say what is wrong with this machine or the settings, and how to mend it."""
+    from baton.doctor import examine
+
+    console = Console(highlight=False)
+    findings = examine(config)
+    for finding in findings:
+        console.print(f"{finding.mark} {finding.subject}: {finding.text}", markup=False)
+        if finding.mend:
+            console.print(f"  mend: {finding.mend}", markup=False)
+    raise typer.Exit(1 if any(finding.bad for finding in findings) else 0)
+
+
+@keys_app.command("create")
+def create_key(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is.")], config: ConfigOption = None
+) -> None:
+    """Make a key for a tenant and print it. It is stored only as a digest: keep it now."""
+    file = load_settings(config).keys_file
+    key = api_keys.create_key(file, tenant)
+    print(f"Added to {file}; a running gateway reads it at its next start.", file=sys.stderr)
+    print(key)
+
+
+@keys_app.command("list")
+def list_keys(config: ConfigOption = None) -> None:
+    """The keys there are: id, tenant, day of creation."""
+    table = Table("id", "tenant", "created")
+    for key in api_keys.read_keys(load_settings(config).keys_file):
+        day = datetime.datetime.fromtimestamp(key.created_at, datetime.UTC).date()
+        table.add_row(key.id, key.tenant, day.isoformat())
+    Console().print(table)
+
+
+@keys_app.command("revoke")
+def revoke_key(
+    key_id: Annotated[str, typer.Argument(help="The id from `baton keys list`.")],
+    config: ConfigOption = None,
+) -> None:
+    """Take a key away."""
+    api_keys.revoke_key(load_settings(config).keys_file, key_id)
+    print(f"Revoked {key_id}; a running gateway forgets it at its next start.")
+
+
+@models_app.callback(invoke_without_command=True)
+def models(context: typer.Context) -> None:
+    """The embedded models."""
+    if context.invoked_subcommand is None:
+        list_models(None)
+
+
+@models_app.command("list")
+def list_models(config: ConfigOption = None) -> None:
+    """The embedded models, and whether each is prepared."""
+    store = ModelStore(load_settings(config).models_folder)
+    table = Table("name", "model", "license", "state", "folder")
+    for model in EMBEDDED.values():
+        state = "ready" if store.is_ready(model) else "not prepared"
+        table.add_row(model.name, model.title, model.license, state, str(store.folder / model.name))
+    Console().print(table)
+
+
+@models_app.command("prepare")
+def prepare_models(
+    names: Annotated[list[str] | None, typer.Argument(help="Which; without it, all.")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Unpack embedded models into the models folder and verify them."""
+    store = ModelStore(load_settings(config).models_folder)
+    with PhaseProgress(sys.stderr) as progress:
+        for name in names or EMBEDDED:
+            if name not in EMBEDDED:
+                raise OperatorError(f"There is no embedded model '{name}'; there are: {', '.join(EMBEDDED)}.")
+            folder = store.prepare(EMBEDDED[name], partial(progress.phase, name))
+            progress.done(name, f"ready in {folder}")
+
+
+def main() -> None:
+    """Run the command; what an operator can mend ends in a paragraph, not in a traceback."""
+    try:
+        app()
+    except OperatorError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"baton: {error.message}", markup=False)
+        raise SystemExit(error.exit_code) from None
+
+
+if __name__ == "__main__":
+    main()

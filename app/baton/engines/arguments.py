@@ -1,0 +1,137 @@
+"""From our settings to vLLM's: engine arguments, and the namespace its serving factories read."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, make_arg_parser
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from baton.errors import SettingsError
+from baton.settings import MIB, EngineSettings, nearest
+
+CPU_KV_CACHE_BYTES = 512 * MIB
+"""So that two engines live on a laptop: 23,000 tokens of SmolLM2's KV."""
+
+OWNED = {
+    "model": "the engine's `model`",
+    "served_model_name": "the engine's `name`",
+    "runner": "the engine's `runner`",
+    "kv_cache_memory_bytes": "the engine's `kv_cache_memory`",
+    "disable_log_stats": "always on: /metrics reads them",
+}
+"""Engine arguments that are set elsewhere, and where."""
+
+SERVING_OPTIONS = (
+    "chat_template",
+    "chat_template_content_format",
+    "default_chat_template_kwargs",
+    "enable_auto_tool_choice",
+    "enable_force_include_usage",
+    "enable_per_request_metrics",
+    "exclude_tools_when_tool_choice_none",
+    "response_role",
+    "return_tokens_as_token_ids",
+    "tool_call_parser",
+    "tool_strict_level",
+)
+"""The serving options of vLLM that make sense per engine behind a gateway."""
+
+
+def engine_args(settings: EngineSettings, model: str) -> AsyncEngineArgs:
+    """vLLM's arguments for one engine.
+
+    Args:
+        settings: the engine's table.
+        model: where its weights are, already resolved.
+
+    Raises:
+        SettingsError: an argument that vLLM does not know, or that is set elsewhere.
+    """
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    for key in settings.args:
+        where = f"engines '{settings.name}': args.{key}"
+        if key in OWNED:
+            raise SettingsError(f"{where}: set by {OWNED[key]}")
+        if key not in known:
+            raise SettingsError(f"{where}: unknown to vLLM{nearest(key, known)}")
+    args: dict[str, Any] = _platform_defaults() | settings.args
+    if settings.kv_cache_memory is not None:
+        args["kv_cache_memory_bytes"] = int(settings.kv_cache_memory)
+    return AsyncEngineArgs(model=model, served_model_name=[settings.name], runner=settings.runner, **args)
+
+
+def _platform_defaults() -> dict[str, Any]:
+    if not current_platform.is_cpu():
+        return {}
+    # Compiling takes minutes on a laptop and wants a C++ compiler; eager starts at once.
+    return {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+
+
+def serving_namespace(settings: EngineSettings) -> Namespace:
+    """What vLLM's serving factories read, with vLLM's own defaults.
+
+    Raises:
+        SettingsError: a serving option that does not exist, or makes no sense per engine.
+    """
+    for key in settings.serving:
+        if key not in SERVING_OPTIONS:
+            hint = nearest(key, list(SERVING_OPTIONS))
+            raise SettingsError(f"engines '{settings.name}': serving.{key}: unknown option{hint}")
+    namespace: Namespace = _parser().parse_args([])
+    values: dict[str, Any] = {
+        "model": settings.model,
+        "served_model_name": [settings.name],
+        "enable_prompt_tokens_details": True,
+        **settings.serving,
+    }
+    for key, value in values.items():
+        setattr(namespace, key, value)
+    return namespace
+
+
+def _parser() -> FlexibleArgumentParser:
+    return make_arg_parser(FlexibleArgumentParser(prog="baton serve", add_help=False))
+
+
+def settings_from_command_line(arguments: list[str]) -> EngineSettings:
+    """One engine as `vllm serve` users type it: `MODEL --max-model-len 4096 ...`.
+
+    Raises:
+        SettingsError: a flag vLLM does not know, or one that Baton does differently.
+    """
+    parser = _parser()
+    parser.error = _refuse  # argparse's own way out is to exit
+    given, defaults = parser.parse_args(arguments), parser.parse_args([])
+    changed = {key: value for key, value in vars(given).items() if value != getattr(defaults, key, None)}
+    model = changed.pop("model_tag", None) or changed.pop("model", None)
+    changed.pop("model", None)
+    if not model:
+        raise SettingsError("which model? `baton serve MODEL [vLLM engine flags]`")
+    names = changed.pop("served_model_name", None) or [model.rstrip("/").rsplit("/", 1)[-1]]
+    memory = changed.pop("kv_cache_memory_bytes", None)
+    runner = changed.pop("runner", "generate")
+    serving = {key: changed.pop(key) for key in SERVING_OPTIONS if key in changed}
+    _refuse_frontend_flags(changed)
+    return EngineSettings(
+        name=names[0], model=model, runner=runner, kv_cache_memory=memory, args=changed, serving=serving
+    )
+
+
+def _refuse(message: str) -> None:
+    raise SettingsError(f"baton serve: {message}")
+
+
+def _refuse_frontend_flags(changed: dict[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    frontend = {field.name for field in dataclasses.fields(BaseFrontendArgs)}
+    for key in changed:
+        if key not in known:
+            flag = f"--{key.replace('_', '-')}"
+            reason = "is not offered by Baton" if key in frontend else "is a flag of vLLM's own server"
+            hint = ": use `baton keys create`" if key == "api_key" else ""
+            raise SettingsError(f"baton serve: {flag} {reason}{hint}")

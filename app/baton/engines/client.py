@@ -1,0 +1,80 @@
+"""The thin wrapper that vLLM's serving handlers get as their `engine_client`.
+
+It stands where every request passes on its way into the engine: it puts the tenant's salt on the
+prefix cache, and it notes why an engine failed, which vLLM's stream generators would turn into text
+of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from baton.engines.faults import translate
+from baton.errors import BatonError
+from baton.telemetry.ids import RequestContext
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+@dataclass(slots=True)
+class Call:
+    """One operation on its way through vLLM's handlers.
+
+    Attributes:
+        context: our ids for the request.
+        salt: what separates this tenant's prefix cache from the others'; None: nothing to separate.
+        failure: why the engine failed this request, once it has.
+    """
+
+    context: RequestContext
+    salt: str | None = None
+    failure: BatonError | None = None
+
+    async def watch(self, outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
+        """Pass the engine's outputs on, keep what ends them badly, and close them at once."""
+        async with aclosing(outputs):
+            try:
+                async for output in outputs:
+                    yield output
+            except (asyncio.CancelledError, GeneratorExit):
+                raise
+            except Exception as error:  # the border to vLLM: kept, and told to the client by our stream
+                self.failure = translate(error)
+                raise
+
+
+CURRENT_CALL: ContextVar[Call] = ContextVar("baton_current_call")
+"""The call that the running handler works on; set by `VllmEngine.call` alone."""
+
+
+class WatchedClient:
+    """An `EngineClient` that is `AsyncLLM` but for `generate` and `encode`."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        call = CURRENT_CALL.get()
+        return call.watch(self._engine.generate(_salted(prompt, call.salt), *args, **kwargs))
+
+    def encode(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        call = CURRENT_CALL.get()
+        return call.watch(self._engine.encode(_salted(prompt, call.salt), *args, **kwargs))
+
+
+def _salted(prompt: Any, salt: str | None) -> Any:
+    """The rendered prompt with the gateway's salt in place of whatever stood there."""
+    if isinstance(prompt, dict):
+        prompt.pop("cache_salt", None)
+        if salt is not None:
+            prompt["cache_salt"] = salt
+    return prompt

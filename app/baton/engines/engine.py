@@ -1,0 +1,227 @@
+"""One engine on vLLM: an `AsyncLLM` and vLLM's serving handlers around it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import aclosing
+from typing import Any
+
+import structlog
+from prometheus_client import CollectorRegistry
+from starlette.responses import Response
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from baton.engines import arguments, handlers
+from baton.engines.client import CURRENT_CALL, Call, WatchedClient
+from baton.engines.faults import from_response, scrub, translate
+from baton.engines.port import EngineState, Json, Operation, Reply, Report, StreamReply, WholeReply
+from baton.engines.series import stat_logger_for
+from baton.errors import BatonError, EngineUnavailable, GenerationFailed, OperationUnsupported, StartError
+from baton.settings import EngineSettings
+from baton.telemetry.ids import RequestContext
+
+WARM_UPS: tuple[tuple[Operation, Json], ...] = (
+    (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2}),
+    (Operation.EMBEDDINGS, {"input": [0]}),
+)
+LAST_WORDS_WAIT_S = 0.2
+"""What a dying engine process printed arrives through a pipe."""
+
+
+class EngineThread(threading.Thread):
+    """Builds one AsyncLLM and lives as long as it does.
+
+    Building blocks for some twenty seconds, so it is not done on the event loop; and the kernel ends
+    an engine's processes when the *thread* that spawned them ends.
+    """
+
+    def __init__(self, args: AsyncEngineArgs, registry: CollectorRegistry, name: str) -> None:
+        super().__init__(name=f"engine-{name}", daemon=True)
+        self._args = args
+        self._registry = registry
+        self._stop = threading.Event()
+        self.built: Future[AsyncLLM] = Future()
+
+    def run(self) -> None:
+        try:
+            client = AsyncLLM.from_engine_args(self._args, stat_loggers=[stat_logger_for(self._registry)])
+        except BaseException as error:  # noqa: BLE001  # the thread's border: handed to who waits for `built`
+            self.built.set_exception(error)
+            return
+        self.built.set_result(client)
+        self._stop.wait()
+        client.shutdown()
+        del client, self.built  # the last references: vLLM's finalizer fails at interpreter exit
+
+    async def end(self) -> None:
+        self._stop.set()
+        await asyncio.to_thread(self.join)
+
+
+class VllmEngine:
+    """The `Engine` port on vLLM.
+
+    Args:
+        settings: the engine's table.
+        model: where its weights are, already resolved.
+        salt: gives a tenant's prefix-cache salt, or None where there is one tenant only.
+        last_words: the cause that a dead engine process printed, if one can be found.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        model: str,
+        *,
+        salt: Callable[[str], str | None],
+        last_words: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._settings = settings
+        self._args = arguments.engine_args(settings, model)
+        self._namespace = arguments.serving_namespace(settings)
+        self._salt = salt
+        self._last_words = last_words
+        self._registry = CollectorRegistry()
+        self._state = EngineState.STARTING
+        self._thread: EngineThread | None = None
+        self._client: AsyncLLM | None = None
+        self._handlers: handlers.Handlers | None = None
+        self._cards: list[Json] = []
+        self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
+
+    @property
+    def name(self) -> str:
+        return self._settings.name
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self._registry
+
+    @property
+    def state(self) -> EngineState:
+        if self._state is EngineState.READY and self._client is not None and self._client.errored:
+            return EngineState.FAILED
+        return self._state
+
+    def cards(self) -> list[Json]:
+        return self._cards
+
+    async def start(self, report: Report) -> None:
+        self._state = EngineState.STARTING
+        try:
+            await self._start(report)
+        except Exception as error:  # noqa: BLE001  # vLLM's start raises anything at all
+            self._state = EngineState.FAILED
+            self._log.debug("engine_start_failed", exc_info=error)
+            await self.stop()
+            self._state = EngineState.FAILED
+            raise await self._start_error(error) from None
+
+    async def _start(self, report: Report) -> None:
+        report("starting the engine process and loading the weights")
+        self._thread = EngineThread(self._args, self._registry, self.name)
+        self._thread.start()
+        self._client = await asyncio.wrap_future(self._thread.built)
+        report("building the request handlers")
+        self._handlers = await handlers.Handlers.build(WatchedClient(self._client), self._namespace)
+        self._cards = await self._handlers.cards()
+        report("warming up")
+        await self._warm_up()
+        self._state = EngineState.READY
+
+    async def _warm_up(self) -> None:
+        for operation, body in WARM_UPS:
+            if self._handlers is not None and self._handlers.method(operation) is not None:
+                await self.call(operation, body | {"model": self.name}, RequestContext("warm-up"))
+
+    async def _start_error(self, error: Exception) -> StartError:
+        if isinstance(error, StartError):
+            return error
+        await asyncio.sleep(LAST_WORDS_WAIT_S)
+        cause = self._last_words() or _first_words(error)
+        return StartError(f"The engine '{self.name}' could not start: {cause}")
+
+    async def stop(self) -> None:
+        self._state = EngineState.STOPPED
+        thread, self._thread = self._thread, None
+        self._client = self._handlers = None
+        if thread is not None:
+            await thread.end()
+
+    async def call(self, operation: Operation, body: Json, context: RequestContext) -> Reply:
+        method = self._handlers.method(operation) if self._handlers is not None else None
+        if self._handlers is None:
+            raise EngineUnavailable()
+        if method is None:
+            raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
+        call = Call(context, self._salt(context.tenant))
+        CURRENT_CALL.set(call)
+        try:
+            request = self._handlers.parse(operation, _with_our_id(operation, body, context))
+            answer = await method(request, handlers.synthetic_request(context))
+        except Exception as error:  # the border to vLLM's handlers, which raise anything at all
+            raise self._translate(error) from error
+        return await self._reply(operation, answer, call)
+
+    def _translate(self, error: Exception) -> BatonError:
+        translated = translate(error)
+        if translated.status >= 500 and not translated.retryable:
+            self._log.error("engine_call_failed", exc_info=error)
+        return translated
+
+    async def _reply(self, operation: Operation, answer: Any, call: Call) -> Reply:
+        if isinstance(answer, ErrorResponse):
+            raise call.failure or from_response(answer)
+        if isinstance(answer, handlers.ROUTES[operation].response):
+            body = answer.model_dump_json(**handlers.ROUTES[operation].dump)
+            return WholeReply(body.encode())
+        if isinstance(answer, Response):
+            return await _from_response(answer)
+        return StreamReply(self._stream(operation, answer, call))
+
+    async def _stream(self, operation: Operation, generator: Any, call: Call) -> AsyncIterator[str]:
+        """The handler's events, but our own error in place of the text vLLM would write."""
+        async with aclosing(generator):
+            try:
+                async for event in handlers.events(operation, generator):
+                    if call.failure is not None:
+                        raise call.failure
+                    if _is_error(event):
+                        raise GenerationFailed()
+                    yield event
+            except BatonError:
+                raise
+            except Exception as error:  # the border to vLLM's generators
+                raise self._translate(error) from error
+        if call.failure is not None:
+            raise call.failure
+
+
+def _with_our_id(operation: Operation, body: Json, context: RequestContext) -> Json:
+    """`/v1/responses` takes its id from the body, not from the header the other handlers read."""
+    if operation is Operation.RESPONSES:
+        return body | {"request_id": f"resp_{context.request_id}"}
+    return body
+
+
+def _is_error(event: str) -> bool:
+    return event.startswith(('data: {"error"', "event: error"))
+
+
+async def _from_response(response: Response) -> WholeReply:
+    """A pooling handler answers with a ready Response, sometimes a streaming one with known parts."""
+    media_type = response.headers.get("content-type", "application/json")
+    if hasattr(response, "body_iterator"):
+        parts = [part async for part in response.body_iterator]
+        return WholeReply(b"".join(bytes(part) for part in parts), media_type)
+    return WholeReply(bytes(response.body), media_type)
+
+
+def _first_words(error: Exception) -> str:
+    text = scrub(str(error)).replace("\n", " ")
+    return text[:600] or type(error).__name__

@@ -1,0 +1,383 @@
+"""An engine without a model: it answers at once, and always the same to the same question.
+
+For protocol tests and for trying a client out. It speaks the shapes of the real one, no more: its
+"tokens" are the words of the prompt, and it says them again in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter
+
+from baton.engines.port import EngineState, Json, Operation, Reply, Report, StreamReply, WholeReply
+from baton.errors import (
+    BatonError,
+    ContextTooLong,
+    InvalidRequest,
+    OperationUnsupported,
+    StartError,
+)
+from baton.telemetry.ids import RequestContext
+
+MAX_MODEL_LEN = 8192
+DEFAULT_TOKENS = 16
+
+
+@dataclass
+class FakeBehaviour:
+    """What a test wants to go wrong, or to take time.
+
+    Attributes:
+        token_seconds: time between two tokens.
+        start_seconds: time the start takes.
+        start_error: raised by the start.
+        call_error: raised before the first token.
+        stream_error: raised after `stream_error_after` tokens of a stream.
+        stream_error_after: see `stream_error`.
+    """
+
+    token_seconds: float = 0.0
+    start_seconds: float = 0.0
+    start_error: StartError | None = None
+    call_error: BaseException | None = None
+    stream_error: BatonError | None = None
+    stream_error_after: int = 2
+
+
+@dataclass
+class FakeEngine:
+    """The `Engine` port without vLLM.
+
+    Attributes:
+        name: the word a request's `model` picks it by.
+        pooling: it embeds instead of generating.
+        behaviour: what is to go wrong or to take time.
+        bodies: every request it got, for tests to look at.
+        active: requests under way now.
+        aborted: requests that were ended from outside.
+    """
+
+    name: str
+    pooling: bool = False
+    behaviour: FakeBehaviour = field(default_factory=FakeBehaviour)
+    state: EngineState = EngineState.STARTING
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    bodies: list[Json] = field(default_factory=list)
+    active: int = 0
+    aborted: int = 0
+
+    def __post_init__(self) -> None:
+        self._tokens = Counter(
+            "vllm:generation_tokens",
+            "Number of generation tokens processed.",
+            ("model_name", "engine"),
+            registry=self.registry,
+        ).labels(self.name, "0")
+
+    async def start(self, report: Report) -> None:
+        self.state = EngineState.STARTING
+        report("pretending to load")
+        await asyncio.sleep(self.behaviour.start_seconds)
+        if self.behaviour.start_error is not None:
+            self.state = EngineState.FAILED
+            raise self.behaviour.start_error
+        self.state = EngineState.READY
+
+    async def stop(self) -> None:
+        self.state = EngineState.STOPPED
+
+    def cards(self) -> list[Json]:
+        return [
+            {
+                "id": self.name,
+                "object": "model",
+                "created": int(time.time()),
+                "owned_by": "baton",
+                "max_model_len": MAX_MODEL_LEN,
+            }
+        ]
+
+    async def call(self, operation: Operation, body: Json, context: RequestContext) -> Reply:
+        self.bodies.append(body)
+        if self.behaviour.call_error is not None:
+            raise self.behaviour.call_error
+        embeds = operation is Operation.EMBEDDINGS
+        tokens_only = operation in (Operation.TOKENIZE, Operation.DETOKENIZE)
+        if not tokens_only and embeds is not self.pooling:
+            raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
+        answer = _Answer(self, operation, body, context)
+        if body.get("stream") and operation in STREAMS:
+            return StreamReply(answer.events())
+        return await answer.whole()
+
+    def count(self) -> None:
+        self._tokens.inc()
+
+
+STREAMS = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES)
+
+
+class _Answer:
+    """One request under way in a fake engine."""
+
+    def __init__(self, engine: FakeEngine, operation: Operation, body: Json, context: RequestContext) -> None:
+        self._engine = engine
+        self._operation = operation
+        self._body = body
+        self._id = context.request_id
+        self._created = int(time.time())
+        self._words = _prompt_words(operation, body)
+        limit = _limit(operation, body)
+        if len(self._words) + limit > MAX_MODEL_LEN:
+            raise ContextTooLong(
+                f"This model's maximum context length is {MAX_MODEL_LEN} tokens.", param="max_tokens"
+            )
+        said = [self._words[index % len(self._words)] for index in range(limit)]
+        self._said = [word if index == 0 else f" {word}" for index, word in enumerate(said)]
+
+    async def _tokens(self) -> AsyncIterator[str]:
+        engine = self._engine
+        engine.active += 1
+        try:
+            for word in self._said:
+                await asyncio.sleep(engine.behaviour.token_seconds)
+                engine.count()
+                yield word
+        except (asyncio.CancelledError, GeneratorExit):
+            engine.aborted += 1
+            raise
+        finally:
+            engine.active -= 1
+
+    async def whole(self) -> WholeReply:
+        shape = _WHOLE[self._operation]
+        said = [token async for token in self._tokens()] if self._operation in STREAMS else []
+        text = "".join(said)
+        return WholeReply(json.dumps(shape(self, text)).encode())
+
+    async def events(self) -> AsyncIterator[str]:
+        shape = _CHUNK[self._operation]
+        failure = self._engine.behaviour.stream_error
+        said = 0
+        async for token in self._tokens():
+            if failure is not None and said == self._engine.behaviour.stream_error_after:
+                raise failure
+            said += 1
+            yield shape(self, token)
+        options = self._body.get("stream_options") or {}
+        if self._operation in (Operation.COMPLETIONS, Operation.CHAT):
+            if options.get("include_usage"):
+                yield _event(self.head() | {"choices": [], "usage": self.usage()})
+            yield "data: [DONE]\n\n"
+
+    def head(self) -> Json:
+        prefix, kind = _KINDS[self._operation]
+        return {
+            "id": f"{prefix}-{self._id}",
+            "object": kind,
+            "created": self._created,
+            "model": self._engine.name,
+        }
+
+    def usage(self) -> Json:
+        prompt, said = len(self._words), len(self._said)
+        return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+
+    @property
+    def words(self) -> list[str]:
+        return self._words
+
+    @property
+    def body(self) -> Json:
+        return self._body
+
+
+_KINDS = {
+    Operation.COMPLETIONS: ("cmpl", "text_completion"),
+    Operation.CHAT: ("chatcmpl", "chat.completion"),
+    Operation.RESPONSES: ("resp", "response"),
+    Operation.MESSAGES: ("msg", "message"),
+    Operation.EMBEDDINGS: ("embd", "list"),
+}
+
+
+def _event(body: Json, name: str | None = None) -> str:
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(body)}\n\n"
+
+
+def _whole_completion(answer: _Answer, text: str) -> Json:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}
+    return answer.head() | {"choices": [choice], "usage": answer.usage()}
+
+
+def _whole_chat(answer: _Answer, text: str) -> Json:
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
+    return answer.head() | {"choices": [choice], "usage": answer.usage()}
+
+
+def _whole_response(answer: _Answer, text: str) -> Json:
+    part: Json = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
+    item = {"id": "msg_0", "type": "message", "role": "assistant", "status": "completed"}
+    head = answer.head()
+    usage = answer.usage()
+    return {
+        "id": head["id"],
+        "object": "response",
+        "created_at": head["created"],
+        "model": head["model"],
+        "status": "completed",
+        "output": [item | {"content": [part]}],
+        "parallel_tool_calls": True,
+        "temperature": 1.0,
+        "tool_choice": "none",
+        "tools": [],
+        "top_p": 1.0,
+        "background": False,
+        "max_output_tokens": usage["completion_tokens"],
+        "service_tier": "auto",
+        "truncation": "disabled",
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            "total_tokens": usage["total_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
+
+
+def _whole_message(answer: _Answer, text: str) -> Json:
+    usage = answer.usage()
+    return {
+        "id": answer.head()["id"],
+        "type": "message",
+        "role": "assistant",
+        "model": answer.head()["model"],
+        "content": [{"type": "text", "text": text}],
+        "stop_reason": "max_tokens",
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+        },
+    }
+
+
+def _whole_count(answer: _Answer, _text: str) -> Json:
+    return {"input_tokens": len(answer.words)}
+
+
+def _whole_embedding(answer: _Answer, _text: str) -> Json:
+    inputs = answer.body["input"]
+    texts = inputs if isinstance(inputs, list) else [inputs]
+    data = [
+        {"index": index, "object": "embedding", "embedding": [float(len(str(text))), 1.0]}
+        for index, text in enumerate(texts)
+    ]
+    tokens = len(answer.words)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return answer.head() | {"data": data, "usage": usage}
+
+
+def _whole_tokens(answer: _Answer, _text: str) -> Json:
+    ids = [sum(word.encode()) for word in answer.words]
+    return {"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": ids}
+
+
+def _whole_text(answer: _Answer, _text: str) -> Json:
+    return {"prompt": " ".join(answer.words)}
+
+
+_WHOLE = {
+    Operation.COMPLETIONS: _whole_completion,
+    Operation.CHAT: _whole_chat,
+    Operation.RESPONSES: _whole_response,
+    Operation.MESSAGES: _whole_message,
+    Operation.COUNT_TOKENS: _whole_count,
+    Operation.EMBEDDINGS: _whole_embedding,
+    Operation.TOKENIZE: _whole_tokens,
+    Operation.DETOKENIZE: _whole_text,
+}
+
+
+def _completion_chunk(answer: _Answer, token: str) -> str:
+    choice = {"index": 0, "text": token, "logprobs": None, "finish_reason": None}
+    return _event(answer.head() | {"choices": [choice]})
+
+
+def _chat_chunk(answer: _Answer, token: str) -> str:
+    choice = {"index": 0, "delta": {"content": token}, "logprobs": None, "finish_reason": None}
+    return _event(answer.head() | {"object": "chat.completion.chunk", "choices": [choice]})
+
+
+def _response_chunk(_answer: _Answer, token: str) -> str:
+    kind = "response.output_text.delta"
+    return _event({"type": kind, "delta": token, "item_id": "msg_0"}, kind)
+
+
+def _message_chunk(_answer: _Answer, token: str) -> str:
+    delta = {"type": "text_delta", "text": token}
+    return _event({"type": "content_block_delta", "index": 0, "delta": delta}, "content_block_delta")
+
+
+_CHUNK = {
+    Operation.COMPLETIONS: _completion_chunk,
+    Operation.CHAT: _chat_chunk,
+    Operation.RESPONSES: _response_chunk,
+    Operation.MESSAGES: _message_chunk,
+}
+
+_PROMPT_FIELDS = {
+    Operation.COMPLETIONS: "prompt",
+    Operation.CHAT: "messages",
+    Operation.RESPONSES: "input",
+    Operation.MESSAGES: "messages",
+    Operation.COUNT_TOKENS: "messages",
+    Operation.EMBEDDINGS: "input",
+    Operation.TOKENIZE: "prompt",
+    Operation.DETOKENIZE: "tokens",
+}
+_LIMIT_FIELDS = {
+    Operation.CHAT: ("max_completion_tokens", "max_tokens"),
+    Operation.RESPONSES: ("max_output_tokens",),
+}
+
+
+def _prompt_words(operation: Operation, body: Json) -> list[str]:
+    name = _PROMPT_FIELDS[operation]
+    if operation is Operation.TOKENIZE and "messages" in body:
+        name = "messages"
+    prompt = body.get(name)
+    if prompt is None or prompt in ([], ""):
+        raise InvalidRequest(f"{name}: Field required", param=name)
+    if not isinstance(prompt, str | list):
+        raise InvalidRequest(f"{name}: Input should be a text or a list", param=name)
+    if name == "messages":
+        prompt = [_message_text(message) for message in prompt]
+    words = prompt.split() if isinstance(prompt, str) else [str(item) for item in prompt]
+    return [word for part in words for word in part.split()] or ["nothing"]
+
+
+def _message_text(message: Any) -> str:
+    if not isinstance(message, dict) or "role" not in message or "content" not in message:
+        raise InvalidRequest("messages: Input should have a role and a content", param="messages")
+    return str(message["content"])
+
+
+def _limit(operation: Operation, body: Json) -> int:
+    if operation not in STREAMS:
+        return 0
+    for name in _LIMIT_FIELDS.get(operation, ("max_tokens",)):
+        value = body.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InvalidRequest(f"{name} must be at least 1.", param=name)
+        return value
+    return DEFAULT_TOKENS

@@ -1,0 +1,107 @@
+"""What the rest of the gateway knows of an engine: this Protocol and nothing of vLLM.
+
+`engines/engine.py` implements it on vLLM, `engines/fake.py` without a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry
+
+from baton.telemetry.ids import RequestContext
+
+Json = dict[str, Any]
+
+
+class Operation(StrEnum):
+    """What a request can ask of an engine; each is one route."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    COUNT_TOKENS = "count_tokens"
+    EMBEDDINGS = "embeddings"
+    TOKENIZE = "tokenize"
+    DETOKENIZE = "detokenize"
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class WholeReply:
+    """An answer in one piece."""
+
+    body: bytes
+    media_type: str = "application/json"
+
+
+@dataclass(frozen=True)
+class StreamReply:
+    """An answer in server-sent events, each item one or more whole events.
+
+    The iterator raises a `BatonError` when the answer fails midway, and frees the engine's request
+    when it is closed.
+    """
+
+    events: AsyncIterator[str]
+
+
+Reply = WholeReply | StreamReply
+Report = Callable[[str], None]
+"""Told the phase a start is in, in words a person understands."""
+
+
+class Engine(Protocol):
+    """One served model."""
+
+    @property
+    def name(self) -> str:
+        """The word a request's `model` picks this engine by."""
+        ...
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """The engine's own series, `vllm:*`, labelled with its name."""
+        ...
+
+    async def start(self, report: Report) -> None:
+        """Load the model and answer one request, so that the first client meets a warm engine.
+
+        Raises:
+            StartError: why the engine cannot run, and what to do.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """End the engine and everything it started. Safe to call twice."""
+        ...
+
+    def cards(self) -> list[Json]:
+        """What `/v1/models` shows of this engine, in OpenAI's shape."""
+        ...
+
+    async def call(self, operation: Operation, body: Json, context: RequestContext) -> Reply:
+        """Do one operation.
+
+        Args:
+            operation: what is asked.
+            body: the request as the client sent it, already stripped of what would steer the engine.
+            context: our ids for this request, and its tenant.
+
+        Raises:
+            BatonError: whatever went wrong, already translated.
+        """
+        ...

@@ -1,0 +1,187 @@
+"""Every error a client or an operator can meet.
+
+    BatonError
+    ├── ClientError                  4xx: the request is at fault, nothing was harmed
+    │   ├── InvalidJson              400 invalid_json
+    │   ├── InvalidRequest           400 invalid_request
+    │   ├── ContextTooLong           400 context_length_exceeded
+    │   ├── OperationUnsupported     400 operation_unsupported
+    │   ├── Unauthorized             401 invalid_api_key
+    │   ├── NotFound                 404 not_found
+    │   │   └── ModelNotFound        404 model_not_found
+    │   ├── MethodNotAllowed         405 method_not_allowed
+    │   ├── BodyTooLarge             413 body_too_large
+    │   ├── UnsupportedMediaType     415 unsupported_media_type
+    │   └── Unprocessable            422 unprocessable
+    ├── ServerError                  5xx: the gateway or an engine is at fault
+    │   ├── InternalError            500 internal_error
+    │   ├── GenerationFailed         500 generation_failed
+    │   ├── EngineOverloaded         503 engine_overloaded     (retryable)
+    │   ├── EngineUnavailable        503 engine_unavailable    (retryable)
+    │   └── ShuttingDown             503 shutting_down         (retryable)
+    └── OperatorError                never answered over HTTP: one readable paragraph and an exit code
+        ├── SettingsError            exit 2
+        └── StartError               exit 1
+
+`code` is stable: clients may branch on it. `kind` is OpenAI's `type`. `retryable` errors carry a
+`Retry-After`. The message of an error is written for the person who reads it and never holds an
+exception's text, a path or a class name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class BatonError(Exception):
+    """Base of everything Baton raises on purpose.
+
+    Args:
+        message: what was wrong, where, and what to do; shown to the client as it is.
+        param: the request field at fault, if one is.
+        retry_after_s: seconds after which a retry makes sense; only for retryable errors.
+    """
+
+    code: ClassVar[str] = "internal_error"
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "server_error"
+    retryable: ClassVar[bool] = False
+    default_message: ClassVar[str] = "The server could not answer this request."
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        self.message = message or self.default_message
+        self.param = param
+        self.retry_after_s = (retry_after_s or 1) if self.retryable else None
+        super().__init__(self.message)
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        """The JSON body of this error, in OpenAI's shape plus `request_id`."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+                "request_id": request_id,
+            }
+        }
+
+
+class ClientError(BatonError):
+    status = 400
+    kind = "invalid_request_error"
+
+
+class InvalidJson(ClientError):
+    code = "invalid_json"
+    default_message = "The request body is not valid JSON."
+
+
+class InvalidRequest(ClientError):
+    code = "invalid_request"
+    default_message = "The request is not valid."
+
+
+class ContextTooLong(ClientError):
+    code = "context_length_exceeded"
+    default_message = "The prompt and the tokens asked for do not fit the model's context."
+
+
+class OperationUnsupported(ClientError):
+    code = "operation_unsupported"
+    default_message = "This model does not support this operation."
+
+
+class Unauthorized(ClientError):
+    code = "invalid_api_key"
+    status = 401
+    kind = "authentication_error"
+    default_message = "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
+
+
+class NotFound(ClientError):
+    code = "not_found"
+    status = 404
+    kind = "not_found_error"
+    default_message = "There is nothing at this address."
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class MethodNotAllowed(ClientError):
+    code = "method_not_allowed"
+    status = 405
+    default_message = "This address does not answer this method."
+
+
+class BodyTooLarge(ClientError):
+    code = "body_too_large"
+    status = 413
+
+
+class UnsupportedMediaType(ClientError):
+    code = "unsupported_media_type"
+    status = 415
+    default_message = "Send the body as JSON, with 'Content-Type: application/json'."
+
+
+class Unprocessable(ClientError):
+    code = "unprocessable"
+    status = 422
+    default_message = "A part of the request could not be processed."
+
+
+class ServerError(BatonError):
+    pass
+
+
+class InternalError(ServerError):
+    pass
+
+
+class GenerationFailed(ServerError):
+    code = "generation_failed"
+    default_message = "The engine failed while it worked on this request."
+
+
+class EngineOverloaded(ServerError):
+    code = "engine_overloaded"
+    status = 503
+    retryable = True
+    default_message = "The engine's queue is full; try again shortly."
+
+
+class EngineUnavailable(ServerError):
+    code = "engine_unavailable"
+    status = 503
+    retryable = True
+    default_message = "The engine that serves this model is not available right now."
+
+
+class ShuttingDown(ServerError):
+    code = "shutting_down"
+    status = 503
+    retryable = True
+    default_message = "The server is shutting down; try again."
+
+
+class OperatorError(BatonError):
+    """Something the person who starts Baton has to mend."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class SettingsError(OperatorError):
+    exit_code = 2
+
+
+class StartError(OperatorError):
+    pass

@@ -1,0 +1,1 @@
+"""The models Baton can serve without a download: where they come from and where they are kept."""

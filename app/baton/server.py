@@ -1,0 +1,224 @@
+"""The composition root: joins settings, engines and routes into an app, and runs it to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from baton import __version__
+from baton.api import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    messages,
+    metrics,
+    models,
+    openapi,
+    responses,
+    tokens,
+)
+from baton.api.auth import AuthMiddleware
+from baton.api.faults import FaultsMiddleware, http_exception
+from baton.api.gateway import Gateway
+from baton.api.keys import Keyring, read_keys
+from baton.api.limits import BodyLimitMiddleware
+from baton.api.observe import ObserveMiddleware
+from baton.engines.fleet import Fleet, FleetReport
+from baton.errors import OperatorError, SettingsError, StartError
+from baton.settings import Settings
+from baton.telemetry.metrics import GatewayMetrics
+
+ROUTERS = (completions, chat, responses, messages, embeddings, tokens, models, health)
+MAX_HEADER_BYTES = 64 * 1024
+
+
+def keyring_for(settings: Settings) -> Keyring | None:
+    """The known keys, or None when everyone is the local tenant.
+
+    Raises:
+        SettingsError: the gateway would serve a network without asking who calls.
+    """
+    keys = read_keys(settings.keys_file)
+    if keys:
+        return Keyring(keys)
+    if settings.auth.keys_file is not None and not settings.keys_file.exists():
+        raise SettingsError(f"auth.keys_file: {settings.keys_file} does not exist; `baton keys create`")
+    if not settings.loopback and not settings.auth.allow_unauthenticated:
+        raise SettingsError(
+            f"host: {settings.host} can be reached from other machines and there are no API keys: "
+            "make one with `baton keys create`, or set auth.allow_unauthenticated = true"
+        )
+    return None
+
+
+def create_app(
+    settings: Settings, fleet: Fleet, *, report: FleetReport = lambda _name, _phase: None
+) -> FastAPI:
+    """The gateway's app. Its lifespan starts the fleet in the background and stops it at the end.
+
+    Args:
+        settings: the settings.
+        fleet: the engines; tests hand in fakes.
+        report: told the phase each engine's start is in.
+    """
+    gateway = Gateway(settings, fleet, GatewayMetrics())
+    keyring = keyring_for(settings)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with _metrics_port(gateway), _running(app, fleet, gateway.metrics, report):
+            yield
+
+    app = FastAPI(title="Baton", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app.state.gateway = gateway
+    for module in ROUTERS:
+        app.include_router(module.router)
+    if settings.loopback:
+        app.include_router(metrics.router)
+    openapi.install(app)
+    paths = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
+    app.add_exception_handler(HTTPException, http_exception)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimitMiddleware, body_bytes=settings.limits.body_bytes)
+    app.add_middleware(AuthMiddleware, keyring=keyring)
+    app.add_middleware(FaultsMiddleware, metrics=gateway.metrics)
+    app.add_middleware(ObserveMiddleware, metrics=gateway.metrics, paths=paths)
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _running(
+    app: FastAPI, fleet: Fleet, metrics: GatewayMetrics, report: FleetReport
+) -> AsyncIterator[None]:
+    """Engines start while the port already answers `/livez`; who wants to wait awaits `started`."""
+    started = asyncio.create_task(fleet.start(report, metrics), name="fleet-start")
+    app.state.started = started
+    try:
+        yield
+    finally:
+        started.cancel()
+        await fleet.stop()
+        await asyncio.gather(started, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _metrics_port(gateway: Gateway) -> AsyncIterator[None]:
+    """`/metrics` on a port of its own when the gateway's can be reached from other machines."""
+    if gateway.settings.loopback:
+        yield
+        return
+    app = FastAPI(openapi_url=None)
+    app.state.gateway = gateway
+    app.include_router(metrics.router)
+    where = gateway.settings.metrics
+    server = _MetricsServer(_uvicorn_config(app, where.host, where.port))
+    task = asyncio.create_task(server.serve(), name="metrics-port")
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+def _uvicorn_config(app: Any, host: str, port: int, **options: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http="h11",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        **options,
+    )
+
+
+class _MetricsServer(uvicorn.Server):
+    """A second server in the process; signals belong to the first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class GatewayServer(uvicorn.Server):
+    """The gateway's server: says when it is ready, and ends with a code that says how it went.
+
+    Args:
+        app: from `create_app`.
+        settings: its settings.
+        on_ready: called with the URL once every engine answers.
+
+    Attributes:
+        failure: why the engines could not start, if they could not.
+        handle_signals: end on SIGINT and SIGTERM; off where another part of the process owns them.
+    """
+
+    def __init__(self, app: FastAPI, settings: Settings, on_ready: Callable[[str], None]) -> None:
+        super().__init__(
+            _uvicorn_config(
+                app,
+                settings.host,
+                settings.port,
+                lifespan="on",
+                timeout_graceful_shutdown=settings.drain_timeout_s,
+            )
+        )
+        self._app = app
+        self._on_ready = on_ready
+        self.handle_signals = True
+        self.failure: OperatorError | None = None
+        self._log = structlog.get_logger("baton.server")
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn does, but a stop that was asked for ends the process with 0, not by the signal."""
+        if not self.handle_signals:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    async def startup(self, *args: Any, **kwargs: Any) -> None:
+        await super().startup(*args, **kwargs)
+        if not self.should_exit:
+            self._app.state.started.add_done_callback(self._fleet_started)
+
+    @property
+    def url(self) -> str:
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def _fleet_started(self, started: asyncio.Task[None]) -> None:
+        if started.cancelled():
+            return
+        error = started.exception()
+        if error is None:
+            self._on_ready(self.url)
+            return
+        self.failure = error if isinstance(error, OperatorError) else _unforeseen()
+        if error is not self.failure:
+            self._log.error("start_failed", exc_info=error)
+        self.should_exit = True
+
+
+def _unforeseen() -> StartError:
+    return StartError("The engines could not start; the log line above says where it went wrong.")

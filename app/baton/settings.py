@@ -1,0 +1,317 @@
+"""Every setting of the gateway: one TOML file, then `BATON_*` in the environment, then the command line.
+
+Settings are frozen once read. A key nobody knows is refused with the nearest known name, and every
+wrong value becomes one line. This is the only file that touches the process environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from baton.errors import SettingsError
+
+ENV_PREFIX = "BATON_"
+CONFIG_VARIABLE = "BATON_CONFIG"
+DEFAULT_CONFIG = Path("baton.toml")
+MIB = 1024 * 1024
+
+EngineName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
+
+
+class Frozen(BaseModel):
+    """A group of settings: read-only, and closed to keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineSettings(Frozen):
+    """One `[[engines]]` table: one vLLM engine."""
+
+    name: EngineName = Field(description="The word a request's `model` picks this engine by.")
+    model: str = Field(
+        min_length=1,
+        description="Where the weights are: an embedded model, a local folder, or a hub id.",
+    )
+    runner: Literal["generate", "pooling"] = Field(
+        "generate", description="What the engine does: text generation, or pooling (embeddings)."
+    )
+    kv_cache_memory: ByteSize | None = Field(
+        None,
+        ge=16 * MIB,
+        description="KV pool of this engine; unset: 512 MiB on CPU, vLLM's own choice on a GPU.",
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Any of vLLM's AsyncEngineArgs, by its Python name."
+    )
+    serving: dict[str, Any] = Field(
+        default_factory=dict,
+        description="vLLM's serving options by their Python name: chat_template, tool_call_parser, ...",
+    )
+
+
+class AuthSettings(Frozen):
+    """`[auth]`: who may call."""
+
+    keys_file: Path | None = Field(
+        None,
+        description="File of hashed API keys, made by `baton keys create`; unset: "
+        "keys.json in the configuration folder, used when it exists.",
+    )
+    allow_unauthenticated: bool = Field(
+        False, description="Serve a non-loopback address without keys. Say so only if you mean it."
+    )
+
+
+class LimitSettings(Frozen):
+    """`[limits]`: what a request may weigh before it is read."""
+
+    body_bytes: ByteSize = Field(
+        ByteSize(32 * MIB), ge=1024, description="Largest request body; above it: 413."
+    )
+    body_depth: int = Field(64, ge=4, le=190, description="Deepest nesting of a JSON body; above it: 400.")
+
+
+class MetricsSettings(Frozen):
+    """`[metrics]`: where `/metrics` answers when the gateway itself is not on loopback."""
+
+    host: str = Field("127.0.0.1", description="Address of the separate metrics port.")
+    port: int = Field(8001, ge=0, le=65535, description="The separate metrics port; 0 picks one.")
+
+
+def _embedded_engine() -> tuple[EngineSettings, ...]:
+    return (EngineSettings(name="smollm2", model="smollm2"),)
+
+
+class Settings(BaseSettings):
+    """All settings of one gateway process."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        nested_model_default_partial_update=True,
+    )
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe line that is logged."
+    )
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto", description="One JSON object a line, or colours for people; auto: by the terminal."
+    )
+    models_dir: Path | None = Field(
+        None, description="Where embedded models are kept; unset: baton/models in the user's cache."
+    )
+    cpu_threads: str = Field(
+        "auto",
+        pattern=r"^(auto|nobind|[0-9,|:-]+)$",
+        description="CPU cores all engines share, in vLLM's notation (`0-3`); auto: all of ours.",
+    )
+    drain_timeout_s: int = Field(
+        30, ge=0, le=3600, description="Seconds running requests get to finish after SIGTERM."
+    )
+    auth: AuthSettings = AuthSettings()
+    limits: LimitSettings = LimitSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    engines: tuple[EngineSettings, ...] = Field(
+        default_factory=_embedded_engine,
+        description="One table per engine; none given: the embedded model `smollm2`.",
+    )
+
+    @model_validator(mode="after")
+    def _engines_have_unique_names(self) -> Settings:
+        names = [engine.name for engine in self.engines]
+        if not names:
+            raise ValueError("engines: name at least one, or leave the key out")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"engines: the name '{twice[0]}' is given twice")
+        return self
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the gateway."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def models_folder(self) -> Path:
+        return self.models_dir or user_folder("XDG_CACHE_HOME", ".cache") / "baton" / "models"
+
+    @property
+    def keys_file(self) -> Path:
+        return self.auth.keys_file or user_folder("XDG_CONFIG_HOME", ".config") / "baton/keys.json"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings)
+
+
+def load_settings(config: Path | None = None, **overrides: Any) -> Settings:
+    """Read the settings.
+
+    Args:
+        config: the TOML file; None: `BATON_CONFIG`, else `baton.toml` here if there is one.
+        overrides: settings the command line gave, above file and environment.
+
+    Raises:
+        SettingsError: a line for every value that is wrong, with the nearest known name.
+    """
+    _refuse_unknown_variables()
+    from_file = _read_file(config)
+
+    class LoadedSettings(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            file = InitSettingsSource(settings_cls, init_kwargs=from_file)
+            return (init_settings, env_settings, file)
+
+    try:
+        return LoadedSettings(**overrides)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_reasons(error))) from None
+    except ValueError as error:  # pydantic-settings: an environment value that is not JSON
+        raise SettingsError(f"environment: {error}") from None
+
+
+def _read_file(config: Path | None) -> dict[str, Any]:
+    named = config or (Path(value) if (value := os.environ.get(CONFIG_VARIABLE)) else None)
+    if named is None and not DEFAULT_CONFIG.is_file():
+        return {}
+    path = named or DEFAULT_CONFIG
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror or 'cannot be read'}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not valid TOML: {error}") from None
+
+
+def _reasons(error: ValidationError) -> list[str]:
+    """One line a wrong value: where, what is wrong, and for a wrong key the nearest right one."""
+    return [_reason(item["loc"], item["type"], item["msg"], item.get("input")) for item in error.errors()]
+
+
+def _reason(loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    where = ".".join(str(part) for part in loc)
+    if kind == "extra_forbidden":
+        return f"{where}: unknown setting{nearest(str(loc[-1]), _known_keys(loc[:-1]))}"
+    message = message.removeprefix("Value error, ")
+    if not where:
+        return message
+    given = "" if kind == "missing" else f" (given: {str(value)[:80]!r})"
+    return f"{where}: {message[:1].lower()}{message[1:]}{given}"
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """A "did you mean" for `word`, or nothing when no known word is close."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean '{close[0]}'?" if close else f"; known are: {', '.join(sorted(known))}"
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    groups: dict[str, type[BaseModel]] = {
+        "auth": AuthSettings,
+        "limits": LimitSettings,
+        "metrics": MetricsSettings,
+        "engines": EngineSettings,
+    }
+    model: type[BaseModel] = groups.get(str(loc[0]), Settings) if loc else Settings
+    return list(model.model_fields)
+
+
+def _refuse_unknown_variables() -> None:
+    known = {CONFIG_VARIABLE} | set(variables())
+    for variable in sorted(os.environ):
+        if variable.startswith(ENV_PREFIX) and variable not in known:
+            raise SettingsError(f"{variable}: unknown setting{nearest(variable, sorted(known))}")
+
+
+def variables() -> list[str]:
+    """Every `BATON_*` variable there is, `__` between a group and its key."""
+    names: list[str] = []
+    for name, field in Settings.model_fields.items():
+        variable = f"{ENV_PREFIX}{name}".upper()
+        names.append(variable)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Frozen):
+            names += [f"{variable}__{key}".upper() for key in field.annotation.model_fields]
+    return names
+
+
+def user_folder(variable: str, fallback: str) -> Path:
+    """A folder of the XDG base directory specification."""
+    value = os.environ.get(variable)
+    return Path(value) if value else Path.home() / fallback
+
+
+def cores() -> list[int]:
+    """The CPU cores this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def environment_conflicts(settings: Settings) -> list[str]:
+    """Variables that would overrule what the settings say, each with its mending."""
+    conflicts = []
+    if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        conflicts.append(
+            "VLLM_CPU_KVCACHE_SPACE is set and would overrule every engine's kv_cache_memory: "
+            "unset it and give `kv_cache_memory` per engine"
+        )
+    return conflicts
+
+
+def apply_environment(settings: Settings, *, offline: bool) -> None:
+    """Set what vLLM reads from the environment, before it is imported; what is set already stays.
+
+    Args:
+        settings: the settings of this process.
+        offline: every model is on this machine, so no hub is to be asked.
+    """
+    cpu_threads = settings.cpu_threads
+    if cpu_threads == "auto":
+        cpu_threads = ",".join(str(core) for core in cores())
+    wanted = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": cpu_threads,
+        "VLLM_LOGGING_LEVEL": "INFO" if settings.log_level == "debug" else "WARNING",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if offline:
+        wanted["HF_HUB_OFFLINE"] = "1"
+    for variable, value in wanted.items():
+        os.environ.setdefault(variable, value)

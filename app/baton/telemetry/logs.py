@@ -1,0 +1,121 @@
+"""Logs: one JSON object a line, or colours for a person at a terminal.
+
+Every line goes through one structlog pipeline, also those of uvicorn and of vLLM in this process.
+What the engines' own processes print is read from a pipe and logged the same way (`EngineOutput`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import threading
+from collections import deque
+from typing import IO, Any, Literal, TextIO
+
+import structlog
+
+LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b \d\d-\d\d")
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+MAX_LINE = 4000
+LogFormat = Literal["auto", "json", "console"]
+
+
+def configure_logs(level: str, log_format: LogFormat, stream: TextIO) -> None:
+    """Send every log line of this process to `stream`."""
+    console = log_format == "console" or (log_format == "auto" and stream.isatty())
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    renderer: Any = (
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        if console
+        else structlog.processors.JSONRenderer()
+    )
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.PrintLoggerFactory(stream),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(threshold, logging.WARNING))
+
+
+class EngineOutput:
+    """Reads what this process and its engines print, line by line, and keeps the last of it.
+
+    Installed on file descriptors 1 and 2, because engine processes inherit those; the gateway's own
+    logs and progress go to `terminal`, the real one. vLLM prints much that nobody can act on, so
+    lines below ERROR are shown only at log level debug.
+    """
+
+    KEPT_LINES = 400
+
+    def __init__(self) -> None:
+        self.last_lines: deque[str] = deque(maxlen=self.KEPT_LINES)
+        self.terminal: TextIO = sys.stderr
+        self._saved: tuple[int, int] | None = None
+        self._reader: threading.Thread | None = None
+
+    def __enter__(self) -> EngineOutput:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._saved = (os.dup(1), os.dup(2))
+        self.terminal = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")
+        read_end, write_end = os.pipe()
+        os.dup2(write_end, 1)
+        os.dup2(write_end, 2)
+        os.close(write_end)
+        pipe = os.fdopen(read_end, encoding="utf-8", errors="replace")
+        self._reader = threading.Thread(target=self._read, args=(pipe,), daemon=True, name="engine-output")
+        self._reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._saved is None:
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for target, saved in zip((1, 2), self._saved, strict=True):
+            os.dup2(saved, target)
+            os.close(saved)
+        self._saved = None
+        if self._reader is not None:
+            self._reader.join(timeout=1)
+
+    def _read(self, pipe: IO[str]) -> None:
+        log = structlog.get_logger("baton.engine_output")
+        with pipe:
+            for raw in pipe:
+                line = ANSI.sub("", raw).strip()[:MAX_LINE]
+                if not line:
+                    continue
+                self.last_lines.append(line)
+                found = LEVEL.search(line)
+                if found and found[1] in ("ERROR", "CRITICAL"):
+                    log.error("engine_output", line=line)
+                else:
+                    log.debug("engine_output", line=line)
+
+    def root_cause(self) -> str | None:
+        """The last line that looks like the end of a traceback: what made an engine fail."""
+        for line in reversed(self.last_lines):
+            text = re.sub(r"^.*?\]\s", "", line) if LEVEL.search(line) else line
+            found = re.match(r"(?:\([^)]*\)\s*)?(?:[\w.]+\.)?(\w*(?:Error|Exception)): (.+)", text.strip())
+            if found and "See root cause above" not in line and "Engine core init" not in line:
+                return found[2][:600]
+        return None

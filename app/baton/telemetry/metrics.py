@@ -1,0 +1,108 @@
+"""Every metric the gateway keeps of its own, in one list, and the page that shows them.
+
+vLLM's `vllm:*` series come from the engines' registries and pass through unchanged; families of the
+same name are merged, because Prometheus refuses a page that names one twice.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
+
+from baton import __version__
+
+OTHER = "other"
+"""The label value for what is not in a closed list: labels never grow with traffic."""
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class GatewayMetrics:
+    """The `baton_*` series of one gateway, in a registry of their own."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        self.registry = registry
+        self.requests = Counter(
+            "baton_http_requests_total",
+            "Requests answered, by route template and class of status.",
+            ("route", "method", "code_class"),
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "baton_http_request_duration_seconds",
+            "Seconds from a request's first byte to its answer's last.",
+            ("route",),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "baton_http_requests_in_flight",
+            "Requests being answered now.",
+            ("route",),
+            registry=registry,
+        )
+        self.rejections = Counter(
+            "baton_rejections_total",
+            "Requests refused before or by an engine, by error code.",
+            ("reason",),
+            registry=registry,
+        )
+        self.disconnects = Counter(
+            "baton_client_disconnects_total",
+            "Clients that went away before their answer ended.",
+            ("phase",),
+            registry=registry,
+        )
+        self.stripped = Counter(
+            "baton_stripped_fields_total",
+            "Request fields that would steer the engine past the gateway, dropped.",
+            ("field",),
+            registry=registry,
+        )
+        self.engine_up = Gauge(
+            "baton_engine_up", "1 while the engine answers.", ("engine",), registry=registry
+        )
+        self.engine_start = Gauge(
+            "baton_engine_start_seconds",
+            "Seconds the engine's last start took.",
+            ("engine",),
+            registry=registry,
+        )
+        Info("baton_build", "What is running.", registry=registry).info(
+            {"version": __version__, "python": platform.python_version()}
+        )
+
+
+@dataclass(frozen=True)
+class MergedRegistry:
+    """Several registries read as one: families of the same name become one family."""
+
+    registries: tuple[CollectorRegistry, ...]
+    prefixes: tuple[str, ...] = ("baton_", "vllm:", "process_", "python_")
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for metric in self._wanted():
+            known = families.setdefault(metric.name, _empty_copy(metric))
+            known.samples.extend(metric.samples)
+        yield from families.values()
+
+    def _wanted(self) -> Iterable[Metric]:
+        for registry in self.registries:
+            for metric in registry.collect():
+                if metric.name.startswith(self.prefixes):
+                    yield metric
+
+    def page(self) -> bytes:
+        """The text page a Prometheus server reads."""
+        return generate_latest(self)
+
+
+def _empty_copy(metric: Metric) -> Metric:
+    return Metric(metric.name, metric.documentation, metric.type, metric.unit)

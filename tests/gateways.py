@@ -1,0 +1,125 @@
+"""Gateways that tests talk to over real sockets: in this process with fake engines, or `baton serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from baton.engines.fake import FakeEngine
+from baton.engines.fleet import Fleet
+from baton.serve import listen
+from baton.server import GatewayServer, create_app
+from baton.settings import Settings, load_settings
+
+READY_WITHIN_S = 240
+BATON = str(Path(sys.executable).parent / "baton")
+
+
+@dataclass
+class FakeGateway:
+    """A running gateway with fake engines."""
+
+    url: str
+    settings: Settings
+    fleet: Fleet
+    server: GatewayServer
+
+    def engine(self, name: str) -> FakeEngine:
+        engine = next(engine for engine in self.fleet.engines if engine.name == name)
+        assert isinstance(engine, FakeEngine)
+        return engine
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30, **options)
+
+
+@contextmanager
+def run_fake(*engines: FakeEngine, wait: bool = True, **overrides: Any) -> Iterator[FakeGateway]:
+    """A gateway in a thread, on a free port of 127.0.0.1."""
+    settings = load_settings(**({"port": 0} | overrides))
+    fleet = Fleet(engines)
+    listener = listen(settings)
+    ready = threading.Event()
+    server = GatewayServer(create_app(settings, fleet), settings, lambda _url: ready.set())
+    server.handle_signals = False
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not server.started and time.monotonic() < deadline:
+        time.sleep(0.005)
+    if wait:
+        assert ready.wait(20), "the fake engines did not start"
+    try:
+        yield FakeGateway(server.url, settings, fleet, server)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        listener.close()
+
+
+class RealGateway:
+    """`baton serve` in a process of its own.
+
+    Args:
+        arguments: after `baton serve`; a free port is chosen unless one is given.
+        folder: where its output goes.
+        environment: on top of this process's.
+    """
+
+    def __init__(self, arguments: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
+        self._arguments = arguments
+        self._environment = os.environ | (environment or {})
+        self.output = folder / "baton.log"
+
+    def __enter__(self) -> RealGateway:
+        port = [] if "--port" in self._arguments else ["--port", "0"]
+        self._stream = open(self.output, "w")  # closed in __exit__
+        self.process = subprocess.Popen(
+            [BATON, "serve", *port, *self._arguments],
+            stdout=self._stream,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.stop()
+        self._stream.close()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=60)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_WITHIN_S
+        while time.monotonic() < deadline:
+            if found := re.search(r"Baton is ready on (\S+),", self.log):
+                self.url = found[1]
+                return
+            assert self.process.poll() is None, f"the gateway ended:\n{self.log}"
+            time.sleep(0.2)
+        raise AssertionError(f"not ready within {READY_WITHIN_S} s:\n{self.log}")
+
+    @property
+    def log(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120, **options)

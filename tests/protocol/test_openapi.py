@@ -1,0 +1,56 @@
+"""The gateway's own document shows vLLM's full schemas, and every route keeps to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gateways import FakeGateway
+
+
+@pytest.fixture
+def document(fake_gateway: FakeGateway) -> dict[str, Any]:
+    with fake_gateway.client() as client:
+        loaded: dict[str, Any] = client.get("/openapi.json").json()
+        return loaded
+
+
+@pytest.mark.parametrize(
+    ("path", "schema", "field"),
+    [
+        ("/v1/completions", "CompletionRequest", "structured_outputs"),
+        ("/v1/chat/completions", "ChatCompletionRequest", "response_format"),
+        ("/v1/responses", "ResponsesRequest", "max_output_tokens"),
+        ("/v1/messages", "AnthropicMessagesRequest", "stop_sequences"),
+    ],
+)
+def test_a_route_shows_the_full_request_schema(
+    document: dict[str, Any], path: str, schema: str, field: str
+) -> None:
+    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": f"#/components/schemas/{schema}"}
+    assert field in document["components"]["schemas"][schema]["properties"]
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    known = document["components"]["schemas"]
+
+    def walk(value: object) -> None:
+        if isinstance(value, dict):
+            reference = value.get("$ref")
+            if isinstance(reference, str):
+                assert reference.removeprefix("#/components/schemas/") in known
+            for inner in value.values():
+                walk(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                walk(inner)
+
+    walk(document)
+
+
+def test_every_operation_documents_its_errors_in_the_one_shape(document: dict[str, Any]) -> None:
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            refused = operation["responses"]["401"]["content"]["application/json"]["schema"]
+            assert refused == {"$ref": "#/components/schemas/BatonError"}, path

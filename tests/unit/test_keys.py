@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from baton.api.auth import presented_key
+from baton.api.keys import Keyring, create_key, read_keys, revoke_key
+from baton.errors import SettingsError
+
+
+def test_a_created_key_opens_and_is_nowhere_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "sub" / "keys.json"
+    key = create_key(file, "acme")
+    assert Keyring(read_keys(file)).tenant(key) == "acme"
+    assert key not in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_revoked_key_no_longer_opens_and_others_do(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    first, second = create_key(file, "acme"), create_key(file, "globex")
+    revoke_key(file, read_keys(file)[0].id)
+    keyring = Keyring(read_keys(file))
+    assert (keyring.tenant(first), keyring.tenant(second)) == (None, "globex")
+
+
+def test_revoking_what_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no key with the id"):
+        revoke_key(tmp_path / "keys.json", "nope")
+
+
+@pytest.mark.parametrize("tenant", ["", "a b", "../x", "x" * 65, "a\n"])
+def test_a_tenant_has_a_plain_name(tmp_path: Path, tenant: str) -> None:
+    with pytest.raises(SettingsError):
+        create_key(tmp_path / "keys.json", tenant)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text("{}")
+    with pytest.raises(SettingsError, match="not a keys file"):
+        read_keys(file)
+
+
+@pytest.mark.parametrize(
+    ("headers", "key"),
+    [
+        ([(b"authorization", b"Bearer abc")], "abc"),
+        ([(b"authorization", b"bearer  abc ")], "abc"),
+        ([(b"authorization", b"Basic abc")], ""),
+        ([(b"authorization", b"abc")], ""),
+        ([(b"x-api-key", b"abc")], "abc"),
+        ([], ""),
+    ],
+)
+def test_a_key_is_taken_as_openai_and_anthropic_clients_send_it(
+    headers: list[tuple[bytes, bytes]], key: str
+) -> None:
+    assert presented_key(headers) == key

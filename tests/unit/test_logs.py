@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+
+import structlog
+
+from baton.telemetry.logs import EngineOutput, configure_logs
+
+
+def test_a_line_is_one_json_object_whatever_is_in_it() -> None:
+    stream = io.StringIO()
+    configure_logs("info", "json", stream)
+    hostile = 'a\r\nb\x1b[31m"}{' + "x" * 10
+    structlog.get_logger().info("event", text=hostile)
+    logging.getLogger("uvicorn.error").error("oh %s", hostile)
+    lines = stream.getvalue().splitlines()
+    assert [json.loads(line)["level"] for line in lines] == ["info", "error"]
+    assert json.loads(lines[0])["text"] == hostile
+
+
+def test_lines_below_the_level_are_not_written() -> None:
+    stream = io.StringIO()
+    configure_logs("warning", "json", stream)
+    structlog.get_logger().info("quiet")
+    structlog.get_logger().warning("loud")
+    assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == ["loud"]
+
+
+def test_what_an_engine_process_prints_is_kept_and_its_cause_of_death_found() -> None:
+    script = """
+import subprocess, sys
+from baton.telemetry.logs import EngineOutput, configure_logs
+with EngineOutput() as output:
+    configure_logs("info", "json", output.terminal)
+    subprocess.run([sys.executable, "-c", "raise ValueError('the weights are gone')"])
+    import time; time.sleep(0.3)
+    cause = output.root_cause()
+print("cause:", cause)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "cause: the weights are gone" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_line_of_an_engine_is_logged() -> None:
+    output = EngineOutput()
+    output.last_lines.append("(EngineCore pid=1) ERROR 11-21 11:37:17 [core.py:1] RuntimeError: no memory")
+    assert output.root_cause() == "no memory"

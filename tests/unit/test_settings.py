@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.errors import SettingsError
+from baton.settings import Settings, load_settings, variables
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "baton.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_serve_the_embedded_model_on_loopback() -> None:
+    settings = load_settings()
+    assert (settings.host, settings.port) == ("127.0.0.1", 8000)
+    assert [engine.model for engine in settings.engines] == ["smollm2"]
+    assert settings.loopback
+
+
+def test_a_file_the_environment_and_the_command_line_rule_in_that_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write(tmp_path, 'port = 1111\nhost = "127.0.0.2"\nlog_level = "error"')
+    monkeypatch.setenv("BATON_PORT", "2222")
+    monkeypatch.setenv("BATON_HOST", "127.0.0.3")
+    settings = load_settings(config, port=3333)
+    assert (settings.port, settings.host, settings.log_level) == (3333, "127.0.0.3", "error")
+
+
+def test_a_group_may_come_half_from_the_file_and_half_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write(tmp_path, '[limits]\nbody_bytes = "1MiB"')
+    monkeypatch.setenv("BATON_LIMITS__BODY_DEPTH", "10")
+    limits = load_settings(config).limits
+    assert (limits.body_bytes, limits.body_depth) == (1024 * 1024, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("prot = 1", "prot: unknown setting; did you mean 'port'?"),
+        ("port = 70000", "port: input should be less than or equal to 65535 (given: '70000')"),
+        ('port = "eighty"', "port: input should be a valid integer, unable to parse"),
+        ("[limits]\nbody_byte = 5", "limits.body_byte: unknown setting; did you mean 'body_bytes'?"),
+        ("[limits]\nbody_depth = 1", "limits.body_depth: input should be greater than or equal to 4"),
+        (
+            '[[engines]]\nname = "a"\nmodel = "b"\nruner = "pooling"',
+            "engines.0.runer: unknown setting; did you mean 'runner'?",
+        ),
+        ('[[engines]]\nname = "a"', "engines.0.model: field required"),
+        ('[[engines]]\nname = "a b"\nmodel = "x"', "engines.0.name: string should match pattern"),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\n[[engines]]\nname = "a"\nmodel = "y"',
+            "engines: the name 'a' is given twice",
+        ),
+        ("engines = []", "engines: name at least one"),
+        ('log_level = "loud"', "log_level: input should be 'debug', 'info', 'warning' or 'error'"),
+        ('cpu_threads = "all of them"', "cpu_threads: string should match pattern"),
+        ("port = ", "not valid TOML"),
+        ("[auth]\nkeys = []", "auth.keys: unknown setting; did you mean 'keys_file'?"),
+        ("[metrics]\nport = -1", "metrics.port: input should be greater than or equal to 0"),
+        ("drain_timeout_s = -1", "drain_timeout_s: input should be greater than or equal to 0"),
+    ],
+)
+def test_a_wrong_value_is_one_readable_line(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(write(tmp_path, text))
+    assert reason in caught.value.message
+    assert len(caught.value.message.splitlines()) == 1
+    assert caught.value.exit_code == 2
+
+
+def test_every_wrong_value_of_a_file_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(write(tmp_path, 'prot = 1\nlog_level = "loud"'))
+    assert len(caught.value.message.splitlines()) == 2
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_PROT", "1")
+    with pytest.raises(SettingsError, match="BATON_PROT: unknown setting; did you mean 'BATON_PORT'"):
+        load_settings()
+
+
+def test_a_missing_file_that_was_named_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="No such file"):
+        load_settings(tmp_path / "nowhere.toml")
+
+
+def test_settings_cannot_be_changed_once_read() -> None:
+    settings = load_settings()
+    with pytest.raises(ValueError, match="frozen"):
+        settings.port = 1
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("example.org", False),
+    ],
+)
+def test_loopback_is_recognised(host: str, loopback: bool) -> None:
+    assert load_settings(host=host).loopback is loopback
+
+
+def test_every_setting_has_a_variable_and_a_description() -> None:
+    assert "BATON_LIMITS__BODY_BYTES" in variables()
+    for name, field in Settings.model_fields.items():
+        group = getattr(field.annotation, "model_fields", None)
+        for key, inner in (group or {name: field}).items():
+            assert inner.description, f"{name}.{key} has no description"
