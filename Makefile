@@ -44,7 +44,7 @@ soak: $(VENV)/.dev ## Run long (minutes to hours)
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
 schemas: $(VENV)/.dev ## Rewrite app/baton/api/vllm_schemas.json from the installed vLLM
-	$(BIN)/python -m baton.engines.schemas
+	$(BIN)/python -m baton.engines.schemas > $(VENV)/schemas.json && mv $(VENV)/schemas.json app/baton/api/vllm_schemas.json
 
 lock: $(VENV)/.dev ## Resolve the dependencies anew into the lock files (minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh requirements-lock.sh

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from baton import __version__
 from baton.api import keys as api_keys
+from baton.engines.version import check_vllm, is_cpu_build
 from baton.errors import OperatorError
 from baton.models.catalog import EMBEDDED
 from baton.models.store import ModelStore
@@ -84,7 +85,10 @@ def _with_engine(
     settings: Settings, config: Path | None, arguments: list[str], overrides: dict[str, Any]
 ) -> Settings:
     """The settings with the one engine that the command line describes, read by vLLM's own parser."""
-    apply_environment(settings, offline=False)
+    check_vllm()
+    eager = is_cpu_build() and not any(flag.startswith("--no-enforce-eager") for flag in arguments)
+    offline = arguments[0] in EMBEDDED or Path(arguments[0]).exists()
+    apply_environment(settings, offline=offline, compiles=not eager)
     from baton.engines.launch import engine_from_command_line  # seconds of vLLM
 
     return load_settings(config, **overrides, engines=(engine_from_command_line(arguments),))

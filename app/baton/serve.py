@@ -10,11 +10,12 @@ from functools import partial
 import uvicorn
 
 from baton.engines.fleet import Fleet
+from baton.engines.version import check_vllm, is_cpu_build
 from baton.errors import StartError
 from baton.models.catalog import EMBEDDED
 from baton.models.store import ModelStore
 from baton.server import GatewayServer, create_app, keyring_for
-from baton.settings import Settings, apply_environment, environment_conflicts
+from baton.settings import Settings, apply_environment, environment_conflicts, runs_eager
 from baton.telemetry.logs import EngineOutput, configure_logs
 from baton.telemetry.progress import PhaseProgress
 
@@ -46,12 +47,15 @@ def listen(settings: Settings) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise StartError(
             f"Cannot listen on {settings.host}:{settings.port}: {error.strerror}. "
             "Stop what listens there, or choose another port with --port."
         ) from None
+    # asyncio does this only for sockets it made itself; without it every answer waits 40 ms for an ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def _build(settings: Settings, progress: PhaseProgress, output: EngineOutput, *, tenants: bool) -> Fleet:
@@ -63,7 +67,9 @@ def _build(settings: Settings, progress: PhaseProgress, output: EngineOutput, *,
         if engine.model in EMBEDDED:
             progress.done(row, "files verified")
     offline = all(engine.model in EMBEDDED or _is_path(engine.model) for engine in settings.engines)
-    apply_environment(settings, offline=offline)
+    compiles = not (is_cpu_build() and runs_eager(settings))
+    apply_environment(settings, offline=offline, compiles=compiles)
+    check_vllm()
     progress.phase("vllm", "importing")
     from baton.engines.launch import build_fleet  # seconds of vLLM, and the environment must be set
 

@@ -293,12 +293,20 @@ def environment_conflicts(settings: Settings) -> list[str]:
     return conflicts
 
 
-def apply_environment(settings: Settings, *, offline: bool) -> None:
+def runs_eager(settings: Settings) -> bool:
+    """Whether every engine is left uncompiled, as engines on a CPU are unless told otherwise."""
+    return all(engine.args.get("enforce_eager", True) for engine in settings.engines)
+
+
+def apply_environment(settings: Settings, *, offline: bool, compiles: bool) -> None:
     """Set what vLLM reads from the environment, before it is imported; what is set already stays.
 
     Args:
         settings: the settings of this process.
         offline: every model is on this machine, so no hub is to be asked.
+        compiles: some engine uses torch.compile. Where none does, vLLM would still compile small
+            helpers at the first request that needs one (log probabilities, say): up to 18 s in which
+            every client waits, and the engine's death where there is no C++ compiler.
     """
     cpu_threads = settings.cpu_threads
     if cpu_threads == "auto":
@@ -311,6 +319,8 @@ def apply_environment(settings: Settings, *, offline: bool) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if not compiles:
+        wanted["TORCHDYNAMO_DISABLE"] = "1"
     if offline:
         wanted["HF_HUB_OFFLINE"] = "1"
     for variable, value in wanted.items():

@@ -26,7 +26,7 @@ from baton.settings import EngineSettings
 from baton.telemetry.ids import RequestContext
 
 WARM_UPS: tuple[tuple[Operation, Json], ...] = (
-    (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2}),
+    (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2, "logprobs": 1}),
     (Operation.EMBEDDINGS, {"input": [0]}),
 )
 LAST_WORDS_WAIT_S = 0.2

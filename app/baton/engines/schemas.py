@@ -1,13 +1,13 @@
 """vLLM's request and response schemas for our OpenAPI document: `python -m baton.engines.schemas`.
 
-They are written to `api/vllm_schemas.json`, checked in, so that the document needs no vLLM and a
+`make schemas` writes them to `api/vllm_schemas.json`, checked in, so that the document needs no vLLM and a
 change of vLLM's protocol shows as a change of that file.
 """
 
 from __future__ import annotations
 
 import json
-from importlib.resources import files
+import sys
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -37,6 +37,4 @@ def as_text() -> str:
 
 
 if __name__ == "__main__":
-    target = files("baton.api") / "vllm_schemas.json"
-    with open(str(target), "w") as stream:
-        stream.write(as_text())
+    sys.stdout.write(as_text())

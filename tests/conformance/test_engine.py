@@ -1,0 +1,167 @@
+"""One suite for every engine: what a client may count on, from the fake one and from vLLM alike."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from gateways import run_fake
+
+from baton.engines.fake import FakeEngine
+
+MESSAGES = [{"role": "user", "content": "Say a few words about the sea."}]
+REQUESTS = {
+    "/v1/completions": {"prompt": "The sea is", "max_tokens": 6},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 6},
+    "/v1/responses": {"input": "The sea is", "max_output_tokens": 6},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 6},
+}
+PATHS = sorted(REQUESTS)
+
+
+@pytest.fixture(scope="module", params=["fake", pytest.param("vllm", marks=pytest.mark.engine)])
+def client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    if request.param == "fake":
+        with (
+            run_fake(FakeEngine("smollm2"), FakeEngine("smollm2-fp32")) as gateway,
+            gateway.client() as client,
+        ):
+            yield client
+    else:
+        with request.getfixturevalue("real_gateway").client() as client:
+            yield client
+
+
+def body(path: str, **more: object) -> dict[str, object]:
+    return {"model": "smollm2", "temperature": 0} | REQUESTS[path] | more
+
+
+def text_of(path: str, answer: dict[str, object]) -> str:
+    places = {
+        "/v1/completions": ("choices", 0, "text"),
+        "/v1/chat/completions": ("choices", 0, "message", "content"),
+        "/v1/responses": ("output", 0, "content", 0, "text"),
+        "/v1/messages": ("content", 0, "text"),
+    }
+    value: object = answer
+    for step in places[path]:
+        value = value[step]  # type: ignore[index]  # JSON
+    return str(value)
+
+
+def streamed_text(path: str, response: httpx.Response) -> str:
+    said = []
+    for line in response.text.splitlines():
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        event = json.loads(line[6:])
+        if path == "/v1/completions":
+            said += [choice["text"] for choice in event["choices"]]
+        elif path == "/v1/chat/completions":
+            said += [choice["delta"].get("content") or "" for choice in event["choices"]]
+        elif event.get("type") in ("response.output_text.delta", "content_block_delta"):
+            delta = event["delta"]
+            said.append(delta if isinstance(delta, str) else delta["text"])
+    return "".join(said)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_answer_in_one_piece_has_text_and_our_request_id(client: httpx.Client, path: str) -> None:
+    response = client.post(path, json=body(path))
+    assert response.status_code == 200, response.text
+    assert text_of(path, response.json())
+    assert response.headers["x-request-id"] in response.json()["id"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stream_says_the_same_as_the_answer_in_one_piece(client: httpx.Client, path: str) -> None:
+    whole = text_of(path, client.post(path, json=body(path)).json())
+    response = client.post(path, json=body(path, stream=True))
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert streamed_text(path, response) == whole
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_missing_prompt_is_a_400_that_names_the_field(client: httpx.Client, path: str) -> None:
+    response = client.post(path, json={"model": "smollm2", "max_tokens": 4})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["code"] == "invalid_request"
+    assert any(word in error["message"] for word in ("prompt", "messages", "input"))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_tokens_than_the_context_holds_is_a_400(client: httpx.Client, path: str, stream: bool) -> None:
+    response = client.post(path, json=body(path, max_tokens=100_000, stream=stream))
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("value", [-1, 0, "many", 1.5])
+def test_a_bad_token_limit_is_a_400_that_names_it(client: httpx.Client, value: object) -> None:
+    response = client.post("/v1/completions", json=body("/v1/completions", max_tokens=value))
+    assert response.status_code == 400, response.text
+    assert "max_tokens" in response.json()["error"]["message"]
+
+
+def test_usage_adds_up_and_comes_last_in_a_stream(client: httpx.Client) -> None:
+    sent = body("/v1/completions", stream=True, stream_options={"include_usage": True})
+    lines = [line for line in client.post("/v1/completions", json=sent).text.splitlines() if line]
+    assert lines[-1] == "data: [DONE]"
+    last = json.loads(lines[-2][6:])
+    usage = last["usage"]
+    assert last["choices"] == []
+    assert usage["completion_tokens"] == 6
+    assert usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
+
+
+def test_tokens_and_text_can_be_counted(client: httpx.Client) -> None:
+    tokens = client.post("/tokenize", json={"model": "smollm2", "prompt": "The sea is"}).json()
+    assert tokens["count"] == len(tokens["tokens"]) == 3
+    text = client.post("/detokenize", json={"model": "smollm2", "tokens": tokens["tokens"]})
+    assert text.status_code == 200
+    counted = client.post("/v1/messages/count_tokens", json={"model": "smollm2", "messages": MESSAGES})
+    assert counted.json()["input_tokens"] > 3
+
+
+def test_an_embedding_from_a_text_model_is_refused(client: httpx.Client) -> None:
+    response = client.post("/v1/embeddings", json={"model": "smollm2", "input": "x"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "operation_unsupported")
+
+
+def test_both_models_are_listed_and_answer_under_their_own_names(client: httpx.Client) -> None:
+    assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["smollm2", "smollm2-fp32"]
+    for name in ("smollm2", "smollm2-fp32"):
+        assert (
+            client.post("/v1/completions", json=body("/v1/completions", model=name)).json()["model"] == name
+        )
+
+
+def test_requests_at_once_on_two_engines_are_each_answered(client: httpx.Client) -> None:
+    answers: list[tuple[str, httpx.Response]] = []
+
+    def ask(name: str) -> None:
+        sent = body("/v1/completions", model=name, stream=True)
+        answers.append((name, client.post("/v1/completions", json=sent)))
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in ("smollm2", "smollm2-fp32") * 6]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 12
+    for name, response in answers:
+        assert response.text.endswith("data: [DONE]\n\n")
+        assert f'"model": "{name}"' in response.text.replace('":"', '": "')
+
+
+def test_an_engine_s_metrics_carry_its_name(client: httpx.Client) -> None:
+    page = client.get("/metrics").text
+    for name in ("smollm2", "smollm2-fp32"):
+        assert f'baton_engine_up{{engine="{name}"}} 1.0' in page
+        assert f'vllm:generation_tokens_total{{engine="0",model_name="{name}"}}' in page
+    assert page.count("# TYPE vllm:generation_tokens_total counter") == 1

@@ -1,0 +1,244 @@
+"""Every touch of vLLM's internals, held: these fail when a new vLLM moves them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pkgutil
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+pytest.importorskip("vllm")
+
+import vllm.exceptions  # after the skip
+import vllm.v1.engine.exceptions  # after the skip
+from vllm.engine.protocol import EngineClient  # after the skip
+from vllm.v1.engine.async_llm import AsyncLLM  # after the skip
+from vllm.v1.metrics import loggers  # after the skip
+from vllm.v1.metrics.loggers import PrometheusStatLogger  # after the skip
+
+from baton import errors  # after the skip
+from baton.engines import arguments, faults, handlers, version  # after the skip
+from baton.engines.client import CURRENT_CALL, Call, WatchedClient  # after the skip
+from baton.engines.port import Operation  # after the skip
+from baton.engines.series import FAMILIES, HELPERS, stat_logger_for  # after the skip
+from baton.settings import EngineSettings  # after the skip
+from baton.telemetry.ids import RequestContext  # after the skip
+
+FOREIGN = [
+    cls
+    for module in (vllm.exceptions, vllm.v1.engine.exceptions)
+    for _, cls in inspect.getmembers(module, inspect.isclass)
+    if issubclass(cls, Exception) and cls.__module__ == module.__name__
+]
+
+
+def make(cls: type[Exception]) -> Exception:
+    """An instance, whatever its constructor wants."""
+    error = cls.__new__(cls)
+    error.args = ("a message",)
+    for name in ("message", "lora_name"):
+        setattr(error, name, "a message")
+    error.parameter = error.value = None  # type: ignore[attr-defined]  # what VLLMValidationError has
+    return error
+
+
+@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda cls: cls.__name__)
+def test_every_exception_of_vllm_has_a_row_of_its_own_kind(foreign: type[Exception]) -> None:
+    translated = faults.translate(make(foreign))
+    row = next(ours for theirs, ours in faults.TABLE if issubclass(foreign, theirs))
+    assert type(translated) is row
+    client_side = issubclass(foreign, vllm.exceptions.VLLMClientError)
+    assert (translated.status < 500) is client_side
+
+
+def test_a_message_loses_paths_addresses_and_class_names() -> None:
+    message = "ValueError: bad <Thing at 0x7f12ab34cd56> in /root/.cache/x/y.json: vllm.SomeError: no"
+    text = faults.scrub(message)
+    for leak in ("/root", "0x7f", "ValueError", "SomeError"):
+        assert leak not in text
+
+
+def test_a_template_error_is_the_client_s() -> None:
+    jinja2 = pytest.importorskip("jinja2")
+    assert isinstance(faults.translate(jinja2.TemplateError("roles must alternate")), errors.InvalidRequest)
+
+
+def test_the_checked_in_schemas_are_vllm_s() -> None:
+    stored = (files("baton.api") / "vllm_schemas.json").read_text()
+    command = [
+        sys.executable,
+        "-m",
+        "baton.engines.schemas",
+    ]  # names of schemas depend on what else is imported
+    fresh = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(stored) == json.loads(fresh), (
+        "vLLM's protocol moved: run `make schemas`, read the difference"
+    )
+
+
+def test_every_operation_has_a_handler_that_vllm_has() -> None:
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.entrypoints.pooling.embed.serving import ServingEmbedding
+    from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+
+    classes = {
+        "openai_serving_completion": OpenAIServingCompletion,
+        "openai_serving_chat": OpenAIServingChat,
+        "openai_serving_responses": OpenAIServingResponses,
+        "anthropic_serving_messages": AnthropicServingMessages,
+        "serving_embedding": ServingEmbedding,
+        "serving_tokenization": ServingTokenization,
+    }
+    assert set(handlers.ROUTES) == set(Operation)
+    source = inspect.getsource(handlers.init_app_state) + inspect.getsource(_factories())
+    for route in handlers.ROUTES.values():
+        attribute, method = route.handler
+        assert hasattr(classes[attribute], method)
+        assert f"state.{attribute}" in source or attribute in ("serving_embedding",)
+        parameters = list(inspect.signature(getattr(classes[attribute], method)).parameters)
+        assert parameters[:3] == ["self", "request", "raw_request"]
+
+
+def _factories() -> object:
+    from vllm.entrypoints.generate import api_router
+
+    return api_router.init_generate_state
+
+
+def test_every_engine_client_method_passes_through_the_wrapper() -> None:
+    class Engine:
+        pass
+
+    engine = Engine()
+    for name in dir(EngineClient):
+        if not name.startswith("_"):
+            setattr(engine, name, f"the engine's {name}")
+    wrapper = WatchedClient(engine)  # type: ignore[arg-type]  # only its attributes count
+    for name in dir(EngineClient):
+        if not name.startswith("_") and name not in ("generate", "encode"):
+            assert getattr(wrapper, name) == f"the engine's {name}"
+    for name in ("generate", "encode"):
+        first = list(inspect.signature(getattr(AsyncLLM, name)).parameters)[:2]
+        assert first == ["self", "prompt"]
+
+
+def test_the_salt_is_the_gateway_s_whatever_the_prompt_says() -> None:
+    class Engine:
+        def generate(self, prompt: dict[str, str], *_: object) -> object:
+            self.prompt = prompt
+            return _nothing()
+
+    async def _nothing():  # type: ignore[no-untyped-def]  # never iterated
+        yield None
+
+    engine = Engine()
+    for salt, expected in ((None, {}), ("ours", {"cache_salt": "ours"})):
+        CURRENT_CALL.set(Call(RequestContext("id"), salt))
+        WatchedClient(engine).generate({"cache_salt": "theirs"}, None, "id")  # type: ignore[arg-type]  # as above
+        assert engine.prompt == expected
+
+
+def test_series_of_two_engines_live_side_by_side() -> None:
+    for name in (*FAMILIES, *HELPERS):
+        assert hasattr(PrometheusStatLogger, name), f"{name} moved"
+    own = {name for name in vars(PrometheusStatLogger) if name.startswith("_") and name.endswith("_cls")}
+    assert own == {*FAMILIES, *HELPERS}, "a new kind of series would be kept process-wide"
+    registries = [CollectorRegistry(), CollectorRegistry()]
+    for registry in registries:
+        logger = stat_logger_for(registry)
+        assert issubclass(logger, loggers.AggregateStatLoggerBase)
+        logger._gauge_cls("vllm:x", "X.", labelnames=["engine"]).labels("0").set(1)
+        helper = logger._spec_decoding_cls
+        assert helper._counter_cls is logger._counter_cls
+    assert all(registry.get_sample_value("vllm:x", {"engine": "0"}) == 1 for registry in registries)
+
+
+def test_arguments_are_checked_against_vllm_s_with_the_nearest_name() -> None:
+    def build(**args: object) -> object:
+        return arguments.engine_args(EngineSettings(name="a", model="m", args=args), "m")
+
+    with pytest.raises(
+        errors.SettingsError, match=r"args\.max_model_length: unknown to vLLM; did you mean 'max_model_len'"
+    ):
+        build(max_model_length=1)
+    with pytest.raises(errors.SettingsError, match=r"args\.model: set by the engine's `model`"):
+        build(model="x")
+    built = build(max_model_len=128)
+    assert (built.max_model_len, built.served_model_name) == (128, ["a"])  # type: ignore[attr-defined]  # AsyncEngineArgs
+
+
+def test_serving_options_are_checked_and_exist_in_vllm() -> None:
+    namespace = arguments.serving_namespace(
+        EngineSettings(name="a", model="m", serving={"response_role": "x"})
+    )
+    assert namespace.response_role == "x"
+    assert namespace.enable_prompt_tokens_details
+    for option in arguments.SERVING_OPTIONS:
+        assert hasattr(namespace, option), f"vLLM no longer has the option {option}"
+    with pytest.raises(errors.SettingsError, match="did you mean 'tool_call_parser'"):
+        arguments.serving_namespace(EngineSettings(name="a", model="m", serving={"tool_parser": "x"}))
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "args"),
+    [
+        (["org/model"], "model", {}),
+        (["org/model", "--max-model-len", "4096"], "model", {"max_model_len": 4096}),
+        (
+            ["org/model", "--max-model-len", "4k", "--enforce-eager"],
+            "model",
+            {"max_model_len": 4000, "enforce_eager": True},
+        ),
+        (["./m", "--served-model-name", "mine", "--dtype", "float32"], "mine", {"dtype": "float32"}),
+        (["--model", "org/model", "--seed", "3"], "model", {"seed": 3}),
+    ],
+)
+def test_a_model_and_vllm_s_flags_make_one_engine(
+    line: list[str], name: str, args: dict[str, object]
+) -> None:
+    engine = arguments.settings_from_command_line(line)
+    assert (engine.name, engine.args) == (name, args)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (["m", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["m", "--api-key", "x"], "use `baton keys create`"),
+        (["m", "--max-model-len", "many"], "max-model-len"),
+        (["--enforce-eager"], "which model?"),
+        (["m", "--ssl-keyfile", "x"], "flag of vLLM's own server"),
+    ],
+)
+def test_a_flag_that_does_not_fit_is_refused_in_a_line(line: list[str], reason: str) -> None:
+    with pytest.raises(errors.SettingsError) as caught:
+        arguments.settings_from_command_line(line)
+    assert reason in caught.value.message
+
+
+def test_the_version_that_is_checked_is_the_one_installed() -> None:
+    assert (version.installed_vllm() or "").startswith(version.VLLM_VERSION)
+
+
+def test_the_port_the_fleet_and_the_fake_import_no_vllm() -> None:
+    script = (
+        "import sys, baton.engines.fake, baton.engines.fleet, baton.server; sys.exit('vllm' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_every_module_of_baton_imports() -> None:
+    import importlib
+
+    import baton
+
+    for module in pkgutil.walk_packages(baton.__path__, "baton."):
+        importlib.import_module(module.name)
