@@ -15,6 +15,7 @@ from typing import Any
 import anthropic
 import httpx
 import openai
+import psutil
 import pytest
 from gateways import READY_WITHIN_S, RealGateway
 
@@ -119,7 +120,7 @@ def test_the_anthropic_sdk_answers_and_streams(real_gateway: RealGateway) -> Non
         "model": "smollm2",
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "max_tokens": 16,
-        "temperature": 0,
+        "extra_body": {"temperature": 0},
     }
     with anthropic.Anthropic(base_url=real_gateway.url, api_key="none") as client:
         whole = client.messages.create(**options)
@@ -153,7 +154,6 @@ BAD_REQUESTS: list[dict[str, Any]] = [
     {"logit_bias": {"999999999": 1}},
     {"stop": [""]},
     {"min_tokens": 50, "max_tokens": 10},
-    {"priority": 3},
     {"response_format": {"type": "json_schema"}},
 ]
 LEAKS = re.compile(r"/\w+/\w+|0x[0-9a-f]{6,}|Traceback|\b\w+(Error|Exception)\b|site-packages|vllm\.")
@@ -285,3 +285,46 @@ def test_greedy_output_equals_plain_vllm_s(real_gateway: RealGateway, plain_vllm
         answer = httpx.post(f"{real_gateway.url}/v1/completions", json=sent, timeout=60).json()
         assert answer["choices"][0]["token_ids"] == plain_vllm[prompt]["token_ids"]
         assert answer["choices"][0]["text"] == plain_vllm[prompt]["text"]
+
+
+def test_the_gateway_ends_quietly_and_leaves_no_process(tmp_path: Path) -> None:
+    """SIGTERM: exit 0, nothing left running, no traceback. On a gateway of its own, started as people do."""
+    with RealGateway(
+        ["smollm2", "--max-model-len", "512", "--served-model-name", "tiny"], tmp_path
+    ) as gateway:
+        gateway.wait_until_ready()
+        children = psutil.Process(gateway.process.pid).children(recursive=True)
+        assert len(children) >= 2
+        answer = httpx.post(
+            f"{gateway.url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=60
+        )
+        assert answer.json()["model"] == "tiny"
+        assert httpx.get(f"{gateway.url}/v1/models").json()["data"][0]["max_model_len"] == 512
+        assert gateway.stop() == 0
+        psutil.wait_procs(children, timeout=10)
+        assert [child for child in children if child.is_running()] == []
+        assert "Traceback" not in gateway.log
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "reason"),
+    [
+        ('[[engines]]\nname = "a"\nmodel = "smollm2"\nargs = {max_model_len = 99999}', 1, "99999"),
+        ('[[engines]]\nname = "a"\nmodel = "smollm2"\nargs = {max_len = 1}', 2, "unknown to vLLM"),
+        ('[[engines]]\nname = "a"\nmodel = "./nowhere"', 1, "does not exist"),
+        ('[[engines]]\nname = "a"\nmodel = "smollm2"\nkv_cache_memory = "16MiB"', 1, "KV cache"),
+        ("prot = 1", 2, "did you mean 'port'"),
+        ('host = "0.0.0.0"', 2, "baton keys create"),
+    ],
+)
+def test_a_start_that_fails_is_one_readable_paragraph(
+    tmp_path: Path, settings: str, code: int, reason: str
+) -> None:
+    config = tmp_path / "baton.toml"
+    config.write_text(settings)
+    with RealGateway(["--config", str(config), "--log-level", "error"], tmp_path) as gateway:
+        assert gateway.process.wait(timeout=120) == code
+    assert reason in gateway.log, gateway.log
+    assert "Traceback" not in gateway.log
+    told = gateway.log[gateway.log.index("baton: ") :]
+    assert len(told) < 900, told

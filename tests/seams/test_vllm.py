@@ -146,6 +146,10 @@ def test_the_salt_is_the_gateway_s_whatever_the_prompt_says() -> None:
         assert engine.prompt == expected
 
 
+def test_the_output_handler_can_be_silenced_before_a_stop() -> None:
+    assert "self.output_handler: asyncio.Task | None = None" in inspect.getsource(AsyncLLM.__init__)
+
+
 def test_series_of_two_engines_live_side_by_side() -> None:
     for name in (*FAMILIES, *HELPERS):
         assert hasattr(PrometheusStatLogger, name), f"{name} moved"

@@ -46,7 +46,29 @@ print("cause:", cause)
     assert "Traceback" not in done.stderr
 
 
-def test_an_error_line_of_an_engine_is_logged() -> None:
+def test_the_cause_is_what_the_engine_raised_not_what_its_parent_said_of_it() -> None:
     output = EngineOutput()
     output.last_lines.append("(EngineCore pid=1) ERROR 11-21 11:37:17 [core.py:1] RuntimeError: no memory")
+    output.last_lines.append(
+        "(MainProcess pid=1) RuntimeError: Engine core initialization failed. See root cause above."
+    )
     assert output.root_cause() == "no memory"
+
+
+def test_of_an_engine_s_traceback_one_line_is_shown() -> None:
+    place = "(EngineCore pid=7) ERROR 11-21 11:37:17 [core.py:1]"
+    lines = [f"{place} it failed", f"{place} Traceback (most recent call last):", f"{place} ValueError: no"]
+    noise = [
+        "(MainProcess pid=1) ERROR 11-21 11:37:17 [serving.py:5] of a client",
+        "(Worker pid=8) INFO 1 2 [a.py:1] x",
+    ]
+    script = f"""
+import sys
+from baton.telemetry.logs import EngineOutput, configure_logs
+with EngineOutput() as output:
+    configure_logs("info", "json", output.terminal)
+    print("\\n".join({lines + noise!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    shown = [json.loads(line)["line"] for line in done.stderr.splitlines()]
+    assert shown == lines[:1]

@@ -44,6 +44,9 @@ class FaultsMiddleware:
         self._log = structlog.get_logger("baton.faults")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         started = False
 
         async def watched(message: Message) -> None:

@@ -44,7 +44,7 @@ class EngineThread(threading.Thread):
         super().__init__(name=f"engine-{name}", daemon=True)
         self._args = args
         self._registry = registry
-        self._stop = threading.Event()
+        self._ended = threading.Event()
         self.built: Future[AsyncLLM] = Future()
 
     def run(self) -> None:
@@ -54,12 +54,12 @@ class EngineThread(threading.Thread):
             self.built.set_exception(error)
             return
         self.built.set_result(client)
-        self._stop.wait()
+        self._ended.wait()
         client.shutdown()
         del client, self.built  # the last references: vLLM's finalizer fails at interpreter exit
 
     async def end(self) -> None:
-        self._stop.set()
+        self._ended.set()
         await asyncio.to_thread(self.join)
 
 
@@ -149,6 +149,8 @@ class VllmEngine:
     async def stop(self) -> None:
         self._state = EngineState.STOPPED
         thread, self._thread = self._thread, None
+        if self._client is not None and self._client.output_handler is not None:
+            self._client.output_handler.cancel()  # or it would log the end of its engine as a failure
         self._client = self._handlers = None
         if thread is not None:
             await thread.end()
@@ -186,6 +188,7 @@ class VllmEngine:
 
     async def _stream(self, operation: Operation, generator: Any, call: Call) -> AsyncIterator[str]:
         """The handler's events, but our own error in place of the text vLLM would write."""
+        CURRENT_CALL.set(call)
         async with aclosing(generator):
             try:
                 async for event in handlers.events(operation, generator):
@@ -194,6 +197,7 @@ class VllmEngine:
                     if _is_error(event):
                         raise GenerationFailed()
                     yield event
+                    CURRENT_CALL.set(call)  # whoever takes the next event may be another task
             except BatonError:
                 raise
             except Exception as error:  # the border to vLLM's generators

@@ -16,7 +16,10 @@ from typing import IO, Any, Literal, TextIO
 
 import structlog
 
-LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b \d\d-\d\d")
+VLLM_LINE = re.compile(
+    r"^\((?P<process>\w+)[^)]*\) (?P<level>[A-Z]+) [\d-]+ [\d:]+ (?P<place>\[[^]]+\]) ?(?P<text>.*)"
+)
+RAISED = re.compile(r"(?:\([^)]*\)\s*)?[\w.]*(?:Error|Exception): (.+)")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 MAX_LINE = 4000
 LogFormat = Literal["auto", "json", "console"]
@@ -59,8 +62,8 @@ class EngineOutput:
     """Reads what this process and its engines print, line by line, and keeps the last of it.
 
     Installed on file descriptors 1 and 2, because engine processes inherit those; the gateway's own
-    logs and progress go to `terminal`, the real one. vLLM prints much that nobody can act on, so
-    lines below ERROR are shown only at log level debug.
+    logs and progress go to `terminal`, the real one. vLLM prints much that nobody can act on: an error
+    of an engine process is shown by its first line, everything else only at log level debug.
     """
 
     KEPT_LINES = 400
@@ -99,23 +102,31 @@ class EngineOutput:
 
     def _read(self, pipe: IO[str]) -> None:
         log = structlog.get_logger("baton.engine_output")
+        last_place = None
         with pipe:
             for raw in pipe:
                 line = ANSI.sub("", raw).strip()[:MAX_LINE]
                 if not line:
                     continue
                 self.last_lines.append(line)
-                found = LEVEL.search(line)
-                if found and found[1] in ("ERROR", "CRITICAL"):
+                found = VLLM_LINE.match(line)
+                if found and _is_engine_error(found) and found["place"] != last_place:
                     log.error("engine_output", line=line)
                 else:
                     log.debug("engine_output", line=line)
+                last_place = found["place"] if found else None
 
     def root_cause(self) -> str | None:
         """The last line that looks like the end of a traceback: what made an engine fail."""
         for line in reversed(self.last_lines):
-            text = re.sub(r"^.*?\]\s", "", line) if LEVEL.search(line) else line
-            found = re.match(r"(?:\([^)]*\)\s*)?(?:[\w.]+\.)?(\w*(?:Error|Exception)): (.+)", text.strip())
+            prefixed = VLLM_LINE.match(line)
+            text = prefixed["text"] if prefixed else line
+            found = RAISED.match(text.strip())
             if found and "See root cause above" not in line and "Engine core init" not in line:
-                return found[2][:600]
+                return found[1][:600]
         return None
+
+
+def _is_engine_error(line: re.Match[str]) -> bool:
+    """What goes wrong in this process is told by our own lines."""
+    return line["level"] in ("ERROR", "CRITICAL") and line["process"] != "MainProcess"
