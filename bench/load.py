@@ -1,0 +1,98 @@
+"""Load on an OpenAI-compatible server, and what its clients saw."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import aiohttp
+
+PROMPT = "The quick brown fox jumps over the lazy dog, and then it goes on to"
+
+
+@dataclass
+class Seen:
+    """What the clients of one round saw; seconds."""
+
+    wall: float = 0.0
+    requests: int = 0
+    tokens: int = 0
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+    def figures(self) -> dict[str, float]:
+        """The round in figures: per second, and milliseconds."""
+        found = {"requests/s": self.requests / self.wall, "tokens/s": self.tokens / self.wall}
+        for name, values in (("TTFT", self.first), ("inter-token", self.gaps)):
+            if len(values) > 2:
+                found[f"{name} p50 ms"] = statistics.median(values) * 1000
+                found[f"{name} p99 ms"] = statistics.quantiles(values, n=100)[98] * 1000
+        return found
+
+
+async def stream_round(url: str, *, clients: int, requests: int, tokens: int) -> dict[str, float]:
+    """Streaming completions from `clients` clients at once, `requests` in all."""
+    seen = Seen(requests=requests)
+    numbers = iter(range(requests))
+    body = {"model": "bench", "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0}
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        for number in numbers:
+            began = last = time.perf_counter()
+            sent = body | {"prompt": f"{number}: {PROMPT}"}
+            async with session.post(f"{url}/v1/completions", json=sent) as answer:
+                answer.raise_for_status()
+                async for line in answer.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    now = time.perf_counter()
+                    (seen.first if last == began else seen.gaps).append(now - last)
+                    last = now
+                    seen.tokens += 1
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        began = time.perf_counter()
+        await asyncio.gather(*(client(session) for _ in range(clients)))
+        seen.wall = time.perf_counter() - began
+    return seen.figures()
+
+
+async def whole_round(url: str, *, clients: int, requests: int, tokens: int) -> dict[str, float]:
+    """Completions in one piece."""
+    seen = Seen(requests=requests)
+    numbers = iter(range(requests))
+    body = {"model": "bench", "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        for number in numbers:
+            sent = body | {"prompt": f"{number}: {PROMPT}"}
+            async with session.post(f"{url}/v1/completions", json=sent) as answer:
+                answer.raise_for_status()
+                seen.tokens += (await answer.json())["usage"]["completion_tokens"]
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        began = time.perf_counter()
+        await asyncio.gather(*(client(session) for _ in range(clients)))
+        seen.wall = time.perf_counter() - began
+    return seen.figures()
+
+
+def one_token_p50_ms(url: str, prompt_ids: list[int], count: int) -> float:
+    """p50 of a one-token completion, one after the other on one connection, with the smallest client."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc)
+    sent = json.dumps({"model": "bench", "prompt": prompt_ids, "max_tokens": 1, "temperature": 0})
+    seconds = []
+    for _ in range(count):
+        began = time.perf_counter()
+        connection.request("POST", "/v1/completions", sent, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.read()
+        seconds.append(time.perf_counter() - began)
+        assert answer.status == 200
+    connection.close()
+    return statistics.median(seconds) * 1000

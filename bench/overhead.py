@@ -1,0 +1,135 @@
+"""Baton against plain vLLM's own server, side by side in one run: `make bench`, minutes.
+
+Both serve the same model with the same engine settings; rounds alternate, A B then B A, so that a
+machine whose speed drifts is fair to both. Printed are medians and the ratio Baton / plain vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from direct import PROMPT_IDS
+from load import one_token_p50_ms, stream_round, whole_round
+from rich.console import Console
+from rich.progress import track
+from servers import ENVIRONMENT, Server, baton, plain_vllm, tiny_model
+
+from baton.models.store import ModelStore
+from baton.settings import load_settings
+
+Round = Callable[..., Coroutine[Any, Any, dict[str, float]]]
+ONE_TOKEN_COUNT = 200
+
+
+def alternate(
+    servers: list[Server], round_: Round, rounds: int, label: str, **load: int
+) -> dict[str, dict[str, float]]:
+    """Medians by server and figure."""
+    seen: dict[str, list[dict[str, float]]] = {server.name: [] for server in servers}
+    for server in servers:
+        asyncio.run(round_(server.url, **(load | {"requests": load["clients"] * 2})))  # warm
+    for number in track(range(rounds), label, console=Console(stderr=True)):
+        for server in servers if number % 2 == 0 else servers[::-1]:
+            seen[server.name].append(asyncio.run(round_(server.url, **load)))
+    return {
+        name: {figure: statistics.median(one[figure] for one in found) for figure in found[0]}
+        for name, found in seen.items()
+    }
+
+
+def table(medians: dict[str, dict[str, float]]) -> list[str]:
+    """Rows of a Markdown table."""
+    (_, ours), (_, theirs) = medians.items()
+    rows = [f"| figure | {' | '.join(medians)} | ratio |", "|---|---|---|---|"]
+    for figure, value in ours.items():
+        other = theirs[figure]
+        rows.append(f"| {figure} | {value:.2f} | {other:.2f} | {value / other:.3f} |")
+    return rows
+
+
+def added_over_direct(servers: list[Server], model: Path, rounds: int) -> list[str]:
+    """What each server adds to a one-token completion over calling AsyncLLM in one's own process."""
+    command = [sys.executable, str(Path(__file__).parent / "direct.py"), str(model), str(ONE_TOKEN_COUNT)]
+    seen: dict[str, list[float]] = {"direct": []} | {server.name: [] for server in servers}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | ENVIRONMENT,
+    ) as direct:
+        assert direct.stdin is not None
+        assert direct.stdout is not None
+        while direct.stdout.readline().strip() != "ready":
+            assert direct.poll() is None
+        for number in track(range(rounds + 1), "one token", console=Console(stderr=True)):
+            direct.stdin.write(f"{number}\n")
+            direct.stdin.flush()
+            while not (line := direct.stdout.readline()).startswith("{"):
+                pass
+            seen["direct"].append(json.loads(line)["p50_ms"])
+            for server in servers if number % 2 else servers[::-1]:
+                seen[server.name].append(one_token_p50_ms(server.url, PROMPT_IDS, ONE_TOKEN_COUNT))
+        direct.stdin.close()
+    medians = {name: statistics.median(values[1:]) for name, values in seen.items()}
+    rows = ["| one token, one client | p50 ms | added over AsyncLLM, ms |", "|---|---|---|"]
+    return rows + [f"| {name} | {p50:.2f} | {p50 - medians['direct']:.2f} |" for name, p50 in medians.items()]
+
+
+def compare(title: str, model: Path, clients: list[int], rounds: int, *, tokens: int) -> list[str]:
+    """Everything that is compared on one model."""
+    lines = [f"\n### {title}"]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        baton(model, Path(folder)) as ours,
+        plain_vllm(model) as theirs,
+    ):
+        servers = [ours, theirs]
+        for count in clients:
+            load = {"clients": count, "requests": max(8, count * 4), "tokens": tokens}
+            for kind, round_ in (("streaming", stream_round), ("in one piece", whole_round)):
+                label = f"{kind}, {count} client{'s' if count > 1 else ''}"
+                lines += [f"\n{label}:\n", *table(alternate(servers, round_, rounds, label, **load))]
+        lines += ["", *added_over_direct(servers, model, rounds)]
+        lines += ["\n| of the server process | baton | plain vLLM | ratio |", "|---|---|---|---|"]
+        for what, values in (
+            ("memory, MiB", [server.memory_mib for server in servers]),
+            ("start until healthy, s", [server.start_seconds for server in servers]),
+        ):
+            lines.append(f"| {what} | {values[0]:.1f} | {values[1]:.1f} | {values[0] / values[1]:.3f} |")
+    return lines
+
+
+def main() -> None:
+    """Compare, and print Markdown for RESULTS.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--only", choices=["tiny", "smollm2"])
+    options = parser.parse_args()
+    smollm2 = Path(ModelStore(load_settings().models_folder).resolve("smollm2"))
+    lines = [f"## overhead: {datetime.date.today()}, `make bench ARGS='{' '.join(sys.argv[1:])}'`"]
+    if options.only != "smollm2":
+        with tempfile.TemporaryDirectory() as folder:
+            tiny = tiny_model(smollm2, Path(folder))
+            title = "Random two-layer model: the front end is what is measured"
+            lines += compare(title, tiny, options.clients, options.rounds, tokens=32)
+    if options.only != "tiny":
+        lines += compare("SmolLM2-135M", smollm2, options.clients[:2], options.rounds, tokens=16)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
