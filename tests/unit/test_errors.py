@@ -1,18 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from errors_tree import ANSWERED
 
 from baton import errors
-
-
-def tree(root: type[errors.BatonError]) -> Iterator[type[errors.BatonError]]:
-    for child in root.__subclasses__():
-        yield child
-        yield from tree(child)
-
-
-LEAVES = [cls for cls in tree(errors.BatonError) if not issubclass(cls, errors.OperatorError)]
-ANSWERED = [cls for cls in LEAVES if cls not in (errors.ClientError, errors.ServerError)]
 
 
 def test_every_error_is_drawn_in_the_tree_with_its_status_and_code() -> None:
