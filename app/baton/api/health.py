@@ -29,7 +29,7 @@ async def readyz(request: Request) -> Response:
     return JSONResponse(body, status_code=200 if fleet.ready else 503)
 
 
-@router.get("/health", responses={503: {"description": "An engine is not ready."}})
+@router.get("/health", response_class=Response, responses={503: {"description": "An engine is not ready."}})
 async def health(request: Request) -> Response:
     """As vLLM's clients know it: an empty 200, or 503."""
     return Response(status_code=200 if gateway_of(request).fleet.ready else 503)
