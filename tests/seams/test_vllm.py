@@ -63,6 +63,15 @@ def test_a_message_loses_paths_addresses_and_class_names() -> None:
         assert leak not in text
 
 
+@pytest.mark.parametrize(
+    "code", ["object()['a']", "None.x", "[][0]", "1 + 'a'", "1 < 'a'", "{}[[]]", "print(x=1)", "1 in 2"]
+)
+def test_what_python_says_of_our_insides_stays_inside(code: str) -> None:
+    with pytest.raises((TypeError, AttributeError, IndexError)) as caught:
+        eval(code)  # the interpreter's own words
+    assert faults.scrub(str(caught.value)) == faults.WRONG_KIND
+
+
 def test_a_template_error_is_the_client_s() -> None:
     jinja2 = pytest.importorskip("jinja2")
     assert isinstance(faults.translate(jinja2.TemplateError("roles must alternate")), errors.InvalidRequest)
