@@ -41,7 +41,10 @@ def alternate(
         asyncio.run(round_(server.url, **(load | {"requests": load["clients"] * 2})))  # warm
     for number in track(range(rounds), label, console=Console(stderr=True)):
         for server in servers if number % 2 == 0 else servers[::-1]:
-            seen[server.name].append(asyncio.run(round_(server.url, **load)))
+            began = server.cpu_seconds
+            figures = asyncio.run(round_(server.url, **load))
+            cpu_ms = (server.cpu_seconds - began) * 1000 / load["requests"]
+            seen[server.name].append(figures | {"server CPU ms/request": cpu_ms})
     return {
         name: {figure: statistics.median(one[figure] for one in found) for figure in found[0]}
         for name, found in seen.items()
@@ -98,7 +101,7 @@ def compare(title: str, model: Path, clients: list[int], rounds: int, *, tokens:
     ):
         servers = [ours, theirs]
         for count in clients:
-            load = {"clients": count, "requests": max(8, count * 4), "tokens": tokens}
+            load = {"clients": count, "requests": max(16, count * 4), "tokens": tokens}
             for kind, round_ in (("streaming", stream_round), ("in one piece", whole_round)):
                 label = f"{kind}, {count} client{'s' if count > 1 else ''}"
                 lines += [f"\n{label}:\n", *table(alternate(servers, round_, rounds, label, **load))]

@@ -76,6 +76,12 @@ class Server:
             return False
 
     @property
+    def cpu_seconds(self) -> float:
+        """Processor time the front-end process alone has used."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    @property
     def memory_mib(self) -> float:
         """Resident memory of the front-end process alone, without its engines."""
         return float(psutil.Process(self.process.pid).memory_info().rss) / 1024 / 1024

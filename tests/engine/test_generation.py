@@ -306,6 +306,23 @@ def test_the_gateway_ends_quietly_and_leaves_no_process(tmp_path: Path) -> None:
         assert "Traceback" not in gateway.log
 
 
+def test_a_stop_while_the_engine_starts_is_as_quiet(tmp_path: Path) -> None:
+    """The start blocks for some twenty seconds in vLLM; its process is ended, so that it gives up."""
+    with RealGateway(["smollm2"], tmp_path) as gateway:
+        process = psutil.Process(gateway.process.pid)
+        deadline = time.monotonic() + READY_WITHIN_S
+        while "EngineCor" not in " ".join(child.name() for child in process.children()):
+            assert time.monotonic() < deadline, gateway.log
+            time.sleep(0.1)
+        children = process.children(recursive=True)
+        assert gateway.stop() == 0
+        psutil.wait_procs(children, timeout=10)
+        assert [child for child in children if child.is_running()] == []
+        assert "is ready on" not in gateway.log
+        for word in ("Traceback", "error", "baton: "):
+            assert word not in gateway.log
+
+
 @pytest.mark.parametrize(
     ("settings", "code", "reason"),
     [

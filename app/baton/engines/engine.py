@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -33,6 +34,9 @@ LAST_WORDS_WAIT_S = 0.2
 """What a dying engine process printed arrives through a pipe."""
 
 
+TERMINATE_EVERY_S = 0.1
+
+
 class EngineThread(threading.Thread):
     """Builds one AsyncLLM and lives as long as it does.
 
@@ -44,23 +48,36 @@ class EngineThread(threading.Thread):
         super().__init__(name=f"engine-{name}", daemon=True)
         self._args = args
         self._registry = registry
+        self._settled = threading.Event()
         self._ended = threading.Event()
+        self._foreign = set(multiprocessing.active_children())  # other engines'; they start one by one
         self.built: Future[AsyncLLM] = Future()
 
     def run(self) -> None:
+        self.built.set_running_or_notify_cancel()  # whoever stops waiting must not cancel what goes on
         try:
             client = AsyncLLM.from_engine_args(self._args, stat_loggers=[stat_logger_for(self._registry)])
         except BaseException as error:  # noqa: BLE001  # the thread's border: handed to who waits for `built`
+            self._settled.set()
             self.built.set_exception(error)
             return
+        self._settled.set()
         self.built.set_result(client)
         self._ended.wait()
         client.shutdown()
         del client, self.built  # the last references: vLLM's finalizer fails at interpreter exit
 
     async def end(self) -> None:
+        """Stop the engine, also one that is still being built, and wait until it is gone."""
         self._ended.set()
-        await asyncio.to_thread(self.join)
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        while not self._settled.wait(TERMINATE_EVERY_S):
+            # The build notices within milliseconds that its process ended, and gives up.
+            for process in set(multiprocessing.active_children()) - self._foreign:
+                process.terminate()
+        self.join()
 
 
 class VllmEngine:
