@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PORT   ?= 8000
-HOST   ?= 127.0.0.1
-CONFIG ?=
+# Set none of these and the settings decide: 127.0.0.1:8000 unless they say otherwise.
+PORT   =
+HOST   =
+CONFIG =
 ARGS   ?=
 # Where pip finds torch's CPU build when your package index does not carry it: the address of PyTorch's CPU wheel
 # index, shown on its "Get Started" page.
@@ -19,7 +20,7 @@ help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 serve: $(VENV)/.serve ## Install, prepare the embedded model, start the gateway (PORT=, HOST=, CONFIG=, ARGS=)
-	@exec $(BIN)/baton serve --host $(HOST) --port $(PORT) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
+	@exec $(BIN)/baton serve $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 
 test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
 	$(BIN)/python -m pytest -m "not chaos and not soak" $(ARGS)

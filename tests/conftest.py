@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from gateways import FakeGateway, RealGateway, run_fake
 
+from baton.api.keys import create_key
 from baton.engines.fake import FakeEngine
+from baton.models.store import ModelStore
+from baton.settings import load_settings
+
+ENGINE_TESTS = Path(__file__).parent / "engine"
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +38,23 @@ def fake_gateway() -> Iterator[FakeGateway]:
 @pytest.fixture(scope="session")
 def real_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
     """`baton serve` with two engines on SmolLM2's real weights, shared by the whole run."""
-    config = Path(__file__).parent / "engine" / "two_engines.toml"
+    config = ENGINE_TESTS / "two_engines.toml"
     with RealGateway(["--config", str(config)], tmp_path_factory.mktemp("gateway")) as gateway:
+        gateway.wait_until_ready()
+        yield gateway
+
+
+@pytest.fixture(scope="session")
+def tiny_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
+    """`baton serve` with keys for two tenants, a generating and an embedding engine, both on a tiny random model."""
+    folder = tmp_path_factory.mktemp("tiny")
+    source = ModelStore(load_settings().models_folder).resolve("smollm2")
+    command = [sys.executable, str(ENGINE_TESTS / "tiny.py"), source, str(folder / "model")]
+    subprocess.run(command, check=True, capture_output=True)
+    config = (ENGINE_TESTS / "tiny_engines.toml").read_text()
+    (folder / "baton.toml").write_text(config.format(folder=folder))
+    keys = {tenant: create_key(folder / "keys.json", tenant) for tenant in ("acme", "globex")}
+    with RealGateway(["--config", str(folder / "baton.toml")], folder) as gateway:
+        gateway.keys = keys
         gateway.wait_until_ready()
         yield gateway

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from baton.engines.fake import FakeEngine
 from baton.engines.fleet import Fleet
-from baton.serve import listen
-from baton.server import GatewayServer, create_app
+from baton.serve import listen, listen_for_metrics
+from baton.server import GatewayServer, create_app, url_of
 from baton.settings import Settings, load_settings
 
 READY_WITHIN_S = 240
@@ -37,6 +39,7 @@ class FakeGateway:
     settings: Settings
     fleet: Fleet
     server: GatewayServer
+    metrics_url: str
 
     def engine(self, name: str) -> FakeEngine:
         engine = next(engine for engine in self.fleet.engines if engine.name == name)
@@ -47,28 +50,45 @@ class FakeGateway:
         return httpx.Client(base_url=self.url, timeout=30, **options)
 
 
+def raw_status(url: str, method: str, target: str, headers: dict[str, str] | None = None) -> int:
+    """The status of a request whose target goes out byte for byte; HTTP libraries tidy it up."""
+    where = urlsplit(url)
+    lines = [f"{method} {target} HTTP/1.1", f"Host: {where.netloc}", "Connection: close", "Content-Length: 0"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
+        connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+    return int(answer.split()[1])
+
+
 @contextmanager
 def run_fake(*engines: FakeEngine, wait: bool = True, **overrides: Any) -> Iterator[FakeGateway]:
     """A gateway in a thread, on a free port of 127.0.0.1."""
     settings = load_settings(**({"port": 0} | overrides))
     fleet = Fleet(engines)
-    listener = listen(settings)
     ready = threading.Event()
-    server = GatewayServer(create_app(settings, fleet), settings, lambda _url: ready.set())
-    server.handle_signals = False
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-    thread.start()
-    deadline = time.monotonic() + 20
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.005)
-    if wait:
-        assert ready.wait(20), "the fake engines did not start"
-    try:
-        yield FakeGateway(server.url, settings, fleet, server)
-    finally:
-        server.should_exit = True
-        thread.join(30)
-        listener.close()
+    with (
+        listen(settings.host, settings.port, "--port") as listener,
+        listen_for_metrics(settings) as metrics_listener,
+    ):
+        app = create_app(settings, fleet, metrics_listener=metrics_listener)
+        server = GatewayServer(app, settings, lambda _url: ready.set())
+        server.handle_signals = False
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+        thread.start()
+        deadline = time.monotonic() + 20
+        while not server.started and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if wait:
+            assert ready.wait(20), "the fake engines did not start"
+        try:
+            metrics_url = url_of(metrics_listener) if metrics_listener else server.url
+            yield FakeGateway(server.url, settings, fleet, server, metrics_url)
+        finally:
+            server.should_exit = True
+            thread.join(30)
 
 
 class RealGateway:
@@ -84,6 +104,7 @@ class RealGateway:
         self._arguments = arguments
         self._environment = os.environ | (environment or {})
         self.output = folder / "baton.log"
+        self.keys: dict[str, str] = {}
 
     def __enter__(self) -> RealGateway:
         port = [] if "--port" in self._arguments else ["--port", "0"]
@@ -121,5 +142,7 @@ class RealGateway:
     def log(self) -> str:
         return self.output.read_text(errors="replace")
 
-    def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=120, **options)
+    def client(self, tenant: str | None = None, **options: Any) -> httpx.Client:
+        """An HTTP client, with the key of `tenant` if one is named."""
+        headers = {"Authorization": f"Bearer {self.keys[tenant]}"} if tenant else {}
+        return httpx.Client(base_url=self.url, headers=headers, **({"timeout": 120} | options))

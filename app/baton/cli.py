@@ -36,6 +36,10 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", "-c", help="The settings file; without it: baton.toml here, if any."),
 ]
+# Without the short form, which would eat vLLM's own -cc, -sc, -ac and -dcp.
+ServeConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="The settings file; without it: baton.toml here, if any.")
+]
 VLLM_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -64,7 +68,7 @@ def serve(
             metavar="[MODEL [VLLM FLAGS]]",
         ),
     ] = None,
-    config: ConfigOption = None,
+    config: ServeConfigOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
@@ -87,7 +91,8 @@ def _with_engine(
     """The settings with the one engine that the command line describes, read by vLLM's own parser."""
     check_vllm()
     eager = is_cpu_build() and not any(flag.startswith("--no-enforce-eager") for flag in arguments)
-    offline = arguments[0] in EMBEDDED or Path(arguments[0]).exists()
+    named = [flag for flag in arguments if flag.startswith(("--tokenizer", "--hf-config", "--speculative"))]
+    offline = not named and (arguments[0] in EMBEDDED or Path(arguments[0]).exists())
     apply_environment(settings, offline=offline, compiles=not eager)
     from baton.engines.launch import engine_from_command_line  # seconds of vLLM
 
@@ -135,8 +140,11 @@ def revoke_key(
     config: ConfigOption = None,
 ) -> None:
     """Take a key away."""
-    api_keys.revoke_key(load_settings(config).keys_file, key_id)
+    file = load_settings(config).keys_file
+    api_keys.revoke_key(file, key_id)
     print(f"Revoked {key_id}; a running gateway forgets it at its next start.")
+    if not api_keys.read_keys(file):
+        print(f"No key is left: nobody can call until you make one, or remove {file}.", file=sys.stderr)
 
 
 @models_app.callback(invoke_without_command=True)

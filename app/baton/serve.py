@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
+from collections.abc import Iterator
 from functools import partial
 
 import uvicorn
 
+from baton.api.keys import keyring_for
 from baton.engines.fleet import Fleet
 from baton.engines.version import check_vllm, is_cpu_build
 from baton.errors import StartError
 from baton.models.catalog import EMBEDDED
 from baton.models.store import ModelStore
-from baton.server import GatewayServer, create_app, keyring_for
-from baton.settings import Settings, apply_environment, environment_conflicts, runs_eager
+from baton.server import GatewayServer, create_app, url_of
+from baton.settings import EngineSettings, Settings, apply_environment, environment_conflicts, runs_eager
 from baton.telemetry.logs import EngineOutput, configure_logs
 from baton.telemetry.progress import PhaseProgress
 
@@ -32,30 +35,49 @@ def serve(settings: Settings) -> None:
     keyring = keyring_for(settings)
     if conflicts := environment_conflicts(settings):
         raise StartError("\n".join(conflicts))
-    with listen(settings) as listener, EngineOutput() as output:
+    with (
+        listen(settings.host, settings.port, "--port") as listener,
+        listen_for_metrics(settings) as metrics_listener,
+        EngineOutput() as output,
+    ):
         configure_logs(settings.log_level, settings.log_format, output.terminal)
         with PhaseProgress(output.terminal) as progress:
             fleet = _build(settings, progress, output, tenants=keyring is not None)
-            _run(settings, fleet, listener, progress)
+            _run(settings, fleet, listener, metrics_listener, progress, keyed=keyring is not None)
 
 
-def listen(settings: Settings) -> socket.socket:
-    """Take the port before anything slow, so that a taken one is told at once.
+def listen(host: str, port: int, option: str) -> socket.socket:
+    """Take a port before anything slow, so that a taken one is told at once.
+
+    Args:
+        host: the address.
+        port: the port; 0 picks a free one.
+        option: what chooses another port.
 
     Raises:
         StartError: the port is taken or may not be used.
     """
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise StartError(
-            f"Cannot listen on {settings.host}:{settings.port}: {error.strerror}. "
-            "Stop what listens there, or choose another port with --port."
+            f"Cannot listen on {host}:{port}: {error.strerror}. "
+            f"Stop what listens there, or choose another port with {option}."
         ) from None
     # asyncio does this only for sockets it made itself; without it every answer waits 40 ms for an ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+@contextlib.contextmanager
+def listen_for_metrics(settings: Settings) -> Iterator[socket.socket | None]:
+    """The socket of `/metrics` when it has a port of its own, else None."""
+    if settings.loopback:
+        yield None
+        return
+    with listen(settings.metrics.host, settings.metrics.port, "`metrics.port`") as listener:
+        yield listener
 
 
 def _build(settings: Settings, progress: PhaseProgress, output: EngineOutput, *, tenants: bool) -> Fleet:
@@ -66,7 +88,7 @@ def _build(settings: Settings, progress: PhaseProgress, output: EngineOutput, *,
         models[engine.name] = store.resolve(engine.model, partial(progress.phase, row))
         if engine.model in EMBEDDED:
             progress.done(row, "files verified")
-    offline = all(engine.model in EMBEDDED or _is_path(engine.model) for engine in settings.engines)
+    offline = not any(_may_need_hub(engine) for engine in settings.engines)
     compiles = not (is_cpu_build() and runs_eager(settings))
     apply_environment(settings, offline=offline, compiles=compiles)
     check_vllm()
@@ -77,18 +99,37 @@ def _build(settings: Settings, progress: PhaseProgress, output: EngineOutput, *,
     return build_fleet(settings, models, tenants=tenants, last_words=output.root_cause)
 
 
-def _is_path(model: str) -> bool:
-    return model.startswith(("/", "./", "../", "~"))
+HUB_ARGS = ("tokenizer", "hf_config_path", "speculative_config")
+"""Engine arguments that may name a repository of a model hub."""
 
 
-def _run(settings: Settings, fleet: Fleet, listener: socket.socket, progress: PhaseProgress) -> None:
+def _may_need_hub(engine: EngineSettings) -> bool:
+    local = engine.model in EMBEDDED or engine.model.startswith(("/", "./", "../", "~"))
+    return not local or any(engine.args.get(name) for name in HUB_ARGS)
+
+
+def _run(
+    settings: Settings,
+    fleet: Fleet,
+    listener: socket.socket,
+    metrics_listener: socket.socket | None,
+    progress: PhaseProgress,
+    *,
+    keyed: bool,
+) -> None:
     def ready(url: str) -> None:
         for name in fleet.names:
             progress.done(f"engine {name}")
         progress.close()
-        progress.console.print(welcome(url, fleet.names), markup=False)
+        metrics = url if metrics_listener is None else url_of(metrics_listener)
+        progress.console.print(welcome(url, metrics, fleet.names, keyed=keyed), markup=False)
 
-    app = create_app(settings, fleet, report=lambda name, phase: progress.phase(f"engine {name}", phase))
+    app = create_app(
+        settings,
+        fleet,
+        metrics_listener=metrics_listener,
+        report=lambda name, phase: progress.phase(f"engine {name}", phase),
+    )
     server = GatewayServer(app, settings, ready)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(_serve(server, listener))
@@ -100,22 +141,23 @@ async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
     await server.serve(sockets=[listener])
 
 
-def welcome(url: str, names: list[str]) -> str:
-    """What a person can try next."""
+def welcome(url: str, metrics: str, names: list[str], *, keyed: bool) -> str:
+    """What a person can try next; with keys, where theirs goes."""
+    header, key = ("-H 'Authorization: Bearer YOUR_KEY' ", "YOUR_KEY") if keyed else ("", "none")
     question = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": names[0], "messages": [question], "temperature": 0})
     return f"""
 Baton is ready on {url}, serving: {", ".join(names)}
 
 Try it:
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl {url}/v1/chat/completions {header}-H 'Content-Type: application/json' \\
     -d '{body}'
 
 or in Python (pip install openai):
   from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="none")
+  client = OpenAI(base_url="{url}/v1", api_key="{key}")
   answer = client.completions.create(model="{names[0]}", prompt="The capital of France is", max_tokens=8)
   print(answer.choices[0].text)
 
-Documentation of the API: {url}/docs    metrics: {url}/metrics    stop: Ctrl-C
+Documentation of the API: {url}/docs    metrics: {metrics}/metrics    stop: Ctrl-C
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -29,11 +30,11 @@ from baton.api import (
 from baton.api.auth import AuthMiddleware
 from baton.api.faults import FaultsMiddleware, http_exception
 from baton.api.gateway import Gateway
-from baton.api.keys import Keyring, read_keys
+from baton.api.keys import keyring_for
 from baton.api.limits import BodyLimitMiddleware
 from baton.api.observe import ObserveMiddleware
 from baton.engines.fleet import Fleet, FleetReport
-from baton.errors import OperatorError, SettingsError, StartError
+from baton.errors import OperatorError, StartError
 from baton.settings import Settings
 from baton.telemetry.metrics import GatewayMetrics
 
@@ -41,33 +42,19 @@ ROUTERS = (completions, chat, responses, messages, embeddings, tokens, models, h
 MAX_HEADER_BYTES = 64 * 1024
 
 
-def keyring_for(settings: Settings) -> Keyring | None:
-    """The known keys, or None when everyone is the local tenant.
-
-    Raises:
-        SettingsError: the gateway would serve a network without asking who calls.
-    """
-    keys = read_keys(settings.keys_file)
-    if keys:
-        return Keyring(keys)
-    if settings.auth.keys_file is not None and not settings.keys_file.exists():
-        raise SettingsError(f"auth.keys_file: {settings.keys_file} does not exist; `baton keys create`")
-    if not settings.loopback and not settings.auth.allow_unauthenticated:
-        raise SettingsError(
-            f"host: {settings.host} can be reached from other machines and there are no API keys: "
-            "make one with `baton keys create`, or set auth.allow_unauthenticated = true"
-        )
-    return None
-
-
 def create_app(
-    settings: Settings, fleet: Fleet, *, report: FleetReport = lambda _name, _phase: None
+    settings: Settings,
+    fleet: Fleet,
+    *,
+    metrics_listener: socket.socket | None = None,
+    report: FleetReport = lambda _name, _phase: None,
 ) -> FastAPI:
     """The gateway's app. Its lifespan starts the fleet in the background and stops it at the end.
 
     Args:
         settings: the settings.
         fleet: the engines; tests hand in fakes.
+        metrics_listener: where `/metrics` answers; None: on the gateway's own port.
         report: told the phase each engine's start is in.
     """
     gateway = Gateway(settings, fleet, GatewayMetrics())
@@ -75,23 +62,22 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with _metrics_port(gateway), _running(app, fleet, gateway.metrics, report):
+        async with _metrics_port(gateway, metrics_listener), _running(app, fleet, gateway.metrics, report):
             yield
 
     app = FastAPI(title="Baton", version=__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.gateway = gateway
     for module in ROUTERS:
         app.include_router(module.router)
-    if settings.loopback:
+    if metrics_listener is None and settings.loopback:
         app.include_router(metrics.router)
     openapi.install(app)
-    paths = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
     app.add_exception_handler(HTTPException, http_exception)
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, body_bytes=settings.limits.body_bytes)
     app.add_middleware(AuthMiddleware, keyring=keyring)
     app.add_middleware(FaultsMiddleware, metrics=gateway.metrics)
-    app.add_middleware(ObserveMiddleware, metrics=gateway.metrics, paths=paths)
+    app.add_middleware(ObserveMiddleware, metrics=gateway.metrics, routes=app.routes)
     return app
 
 
@@ -111,17 +97,16 @@ async def _running(
 
 
 @contextlib.asynccontextmanager
-async def _metrics_port(gateway: Gateway) -> AsyncIterator[None]:
+async def _metrics_port(gateway: Gateway, listener: socket.socket | None) -> AsyncIterator[None]:
     """`/metrics` on a port of its own when the gateway's can be reached from other machines."""
-    if gateway.settings.loopback:
+    if listener is None:
         yield
         return
     app = FastAPI(openapi_url=None)
     app.state.gateway = gateway
     app.include_router(metrics.router)
-    where = gateway.settings.metrics
-    server = _MetricsServer(_uvicorn_config(app, where.host, where.port))
-    task = asyncio.create_task(server.serve(), name="metrics-port")
+    server = _MetricsServer(_uvicorn_config(app))
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="metrics-port")
     try:
         yield
     finally:
@@ -129,11 +114,15 @@ async def _metrics_port(gateway: Gateway) -> AsyncIterator[None]:
         await task
 
 
-def _uvicorn_config(app: Any, host: str, port: int, **options: Any) -> uvicorn.Config:
+def url_of(listener: socket.socket) -> str:
+    """The address a listening socket answers on."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _uvicorn_config(app: Any, **options: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        host=host,
-        port=port,
         http="h11",
         ws="none",
         log_config=None,
@@ -169,8 +158,6 @@ class GatewayServer(uvicorn.Server):
         super().__init__(
             _uvicorn_config(
                 app,
-                settings.host,
-                settings.port,
                 lifespan="on",
                 timeout_graceful_shutdown=settings.drain_timeout_s,
             )
@@ -204,8 +191,7 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return url_of(self.servers[0].sockets[0])
 
     def _fleet_started(self, started: asyncio.Task[None]) -> None:
         if started.cancelled():

@@ -155,11 +155,13 @@ class Settings(BaseSettings):
 
     @property
     def models_folder(self) -> Path:
-        return self.models_dir or user_folder("XDG_CACHE_HOME", ".cache") / "baton" / "models"
+        folder = self.models_dir or user_folder("XDG_CACHE_HOME", ".cache") / "baton" / "models"
+        return folder.expanduser()
 
     @property
     def keys_file(self) -> Path:
-        return self.auth.keys_file or user_folder("XDG_CONFIG_HOME", ".config") / "baton/keys.json"
+        file = self.auth.keys_file or user_folder("XDG_CONFIG_HOME", ".config") / "baton/keys.json"
+        return file.expanduser()
 
     @classmethod
     def settings_customise_sources(
@@ -202,7 +204,7 @@ def load_settings(config: Path | None = None, **overrides: Any) -> Settings:
     try:
         return LoadedSettings(**overrides)
     except ValidationError as error:
-        raise SettingsError("\n".join(_reasons(error))) from None
+        raise SettingsError("\n".join(reasons(error))) from None
     except ValueError as error:  # pydantic-settings: an environment value that is not JSON
         raise SettingsError(f"environment: {error}") from None
 
@@ -211,7 +213,7 @@ def _read_file(config: Path | None) -> dict[str, Any]:
     named = config or (Path(value) if (value := os.environ.get(CONFIG_VARIABLE)) else None)
     if named is None and not DEFAULT_CONFIG.is_file():
         return {}
-    path = named or DEFAULT_CONFIG
+    path = (named or DEFAULT_CONFIG).expanduser()
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
@@ -220,7 +222,7 @@ def _read_file(config: Path | None) -> dict[str, Any]:
         raise SettingsError(f"{path}: not valid TOML: {error}") from None
 
 
-def _reasons(error: ValidationError) -> list[str]:
+def reasons(error: ValidationError) -> list[str]:
     """One line a wrong value: where, what is wrong, and for a wrong key the nearest right one."""
     return [_reason(item["loc"], item["type"], item["msg"], item.get("input")) for item in error.errors()]
 

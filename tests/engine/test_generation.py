@@ -217,6 +217,31 @@ def test_a_client_that_leaves_frees_its_engine_request(real_gateway: RealGateway
             time.sleep(0.1)
 
 
+def test_a_client_that_leaves_before_the_answer_frees_its_engine_request(real_gateway: RealGateway) -> None:
+    def running() -> float:
+        page = client.get("/metrics").text
+        return sum(map(float, re.findall(r"^vllm:num_requests_running\{.*\} (\S+)", page, re.MULTILINE)))
+
+    sent = {"model": "smollm2", "prompt": "Once", "max_tokens": 4000, "ignore_eos": True}
+    with real_gateway.client(timeout=1.0) as hasty, pytest.raises(httpx.ReadTimeout):
+        hasty.post("/v1/completions", json=sent)
+    with real_gateway.client() as client:
+        deadline = time.monotonic() + 10
+        while running():
+            assert time.monotonic() < deadline, "the engine goes on"
+            time.sleep(0.1)
+
+
+def test_what_the_engine_refuses_has_its_status_on_every_streaming_route(real_gateway: RealGateway) -> None:
+    sent = {"model": "smollm2", "stream": True, "logit_bias": {"999999": 1}, "max_tokens": 4}
+    asked = {"prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}]}
+    with real_gateway.client() as client:
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+            answer = client.post(path, json=sent | asked)
+            assert (path, answer.status_code) == (path, 400), answer.text
+            assert answer.json()["error"]["code"] == "invalid_request"
+
+
 def test_two_engines_stream_at_once_each_with_its_own_series(real_gateway: RealGateway) -> None:
     def generated(page: str, name: str) -> float:
         pattern = rf'vllm:generation_tokens_total\{{engine="0",model_name="{re.escape(name)}"\}} (\S+)'
@@ -253,6 +278,7 @@ def test_two_engines_stream_at_once_each_with_its_own_series(real_gateway: RealG
 def test_no_request_left_a_traceback_or_its_words_in_the_log(real_gateway: RealGateway) -> None:
     log = real_gateway.log
     assert "Traceback" not in log
+    assert "never retrieved" not in log
     assert "capital of France" not in log.replace("What is the capital of France?", "").replace(
         PROMPTS[0], "", 1
     )

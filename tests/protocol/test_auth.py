@@ -7,12 +7,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
+from gateways import FakeGateway, raw_status, run_fake
 
-from baton.api.keys import create_key
+from baton.api.keys import create_key, keyring_for, read_keys, revoke_key
 from baton.engines.fake import FakeEngine
 from baton.errors import SettingsError
-from baton.server import keyring_for
 from baton.settings import load_settings
 
 PUBLIC = {"/livez", "/readyz", "/health", "/version"}
@@ -47,19 +46,33 @@ def test_every_route_is_closed_without_a_valid_key(
     paths = sorted({path for route in gateway.server._app.routes if (path := getattr(route, "path", None))})
     assert len(paths) > 12
     with gateway.client() as client:
-        for path in [
-            *paths,
-            "//v1/models",
-            "/v1/../v1/models",
-            "/%76%31/models",
-            "/livez/../v1/models",
-            "/LIVEZ",
-        ]:
+        for path in paths:
             for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "TRACE"):
                 response = client.request(method, path, headers=sent, params={"api_key": key})
-                if response.request.url.path in PUBLIC:
-                    continue
-                assert response.status_code == 401, f"{method} {path} {sent}"
+                if path not in PUBLIC:
+                    assert response.status_code == 401, f"{method} {path} {sent}"
+
+
+TRICKS = (
+    "//v1/models",
+    "/v1/../v1/models",
+    "/%76%31/models",
+    "/livez/../v1/models",
+    "/livez/%2e%2e/v1/models",
+    "/livez;/v1/models",
+    "/LIVEZ",
+    "/livez/",
+    "/livez%00",
+    "http://elsewhere/v1/models",
+    "*",
+)
+
+
+@pytest.mark.parametrize("target", TRICKS)
+def test_no_way_of_writing_an_address_gets_past_the_keys(keyed: tuple[FakeGateway, str], target: str) -> None:
+    for method in ("GET", "POST", "HEAD", "OPTIONS"):
+        status = raw_status(keyed[0].url, method, target, {"X-Forwarded-Uri": "/livez", "Upgrade": "h2c"})
+        assert status in (400, 401), f"{method} {target}"
 
 
 @pytest.mark.parametrize("headers", [{"Authorization": "Bearer {key}"}, {"x-api-key": "{key}"}])
@@ -97,18 +110,19 @@ def test_a_keys_file_that_was_named_but_is_not_there_is_an_error(tmp_path: Path)
 
 
 def test_off_loopback_metrics_move_to_a_port_of_their_own() -> None:
-    port = free_port()
-    options = {"host": "0.0.0.0", "auth": {"allow_unauthenticated": True}, "metrics": {"port": port}}
+    options = {"host": "0.0.0.0", "auth": {"allow_unauthenticated": True}, "metrics": {"port": 0}}
     with run_fake(FakeEngine("a"), **options) as gateway:
         main = gateway.url.replace("0.0.0.0", "127.0.0.1")
         assert httpx.get(f"{main}/metrics").status_code == 404
-        assert "baton_engine_up" in httpx.get(f"http://127.0.0.1:{port}/metrics").text
-        assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 404
+        assert gateway.metrics_url.startswith("http://127.0.0.1:")
+        assert "baton_engine_up" in httpx.get(f"{gateway.metrics_url}/metrics").text
+        assert httpx.get(f"{gateway.metrics_url}/v1/models").status_code == 404
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+def test_a_gateway_whose_last_key_was_revoked_stays_closed(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    create_key(file, "acme")
+    revoke_key(file, read_keys(file)[0].id)
+    with run_fake(FakeEngine("a"), auth={"keys_file": file}) as gateway:
+        assert httpx.get(f"{gateway.url}/v1/models").status_code == 401
+        assert httpx.get(f"{gateway.url}/livez").status_code == 200

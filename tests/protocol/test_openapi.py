@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from gateways import FakeGateway
 
+from baton.api.auth import PUBLIC_PATHS
+
 
 @pytest.fixture
 def document(fake_gateway: FakeGateway) -> dict[str, Any]:
@@ -52,5 +54,10 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 def test_every_operation_documents_its_errors_in_the_one_shape(document: dict[str, Any]) -> None:
     for path, methods in document["paths"].items():
         for operation in methods.values():
-            refused = operation["responses"]["401"]["content"]["application/json"]["schema"]
-            assert refused == {"$ref": "#/components/schemas/BatonError"}, path
+            refused = operation["responses"].get("401")
+            assert (refused is None) == (path in PUBLIC_PATHS) == (operation.get("security") == []), path
+            for status, response in operation["responses"].items():
+                if status >= "400" and path not in PUBLIC_PATHS:
+                    schema = response["content"]["application/json"]["schema"]
+                    assert schema == {"$ref": "#/components/schemas/BatonError"}, path
+    assert document["security"] == [{"key": []}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -60,7 +61,6 @@ def test_one_engine_alone_needs_no_name() -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/nowhere", 404, "not_found"),
-        ("GET", "//v1/models", 404, "not_found"),
         ("GET", "/v1/models/", 404, "model_not_found"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
@@ -86,7 +86,7 @@ def test_what_is_not_there_is_refused_in_the_one_error_shape(
         (b'{"a":' * 100_000, "application/json", 400, "invalid_request"),
     ],
 )
-def test_bad_bodies_are_refused_within_50_ms_with_the_engine_untouched(
+def test_bad_bodies_are_refused_with_the_engine_untouched(
     fake_gateway: FakeGateway, body: bytes, content_type: str, status: int, code: str
 ) -> None:
     headers = {"content-type": content_type}
@@ -111,11 +111,11 @@ def test_an_oversized_body_without_a_length_is_refused_while_it_comes() -> None:
 
     with run_fake(FakeEngine("a"), limits={"body_bytes": 2048}) as gateway, gateway.client() as client:
         headers = {"content-type": "application/json"}
-        try:
-            response = client.post("/v1/completions", content=endless(), headers=headers)
-        except httpx.WriteError:
-            return  # the gateway hung up on it, which is as good
-        assert response.status_code == 413
+        # The answer comes while the client still writes: most libraries see the connection end first.
+        with contextlib.suppress(httpx.WriteError):
+            assert client.post("/v1/completions", content=endless(), headers=headers).status_code == 413
+        assert 'baton_rejections_total{reason="body_too_large"} 1.0' in client.get("/metrics").text
+        assert gateway.engine("a").bodies == []
 
 
 def test_steering_fields_are_dropped_and_counted(fake_gateway: FakeGateway) -> None:
@@ -130,6 +130,52 @@ def test_steering_fields_are_dropped_and_counted(fake_gateway: FakeGateway) -> N
     assert fake_gateway.engine("alpha").bodies == [TEXT | {"vllm_xargs": {}}]
     assert 'baton_stripped_fields_total{field="kv_transfer_params"} 2.0' in page
     assert 'baton_stripped_fields_total{field="cache_salt"} 1.0' in page
+
+
+MEDIA = (
+    {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest/meta-data"}},
+    {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+    {"type": "input_image", "image_url": "https://example.com/a.png"},
+    {"type": "audio_url", "audio_url": {"url": " HTTP://example.com/a.wav"}},
+    {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}},
+)
+
+
+@pytest.mark.parametrize("part", MEDIA)
+def test_no_address_a_client_names_is_fetched(fake_gateway: FakeGateway, part: dict[str, object]) -> None:
+    sent = CHAT | {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [part]}]}]}
+    with fake_gateway.client() as client:
+        for path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
+            error = error_of(client.post(path, json=sent))
+            assert (error["code"], error["param"]) == (
+                "invalid_request",
+                next(k for k in part if k != "type"),
+            )
+    assert fake_gateway.engine("alpha").bodies == []
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+        {"type": "tool_use", "name": "see", "input": {"image_url": "https://example.com/a.png"}},
+    ],
+)
+def test_data_urls_and_a_tool_s_own_json_pass(fake_gateway: FakeGateway, part: dict[str, object]) -> None:
+    sent = CHAT | {"messages": [{"role": "user", "content": [part]}]}
+    with fake_gateway.client() as client:
+        assert client.post("/v1/chat/completions", json=sent).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["background", "previous_response_id"])
+def test_what_needs_stored_responses_is_refused(fake_gateway: FakeGateway, field: str) -> None:
+    with fake_gateway.client() as client:
+        body = {"model": "alpha", "input": "one two", "store": "false"}
+        error = error_of(client.post("/v1/responses", json=body | {field: "resp_1"}))
+        assert (error["code"], error["param"]) == ("invalid_request", field)
+        assert client.post("/v1/responses", json=body | {"store": True}).status_code == 200
+    sent = fake_gateway.engine("alpha").bodies[-1]
+    assert (sent["store"], sent["background"]) == (False, False)
 
 
 def test_a_client_request_id_comes_back_but_never_becomes_ours(fake_gateway: FakeGateway) -> None:
@@ -212,11 +258,13 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(fake_gateway: FakeGatewa
             "POST", "/v1/completions", json=TEXT | {"stream": True, "max_tokens": 4000}
         ) as response,
     ):
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: an iterator that goes away takes the connection along
+        next(lines)
         assert engine.active == 1
     wait_for(lambda: engine.active == 0, "the stream was not ended")
     with fake_gateway.client() as client:
-        assert 'baton_client_disconnects_total{phase="stream"} 1.0' in client.get("/metrics").text
+        counted = 'baton_client_disconnects_total{phase="stream"} 1.0'
+        wait_for(lambda: counted in client.get("/metrics").text, "it was not counted")
 
 
 def test_a_client_that_leaves_while_waiting_frees_the_engine(fake_gateway: FakeGateway) -> None:
@@ -241,6 +289,7 @@ def test_while_engines_start_the_process_is_alive_but_not_ready() -> None:
     with run_fake(FakeEngine("slow", behaviour=behaviour), wait=False) as gateway, gateway.client() as client:
         assert client.get("/livez").status_code == 200
         assert client.get("/readyz").status_code == 503
+        assert client.get("/readyz").headers["retry-after"] == client.get("/health").headers["retry-after"]
         assert client.get("/readyz").json() == {"status": "not ready", "engines": {"starting": 1}}
         assert client.get("/health").status_code == 503
         response = client.post("/v1/completions", json={"prompt": "x"})
@@ -277,12 +326,14 @@ def test_an_operation_the_model_cannot_do_is_a_400(fake_gateway: FakeGateway) ->
 def test_metrics_count_requests_by_known_routes_only(fake_gateway: FakeGateway) -> None:
     with fake_gateway.client() as client:
         client.post("/v1/completions", json=TEXT)
+        client.get("/v1/models/alpha")
         before = client.get("/metrics").text.count("\nbaton_")
         for number in range(50):
             client.get(f"/made/up/{number}")
             client.post("/v1/completions", json=TEXT | {"model": f"made-up-{number}"})
         page = client.get("/metrics").text
     assert 'baton_http_requests_total{code_class="4xx",method="GET",route="other"} 50.0' in page
+    assert 'method="GET",route="/v1/models/{model}"} 1.0' in page
     assert 'baton_rejections_total{reason="model_not_found"} 50.0' in page
     assert page.count("\nbaton_") < before + 60, "labels grow with traffic"
     assert 'vllm:generation_tokens_total{engine="0",model_name="alpha"} 4.0' in page

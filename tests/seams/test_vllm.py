@@ -212,6 +212,7 @@ def test_serving_options_are_checked_and_exist_in_vllm() -> None:
         ),
         (["./m", "--served-model-name", "mine", "--dtype", "float32"], "mine", {"dtype": "float32"}),
         (["--model", "org/model", "--seed", "3"], "model", {"seed": 3}),
+        (["org/model", "--no-enforce-eager"], "model", {"enforce_eager": False}),
     ],
 )
 def test_a_model_and_vllm_s_flags_make_one_engine(
@@ -229,12 +230,30 @@ def test_a_model_and_vllm_s_flags_make_one_engine(
         (["m", "--max-model-len", "many"], "max-model-len"),
         (["--enforce-eager"], "which model?"),
         (["m", "--ssl-keyfile", "x"], "flag of vLLM's own server"),
+        (["."], "name"),
+        (["m", "--served-model-name", "a b"], "name"),
+        (["m", "--runner", "draft"], "runner"),
+        (["m", "--kv-cache-memory-bytes", "1000"], "kv_cache_memory"),
     ],
 )
 def test_a_flag_that_does_not_fit_is_refused_in_a_line(line: list[str], reason: str) -> None:
     with pytest.raises(errors.SettingsError) as caught:
         arguments.settings_from_command_line(line)
     assert reason in caught.value.message
+
+
+def test_arguments_vllm_itself_refuses_are_a_line() -> None:
+    settings = EngineSettings(name="a", model="m", args={"compilation_config": {"bogus": 1}})
+    with pytest.raises(errors.SettingsError, match="engines 'a': args: vLLM refuses them"):
+        arguments.engine_args(settings, "m")
+
+
+def test_media_are_fetched_from_nowhere_unless_the_operator_says_so() -> None:
+    from vllm.multimodal.media.connector import MediaConnector
+
+    domains = arguments.engine_args(EngineSettings(name="a", model="m"), "m").allowed_media_domains
+    with pytest.raises(ValueError, match="allowed domains"):
+        MediaConnector(allowed_media_domains=domains).fetch_image("http://169.254.169.254/x.png")
 
 
 def test_the_version_that_is_checked_is_the_one_installed() -> None:

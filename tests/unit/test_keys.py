@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,16 @@ def test_a_revoked_key_no_longer_opens_and_others_do(tmp_path: Path) -> None:
 def test_revoking_what_is_not_there_says_so(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="no key with the id"):
         revoke_key(tmp_path / "keys.json", "nope")
+
+
+def test_keys_made_at_the_same_time_all_stay(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    threads = [threading.Thread(target=create_key, args=(file, f"t{number}")) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {key.tenant for key in read_keys(file)} == {f"t{number}" for number in range(8)}
 
 
 @pytest.mark.parametrize("tenant", ["", "a b", "../x", "x" * 65, "a\n"])

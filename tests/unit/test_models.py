@@ -53,6 +53,30 @@ def test_a_model_is_prepared_once_and_found_again(
     assert store.resolve("tiny") == str(folder)
 
 
+def test_a_prepared_model_is_used_from_a_folder_that_cannot_be_written(
+    tiny: EmbeddedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ModelStore(tmp_path / "models")
+    folder = store.prepare(tiny)
+    monkeypatch.setattr(store_module, "FileLock", None)  # whoever writes, locks first
+    assert store.prepare(tiny) == folder
+
+
+def test_a_models_folder_that_cannot_be_made_is_one_readable_line(
+    tiny: EmbeddedModel, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartError, match=r"cannot be written.*models_dir"):
+        ModelStore(tmp_path / "file" / "models").prepare(tiny)
+
+
+def test_what_a_killed_preparation_left_is_removed(tiny: EmbeddedModel, tmp_path: Path) -> None:
+    store = ModelStore(tmp_path / "models")
+    (store.folder / ".tiny-abc" / "tiny").mkdir(parents=True)
+    store.prepare(tiny)
+    assert not (store.folder / ".tiny-abc").exists()
+
+
 @pytest.mark.parametrize("harm", ["truncate", "delete", "flip", "manifest", "format"])
 def test_a_damaged_model_is_never_used_and_is_made_anew(
     tiny: EmbeddedModel, tmp_path: Path, harm: str

@@ -98,6 +98,12 @@ def test_settings_cannot_be_changed_once_read() -> None:
         settings.port = 1
 
 
+def test_a_home_folder_is_written_as_people_write_it() -> None:
+    settings = load_settings(models_dir="~/models", auth={"keys_file": "~/keys.json"})
+    assert settings.models_folder == Path.home() / "models"
+    assert settings.keys_file == Path.home() / "keys.json"
+
+
 @pytest.mark.parametrize(
     ("host", "loopback"),
     [

@@ -23,7 +23,7 @@ class AuthMiddleware:
         self._keyring = keyring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keyring and scope["path"] not in PUBLIC_PATHS:
+        if scope["type"] == "http" and self._keyring is not None and scope["path"] not in PUBLIC_PATHS:
             tenant = self._keyring.tenant(presented_key(scope["headers"]))
             if tenant is None:
                 raise Unauthorized()

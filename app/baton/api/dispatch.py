@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from baton.api.gateway import Gateway, context_of, gateway_of
-from baton.api.limits import read_json, strip_steering
+from baton.api.limits import read_json, refuse_remote_media, strip_steering
 from baton.api.streams import event_stream
 from baton.engines.port import Engine, Operation, StreamReply
 from baton.errors import GenerationFailed
 from baton.telemetry.ids import RequestContext
 
+Prepare = Callable[[dict[str, Any]], dict[str, Any]]
+"""What one route alone does to a body before an engine sees it; raises `InvalidRequest`."""
 
-async def answer(request: Request, operation: Operation) -> Response:
+
+async def answer(request: Request, operation: Operation, prepare: Prepare = lambda body: body) -> Response:
     """Read the body, pick the engine its `model` names, let it work, send what comes.
 
     A client that goes away before the answer begins ends the work; after that the answer's own
@@ -27,6 +30,8 @@ async def answer(request: Request, operation: Operation) -> Response:
     body = await read_json(request, gateway.settings.limits)
     for field in strip_steering(body):
         gateway.metrics.stripped.labels(field).inc()
+    refuse_remote_media(body)
+    body = prepare(body)
     engine = gateway.fleet.pick(body.get("model"))
     request.scope["baton_model"] = engine.name
     work = _respond(request, gateway, engine, operation, body, context_of(request))
@@ -43,7 +48,7 @@ async def _respond(
 ) -> Response:
     reply = await engine.call(operation, body, context)
     if not isinstance(reply, StreamReply):
-        return Response(reply.body, media_type=reply.media_type)
+        return Response(reply.body, media_type=reply.media_type, headers=dict(reply.headers))
     try:
         first = await anext(reply.events)
     except StopAsyncIteration:
@@ -61,9 +66,10 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) ->
             return working.result()
         raise ClientDisconnect()
     finally:
-        watching.cancel()
-        if not working.done():
-            working.cancel()
+        # Waited for, or whatever the ended work still raises would be nobody's.
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def _gone(request: Request) -> None:

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 
 from baton import __version__
 from baton.api.gateway import gateway_of
+from baton.engines.fleet import Fleet
 
 router = APIRouter()
 
@@ -26,13 +27,22 @@ async def readyz(request: Request) -> Response:
     fleet = gateway_of(request).fleet
     states: dict[str, Any] = dict(Counter(engine.state.value for engine in fleet.engines))
     body = {"status": "ready" if fleet.ready else "not ready", "engines": states}
-    return JSONResponse(body, status_code=200 if fleet.ready else 503)
+    return JSONResponse(body, status_code=_status(fleet), headers=_retry(fleet))
 
 
 @router.get("/health", response_class=Response, responses={503: {"description": "An engine is not ready."}})
 async def health(request: Request) -> Response:
     """As vLLM's clients know it: an empty 200, or 503."""
-    return Response(status_code=200 if gateway_of(request).fleet.ready else 503)
+    fleet = gateway_of(request).fleet
+    return Response(status_code=_status(fleet), headers=_retry(fleet))
+
+
+def _status(fleet: Fleet) -> int:
+    return 200 if fleet.ready else 503
+
+
+def _retry(fleet: Fleet) -> dict[str, str]:
+    return {} if fleet.ready else {"Retry-After": "5"}
 
 
 @router.get("/version")

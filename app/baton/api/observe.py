@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import structlog
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bind_contextvars
 
 from baton.telemetry.ids import RequestContext, context_from_headers
 from baton.telemetry.metrics import OTHER, GatewayMetrics
@@ -22,13 +25,15 @@ class ObserveMiddleware:
     Args:
         app: what to observe.
         metrics: where to count.
-        paths: every path that is a route; the label of all others is `other`.
+        routes: what is answered; their templates are the labels, of all else it is `other`.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics, paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics, routes: Sequence[BaseRoute]) -> None:
         self._app = app
         self._metrics = metrics
-        self._paths = paths
+        plain = [route for route in routes if isinstance(route, Route)]
+        self._paths = frozenset(route.path for route in plain)
+        self._templates = [(route.path_regex, route.path_format) for route in plain if route.param_convertors]
         self._log = structlog.get_logger("baton.access")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,7 +42,8 @@ class ObserveMiddleware:
             return
         context = context_from_headers(scope["headers"])
         scope["baton"] = context
-        route = scope["path"] if scope["path"] in self._paths else OTHER
+        bind_contextvars(request_id=context.request_id)
+        route = self._label(scope["path"])
         status = 0
 
         async def observed(message: Message) -> None:
@@ -55,6 +61,11 @@ class ObserveMiddleware:
         finally:
             in_flight.dec()
             self._record(scope, context, route, status, time.perf_counter() - began)
+
+    def _label(self, path: str) -> str:
+        if path in self._paths:
+            return path
+        return next((template for regex, template in self._templates if regex.match(path)), OTHER)
 
     def _record(self, scope: Scope, context: RequestContext, route: str, status: int, seconds: float) -> None:
         method = scope["method"] if scope["method"] in METHODS else OTHER

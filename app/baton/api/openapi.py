@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from baton import __version__
+from baton.api.auth import PUBLIC_PATHS
 from baton.engines.port import Operation
 
 PATHS: dict[str, Operation] = {
@@ -81,11 +82,15 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
     components = openapi.setdefault("components", {}).setdefault("schemas", {})
     components |= vllm["components"] | {"BatonError": ERROR_SCHEMA}
     openapi["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    openapi["security"] = [{"key": []}]
     for path, methods in openapi["paths"].items():
         for operation in methods.values():
             responses = operation["responses"]
             responses.pop("422", None)
-            _add_errors(responses, UNAUTHORIZED)
+            if path in PUBLIC_PATHS:
+                operation["security"] = []
+            else:
+                _add_errors(responses, UNAUTHORIZED)
             if path in PATHS:
                 _describe(operation, PATHS[path], vllm["operations"][PATHS[path].value])
             elif "{" in path:

@@ -6,13 +6,15 @@ import dataclasses
 from argparse import Namespace
 from typing import Any
 
+from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from baton.engines.faults import scrub
 from baton.errors import SettingsError
-from baton.settings import MIB, EngineSettings, nearest
+from baton.settings import MIB, EngineSettings, nearest, reasons
 
 CPU_KV_CACHE_BYTES = 512 * MIB
 """So that two engines live on a laptop: 23,000 tokens of SmolLM2's KV."""
@@ -62,14 +64,20 @@ def engine_args(settings: EngineSettings, model: str) -> AsyncEngineArgs:
     args: dict[str, Any] = _platform_defaults() | settings.args
     if settings.kv_cache_memory is not None:
         args["kv_cache_memory_bytes"] = int(settings.kv_cache_memory)
-    return AsyncEngineArgs(model=model, served_model_name=[settings.name], runner=settings.runner, **args)
+    try:
+        return AsyncEngineArgs(model=model, served_model_name=[settings.name], runner=settings.runner, **args)
+    except (ValidationError, ValueError, TypeError, OSError) as error:
+        reason = scrub(str(error).partition("\n")[0])
+        raise SettingsError(f"engines '{settings.name}': args: vLLM refuses them: {reason}") from None
 
 
 def _platform_defaults() -> dict[str, Any]:
-    if not current_platform.is_cpu():
-        return {}
-    # Compiling takes minutes on a laptop and wants a C++ compiler; eager starts at once.
-    return {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+    # An empty list would mean any: this process fetches nothing for a client (see api/limits.py).
+    defaults: dict[str, Any] = {"allowed_media_domains": ["media.invalid"]}
+    if current_platform.is_cpu():
+        # Compiling takes minutes on a laptop and wants a C++ compiler; eager starts at once.
+        defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+    return defaults
 
 
 def serving_namespace(settings: EngineSettings) -> Namespace:
@@ -94,6 +102,10 @@ def serving_namespace(settings: EngineSettings) -> Namespace:
     return namespace
 
 
+_ABSENT = object()
+"""The default of every flag, so that one given with vLLM's own default still counts as given."""
+
+
 def _parser() -> FlexibleArgumentParser:
     return make_arg_parser(FlexibleArgumentParser(prog="baton serve", add_help=False))
 
@@ -106,8 +118,9 @@ def settings_from_command_line(arguments: list[str]) -> EngineSettings:
     """
     parser = _parser()
     parser.error = _refuse  # argparse's own way out is to exit
-    given, defaults = parser.parse_args(arguments), parser.parse_args([])
-    changed = {key: value for key, value in vars(given).items() if value != getattr(defaults, key, None)}
+    parser.set_defaults(**dict.fromkeys(vars(parser.parse_args([])), _ABSENT))
+    given = vars(parser.parse_args(arguments))
+    changed = {key: value for key, value in given.items() if value is not _ABSENT}
     model = changed.pop("model_tag", None) or changed.pop("model", None)
     changed.pop("model", None)
     if not model:
@@ -117,9 +130,12 @@ def settings_from_command_line(arguments: list[str]) -> EngineSettings:
     runner = changed.pop("runner", "generate")
     serving = {key: changed.pop(key) for key in SERVING_OPTIONS if key in changed}
     _refuse_frontend_flags(changed)
-    return EngineSettings(
-        name=names[0], model=model, runner=runner, kv_cache_memory=memory, args=changed, serving=serving
-    )
+    try:
+        return EngineSettings(
+            name=names[0], model=model, runner=runner, kv_cache_memory=memory, args=changed, serving=serving
+        )
+    except ValidationError as error:
+        raise SettingsError("\n".join(f"baton serve: {reason}" for reason in reasons(error))) from None
 
 
 def _refuse(message: str) -> None:

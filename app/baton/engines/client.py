@@ -14,12 +14,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from baton.engines.faults import translate
 from baton.errors import BatonError
 from baton.telemetry.ids import RequestContext
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+log = structlog.get_logger("baton.engine")
 
 
 @dataclass(slots=True)
@@ -46,6 +50,8 @@ class Call:
                 raise
             except Exception as error:  # the border to vLLM: kept, and told to the client by our stream
                 self.failure = translate(error)
+                if self.failure.status >= 500 and not self.failure.retryable:
+                    log.error("engine_request_failed", exc_info=error)
                 raise
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
 from starlette.responses import Response
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -30,6 +31,8 @@ WARM_UPS: tuple[tuple[Operation, Json], ...] = (
     (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2, "logprobs": 1}),
     (Operation.EMBEDDINGS, {"input": [0]}),
 )
+CONTENT_HEADERS = ("metadata",)
+"""Headers of vLLM's answers that tell how to read them: packed embeddings' ids, shapes and dtypes."""
 LAST_WORDS_WAIT_S = 0.2
 """What a dying engine process printed arrives through a pipe."""
 
@@ -195,7 +198,10 @@ class VllmEngine:
 
     async def _reply(self, operation: Operation, answer: Any, call: Call) -> Reply:
         if isinstance(answer, ErrorResponse):
-            raise call.failure or from_response(answer)
+            failure = call.failure or from_response(answer)
+            if failure.status >= 500 and not failure.retryable:
+                self._log.error("engine_call_failed", cause=answer.error.message)
+            raise failure
         if isinstance(answer, handlers.ROUTES[operation].response):
             body = answer.model_dump_json(**handlers.ROUTES[operation].dump)
             return WholeReply(body.encode())
@@ -212,11 +218,15 @@ class VllmEngine:
                     if call.failure is not None:
                         raise call.failure
                     if _is_error(event):
+                        self._log.error("engine_stream_failed", cause=event)
                         raise GenerationFailed()
                     yield event
                     CURRENT_CALL.set(call)  # whoever takes the next event may be another task
             except BatonError:
                 raise
+            except ValidationError as error:  # an event of vLLM's own that is none: not the client's fault
+                self._log.error("engine_stream_failed", exc_info=error)
+                raise GenerationFailed() from error
             except Exception as error:  # the border to vLLM's generators
                 raise self._translate(error) from error
         if call.failure is not None:
@@ -237,10 +247,11 @@ def _is_error(event: str) -> bool:
 async def _from_response(response: Response) -> WholeReply:
     """A pooling handler answers with a ready Response, sometimes a streaming one with known parts."""
     media_type = response.headers.get("content-type", "application/json")
+    headers = {name: response.headers[name] for name in CONTENT_HEADERS if name in response.headers}
     if hasattr(response, "body_iterator"):
         parts = [part async for part in response.body_iterator]
-        return WholeReply(b"".join(bytes(part) for part in parts), media_type)
-    return WholeReply(bytes(response.body), media_type)
+        return WholeReply(b"".join(bytes(part) for part in parts), media_type, headers)
+    return WholeReply(bytes(response.body), media_type, headers)
 
 
 def _first_words(error: Exception) -> str:

@@ -34,6 +34,7 @@ from baton.errors import (
     InternalError,
     InvalidRequest,
     ModelNotFound,
+    NotFound,
     OperationUnsupported,
     Unprocessable,
 )
@@ -78,7 +79,8 @@ def translate(error: BaseException) -> BatonError:
     if isinstance(error, BatonError):
         return error
     if isinstance(error, ValidationError):
-        return from_validation(error)
+        ours_to_mend = error.title.endswith(("Response", "StreamResponse", "Event"))
+        return GenerationFailed() if ours_to_mend else from_validation(error)
     for foreign, ours in TABLE:
         if isinstance(error, foreign):
             return _build(ours, error)
@@ -88,7 +90,7 @@ def translate(error: BaseException) -> BatonError:
 
 
 def _build(ours: type[BatonError], error: BaseException) -> BatonError:
-    if issubclass(ours, InvalidRequest | ModelNotFound | Unprocessable):
+    if issubclass(ours, InvalidRequest | NotFound | Unprocessable):
         message = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
         return client_error(ours, message, getattr(error, "parameter", None))
     return ours()
@@ -106,7 +108,8 @@ def from_response(response: ErrorResponse) -> BatonError:
     """The `BatonError` for an error answer that a vLLM handler returned instead of raising."""
     error = response.error
     if error.code == HTTPStatus.NOT_FOUND:
-        return client_error(ModelNotFound, error.message, error.param)
+        missing = ModelNotFound if error.param == "model" else NotFound
+        return client_error(missing, error.message, error.param)
     if error.code == HTTPStatus.NOT_IMPLEMENTED:
         return OperationUnsupported(scrub(error.message))
     if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
@@ -124,7 +127,8 @@ def from_validation(error: ValidationError) -> BatonError:
     if isinstance(cause, VLLMValidationError):
         return translate(cause)
     field = ".".join(str(part) for part in first["loc"] if _is_field(str(part)))
-    message = first["msg"].removeprefix("Value error, ")
+    wants_object = first["type"] in ("model_type", "dataclass_type", "model_attributes_type")
+    message = "Input should be an object" if wants_object else first["msg"].removeprefix("Value error, ")
     text = f"{field}: {message}" if field else message
     if len(items) > 1:
         text += f" (and {len(items) - 1} more)"

@@ -37,6 +37,7 @@ from baton.engines.client import WatchedClient
 from baton.engines.port import Operation
 from baton.telemetry.ids import RequestContext
 
+BEFORE_THE_ENGINE = ("response.created", "response.in_progress")
 Method = Callable[[Any, Request], Awaitable[Any]]
 
 
@@ -140,14 +141,23 @@ def synthetic_request(context: RequestContext) -> Request:
 
 
 async def events(operation: Operation, generator: AsyncIterator[Any]) -> AsyncIterator[str]:
-    """A handler's stream as server-sent events; `/v1/responses` yields objects, the others text."""
+    """A handler's stream as server-sent events; `/v1/responses` yields objects, the others text.
+
+    vLLM sends the first two events of a response before the engine has looked at the request. They
+    wait for the third, so that what the engine refuses still has a status of its own.
+    """
     if operation is not Operation.RESPONSES:
         async for event in generator:
             yield event
         return
+    held = ""
     async for event in generator:
-        kind = getattr(event, "type", "unknown")
-        yield f"event: {kind}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
+        text = f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
+        if event.type in BEFORE_THE_ENGINE:
+            held += text
+            continue
+        yield held + text
+        held = ""
 
 
 __all__ = ["ROUTES", "ErrorResponse", "Handlers", "Response", "Route", "events", "synthetic_request"]

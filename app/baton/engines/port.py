@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -39,10 +39,11 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True)
 class WholeReply:
-    """An answer in one piece."""
+    """An answer in one piece, with the headers that belong to its content."""
 
     body: bytes
     media_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

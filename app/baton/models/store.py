@@ -57,12 +57,26 @@ class ModelStore:
             StartError: the package is missing, is not the known one, or cannot be converted.
         """
         target = self.folder / model.name
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.folder / f".{model.name}.lock"):
-            report("checking the files")
-            if not self.is_ready(model):
-                self._make(model, target, report)
+        report("checking the files")
+        if self.is_ready(model):
+            return target  # nothing is written: the folder may be read-only
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder / f".{model.name}.lock"):
+                if not self.is_ready(model):  # another process may have made it meanwhile
+                    self._sweep(model)
+                    self._make(model, target, report)
+        except OSError as error:
+            raise StartError(
+                f"The models folder {self.folder} cannot be written: {error.strerror or error}. "
+                "Mend that, or set `models_dir`."
+            ) from None
         return target
+
+    def _sweep(self, model: EmbeddedModel) -> None:
+        """Remove what a killed preparation left; under the lock, so nobody works in it."""
+        for scratch in self.folder.glob(f".{model.name}-*"):
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def is_ready(self, model: EmbeddedModel) -> bool:
         """Whether every file of the model is there with the digest it was written with."""

@@ -1,0 +1,62 @@
+"""What tenants may see of one another on a shared engine, and what a pooling engine answers."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import numpy
+import pytest
+from gateways import RealGateway
+
+pytestmark = pytest.mark.engine
+PROMPT = "A prompt of several blocks, so that its prefix is worth caching. " * 8
+
+
+def cached_tokens(gateway: RealGateway, tenant: str, **fields: object) -> int:
+    with gateway.client(tenant) as client:
+        sent = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1} | fields
+        usage = client.post("/v1/completions", json=sent).json()["usage"]
+        found: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+
+def test_tenants_share_an_engine_but_not_its_prefix_cache(tiny_gateway: RealGateway) -> None:
+    assert cached_tokens(tiny_gateway, "acme") == 0
+    assert cached_tokens(tiny_gateway, "acme") > 0
+    assert cached_tokens(tiny_gateway, "globex") == 0
+    assert cached_tokens(tiny_gateway, "globex", cache_salt="acme") > 0
+    assert cached_tokens(tiny_gateway, "globex") > 0
+
+
+def test_without_a_key_the_engine_is_out_of_reach(tiny_gateway: RealGateway) -> None:
+    with tiny_gateway.client() as client:
+        assert client.post("/v1/completions", json={"model": "tiny", "prompt": "x"}).status_code == 401
+        assert client.get("/readyz").status_code == 200
+        assert "acme" not in client.get("/metrics").text
+
+
+def test_embeddings_come_from_the_pooling_engine(tiny_gateway: RealGateway) -> None:
+    with tiny_gateway.client("acme") as client:
+        answer = client.post("/v1/embeddings", json={"model": "embed", "input": ["one", "two", "one"]})
+        assert answer.status_code == 200, answer.text
+        first, second, third = (item["embedding"] for item in answer.json()["data"])
+        assert len(first) == 64
+        assert first != second
+        assert first == pytest.approx(third, abs=1e-2)
+        refused = client.post("/v1/completions", json={"model": "embed", "prompt": "x"})
+        assert refused.json()["error"]["code"] == "operation_unsupported"
+
+
+def test_packed_embeddings_say_how_they_are_read(tiny_gateway: RealGateway) -> None:
+    sent = {"model": "embed", "input": ["one", "two"]}
+    with tiny_gateway.client("acme") as client:
+        plain = client.post("/v1/embeddings", json=sent).json()["data"]
+        packed = client.post("/v1/embeddings", json=sent | {"encoding_format": "bytes"})
+        coded = client.post("/v1/embeddings", json=sent | {"encoding_format": "base64"}).json()["data"]
+    assert packed.headers["content-type"] == "application/octet-stream"
+    parts = json.loads(packed.headers["metadata"])["data"]
+    for part, item, text in zip(parts, plain, coded, strict=True):
+        raw = packed.content[part["start"] : part["end"]]
+        assert numpy.frombuffer(raw, numpy.float32) == pytest.approx(item["embedding"], abs=1e-2)
+        assert base64.b64decode(text["embedding"])[:4] == raw[:4]
