@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from gateways import FakeGateway, RealGateway, run_fake
 
 from baton.api.keys import create_key
@@ -17,6 +19,18 @@ from baton.models.store import ModelStore
 from baton.settings import load_settings
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
+
+
+class Nowhere(io.TextIOBase):
+    """Takes what is written, and keeps none of it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def pytest_configure() -> None:
+    """The access log of gateways in this process goes nowhere; their threads outlive a test's capture."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(Nowhere()))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,46 @@
+"""Ten thousand requests, good, bad and given up: what stays behind is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import httpx
+import psutil
+import pytest
+from gateways import FakeGateway
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+ROUNDS = 2_500
+TEXT = {"model": "alpha", "prompt": "one two three", "max_tokens": 4}
+ALLOWED_MIB = 4
+
+
+def test_ten_thousand_requests_leave_nothing_behind(fake_gateway: FakeGateway) -> None:
+    process = psutil.Process()
+    _rounds(fake_gateway, ROUNDS)  # caches and allocators find their size
+    before = (process.num_fds(), process.num_threads(), process.memory_info().rss)
+    _rounds(fake_gateway, ROUNDS)
+    gc.collect()
+    after = (process.num_fds(), process.num_threads(), process.memory_info().rss)
+    grown = (after[2] - before[2]) / 1024 / 1024
+    print(f"{4 * ROUNDS} requests: {grown:+.1f} MiB, descriptors {before[0]} -> {after[0]}")
+    assert after[0] <= before[0] + 2
+    assert after[1] <= before[1] + 2
+    assert grown < ALLOWED_MIB
+    assert fake_gateway.engine("alpha").active == 0
+
+
+def _rounds(gateway: FakeGateway, count: int) -> None:
+    engine = gateway.engine("alpha")
+    with gateway.client() as client:
+        for _ in range(count):
+            assert client.post("/v1/completions", json=TEXT).status_code == 200
+            assert client.post("/v1/chat/completions", json=TEXT).status_code == 400
+            assert client.post("/v1/completions", json=TEXT | {"stream": True}).text.endswith("[DONE]\n\n")
+            with (
+                contextlib.suppress(httpx.HTTPError),
+                client.stream("POST", "/v1/completions", json=TEXT | {"stream": True}) as stream,
+            ):
+                next(stream.iter_bytes())
+            engine.bodies.clear()  # the fake keeps them for tests to look at
