@@ -13,12 +13,14 @@ from gateways import FakeGateway
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 ROUNDS = 2_500
 TEXT = {"model": "alpha", "prompt": "one two three", "max_tokens": 4}
-ALLOWED_MIB = 4
+ALLOWED_MIB = 8
+"""Beyond what allocators keep; a request that left 1 KiB behind would show as 10."""
 
 
 def test_ten_thousand_requests_leave_nothing_behind(fake_gateway: FakeGateway) -> None:
     process = psutil.Process()
     _rounds(fake_gateway, ROUNDS)  # caches and allocators find their size
+    gc.collect()
     before = (process.num_fds(), process.num_threads(), process.memory_info().rss)
     _rounds(fake_gateway, ROUNDS)
     gc.collect()
