@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import random
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -82,12 +83,13 @@ async def whole_round(url: str, *, clients: int, requests: int, tokens: int) -> 
     return seen.figures()
 
 
-def one_token_p50_ms(url: str, prompt_ids: list[int], count: int) -> float:
-    """p50 of a one-token completion, one after the other on one connection, with the smallest client."""
+def one_token_ms(url: str, prompt_ids: list[int], count: int, pause_s: float) -> list[float]:
+    """Milliseconds of one-token completions on one connection, with the smallest client, pauses between."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc)
     sent = json.dumps({"model": "bench", "prompt": prompt_ids, "max_tokens": 1, "temperature": 0})
     seconds = []
     for _ in range(count):
+        time.sleep(random.uniform(0, pause_s))
         began = time.perf_counter()
         connection.request("POST", "/v1/completions", sent, {"Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -95,4 +97,4 @@ def one_token_p50_ms(url: str, prompt_ids: list[int], count: int) -> float:
         seconds.append(time.perf_counter() - began)
         assert answer.status == 200
     connection.close()
-    return statistics.median(seconds) * 1000
+    return [second * 1000 for second in seconds]

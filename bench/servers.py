@@ -34,6 +34,12 @@ def free_port() -> int:
         return port
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor time one process has used, without its children."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
 class Server:
     """A server process that answers `/health`.
 
@@ -78,8 +84,7 @@ class Server:
     @property
     def cpu_seconds(self) -> float:
         """Processor time the front-end process alone has used."""
-        times = psutil.Process(self.process.pid).cpu_times()
-        return float(times.user + times.system)
+        return cpu_seconds(self.process.pid)
 
     @property
     def memory_mib(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -128,6 +129,7 @@ def _uvicorn_config(app: Any, **options: Any) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nothing here asks who the client's address is
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         **options,
     )
@@ -198,6 +200,8 @@ class GatewayServer(uvicorn.Server):
             return
         error = started.exception()
         if error is None:
+            gc.collect()
+            gc.freeze()  # what a start leaves lives on; no collection need look at it again
             self._on_ready(self.url)
             return
         self.failure = error if isinstance(error, OperatorError) else _unforeseen()

@@ -13,7 +13,7 @@ from baton.api.gateway import Gateway, context_of, gateway_of
 from baton.api.limits import read_json, refuse_remote_media, strip_steering
 from baton.api.streams import event_stream
 from baton.engines.port import Engine, Operation, StreamReply
-from baton.errors import GenerationFailed
+from baton.errors import BatonError, GenerationFailed
 from baton.telemetry.ids import RequestContext
 
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]
@@ -58,20 +58,24 @@ async def _respond(
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     """Do the work, and end it when the client goes away. The body has been read by now."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_gone(request))
+    working = asyncio.current_task()
+    assert working is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        working.cancel()
+
+    watching = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect()
+        return await work
+    except (asyncio.CancelledError, BatonError):
+        if not gone:
+            raise
+        working.uncancel()  # it was ours, and has done its work; vLLM may have swallowed it
+        raise ClientDisconnect() from None
     finally:
-        # Waited for, or whatever the ended work still raises would be nobody's.
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        watching.cancel()

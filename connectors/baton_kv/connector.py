@@ -1,0 +1,212 @@
+"""vLLM's `KVConnectorBase_V1`, thin: it translates vLLM's words into the two roles' and back.
+
+This is the one file of the connector that imports vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.platforms import current_platform
+from vllm.v1.request import RequestStatus
+
+from baton_kv.blocks import KVBlocks
+from baton_kv.fingerprint import fingerprint, weights_digest
+from baton_kv.messages import Outcome, StepJobs
+from baton_kv.scheduler_role import SchedulerRole
+from baton_kv.secret import store_secret
+from baton_kv.settings import ConnectorSettings
+from baton_kv.stores.factory import open_store
+from baton_kv.worker_role import Finished, WorkerRole
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+OWN_END = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler to worker, in vLLM's envelope."""
+
+    jobs: StepJobs = field(default_factory=StepJobs)
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Worker to scheduler, in vLLM's envelope."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(self.outcomes + other.outcomes)
+
+
+class BatonConnector(KVConnectorBase_V1):
+    """Leaves a finished request's KV behind as an entry, and lets others start from it.
+
+    Raises:
+        ValueError: at the engine's start, for a model or a layout whose KV it cannot move exactly.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _refuse_what_cannot_be_exact(vllm_config, kv_cache_config)
+        settings = ConnectorSettings.model_validate(self._kv_transfer_config.kv_connector_extra_config)
+        self._store = open_store(settings.store, budget=settings.budget, fsync=settings.fsync)
+        self._secret = store_secret(Path(settings.store.partition(":")[2]))
+        self._fingerprint = fingerprint(facts_of(vllm_config, kv_cache_config))
+        self._scheduler: SchedulerRole | None = None
+        self._worker: WorkerRole | None = None
+        self._finished = Finished()
+        if role is KVConnectorRole.SCHEDULER:
+            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            self._scheduler = SchedulerRole(self._store, self._secret, self._fingerprint, block_size)
+
+    # The worker's process.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        blocks = KVBlocks(list(kv_caches.values()))
+        self._worker = WorkerRole(self._store, self._secret, self._fingerprint, blocks)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        if self._worker is not None and isinstance(metadata, StepMetadata):
+            self._worker.start(metadata.jobs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads come to their end between steps."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Nothing: a request's blocks are saved when it is over."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: the scheduler holds the blocks until the save is reported."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        self._finished = self._worker.poll()
+        return self._finished.saved or None, self._finished.loaded or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._finished.failed_blocks
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        outcomes = self._finished.outcomes
+        return WorkerReport(outcomes) if outcomes else None
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    # The scheduler's process.
+
+    @property
+    def _planning(self) -> SchedulerRole:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if not _told_by_token_ids(request):
+            return 0, False
+        prompt = request.prompt_token_ids or []
+        params = request.kv_transfer_params
+        matched = self._planning.matched(request.request_id, params, prompt, num_computed_tokens)
+        return matched, matched > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens > 0:
+            self._planning.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return StepMetadata(self._planning.step())
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._planning.report(report.outcomes)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._planning.finished(
+            request.request_id,
+            request.kv_transfer_params,
+            tokens=list(request.all_token_ids),
+            computed=request.num_computed_tokens,
+            block_ids=block_ids,
+            whole=request.status in OWN_END and _told_by_token_ids(request),
+        )
+
+
+def _told_by_token_ids(request: Request) -> bool:
+    """Whether the token ids are all there is to a request's context."""
+    return not (request.mm_features or request.prompt_embeds is not None or request.lora_request)
+
+
+def _refuse_what_cannot_be_exact(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    parallel = config.parallel_config
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+        raise ValueError("baton_kv: tensor and pipeline parallelism above 1 are not supported yet")
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        raise ValueError(
+            "baton_kv: this model keeps several kinds of KV cache (sliding window, hybrid); not supported"
+        )
+    policy = config.kv_transfer_config.kv_load_failure_policy if config.kv_transfer_config else None
+    if policy != "recompute":
+        raise ValueError('baton_kv: set "kv_load_failure_policy": "recompute" in the KV transfer config')
+
+
+def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+    """Everything that decides what the bytes of a block mean."""
+    model, group = config.model_config, kv_cache_config.kv_cache_groups[0]
+    spec = group.kv_cache_spec
+    return {
+        "vllm": vllm.__version__,
+        "weights": weights_digest(model.model),
+        "revision": model.revision,
+        "quantization": model.quantization,
+        "dtype": str(model.dtype),
+        "kv_dtype": config.cache_config.cache_dtype,
+        "layers": list(group.layer_names),
+        "spec": repr(spec),
+        "platform": current_platform.device_name,
+        "packing": _packing(model.dtype, spec, config.cache_config.cache_dtype),
+        "hf_overrides": repr(model.hf_overrides),
+    }
+
+
+def _packing(dtype: torch.dtype, spec: Any, kv_dtype: str) -> str:
+    """How the attention backend packs a block; on CPUs it follows the instruction set."""
+    if not current_platform.is_cpu():
+        return "plain"
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(dtype, spec.block_size, spec.head_size, kv_dtype))

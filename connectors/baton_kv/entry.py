@@ -1,0 +1,230 @@
+"""The format of an entry: whole KV blocks as opaque bytes, and everything needed to trust them.
+
+A safetensors file (https://github.com/huggingface/safetensors#format), so that any tool can look
+inside and nothing in it can run:
+
+    8 bytes    length of the header, little-endian
+    header     JSON: `__metadata__` with our description and its digest, then the tensors
+    tokens     I32 [tokens]: every token id of the context, in order
+    digests    U8  [layers, chunks, 32]: one keyed BLAKE3 a chunk
+    layer.N    U8  [blocks, block_bytes], in the order of the engine's layers
+
+Digests are keyed BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) under the store's secret: a flipped
+bit and a forged entry look the same. The description's digest covers the key, the fingerprint, the
+token ids and all chunk digests; it is checked when an entry is opened, each chunk before it is copied.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy
+from blake3 import blake3
+
+FORMAT = "baton-kv/1"
+CHUNK_BYTES = 1024 * 1024
+DIGEST_BYTES = 32
+LENGTH = struct.Struct("<Q")
+MAX_HEADER_BYTES = 1024 * 1024
+Tokens = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
+
+
+class EntryInvalid(Exception):
+    """The bytes are not an entry that may be used, and why."""
+
+
+class EntryForeign(EntryInvalid):
+    """A sound entry, but of another model, layout or version: not to be used here."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What an entry says of itself.
+
+    Attributes:
+        key: the key it was saved under.
+        fingerprint: of the model and the layout its bytes are in.
+        tokens: how many token ids it holds.
+        computed: for how many of them, from the first, it holds KV.
+        layers: how many layers.
+        blocks: blocks a layer.
+        block_bytes: bytes of one block of one layer.
+        format: of this file.
+    """
+
+    key: str
+    fingerprint: str
+    tokens: int
+    computed: int
+    layers: int
+    blocks: int
+    block_bytes: int
+    format: str = FORMAT
+
+    @property
+    def chunk_blocks(self) -> int:
+        """Blocks in one chunk; the last chunk of a layer may hold fewer."""
+        return max(1, CHUNK_BYTES // self.block_bytes)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks a layer."""
+        return -(-self.blocks // self.chunk_blocks)
+
+    def chunk(self, index: int) -> slice:
+        """The blocks of one chunk."""
+        return slice(index * self.chunk_blocks, min((index + 1) * self.chunk_blocks, self.blocks))
+
+
+def write(
+    description: Description,
+    tokens: Sequence[int],
+    layer_bytes: Callable[[int], memoryview],
+    secret: bytes,
+) -> Iterator[bytes | memoryview]:
+    """The parts of an entry's file, in order.
+
+    Args:
+        description: what it holds.
+        tokens: every token id of the context.
+        layer_bytes: gives a layer's gathered blocks, `blocks * block_bytes` bytes.
+        secret: 32 bytes, the store's.
+    """
+    ids = numpy.asarray(tokens, dtype="<i4")
+    layers = [layer_bytes(index) for index in range(description.layers)]
+    digests = b"".join(_chunk_digests(description, layer, secret) for layer in layers)
+    told = json.dumps(asdict(description), sort_keys=True)
+    seal = _seal(told, ids.tobytes(), digests, secret)
+    tensors = _tensors(description)
+    header = json.dumps({"__metadata__": {"baton_kv": told, "digest": seal.hex()}} | tensors).encode()
+    header += b" " * (-len(header) % 8)
+    yield LENGTH.pack(len(header)) + header
+    yield ids.tobytes()
+    yield digests
+    yield from layers
+
+
+def _chunk_digests(description: Description, layer: memoryview, secret: bytes) -> bytes:
+    size = description.block_bytes
+    slices = (description.chunk(index) for index in range(description.chunks))
+    return b"".join(_digest(layer[blocks.start * size : blocks.stop * size], secret) for blocks in slices)
+
+
+def _digest(data: bytes | memoryview, secret: bytes) -> bytes:
+    return blake3(data, key=secret).digest()
+
+
+def _seal(told: str, tokens: bytes, digests: bytes, secret: bytes) -> bytes:
+    parts = (told.encode(), tokens, digests)
+    sizes = b"".join(LENGTH.pack(len(part)) for part in parts)
+    return _digest(sizes + b"".join(parts), secret)
+
+
+def _tensors(description: Description) -> dict[str, Any]:
+    """The tensors of safetensors' header: a pure function of the description, so it is compared whole."""
+    rows: list[tuple[str, str, list[int], int]] = [
+        ("tokens", "I32", [description.tokens], 4 * description.tokens),
+        (
+            "digests",
+            "U8",
+            [description.layers, description.chunks, DIGEST_BYTES],
+            description.layers * description.chunks * DIGEST_BYTES,
+        ),
+    ]
+    size = description.blocks * description.block_bytes
+    shape = [description.blocks, description.block_bytes]
+    rows += [(f"layer.{index}", "U8", shape, size) for index in range(description.layers)]
+    tensors: dict[str, Any] = {}
+    offset = 0
+    for name, dtype, shape, length in rows:
+        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + length]}
+        offset += length
+    return tensors
+
+
+class Entry:
+    """An entry whose description, token ids and chunk digests are proved; its blocks not yet.
+
+    Args:
+        data: the file's bytes.
+        key: the key it was opened by.
+        secret: the store's.
+
+    Raises:
+        EntryInvalid: it is torn, changed, forged, or somebody else's.
+    """
+
+    def __init__(self, data: memoryview, key: str, secret: bytes) -> None:
+        try:
+            self.description, seal, payload = _read_header(data)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+            raise EntryInvalid(f"no readable header: {type(error).__name__}") from None
+        self._secret = secret
+        described = self.description
+        tensors = _tensors(described)
+        end = tensors[f"layer.{described.layers - 1}"]["data_offsets"][1]
+        if len(payload) != end:
+            raise EntryInvalid(f"{len(payload)} bytes where {end} were announced")
+        tokens = payload[slice(*tensors["tokens"]["data_offsets"])]
+        digests = payload[slice(*tensors["digests"]["data_offsets"])]
+        told = json.dumps(asdict(described), sort_keys=True)
+        if _seal(told, bytes(tokens), bytes(digests), secret).hex() != seal:
+            raise EntryInvalid("the description's digest is wrong")
+        if described.key != key:
+            raise EntryInvalid("it was saved under another key")
+        self.tokens: Tokens = numpy.frombuffer(bytes(tokens), dtype="<i4")
+        self._digests = bytes(digests)
+        self._layers = payload[tensors["layer.0"]["data_offsets"][0] :]
+
+    def require(self, fingerprint: str) -> None:
+        """Refuse an entry of another model, layout or version.
+
+        Raises:
+            EntryForeign: it is one.
+        """
+        if self.description.fingerprint != fingerprint:
+            raise EntryForeign("it was saved by another model, layout or version")
+
+    def chunk(self, layer: int, index: int) -> memoryview:
+        """The bytes of one chunk, proved.
+
+        Raises:
+            EntryInvalid: they are not what was saved.
+        """
+        described = self.description
+        size = described.block_bytes
+        start = layer * described.blocks * size
+        blocks = described.chunk(index)
+        data = self._layers[start + blocks.start * size : start + blocks.stop * size]
+        at = (layer * described.chunks + index) * DIGEST_BYTES
+        if _digest(data, self._secret) != self._digests[at : at + DIGEST_BYTES]:
+            raise EntryInvalid(f"layer {layer}, chunk {index}: the digest is wrong")
+        return data
+
+
+def _read_header(data: memoryview) -> tuple[Description, str, memoryview]:
+    (length,) = LENGTH.unpack_from(data)
+    if not 0 < length <= min(MAX_HEADER_BYTES, len(data) - LENGTH.size):
+        raise ValueError("the header's length is impossible")
+    header = json.loads(bytes(data[LENGTH.size : LENGTH.size + length]))
+    metadata = header.pop("__metadata__")
+    described = Description(**json.loads(metadata["baton_kv"]))
+    numbers = (described.tokens, described.layers, described.blocks, described.block_bytes)
+    if described.format != FORMAT or not all(type(number) is int and number > 0 for number in numbers):
+        raise ValueError("another format")
+    if type(described.computed) is not int or not 0 < described.computed <= described.tokens:
+        raise ValueError("an impossible count of tokens")
+    if max(numbers) > 2**40 or described.layers > 4096 or header != _tensors(described):
+        raise ValueError("the tensors are not those described")
+    return described, metadata["digest"], data[LENGTH.size + length :]
+
+
+def common_prefix(tokens: Tokens, prompt: Sequence[int]) -> int:
+    """How many token ids, from the first, are the same in both."""
+    length = min(len(tokens), len(prompt))
+    different = numpy.flatnonzero(tokens[:length] != numpy.asarray(prompt[:length], dtype=numpy.int64))
+    return int(different[0]) if len(different) else length

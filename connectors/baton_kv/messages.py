@@ -1,0 +1,72 @@
+"""What the two roles of the connector tell each other, one step of the engine at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """Scheduler to worker: bring an entry's blocks into these blocks of the pool.
+
+    Attributes:
+        request_id: who waits for it.
+        key: the entry.
+        first_block: which of the entry's blocks goes into the first of `block_ids`.
+        block_ids: blocks of the pool, in the order of the context.
+    """
+
+    request_id: str
+    key: str
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """Scheduler to worker: a finished request's blocks, held until they are saved.
+
+    Attributes:
+        request_id: whose they are.
+        key: the entry to make.
+        tokens: every token id of its context.
+        computed: for how many of them there is KV.
+        block_ids: its blocks of the pool, in the order of the context.
+    """
+
+    request_id: str
+    key: str
+    tokens: tuple[int, ...]
+    computed: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Worker to scheduler: how a job ended.
+
+    Attributes:
+        request_id: whose job it was.
+        key: of the entry.
+        kind: `load` or `save`.
+        failure: why it failed; None: it did not.
+        tokens: how many tokens' KV was moved.
+        bytes: how many bytes of KV were moved.
+        seconds: how long it took.
+    """
+
+    request_id: str
+    key: str
+    kind: str
+    failure: str | None = None
+    tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class StepJobs:
+    """Scheduler to worker: what one step brings."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)

@@ -1,0 +1,151 @@
+"""The scheduler's half: which request starts from which entry, and whose blocks are saved.
+
+It sees token ids and block ids, never a tensor. Nothing here raises: whatever is wrong with an entry
+or a message, the request is computed as if there were none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton_kv.contract import Malformed, params_to_load, parse
+from baton_kv.entry import Entry, EntryForeign, EntryInvalid, common_prefix
+from baton_kv.messages import LoadJob, Outcome, SaveJob, StepJobs
+from baton_kv.stores.base import EntryMissing, Store, StoreError
+
+
+@dataclass
+class Plan:
+    """What one request gets from an entry.
+
+    Attributes:
+        key: the entry.
+        matched: how many tokens, from the first, its KV covers and the prompt shares.
+    """
+
+    key: str
+    matched: int
+
+
+class SchedulerRole:
+    """State of the scheduler's half.
+
+    Args:
+        store: where entries are.
+        secret: of the store's digests.
+        fingerprint: of this engine's model and layout.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, store: Store, secret: bytes, fingerprint: str, block_size: int) -> None:
+        self._store = store
+        self._secret = secret
+        self._fingerprint = fingerprint
+        self._block_size = block_size
+        self._plans: dict[str, Plan | None] = {}
+        self._jobs = StepJobs()
+        self.counts: Counter[str] = Counter()
+
+    def matched(self, request_id: str, params: object, prompt: Sequence[int], computed: int) -> int:
+        """How many tokens beyond `computed` an entry can bring. Asked at every attempt to schedule: cheap.
+
+        Args:
+            request_id: the request.
+            params: its `kv_transfer_params`, as they came from outside.
+            prompt: its prompt's token ids.
+            computed: tokens the engine already has, whole blocks.
+        """
+        if request_id not in self._plans:
+            self._plans[request_id] = self._plan(params, prompt)
+        plan = self._plans[request_id]
+        return max(0, plan.matched - computed) if plan is not None else 0
+
+    def _plan(self, params: object, prompt: Sequence[int]) -> Plan | None:
+        wanted = parse(params)
+        if isinstance(wanted, Malformed):
+            self.counts["malformed"] += 1
+            return None
+        if wanted is None or wanted.load is None:
+            return None
+        try:
+            with self._store.open(wanted.load) as data:
+                entry = Entry(data, wanted.load, self._secret)
+                entry.require(self._fingerprint)
+                shared = common_prefix(entry.tokens, prompt)
+                computed = entry.description.computed
+        except EntryMissing:
+            self.counts["missing"] += 1
+            return None
+        except EntryForeign:
+            self.counts["incompatible"] += 1
+            return None
+        except EntryInvalid:
+            self.counts["corrupt"] += 1
+            self._store.quarantine(wanted.load)
+            return None
+        except StoreError:
+            self.counts["unreadable"] += 1
+            return None
+        # The last token of the prompt is always computed here: its logits are the first answer.
+        matched = min(shared, computed, len(prompt) - 1)
+        return Plan(wanted.load, matched) if matched > 0 else None
+
+    def allocated(self, request_id: str, block_ids: Sequence[int], external: int) -> None:
+        """The engine gave blocks to a request; `external` of its tokens are to be loaded into them."""
+        plan = self._plans.get(request_id)
+        if external <= 0 or plan is None:
+            return
+        first = (plan.matched - external) // self._block_size
+        last = -(-plan.matched // self._block_size)
+        self._jobs.loads.append(LoadJob(request_id, plan.key, first, tuple(block_ids[first:last])))
+
+    def step(self) -> StepJobs:
+        """The jobs of this step; the next one starts without any."""
+        jobs, self._jobs = self._jobs, StepJobs()
+        return jobs
+
+    def finished(
+        self,
+        request_id: str,
+        params: object,
+        *,
+        tokens: Sequence[int],
+        computed: int,
+        block_ids: Sequence[int],
+        whole: bool,
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over: save it, if it asked for that.
+
+        Args:
+            request_id: the request.
+            params: its `kv_transfer_params`.
+            tokens: every token id of its context, generated ones too.
+            computed: tokens the engine has KV for.
+            block_ids: its blocks.
+            whole: it came to its own end, and holds nothing that token ids do not tell.
+
+        Returns:
+            Whether its blocks must be held until the save is reported, and what its answer carries.
+        """
+        self._plans.pop(request_id, None)
+        wanted = parse(params)
+        key = wanted.save_key if wanted is not None and not isinstance(wanted, Malformed) else None
+        if key is None:
+            return False, None
+        kept = min(computed, len(tokens) - 1)  # the last sampled token has no KV yet
+        blocks = tuple(block_ids[: -(-kept // self._block_size)])
+        if not whole or kept < 1 or len(blocks) * self._block_size < kept:
+            self.counts["not_saved"] += 1
+            return False, None
+        self._jobs.saves.append(SaveJob(request_id, key, tuple(tokens), kept, blocks))
+        return True, params_to_load(key)
+
+    def report(self, outcomes: Iterable[Outcome]) -> None:
+        """How the worker's jobs ended. A request whose load failed is not offered one again."""
+        for outcome in outcomes:
+            self.counts[f"{outcome.kind}_{'failed' if outcome.failure else 'done'}"] += 1
+            if outcome.kind == "load" and outcome.failure and outcome.request_id in self._plans:
+                self._plans[outcome.request_id] = None

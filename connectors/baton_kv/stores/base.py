@@ -1,0 +1,60 @@
+"""The interface of a store, and what it raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+
+class StoreError(Exception):
+    """The store could not do what was asked; nothing half-written is ever visible."""
+
+
+class EntryMissing(StoreError):
+    """There is no entry of that key."""
+
+
+class StoreFull(StoreError):
+    """The entry does not fit the store's budget, or its device."""
+
+
+class Store(Protocol):
+    """Immutable entries by key. Safe to use from several threads and processes at once."""
+
+    def put(self, key: str, parts: Iterable[Buffer]) -> int:
+        """Write an entry whole; it is visible only when every byte is there.
+
+        Returns:
+            Its size in bytes.
+
+        Raises:
+            StoreFull: there is no room, also after evicting what may go.
+            StoreError: it could not be written.
+        """
+        ...
+
+    def open(self, key: str) -> AbstractContextManager[memoryview]:
+        """The bytes of an entry, valid inside the context, also when the entry is deleted meanwhile.
+
+        Raises:
+            EntryMissing: there is none.
+            StoreError: it could not be read.
+        """
+        ...
+
+    def exists(self, key: str) -> bool: ...
+
+    def delete(self, key: str) -> bool:
+        """Remove an entry; whether there was one."""
+        ...
+
+    def quarantine(self, key: str) -> None:
+        """Put an entry that proved wrong where nobody finds it by its key."""
+        ...
+
+    def keys(self) -> Iterator[str]:
+        """Every key there is, in no order."""
+        ...

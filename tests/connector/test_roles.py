@@ -1,0 +1,260 @@
+"""The two roles together, on tensors of our own: what is saved is loaded, or nothing is."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from baton_kv.blocks import KVBlocks, LayoutRefused
+from baton_kv.contract import (
+    PARAMS_KEY,
+    Malformed,
+    TransferParams,
+    new_key,
+    params_to_load,
+    params_to_save,
+    parse,
+)
+from baton_kv.scheduler_role import SchedulerRole
+from baton_kv.secret import store_secret
+from baton_kv.stores.base import StoreError
+from baton_kv.stores.memory import MemoryStore
+from baton_kv.worker_role import Finished, WorkerRole
+
+SECRET = b"s" * 32
+BLOCK = 16
+PROMPT = list(range(100, 150))
+
+
+class Engine:
+    """A pool and both roles, as one engine has them; `strided` as vLLM lays layers out."""
+
+    def __init__(self, store: MemoryStore, fingerprint: str = "one", seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        pool = torch.rand((12, 3, 2, BLOCK, 8), generator=generator)  # blocks, layers, heads, tokens, values
+        self.layers = [pool[:, layer] for layer in range(3)]
+        self.scheduler = SchedulerRole(store, SECRET, fingerprint, BLOCK)
+        self.worker = WorkerRole(store, SECRET, fingerprint, KVBlocks(self.layers))
+
+    def run(self, jobs: int) -> Finished:
+        """Let this step's jobs end."""
+        self.worker.start(self.scheduler.step())
+        finished = Finished()
+        deadline = time.monotonic() + 10
+        while len(finished.outcomes) < jobs:
+            assert time.monotonic() < deadline, "the jobs did not end"
+            found = self.worker.poll()
+            finished.saved |= found.saved
+            finished.loaded |= found.loaded
+            finished.failed_blocks |= found.failed_blocks
+            finished.outcomes += found.outcomes
+        self.scheduler.report(finished.outcomes)
+        return finished
+
+    def save(self, params: object, blocks: list[int], tokens: list[int] = PROMPT) -> str:
+        held, answer = self.scheduler.finished(
+            "a", params, tokens=tokens, computed=len(tokens), block_ids=blocks, whole=True
+        )
+        assert held
+        assert answer is not None
+        assert self.run(1).saved == {"a"}
+        key: str = answer[PARAMS_KEY]["load"]
+        return key
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def test_blocks_saved_by_one_engine_are_loaded_by_another(store: MemoryStore) -> None:
+    first, second = Engine(store), Engine(store, seed=1)
+    key = first.save(params_to_save(), [3, 7, 1, 9])
+    assert second.scheduler.matched("b", params_to_load(key), [*PROMPT, 5, 6], 0) == len(PROMPT) - 1
+    second.scheduler.allocated("b", [8, 2, 5, 4, 0], len(PROMPT) - 1)
+    finished = second.run(1)
+    assert (finished.loaded, finished.failed_blocks) == ({"b"}, set())
+    for ours, theirs in zip(first.layers, second.layers, strict=True):
+        assert torch.equal(ours[[3, 7, 1, 9]], theirs[[8, 2, 5, 4]])
+
+
+def test_only_what_the_engine_lacks_is_loaded(store: MemoryStore) -> None:
+    first, second = Engine(store), Engine(store, seed=1)
+    key = first.save(params_to_save(), [3, 7, 1, 9])
+    before = second.layers[0].clone()
+    assert second.scheduler.matched("b", params_to_load(key), [*PROMPT, 5], 2 * BLOCK) == 49 - 32
+    second.scheduler.allocated("b", [8, 2, 5, 4], 17)
+    second.run(1)
+    assert torch.equal(second.layers[0][[8, 2]], before[[8, 2]])
+    assert torch.equal(second.layers[0][[5, 4]], first.layers[0][[1, 9]])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "computed", "matched"),
+    [
+        ([*PROMPT, 1], 0, 49),
+        (PROMPT, 0, 49),
+        (PROMPT[:20], 0, 19),
+        ([*PROMPT[:20], 7, 7, 7], 0, 20),
+        ([7, *PROMPT], 0, 0),
+        (PROMPT, 48, 1),
+        (PROMPT[:20], 32, 0),
+        ([5], 0, 0),
+    ],
+)
+def test_the_longest_common_prefix_counts(
+    store: MemoryStore, prompt: list[int], computed: int, matched: int
+) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [0, 1, 2, 3])
+    assert engine.scheduler.matched("b", params_to_load(key), prompt, computed) == matched
+
+
+def test_asking_again_opens_nothing(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [0, 1, 2, 3])
+    for _ in range(100):
+        assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
+        monkeypatch.setattr(store, "open", None)
+
+
+def test_another_model_s_entry_is_never_used(store: MemoryStore) -> None:
+    key = Engine(store).save(params_to_save(), [0, 1, 2, 3])
+    other = Engine(store, fingerprint="two")
+    assert other.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 0
+    assert other.scheduler.counts["incompatible"] == 1
+    assert store.exists(key), "it is sound, only not ours"
+
+
+def test_an_entry_that_turns_bad_between_look_and_load_costs_only_its_reuse(store: MemoryStore) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [0, 1, 2, 3])
+    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
+    data = bytearray(store._entries[key])
+    data[-1] ^= 1
+    store._entries[key] = bytes(data)
+    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+    finished = engine.run(1)
+    assert finished.loaded == {"b"}, "the request must be released"
+    assert finished.failed_blocks == {8, 9, 10, 11}
+    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 0, "it must not be offered again"
+    assert not store.exists(key)
+    assert len(store.quarantined) == 1
+
+
+def test_an_entry_gone_between_look_and_load_is_a_miss(store: MemoryStore) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [0, 1, 2, 3])
+    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
+    store.delete(key)
+    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+    assert engine.run(1).failed_blocks == {8, 9, 10, 11}
+
+
+def test_a_save_that_fails_releases_its_blocks_and_leaves_nothing(store: MemoryStore) -> None:
+    engine = Engine(store)
+    engine.worker._blocks.gather = None  # type: ignore[assignment,method-assign]  # whatever breaks there
+    held, _ = engine.scheduler.finished(
+        "a", params_to_save(), tokens=PROMPT, computed=49, block_ids=[0, 1, 2, 3], whole=True
+    )
+    assert held
+    finished = engine.run(1)
+    assert finished.saved == {"a"}
+    assert finished.outcomes[0].failure == "TypeError"
+    assert list(store.keys()) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "computed", "blocks", "whole"),
+    [(PROMPT, 49, [0, 1, 2, 3], False), ([5], 1, [0], True), (PROMPT, 0, [], True), (PROMPT, 49, [0], True)],
+)
+def test_what_is_not_whole_is_not_saved(
+    store: MemoryStore, tokens: list[int], computed: int, blocks: list[int], whole: bool
+) -> None:
+    engine = Engine(store)
+    answer = engine.scheduler.finished(
+        "a", params_to_save(), tokens=tokens, computed=computed, block_ids=blocks, whole=whole
+    )
+    assert answer == (False, None)
+    assert engine.scheduler.step().saves == []
+
+
+def test_the_last_sampled_token_has_no_kv(store: MemoryStore) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [0, 1, 2, 3], tokens=PROMPT[:33])
+    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 32
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        "text",
+        7,
+        [],
+        {},
+        {PARAMS_KEY: None},
+        {PARAMS_KEY: "x"},
+        {PARAMS_KEY: {"load": "../../etc/passwd"}},
+        {PARAMS_KEY: {"load": 7}},
+        {PARAMS_KEY: {"load": "local/short"}},
+        {PARAMS_KEY: {"version": 2, "load": new_key("local")}},
+        {PARAMS_KEY: {"save": "x" * 10_000}},
+        {PARAMS_KEY: {"load": {"a": {}}}},
+    ],
+)
+def test_nothing_a_client_sends_reaches_the_store(store: MemoryStore, params: object) -> None:
+    engine = Engine(store)
+    assert engine.scheduler.matched("b", params, PROMPT, 0) == 0
+    answer = engine.scheduler.finished(
+        "b", params, tokens=PROMPT, computed=49, block_ids=[0, 1, 2, 3], whole=True
+    )
+    assert answer == (False, None)
+
+
+def test_an_answer_s_parameters_are_the_next_request_s() -> None:
+    key = new_key("acme")
+    assert parse(params_to_load(key)) == TransferParams(load=key)
+    assert parse(params_to_save(key)) == TransferParams(save=key)
+    saves = parse(params_to_save())
+    assert isinstance(saves, TransferParams)
+    assert (saves.save_key or "").startswith("local/")
+    assert isinstance(parse({PARAMS_KEY: 1}), Malformed)
+
+
+def test_tensors_that_cannot_be_moved_by_blocks_are_refused() -> None:
+    with pytest.raises(LayoutRefused):
+        KVBlocks([torch.zeros(4, 8, 6).transpose(1, 2)])
+    with pytest.raises(LayoutRefused):
+        KVBlocks([torch.zeros(4, 8), torch.zeros(4, 16)])
+
+
+def test_blocks_are_gathered_in_the_order_asked() -> None:
+    layer = torch.arange(6 * 4, dtype=torch.float32).reshape(6, 4)
+    blocks = KVBlocks([layer])
+    assert numpy.frombuffer(blocks.gather(0, [4, 1]), numpy.float32).tolist() == [16, 17, 18, 19, 4, 5, 6, 7]
+
+
+def test_a_store_s_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:
+    secret = store_secret(tmp_path)
+    assert store_secret(tmp_path) == secret
+    assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
+    (tmp_path / "secret").write_bytes(b"short")
+    with pytest.raises(ValueError, match="not a store's secret"):
+        store_secret(tmp_path)
+
+
+def test_a_store_that_cannot_be_read_is_a_miss(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [0, 1, 2, 3])
+
+    def broken(_key: str) -> object:
+        raise StoreError("reading: input/output error")
+
+    monkeypatch.setattr(store, "open", broken)
+    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 0
+    assert engine.scheduler.counts["unreadable"] == 1

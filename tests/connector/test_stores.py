@@ -1,0 +1,170 @@
+"""Every store keeps the same promises; what a folder adds to them comes after."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton_kv.contract import new_key
+from baton_kv.stores.base import EntryMissing, Store, StoreError, StoreFull
+from baton_kv.stores.factory import open_store
+from baton_kv.stores.file import ABANDONED_AFTER_S, FileStore
+from baton_kv.stores.memory import MemoryStore
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return MemoryStore(1000) if request.param == "memory" else FileStore(tmp_path / "store", budget=1000)
+
+
+def test_what_was_put_comes_back_whole(store: Store) -> None:
+    key = new_key("local")
+    assert store.put(key, [b"one ", memoryview(b"two"), bytearray(b" three")]) == 13
+    assert store.exists(key)
+    with store.open(key) as data:
+        assert bytes(data) == b"one two three"
+    assert list(store.keys()) == [key]
+
+
+def test_what_is_not_there_is_missing(store: Store) -> None:
+    with pytest.raises(EntryMissing), store.open(new_key("local")):
+        pass
+    assert not store.exists(new_key("local"))
+    assert not store.delete(new_key("local"))
+
+
+def test_a_scope_never_sees_another_s_entry(store: Store) -> None:
+    key = new_key("acme")
+    store.put(key, [b"x"])
+    assert not store.exists(key.replace("acme", "globex"))
+
+
+def test_a_deleted_entry_can_be_read_by_who_has_it_open(store: Store) -> None:
+    key = new_key("local")
+    store.put(key, [b"still here"])
+    with store.open(key) as data:
+        assert store.delete(key)
+        assert bytes(data) == b"still here"
+    assert not store.exists(key)
+
+
+def test_the_least_recently_used_go_when_the_budget_is_reached(store: Store) -> None:
+    keys = [new_key("local") for _ in range(3)]
+    for key in keys[:2]:
+        store.put(key, [b"x" * 400])
+    with store.open(keys[0]):
+        pass  # the first is now the last one used
+    store.put(keys[2], [b"x" * 400])
+    assert [store.exists(key) for key in keys] == [True, False, True]
+
+
+def test_an_entry_above_the_whole_budget_is_refused_and_costs_nobody_anything(store: Store) -> None:
+    key = new_key("local")
+    store.put(key, [b"x" * 400])
+    with pytest.raises(StoreFull):
+        store.put(new_key("local"), [b"x" * 1001])
+    assert list(store.keys()) == [key]
+
+
+def test_a_quarantined_entry_is_found_by_nobody(store: Store) -> None:
+    key = new_key("local")
+    store.put(key, [b"wrong"])
+    store.quarantine(key)
+    assert not store.exists(key)
+    assert list(store.keys()) == []
+    store.quarantine(key)  # twice does no harm
+
+
+def test_an_entry_whose_parts_fail_midway_never_appears(store: Store) -> None:
+    def parts() -> Iterator[bytes]:
+        yield b"half"
+        raise RuntimeError("the source is gone")
+
+    with pytest.raises(RuntimeError):
+        store.put(new_key("local"), parts())
+    assert list(store.keys()) == []
+
+
+def test_many_writers_and_readers_meet_only_whole_entries(store: Store) -> None:
+    keys = [new_key("local") for _ in range(4)]
+    wrong: list[bytes] = []
+
+    def write(number: int) -> None:
+        for _ in range(30):
+            store.put(keys[number % 4], [bytes([65 + number]) * 50] * 2)
+
+    def read() -> None:
+        for number in range(120):
+            try:
+                with store.open(keys[number % 4]) as data:
+                    if len(data) != 100 or len(set(bytes(data))) != 1:
+                        wrong.append(bytes(data))
+            except EntryMissing:
+                continue
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    threads += [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def test_only_its_owner_may_look_into_the_folder(folder: FileStore) -> None:
+    key = new_key("local")
+    folder.put(key, [b"x"])
+    for path in [folder.root, *folder.root.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(StoreError, match="0700"):
+        FileStore(tmp_path / "open")
+
+
+def test_a_link_in_an_entry_s_place_is_not_followed(folder: FileStore, tmp_path: Path) -> None:
+    key = new_key("local")
+    folder.put(key, [b"x"])
+    path = next((folder.root / "entries").rglob("*.kv"))
+    path.unlink()
+    (tmp_path / "elsewhere").write_bytes(b"secret")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError), folder.open(key):
+        pass
+
+
+@pytest.mark.parametrize(
+    "key", ["../../etc/passwd", "local/../x", "local/short", "/abs/" + "a" * 32, "a/b/c", ""]
+)
+def test_a_key_is_never_a_path(folder: FileStore, key: str) -> None:
+    for act in (folder.exists, folder.delete, lambda key: folder.put(key, [b"x"])):
+        with pytest.raises(StoreError, match="not a key"):
+            act(key)
+
+
+def test_what_a_killed_writer_left_is_swept_and_a_living_one_s_is_not(folder: FileStore) -> None:
+    old, new = folder.root / "writing" / "old", folder.root / "writing" / "new"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    past = old.stat().st_mtime - ABANDONED_AFTER_S - 1
+    os.utime(old, (past, past))
+    FileStore(folder.root)
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_a_store_s_address_says_what_is_wrong_with_it() -> None:
+    for address, reason in (("memory:", "three"), ("redis://x", "no store"), ("file:relative", "no store")):
+        with pytest.raises(StoreError, match=reason):
+            open_store(address)
