@@ -53,7 +53,9 @@ def fake_gateway() -> Iterator[FakeGateway]:
 def real_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
     """`baton serve` with two engines on SmolLM2's real weights, shared by the whole run."""
     config = ENGINE_TESTS / "two_engines.toml"
-    with RealGateway(["--config", str(config)], tmp_path_factory.mktemp("gateway")) as gateway:
+    folder = tmp_path_factory.mktemp("gateway")
+    store = {"BATON_HANDOFFS__STORE": f"file:{folder / 'handoffs'}"}
+    with RealGateway(["--config", str(config)], folder, store) as gateway:
         gateway.wait_until_ready()
         yield gateway
 

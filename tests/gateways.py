@@ -25,7 +25,7 @@ from baton.engines.fake import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.serve import listen, listen_for_metrics
 from baton.server import GatewayServer, create_app, url_of
-from baton.settings import Settings, load_settings
+from baton.settings import EngineSettings, Settings, load_settings
 
 READY_WITHIN_S = 240
 BATON = str(Path(sys.executable).parent / "baton")
@@ -66,7 +66,8 @@ def raw_status(url: str, method: str, target: str, headers: dict[str, str] | Non
 @contextmanager
 def run_fake(*engines: FakeEngine, wait: bool = True, **overrides: Any) -> Iterator[FakeGateway]:
     """A gateway in a thread, on a free port of 127.0.0.1."""
-    settings = load_settings(**({"port": 0} | overrides))
+    served = tuple(EngineSettings(name=engine.name, model="fake") for engine in engines)
+    settings = load_settings(**({"port": 0, "engines": served} | overrides))
     fleet = Fleet(engines)
     ready = threading.Event()
     with (

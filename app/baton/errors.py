@@ -8,8 +8,11 @@
     │   ├── OperationUnsupported     400 operation_unsupported
     │   ├── Unauthorized             401 invalid_api_key
     │   ├── NotFound                 404 not_found
-    │   │   └── ModelNotFound        404 model_not_found
+    │   │   ├── ModelNotFound        404 model_not_found
+    │   │   └── HandoffNotFound      404 handoff_not_found
     │   ├── MethodNotAllowed         405 method_not_allowed
+    │   ├── HandoffIncompatible      409 handoff_incompatible
+    │   ├── HandoffPending           409 handoff_pending         (retryable)
     │   ├── BodyTooLarge             413 body_too_large
     │   ├── UnsupportedMediaType     415 unsupported_media_type
     │   └── Unprocessable            422 unprocessable
@@ -113,6 +116,23 @@ class NotFound(ClientError):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+
+class HandoffNotFound(NotFound):
+    code = "handoff_not_found"
+    default_message = "There is no such handoff."
+
+
+class HandoffIncompatible(ClientError):
+    code = "handoff_incompatible"
+    status = 409
+
+
+class HandoffPending(ClientError):
+    code = "handoff_pending"
+    status = 409
+    retryable = True
+    default_message = "The request that leaves this handoff behind is not over yet; try again shortly."
 
 
 class MethodNotAllowed(ClientError):

@@ -8,6 +8,7 @@ import gc
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -20,6 +21,7 @@ from baton.api import (
     chat,
     completions,
     embeddings,
+    handoffs,
     health,
     messages,
     metrics,
@@ -35,12 +37,32 @@ from baton.api.keys import keyring_for
 from baton.api.limits import BodyLimitMiddleware
 from baton.api.observe import ObserveMiddleware
 from baton.engines.fleet import Fleet, FleetReport
-from baton.errors import OperatorError, StartError
+from baton.errors import OperatorError, SettingsError, StartError
+from baton.handoffs.coordinator import Handoffs
 from baton.settings import Settings
 from baton.telemetry.metrics import GatewayMetrics
+from baton_kv.stores.base import StoreError
+from baton_kv.stores.factory import open_store
+from baton_kv.stores.memory import MemoryStore
 
-ROUTERS = (completions, chat, responses, messages, embeddings, tokens, models, health)
+ROUTERS = (completions, chat, responses, messages, embeddings, tokens, handoffs, models, health)
 MAX_HEADER_BYTES = 64 * 1024
+
+
+def handoffs_of(settings: Settings) -> Handoffs:
+    """The handoffs there are: those of an earlier run too, where an engine hands over.
+
+    Raises:
+        SettingsError: the store cannot be used.
+    """
+    if not any(engine.handoff for engine in settings.engines):
+        return Handoffs(settings.handoffs, MemoryStore(), None)
+    try:
+        store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
+    except StoreError as error:
+        raise SettingsError(f"handoffs.store: {error}") from None
+    folder = Path(settings.handoff_store.removeprefix("file:")) / "records"
+    return Handoffs(settings.handoffs, store, folder)
 
 
 def create_app(
@@ -58,13 +80,14 @@ def create_app(
         metrics_listener: where `/metrics` answers; None: on the gateway's own port.
         report: told the phase each engine's start is in.
     """
-    gateway = Gateway(settings, fleet, GatewayMetrics())
+    gateway = Gateway(settings, fleet, GatewayMetrics(), handoffs_of(settings))
     keyring = keyring_for(settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with _metrics_port(gateway, metrics_listener), _running(app, fleet, gateway.metrics, report):
             yield
+        await gateway.handoffs.close()
 
     app = FastAPI(title="Baton", version=__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.gateway = gateway

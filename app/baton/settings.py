@@ -53,6 +53,9 @@ class EngineSettings(Frozen):
         ge=16 * MIB,
         description="KV pool of this engine; unset: 512 MiB on CPU, vLLM's own choice on a GPU.",
     )
+    handoff: bool = Field(
+        False, description="Requests may leave their KV behind for others, and start from it."
+    )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Any of vLLM's AsyncEngineArgs, by its Python name."
     )
@@ -91,8 +94,27 @@ class MetricsSettings(Frozen):
     port: int = Field(8001, ge=0, le=65535, description="The separate metrics port; 0 picks one.")
 
 
+class HandoffSettings(Frozen):
+    """`[handoffs]`: where KV waits for the next request, and for how long."""
+
+    store: str | None = Field(
+        None,
+        pattern=r"^file:/",
+        description="`file:` and a folder; unset: a folder of this user in shared memory, else in the cache.",
+    )
+    budget: ByteSize = Field(
+        ByteSize(2048 * MIB), ge=MIB, description="Bytes of KV kept; the least recently used go first."
+    )
+    ttl_s: int = Field(
+        3600, ge=1, le=30 * 86400, description="Seconds a handoff lives unless it asks for fewer."
+    )
+    wait_s: float = Field(
+        10.0, ge=0, le=600, description="Seconds a request waits for a pending handoff; then 409."
+    )
+
+
 def _embedded_engine() -> tuple[EngineSettings, ...]:
-    return (EngineSettings(name="smollm2", model="smollm2"),)
+    return (EngineSettings(name="smollm2", model="smollm2", handoff=True),)
 
 
 class Settings(BaseSettings):
@@ -128,6 +150,7 @@ class Settings(BaseSettings):
     auth: AuthSettings = AuthSettings()
     limits: LimitSettings = LimitSettings()
     metrics: MetricsSettings = MetricsSettings()
+    handoffs: HandoffSettings = HandoffSettings()
     engines: tuple[EngineSettings, ...] = Field(
         default_factory=_embedded_engine,
         description="One table per engine; none given: the embedded model `smollm2`.",
@@ -157,6 +180,15 @@ class Settings(BaseSettings):
     def models_folder(self) -> Path:
         folder = self.models_dir or user_folder("XDG_CACHE_HOME", ".cache") / "baton" / "models"
         return folder.expanduser()
+
+    @property
+    def handoff_store(self) -> str:
+        """The address of the store; every gateway of one user shares it."""
+        if self.handoffs.store is not None:
+            return self.handoffs.store
+        memory = Path("/dev/shm")
+        root = memory if memory.is_dir() else user_folder("XDG_CACHE_HOME", ".cache").expanduser()
+        return f"file:{root / f'baton-handoffs-{os.getuid()}'}"
 
     @property
     def keys_file(self) -> Path:
@@ -249,6 +281,7 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
         "auth": AuthSettings,
         "limits": LimitSettings,
         "metrics": MetricsSettings,
+        "handoffs": HandoffSettings,
         "engines": EngineSettings,
     }
     model: type[BaseModel] = groups.get(str(loc[0]), Settings) if loc else Settings

@@ -6,7 +6,7 @@ This is the one file of the connector that imports vLLM.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
@@ -60,6 +61,38 @@ class WorkerReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerReport)
         return WorkerReport(self.outcomes + other.outcomes)
+
+
+@dataclass
+class TransferStats(KVConnectorStats):
+    """Worker to whoever watches the engine: how its jobs ended, in vLLM's envelope.
+
+    `data` is `{"outcomes": [fields of Outcome, ...]}`: it crosses a process as plain values.
+    """
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def outcomes(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.data.setdefault("outcomes", [])
+        return found
+
+    def reset(self) -> None:
+        self.data = {"outcomes": []}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return TransferStats({"outcomes": [*self.outcomes, *other.data.get("outcomes", [])]})
+
+    def reduce(self) -> dict[str, int | float]:
+        rows = self.outcomes
+        return {
+            f"{kind} {name}": sum(row[name] for row in rows if row["kind"] == kind and not row["failure"])
+            for kind in ("load", "save")
+            for name in ("tokens", "bytes")
+        } | {"failed": sum(1 for row in rows if row["failure"])}
+
+    def is_empty(self) -> bool:
+        return not self.outcomes
 
 
 class BatonConnector(KVConnectorBase_V1):
@@ -119,6 +152,14 @@ class BatonConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         outcomes = self._finished.outcomes
         return WorkerReport(outcomes) if outcomes else None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        outcomes = [asdict(outcome) for outcome in self._finished.outcomes]
+        return TransferStats({"outcomes": outcomes}) if outcomes else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return TransferStats(data or {"outcomes": []})
 
     def shutdown(self) -> None:
         if self._worker is not None:

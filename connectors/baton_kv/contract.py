@@ -26,6 +26,7 @@ class TransferParams(BaseModel):
         version: of this message.
         save: leave the computed KV behind, as this entry; True picks a key.
         load: start from this entry.
+        tag: names the request in what the connector reports; the gateway's request id.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
@@ -33,6 +34,7 @@ class TransferParams(BaseModel):
     version: Literal[1] = 1
     save: EntryKey | bool = False
     load: EntryKey | None = None
+    tag: Annotated[str, Field(max_length=64)] | None = None
 
     @property
     def save_key(self) -> str | None:
@@ -61,14 +63,22 @@ def parse(params: object) -> TransferParams | Malformed | None:
         return Malformed(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
 
 
+def transfer_params(
+    *, save: str | bool = False, load: str | None = None, tag: str | None = None
+) -> dict[str, Any]:
+    """`kv_transfer_params` of a request that leaves an entry behind, starts from one, or both."""
+    wanted = {"save": save or None, "load": load, "tag": tag}
+    return {PARAMS_KEY: {"version": 1} | {name: value for name, value in wanted.items() if value is not None}}
+
+
 def params_to_save(key: str | None = None, *, load: str | None = None) -> dict[str, Any]:
-    """`kv_transfer_params` of a request that leaves an entry behind, and may start from another."""
-    return {PARAMS_KEY: {"version": 1, "save": key or True} | ({"load": load} if load else {})}
+    """`kv_transfer_params` of a request that leaves an entry behind."""
+    return transfer_params(save=key or True, load=load)
 
 
 def params_to_load(key: str) -> dict[str, Any]:
     """`kv_transfer_params` of a request that starts from an entry."""
-    return {PARAMS_KEY: {"version": 1, "load": key}}
+    return transfer_params(load=key)
 
 
 def new_key(scope: str) -> str:

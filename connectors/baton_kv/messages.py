@@ -14,12 +14,16 @@ class LoadJob:
         key: the entry.
         first_block: which of the entry's blocks goes into the first of `block_ids`.
         block_ids: blocks of the pool, in the order of the context.
+        tokens: how many tokens the engine counts on.
+        tag: what the request's asker calls it.
     """
 
     request_id: str
     key: str
     first_block: int
     block_ids: tuple[int, ...]
+    tokens: int
+    tag: str | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class SaveJob:
         tokens: every token id of its context.
         computed: for how many of them there is KV.
         block_ids: its blocks of the pool, in the order of the context.
+        tag: what the request's asker calls it.
     """
 
     request_id: str
@@ -39,6 +44,7 @@ class SaveJob:
     tokens: tuple[int, ...]
     computed: int
     block_ids: tuple[int, ...]
+    tag: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ class Outcome:
         key: of the entry.
         kind: `load` or `save`.
         failure: why it failed; None: it did not.
-        tokens: how many tokens' KV was moved.
+        tag: what the request's asker calls it.
+        tokens: how many tokens' KV was moved, or was to be.
         bytes: how many bytes of KV were moved.
         seconds: how long it took.
     """
@@ -58,6 +65,7 @@ class Outcome:
     request_id: str
     key: str
     kind: str
+    tag: str | None = None
     failure: str | None = None
     tokens: int = 0
     bytes: int = 0

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton_kv.contract import Malformed, params_to_load, parse
+from baton_kv.contract import Malformed, TransferParams, params_to_load, parse
 from baton_kv.entry import Entry, EntryForeign, EntryInvalid, common_prefix
 from baton_kv.messages import LoadJob, Outcome, SaveJob, StepJobs
 from baton_kv.stores.base import EntryMissing, Store, StoreError
@@ -24,10 +24,12 @@ class Plan:
     Attributes:
         key: the entry.
         matched: how many tokens, from the first, its KV covers and the prompt shares.
+        tag: what the request's asker calls it.
     """
 
     key: str
     matched: int
+    tag: str | None
 
 
 class SchedulerRole:
@@ -91,7 +93,7 @@ class SchedulerRole:
             return None
         # The last token of the prompt is always computed here: its logits are the first answer.
         matched = min(shared, computed, len(prompt) - 1)
-        return Plan(wanted.load, matched) if matched > 0 else None
+        return Plan(wanted.load, matched, wanted.tag) if matched > 0 else None
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external: int) -> None:
         """The engine gave blocks to a request; `external` of its tokens are to be loaded into them."""
@@ -100,7 +102,8 @@ class SchedulerRole:
             return
         first = (plan.matched - external) // self._block_size
         last = -(-plan.matched // self._block_size)
-        self._jobs.loads.append(LoadJob(request_id, plan.key, first, tuple(block_ids[first:last])))
+        ids = tuple(block_ids[first:last])
+        self._jobs.loads.append(LoadJob(request_id, plan.key, first, ids, external, plan.tag))
 
     def step(self) -> StepJobs:
         """The jobs of this step; the next one starts without any."""
@@ -132,15 +135,14 @@ class SchedulerRole:
         """
         self._plans.pop(request_id, None)
         wanted = parse(params)
-        key = wanted.save_key if wanted is not None and not isinstance(wanted, Malformed) else None
-        if key is None:
+        if not isinstance(wanted, TransferParams) or (key := wanted.save_key) is None:
             return False, None
         kept = min(computed, len(tokens) - 1)  # the last sampled token has no KV yet
         blocks = tuple(block_ids[: -(-kept // self._block_size)])
         if not whole or kept < 1 or len(blocks) * self._block_size < kept:
             self.counts["not_saved"] += 1
             return False, None
-        self._jobs.saves.append(SaveJob(request_id, key, tuple(tokens), kept, blocks))
+        self._jobs.saves.append(SaveJob(request_id, key, tuple(tokens), kept, blocks, wanted.tag))
         return True, params_to_load(key)
 
     def report(self, outcomes: Iterable[Outcome]) -> None:

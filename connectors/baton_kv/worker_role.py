@@ -85,21 +85,22 @@ class WorkerRole:
         for pool in (self._loader, self._saver):
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, job: Job, work: Callable[[Job], tuple[int, int]]) -> None:
+    def _run(self, job: Job, work: Callable[[Job], int]) -> None:
         kind = "save" if isinstance(job, SaveJob) else "load"
         began = time.monotonic()
+        tokens, size, failure = (job.computed if isinstance(job, SaveJob) else job.tokens), 0, None
         try:
-            tokens, size = work(job)
-            outcome = Outcome(job.request_id, job.key, kind, None, tokens, size, time.monotonic() - began)
+            size = work(job)
         except (EntryInvalid, StoreError) as error:
             logger.warning("KV %s of %s failed: %s", kind, job.key, error)
-            outcome = Outcome(job.request_id, job.key, kind, failure=type(error).__name__)
+            failure = type(error).__name__
         except BaseException as error:  # the border of the background thread: the request must be released
             logger.exception("KV %s of %s failed", kind, job.key)
-            outcome = Outcome(job.request_id, job.key, kind, failure=type(error).__name__)
-        self._done.put((job, outcome))
+            failure = type(error).__name__
+        seconds = time.monotonic() - began
+        self._done.put((job, Outcome(job.request_id, job.key, kind, job.tag, failure, tokens, size, seconds)))
 
-    def _load(self, job: LoadJob) -> tuple[int, int]:
+    def _load(self, job: LoadJob) -> int:
         try:
             with self._store.open(job.key) as data:
                 entry = Entry(data, job.key, self._secret)
@@ -117,7 +118,7 @@ class WorkerRole:
         if job.first_block + len(job.block_ids) > described.blocks:
             raise EntryInvalid("it holds fewer blocks than were promised")
 
-    def _copy(self, entry: Entry, job: LoadJob) -> tuple[int, int]:
+    def _copy(self, entry: Entry, job: LoadJob) -> int:
         """Prove and copy chunk by chunk, while each is hot in the cache."""
         described = entry.description
         size = described.block_bytes
@@ -133,9 +134,9 @@ class WorkerRole:
                 self._blocks.scatter(
                     layer, ids, data[(first - blocks.start) * size : (last - blocks.start) * size]
                 )
-        return described.computed, described.layers * len(job.block_ids) * size
+        return described.layers * len(job.block_ids) * size
 
-    def _save(self, job: SaveJob) -> tuple[int, int]:
+    def _save(self, job: SaveJob) -> int:
         described = Description(
             key=job.key,
             fingerprint=self._fingerprint,
@@ -148,4 +149,4 @@ class WorkerRole:
         parts = write(
             described, job.tokens, lambda layer: self._blocks.gather(layer, job.block_ids), self._secret
         )
-        return job.computed, self._store.put(job.key, parts)
+        return self._store.put(job.key, parts)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from baton.api.gateway import Gateway, context_of, gateway_of
 from baton.api.limits import read_json, refuse_remote_media, strip_steering
+from baton.api.relay import relayed, take_wish
 from baton.api.streams import event_stream
 from baton.engines.port import Engine, Operation, StreamReply
 from baton.errors import BatonError, GenerationFailed
@@ -46,7 +47,11 @@ async def _respond(
     body: dict[str, Any],
     context: RequestContext,
 ) -> Response:
-    reply = await engine.call(operation, body, context)
+    wish = take_wish(body, engine, operation)
+    if wish is None:
+        reply = await engine.call(operation, body, context)
+    else:
+        reply = await relayed(gateway.handoffs, engine, operation, body, context, wish, gateway.metrics)
     if not isinstance(reply, StreamReply):
         return Response(reply.body, media_type=reply.media_type, headers=dict(reply.headers))
     try:

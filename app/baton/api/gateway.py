@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from baton.engines.fleet import Fleet
+from baton.handoffs.coordinator import Handoffs
 from baton.settings import Settings
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics
@@ -19,6 +20,7 @@ class Gateway:
     settings: Settings
     fleet: Fleet
     metrics: GatewayMetrics
+    handoffs: Handoffs
 
 
 def gateway_of(request: Request) -> Gateway:

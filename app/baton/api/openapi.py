@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from baton import __version__
+from baton.api import relay
 from baton.api.auth import PUBLIC_PATHS
 from baton.engines.port import Operation
 
@@ -34,6 +35,7 @@ OPERATION_ERRORS = {
     "500": "The engine failed on this request.",
     "503": "The engine is starting, overloaded or down; see `Retry-After`.",
 }
+HANDOFF_ERRORS = {"409": "The handoff is pending, or of another model."}
 UNAUTHORIZED = {"401": "A valid API key is needed."}
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -81,6 +83,8 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
     vllm = _vllm_schemas()
     components = openapi.setdefault("components", {}).setdefault("schemas", {})
     components |= vllm["components"] | {"BatonError": ERROR_SCHEMA}
+    wish = relay.HandoffWish.model_json_schema(ref_template="#/components/schemas/{model}")
+    components |= wish.pop("$defs") | {"BatonHandoff": wish}
     openapi["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     openapi["security"] = [{"key": []}]
     for path, methods in openapi["paths"].items():
@@ -98,10 +102,12 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
 
 
 def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any]) -> None:
-    operation["requestBody"] = {
-        "required": True,
-        "content": {"application/json": {"schema": schemas["request"]}},
-    }
+    request = schemas["request"]
+    if name in relay.OPERATIONS:
+        wish = {"type": "object", "properties": {"handoff": {"$ref": "#/components/schemas/BatonHandoff"}}}
+        request = {"allOf": [request, wish]}
+        _add_errors(operation["responses"], HANDOFF_ERRORS)
+    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": request}}}
     content: dict[str, Any] = {"application/json": {"schema": schemas["response"]}}
     if name in STREAMING:
         content["text/event-stream"] = {"schema": {"type": "string"}}

@@ -7,6 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 from pydantic import ValidationError
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, make_arg_parser
 from vllm.platforms import current_platform
@@ -24,6 +25,7 @@ OWNED = {
     "served_model_name": "the engine's `name`",
     "runner": "the engine's `runner`",
     "kv_cache_memory_bytes": "the engine's `kv_cache_memory`",
+    "kv_transfer_config": "the engine's `handoff`",
     "disable_log_stats": "always on: /metrics reads them",
 }
 """Engine arguments that are set elsewhere, and where."""
@@ -44,12 +46,15 @@ SERVING_OPTIONS = (
 """The serving options of vLLM that make sense per engine behind a gateway."""
 
 
-def engine_args(settings: EngineSettings, model: str) -> AsyncEngineArgs:
+def engine_args(
+    settings: EngineSettings, model: str, transfer: dict[str, Any] | None = None
+) -> AsyncEngineArgs:
     """vLLM's arguments for one engine.
 
     Args:
         settings: the engine's table.
         model: where its weights are, already resolved.
+        transfer: vLLM's KV transfer config, where handoffs are on.
 
     Raises:
         SettingsError: an argument that vLLM does not know, or that is set elsewhere.
@@ -62,6 +67,8 @@ def engine_args(settings: EngineSettings, model: str) -> AsyncEngineArgs:
         if key not in known:
             raise SettingsError(f"{where}: unknown to vLLM{nearest(key, known)}")
     args: dict[str, Any] = _platform_defaults() | settings.args
+    if transfer is not None:
+        args["kv_transfer_config"] = KVTransferConfig(**transfer)
     if settings.kv_cache_memory is not None:
         args["kv_cache_memory_bytes"] = int(settings.kv_cache_memory)
     try:

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from baton.engines.faults import translate
+from baton.engines.port import Relay
 from baton.errors import BatonError
 from baton.telemetry.ids import RequestContext
+from baton_kv.contract import transfer_params
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -34,17 +36,23 @@ class Call:
         context: our ids for the request.
         salt: what separates this tenant's prefix cache from the others'; None: nothing to separate.
         failure: why the engine failed this request, once it has.
+        relay: what it starts from and leaves behind, if it is part of one.
+        deltas: outputs hold only what is new since the last one.
     """
 
     context: RequestContext
     salt: str | None = None
     failure: BatonError | None = None
+    relay: Relay | None = None
+    deltas: bool = False
 
     async def watch(self, outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
         """Pass the engine's outputs on, keep what ends them badly, and close them at once."""
         async with aclosing(outputs):
             try:
                 async for output in outputs:
+                    if self.relay is not None:
+                        _note(self.relay, output, deltas=self.deltas)
                     yield output
             except (asyncio.CancelledError, GeneratorExit):
                 raise
@@ -68,13 +76,28 @@ class WatchedClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()
-        return call.watch(self._engine.generate(_salted(prompt, call.salt), *args, **kwargs))
+        if call.relay is not None:
+            wanted = transfer_params(
+                save=call.relay.save or False, load=call.relay.load, tag=call.context.request_id
+            )
+            call.deltas = sampling_params.output_kind.name == "DELTA"
+            extra = sampling_params.extra_args or {}
+            sampling_params.extra_args = extra | {"kv_transfer_params": wanted}
+        return call.watch(self._engine.generate(_salted(prompt, call.salt), sampling_params, *args, **kwargs))
 
     def encode(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()
         return call.watch(self._engine.encode(_salted(prompt, call.salt), *args, **kwargs))
+
+
+def _note(relay: Relay, output: Any, *, deltas: bool) -> None:
+    """Keep what a `RequestOutput` tells; its token ids are all so far, or only the new ones."""
+    relay.prompt_ids = list(output.prompt_token_ids or relay.prompt_ids)
+    relay.cached = output.num_cached_tokens or relay.cached
+    said = list(output.outputs[0].token_ids)
+    relay.output_ids = relay.output_ids + said if deltas else said
 
 
 def _salted(prompt: Any, salt: str | None) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing
 from typing import Any
+from weakref import WeakValueDictionary
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -17,11 +18,12 @@ from starlette.responses import Response
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from baton.engines import arguments, handlers
 from baton.engines.client import CURRENT_CALL, Call, WatchedClient
-from baton.engines.faults import from_response, scrub, translate
-from baton.engines.port import EngineState, Json, Operation, Reply, Report, StreamReply, WholeReply
+from baton.engines.faults import UNFORESEEN, from_response, scrub, translate
+from baton.engines.port import EngineState, Json, Operation, Relay, Reply, Report, StreamReply, WholeReply
 from baton.engines.series import stat_logger_for
 from baton.errors import BatonError, EngineUnavailable, GenerationFailed, OperationUnsupported, StartError
 from baton.settings import EngineSettings
@@ -47,10 +49,10 @@ class EngineThread(threading.Thread):
     an engine's processes when the *thread* that spawned them ends.
     """
 
-    def __init__(self, args: AsyncEngineArgs, registry: CollectorRegistry, name: str) -> None:
+    def __init__(self, args: AsyncEngineArgs, logger: type[PrometheusStatLogger], name: str) -> None:
         super().__init__(name=f"engine-{name}", daemon=True)
         self._args = args
-        self._registry = registry
+        self._logger = logger
         self._settled = threading.Event()
         self._ended = threading.Event()
         self._foreign = set(multiprocessing.active_children())  # other engines'; they start one by one
@@ -59,7 +61,7 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         self.built.set_running_or_notify_cancel()  # whoever stops waiting must not cancel what goes on
         try:
-            client = AsyncLLM.from_engine_args(self._args, stat_loggers=[stat_logger_for(self._registry)])
+            client = AsyncLLM.from_engine_args(self._args, stat_loggers=[self._logger])
         except BaseException as error:  # noqa: BLE001  # the thread's border: handed to who waits for `built`
             self._settled.set()
             self.built.set_exception(error)
@@ -90,6 +92,7 @@ class VllmEngine:
         settings: the engine's table.
         model: where its weights are, already resolved.
         salt: gives a tenant's prefix-cache salt, or None where there is one tenant only.
+        transfer: vLLM's KV transfer config, where handoffs are on.
         last_words: the cause that a dead engine process printed, if one can be found.
     """
 
@@ -99,10 +102,11 @@ class VllmEngine:
         model: str,
         *,
         salt: Callable[[str], str | None],
+        transfer: Json | None = None,
         last_words: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._settings = settings
-        self._args = arguments.engine_args(settings, model)
+        self._args = arguments.engine_args(settings, model, transfer)
         self._namespace = arguments.serving_namespace(settings)
         self._salt = salt
         self._last_words = last_words
@@ -111,6 +115,8 @@ class VllmEngine:
         self._thread: EngineThread | None = None
         self._client: AsyncLLM | None = None
         self._handlers: handlers.Handlers | None = None
+        self._model = model
+        self._relays: WeakValueDictionary[str, Relay] = WeakValueDictionary()
         self._cards: list[Json] = []
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
 
@@ -128,6 +134,26 @@ class VllmEngine:
             return EngineState.FAILED
         return self._state
 
+    @property
+    def relays(self) -> bool:
+        return self._settings.handoff
+
+    @property
+    def weights(self) -> str:
+        return self._model
+
+    def _transferred(self, outcomes: list[Json]) -> None:
+        """What the connector reported of loads; saves are told by the store."""
+        for outcome in outcomes:
+            relay = self._relays.get(outcome["tag"] or "")
+            if relay is None or outcome["kind"] != "load":
+                continue
+            relay.load_ms = outcome["seconds"] * 1000
+            if outcome["failure"] is None:
+                relay.loaded = outcome["tokens"]
+            else:
+                relay.lost = outcome["tokens"]
+
     def cards(self) -> list[Json]:
         return self._cards
 
@@ -144,7 +170,8 @@ class VllmEngine:
 
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
-        self._thread = EngineThread(self._args, self._registry, self.name)
+        logger = stat_logger_for(self._registry, self._transferred)
+        self._thread = EngineThread(self._args, logger, self.name)
         self._thread.start()
         self._client = await asyncio.wrap_future(self._thread.built)
         report("building the request handlers")
@@ -175,13 +202,17 @@ class VllmEngine:
         if thread is not None:
             await thread.end()
 
-    async def call(self, operation: Operation, body: Json, context: RequestContext) -> Reply:
+    async def call(
+        self, operation: Operation, body: Json, context: RequestContext, relay: Relay | None = None
+    ) -> Reply:
         method = self._handlers.method(operation) if self._handlers is not None else None
         if self._handlers is None:
             raise EngineUnavailable()
         if method is None:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
-        call = Call(context, self._salt(context.tenant))
+        call = Call(context, self._salt(context.tenant), relay=relay)
+        if relay is not None:
+            self._relays[context.request_id] = relay
         CURRENT_CALL.set(call)
         try:
             request = self._handlers.parse(operation, _with_our_id(operation, body, context))
@@ -192,7 +223,8 @@ class VllmEngine:
 
     def _translate(self, error: Exception) -> BatonError:
         translated = translate(error)
-        if translated.status >= 500 and not translated.retryable:
+        unforeseen = isinstance(error, UNFORESEEN)
+        if unforeseen or (translated.status >= 500 and not translated.retryable):
             self._log.error("engine_call_failed", exc_info=error)
         return translated
 
@@ -224,7 +256,10 @@ class VllmEngine:
                     CURRENT_CALL.set(call)  # whoever takes the next event may be another task
             except BatonError:
                 raise
-            except ValidationError as error:  # an event of vLLM's own that is none: not the client's fault
+            except (
+                ValidationError,
+                *UNFORESEEN,
+            ) as error:  # in the midst of an answer: not the client's fault
                 self._log.error("engine_stream_failed", exc_info=error)
                 raise GenerationFailed() from error
             except Exception as error:  # the border to vLLM's generators

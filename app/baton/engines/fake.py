@@ -15,7 +15,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.engines.port import EngineState, Json, Operation, Reply, Report, StreamReply, WholeReply
+from baton.engines.port import EngineState, Json, Operation, Relay, Reply, Report, StreamReply, WholeReply
 from baton.errors import (
     BatonError,
     ContextTooLong,
@@ -57,6 +57,8 @@ class FakeEngine:
     Attributes:
         name: the word a request's `model` picks it by.
         pooling: it embeds instead of generating.
+        relays: handoffs are on; there is no KV, so they are always tokens only.
+        weights: what it says of where its weights are.
         behaviour: what is to go wrong or to take time.
         bodies: every request it got, for tests to look at.
         active: requests under way now.
@@ -65,6 +67,8 @@ class FakeEngine:
 
     name: str
     pooling: bool = False
+    relays: bool = False
+    weights: str = "fake"
     behaviour: FakeBehaviour = field(default_factory=FakeBehaviour)
     state: EngineState = EngineState.STARTING
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
@@ -103,7 +107,9 @@ class FakeEngine:
             }
         ]
 
-    async def call(self, operation: Operation, body: Json, context: RequestContext) -> Reply:
+    async def call(
+        self, operation: Operation, body: Json, context: RequestContext, relay: Relay | None = None
+    ) -> Reply:
         self.bodies.append(body)
         if self.behaviour.call_error is not None:
             raise self.behaviour.call_error
@@ -111,7 +117,7 @@ class FakeEngine:
         tokens_only = operation in (Operation.TOKENIZE, Operation.DETOKENIZE)
         if not tokens_only and embeds is not self.pooling:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
-        answer = _Answer(self, operation, body, context)
+        answer = _Answer(self, operation, body, context, relay or Relay())
         if body.get("stream") and operation in STREAMS:
             return StreamReply(answer.events())
         return await answer.whole()
@@ -126,7 +132,9 @@ STREAMS = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation
 class _Answer:
     """One request under way in a fake engine."""
 
-    def __init__(self, engine: FakeEngine, operation: Operation, body: Json, context: RequestContext) -> None:
+    def __init__(
+        self, engine: FakeEngine, operation: Operation, body: Json, context: RequestContext, relay: Relay
+    ) -> None:
         self._engine = engine
         self._operation = operation
         self._body = body
@@ -140,6 +148,8 @@ class _Answer:
             )
         said = [self._words[index % len(self._words)] for index in range(limit)]
         self._said = [word if index == 0 else f" {word}" for index, word in enumerate(said)]
+        self._relay = relay
+        relay.prompt_ids = [_token_id(word) for word in self._words]
 
     async def _tokens(self) -> AsyncIterator[str]:
         engine = self._engine
@@ -148,6 +158,7 @@ class _Answer:
             for word in self._said:
                 await asyncio.sleep(engine.behaviour.token_seconds)
                 engine.count()
+                self._relay.output_ids.append(_token_id(word.strip()))
                 yield word
         except (asyncio.CancelledError, GeneratorExit):
             engine.aborted += 1
@@ -285,8 +296,13 @@ def _whole_embedding(answer: _Answer, _text: str) -> Json:
     return answer.head() | {"data": data, "usage": usage}
 
 
+def _token_id(word: str) -> int:
+    """A number stays itself, so that token ids as a prompt come back as they are."""
+    return int(word) if word.isdecimal() else sum(word.encode())
+
+
 def _whole_tokens(answer: _Answer, _text: str) -> Json:
-    ids = [sum(word.encode()) for word in answer.words]
+    ids = [_token_id(word) for word in answer.words]
     return {"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": ids}
 
 

@@ -56,7 +56,12 @@ TABLE: tuple[tuple[type[BaseException], type[BatonError]], ...] = (
     (ValueError, InvalidRequest),
     (TypeError, InvalidRequest),
     (OverflowError, InvalidRequest),
+    # And what its code meets in a request of a shape nobody thought of; always logged with its traceback.
+    (LookupError, Unprocessable),
+    (AttributeError, Unprocessable),
+    (AssertionError, Unprocessable),
 )
+UNFORESEEN = (LookupError, AttributeError, AssertionError)
 """The first row that fits an exception decides."""
 
 PATH = re.compile(r"(?:/[\w.\-]+){2,}")
@@ -90,7 +95,7 @@ def translate(error: BaseException) -> BatonError:
 
 
 def _build(ours: type[BatonError], error: BaseException) -> BatonError:
-    if issubclass(ours, InvalidRequest | NotFound | Unprocessable):
+    if not isinstance(error, UNFORESEEN) and issubclass(ours, InvalidRequest | NotFound | Unprocessable):
         message = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
         return client_error(ours, message, getattr(error, "parameter", None))
     return ours()

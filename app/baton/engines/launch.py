@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from prometheus_client import REGISTRY
 
@@ -35,10 +36,30 @@ def build_fleet(
     """
     salt = _tenant_salt() if tenants else lambda _tenant: None
     engines = [
-        VllmEngine(engine, models[engine.name], salt=salt, last_words=last_words)
+        VllmEngine(
+            engine,
+            models[engine.name],
+            salt=salt,
+            transfer=transfer_config(settings) if engine.handoff else None,
+            last_words=last_words,
+        )
         for engine in settings.engines
     ]
     return Fleet(engines, shared_registries=(REGISTRY,))
+
+
+def transfer_config(settings: Settings) -> dict[str, Any]:
+    """vLLM's KV transfer config for our connector and our store."""
+    return {
+        "kv_connector": "BatonConnector",
+        "kv_connector_module_path": "baton_kv.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "store": settings.handoff_store,
+            "budget": int(settings.handoffs.budget),
+        },
+    }
 
 
 def _tenant_salt() -> Callable[[str], str | None]:

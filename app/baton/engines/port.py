@@ -57,6 +57,31 @@ class StreamReply:
     events: AsyncIterator[str]
 
 
+@dataclass
+class Relay:
+    """What one call starts from and leaves behind; the engine fills in what it saw.
+
+    Attributes:
+        save: the entry its KV is to be saved as.
+        load: the entry it may start from.
+        prompt_ids: the prompt's token ids, once known.
+        output_ids: the generated token ids so far.
+        cached: tokens the engine says it did not prefill.
+        loaded: tokens whose KV came from the entry; None: none was loaded.
+        lost: tokens whose KV was promised by the entry and could not be loaded.
+        load_ms: how long the load took.
+    """
+
+    save: str | None = None
+    load: str | None = None
+    prompt_ids: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    cached: int = 0
+    loaded: int | None = None
+    lost: int = 0
+    load_ms: float = 0.0
+
+
 Reply = WholeReply | StreamReply
 Report = Callable[[str], None]
 """Told the phase a start is in, in words a person understands."""
@@ -90,17 +115,30 @@ class Engine(Protocol):
         """End the engine and everything it started. Safe to call twice."""
         ...
 
+    @property
+    def relays(self) -> bool:
+        """Whether requests may leave their KV behind here, and start from it."""
+        ...
+
+    @property
+    def weights(self) -> str:
+        """Where its weights are: engines of the same weights understand each other's handoffs."""
+        ...
+
     def cards(self) -> list[Json]:
         """What `/v1/models` shows of this engine, in OpenAI's shape."""
         ...
 
-    async def call(self, operation: Operation, body: Json, context: RequestContext) -> Reply:
+    async def call(
+        self, operation: Operation, body: Json, context: RequestContext, relay: Relay | None = None
+    ) -> Reply:
         """Do one operation.
 
         Args:
             operation: what is asked.
             body: the request as the client sent it, already stripped of what would steer the engine.
             context: our ids for this request, and its tenant.
+            relay: what it starts from and leaves behind, if it is part of one.
 
         Raises:
             BatonError: whatever went wrong, already translated.

@@ -7,6 +7,7 @@ of its own; the same is done for the metric families its helpers make.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -19,9 +20,17 @@ FAMILIES: dict[str, type[Any]] = {
     "_histogram_cls": Histogram,
 }
 
+Transferred = Callable[[list[dict[str, Any]]], None]
 
-def stat_logger_for(registry: CollectorRegistry) -> type[PrometheusStatLogger]:
+
+def stat_logger_for(
+    registry: CollectorRegistry, transferred: Transferred = lambda _outcomes: None
+) -> type[PrometheusStatLogger]:
     """A `PrometheusStatLogger` whose series live in `registry`.
+
+    Args:
+        registry: the engine's.
+        transferred: told what the KV connector reports, on the event loop.
 
     vLLM wants a class here: anything else it takes for a per-engine logger and adds its own too.
     """
@@ -31,7 +40,18 @@ def stat_logger_for(registry: CollectorRegistry) -> type[PrometheusStatLogger]:
         helper = getattr(PrometheusStatLogger, name)
         own = {key: families[key] for key in families if hasattr(helper, key)}
         members[name] = type(helper.__name__, (helper,), own)
+    members["record"] = _record(transferred)
     return type("EnginePrometheusStatLogger", (PrometheusStatLogger,), members)
+
+
+def _record(transferred: Transferred) -> Callable[..., None]:
+    def record(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+        PrometheusStatLogger.record(self, scheduler_stats, *args, **kwargs)
+        reported = getattr(scheduler_stats, "kv_connector_stats", None)
+        if reported:
+            transferred(reported.get("outcomes", []))
+
+    return record
 
 
 def _in_registry(family: type[Any], registry: CollectorRegistry) -> type[Any]:

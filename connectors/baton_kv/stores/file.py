@@ -81,6 +81,7 @@ class FileStore:
                     written = stream.write(view)
                     size += written
                     view = view[written:]
+            _touch(stream.fileno())
             if self._fsync:
                 os.fsync(stream.fileno())
         return size
@@ -112,7 +113,7 @@ class FileStore:
             if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
                 raise StoreError(f"reading {key}: not an entry")
             with contextlib.suppress(OSError):
-                os.utime(path)  # the last one used is the last to be evicted
+                _touch(descriptor)  # the last one used is the last to be evicted
             mapped = mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
         except OSError as error:
             raise StoreError(f"reading {key}: {error.strerror}") from None
@@ -171,3 +172,9 @@ class FileStore:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat(follow_symlinks=False).st_mtime > ABANDONED_AFTER_S:
                     path.unlink()
+
+
+def _touch(descriptor: int) -> None:
+    """Set the time of last use finer than the kernel does by itself, which is by its tick."""
+    now = time.time_ns()
+    os.utime(descriptor, ns=(now, now))

@@ -1,0 +1,228 @@
+"""The relay on the wire, with a fake engine: its handoffs are tokens only, so every reuse is a recompute."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateways import FakeGateway, run_fake
+
+from baton.api.keys import create_key
+from baton.engines.fake import FakeEngine
+from baton.handoffs import coordinator
+
+TEXT: dict[str, Any] = {"model": "a", "prompt": "11 12 13", "max_tokens": 3}
+CONTEXT = [11, 12, 13, 11, 12, 13]
+
+
+@pytest.fixture(autouse=True)
+def no_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake engine saves nothing: do not wait for it."""
+    monkeypatch.setattr(coordinator, "COMMIT_WITHIN_S", 0.01)
+
+
+@pytest.fixture
+def relay() -> Iterator[FakeGateway]:
+    engines = (
+        FakeEngine("a", relays=True),
+        FakeEngine("same", relays=True),
+        FakeEngine("other", relays=True, weights="others"),
+        FakeEngine("plain"),
+    )
+    with run_fake(*engines) as gateway:
+        yield gateway
+
+
+def post(gateway: FakeGateway, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
+    with gateway.client() as client:
+        return client.post(path, json=body)
+
+
+def leave(gateway: FakeGateway, **more: Any) -> str:
+    told = post(gateway, TEXT | {"handoff": {"save": True}} | more).json()["handoff"]
+    assert told["state"] == "ready"
+    found: str = told["id"]
+    return found
+
+
+def test_b_s_prompt_is_a_s_whole_context_and_then_its_own(relay: FakeGateway) -> None:
+    handoff = leave(relay)
+    answer = post(relay, TEXT | {"model": "same", "prompt": "7 8", "handoff": {"from": handoff}}).json()
+    assert relay.engine("same").bodies[-1]["prompt"] == [*CONTEXT, 7, 8]
+    source = answer["handoff"]["source"]
+    assert (source["id"], source["tokens"], source["loaded_tokens"]) == (handoff, 6, 0)
+    assert (source["outcome"], source["reason"]) == ("recomputed", "kv_gone")
+
+
+def test_a_chain_grows_and_remembers_its_parent(relay: FakeGateway) -> None:
+    first = leave(relay)
+    second = post(relay, TEXT | {"prompt": [7], "handoff": {"from": first, "save": {"label": "b"}}}).json()
+    told = second["handoff"]
+    assert (told["parent"], told["label"], told["tokens"]) == (first, "b", 6 + 1 + 3)
+    post(relay, TEXT | {"prompt": "", "handoff": {"from": told["id"]}})
+    assert relay.engine("a").bodies[-1]["prompt"][:7] == [*CONTEXT, 7]
+
+
+def test_a_stream_tells_of_its_handoff_before_it_is_done(relay: FakeGateway) -> None:
+    text = post(relay, TEXT | {"stream": True, "handoff": {"save": True}}).text
+    events = [event for event in text.split("\n\n") if event]
+    assert events[-1] == "data: [DONE]"
+    chunk = json.loads(events[-2].removeprefix("data: "))
+    assert (chunk["choices"], chunk["handoff"]["state"], chunk["handoff"]["tokens"]) == ([], "ready", 6)
+    assert chunk["id"] == json.loads(events[0].removeprefix("data: "))["id"]
+
+
+def test_a_chat_leaves_a_handoff_that_a_completion_starts_from(relay: FakeGateway) -> None:
+    chat = {"model": "a", "messages": [{"role": "user", "content": "21 22"}], "max_tokens": 1}
+    left = post(relay, chat | {"handoff": {"save": True}}, "/v1/chat/completions").json()["handoff"]["id"]
+    post(relay, TEXT | {"handoff": {"from": left}})
+    assert relay.engine("a").bodies[-1]["prompt"][:3] == [21, 22, 21]
+
+
+def test_requests_without_a_handoff_are_answered_as_ever(relay: FakeGateway) -> None:
+    assert "handoff" not in post(relay, TEXT).json()
+    assert "handoff" not in post(relay, TEXT | {"stream": True}).text
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"handoff": 7}, "handoff"),
+    ({"handoff": {"save": "yes"}}, "handoff"),
+    ({"handoff": {"sav": True}}, "handoff"),
+    ({"handoff": {"from": 7}}, "handoff"),
+    ({"handoff": {"save": {"ttl_s": 0}}}, "handoff"),
+    ({"handoff": {"save": True}, "n": 2}, "n"),
+    ({"handoff": {"save": True}, "prompt": ["a", "b"]}, "prompt"),
+    ({"handoff": {"save": True}, "prompt": [[1], [2]]}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("more", "param"), BAD)
+def test_a_handoff_that_is_none_is_a_400_that_names_the_field(
+    relay: FakeGateway, more: dict[str, Any], param: str
+) -> None:
+    response = post(relay, TEXT | more)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    assert relay.engine("a").bodies == []
+
+
+@pytest.mark.parametrize(
+    ("path", "model"), [("/v1/completions", "plain"), ("/v1/responses", "a"), ("/v1/messages", "a")]
+)
+def test_where_nothing_is_handed_over_it_is_said(relay: FakeGateway, path: str, model: str) -> None:
+    response = post(relay, TEXT | {"model": model, "handoff": {"save": True}}, path)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "operation_unsupported")
+
+
+def test_another_model_s_handoff_is_a_409_that_names_both(relay: FakeGateway) -> None:
+    response = post(relay, TEXT | {"model": "other", "handoff": {"from": leave(relay)}})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (409, "handoff_incompatible")
+    assert "'a'" in error["message"]
+    assert "'other'" in error["message"]
+
+
+def test_a_consumer_waits_for_a_pending_handoff_and_then_gets_it(relay: FakeGateway) -> None:
+    relay.engine("a").behaviour.token_seconds = 0.1
+    answers: list[httpx.Response] = []
+    slow = threading.Thread(
+        target=lambda: answers.append(post(relay, TEXT | {"max_tokens": 8, "handoff": {"save": True}}))
+    )
+    slow.start()
+    pending = _first_handoff(relay)
+    answer = post(relay, TEXT | {"model": "same", "prompt": "7", "handoff": {"from": pending}})
+    slow.join()
+    assert answer.status_code == 200
+    assert answer.json()["handoff"]["source"]["tokens"] == 3 + 8
+    assert answers[0].json()["handoff"]["id"] == pending
+
+
+def test_a_pending_handoff_that_does_not_come_is_a_409_to_retry() -> None:
+    with run_fake(FakeEngine("a", relays=True), handoffs={"wait_s": 0.05}) as gateway:
+        gateway.engine("a").behaviour.token_seconds = 0.2
+        slow = threading.Thread(target=lambda: post(gateway, TEXT | {"handoff": {"save": True}}))
+        slow.start()
+        response = post(gateway, TEXT | {"handoff": {"from": _first_handoff(gateway)}})
+        slow.join()
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "handoff_pending")
+    assert int(response.headers["retry-after"]) >= 1
+
+
+def _first_handoff(gateway: FakeGateway) -> str:
+    deadline = time.monotonic() + 5
+    with gateway.client() as client:
+        while not (found := client.get("/v1/handoffs").json()["data"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert found[0]["state"] == "pending"
+    first: str = found[0]["id"]
+    return first
+
+
+def test_a_producer_that_is_given_up_leaves_nothing_to_start_from(relay: FakeGateway) -> None:
+    relay.engine("a").behaviour.token_seconds = 0.05
+    sent = TEXT | {"max_tokens": 400, "stream": True, "handoff": {"save": True}}
+    with relay.client() as client, client.stream("POST", "/v1/completions", json=sent) as response:
+        lines = response.iter_lines()
+        next(lines)
+        left = client.get("/v1/handoffs").json()["data"][0]["id"]
+    deadline = time.monotonic() + 5
+    with relay.client() as client:
+        while client.get(f"/v1/handoffs/{left}").json()["state"] == "pending":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert post(relay, TEXT | {"handoff": {"from": left}}).status_code == 404
+
+
+def test_handoffs_are_listed_shown_and_deleted(relay: FakeGateway) -> None:
+    first, second = leave(relay), leave(relay)
+    with relay.client() as client:
+        assert [row["id"] for row in client.get("/v1/handoffs").json()["data"]] == [second, first]
+        shown = client.get(f"/v1/handoffs/{first}").json()
+        assert (shown["tokens"], shown["model"], shown["bytes"]) == (6, "a", 0)
+        assert client.delete(f"/v1/handoffs/{first}").status_code == 204
+        for method in ("GET", "DELETE"):
+            assert client.request(method, f"/v1/handoffs/{first}").status_code == 404
+    assert post(relay, TEXT | {"handoff": {"from": first}}).status_code == 404
+
+
+def test_an_expired_handoff_is_gone(relay: FakeGateway) -> None:
+    left = leave(relay, handoff={"save": {"ttl_s": 1}})
+    time.sleep(1.05)
+    response = post(relay, TEXT | {"handoff": {"from": left}})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "handoff_not_found")
+
+
+def test_another_tenant_s_handoff_is_answered_as_if_there_were_none(tmp_path: Path) -> None:
+    keys = {name: create_key(tmp_path / "keys.json", name) for name in ("acme", "globex")}
+    with run_fake(FakeEngine("a", relays=True), auth={"keys_file": tmp_path / "keys.json"}) as gateway:
+
+        def ask(name: str, method: str, path: str, **options: Any) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {keys[name]}"}
+            with gateway.client(headers=headers) as client:
+                return client.request(method, path, **options)
+
+        sent = TEXT | {"handoff": {"save": True}}
+        left = ask("acme", "POST", "/v1/completions", json=sent).json()["handoff"]["id"]
+        told = []
+        for guess in (left, "A" * len(left)):
+            stolen = ask("globex", "POST", "/v1/completions", json=TEXT | {"handoff": {"from": guess}})
+            told.append((stolen.status_code, stolen.json()["error"] | {"request_id": ""}))
+            assert ask("globex", "GET", f"/v1/handoffs/{guess}").status_code == 404
+            assert ask("globex", "DELETE", f"/v1/handoffs/{guess}").status_code == 404
+        assert told[0] == told[1]
+        assert ask("globex", "GET", "/v1/handoffs").json()["data"] == []
+        assert ask("acme", "GET", f"/v1/handoffs/{left}").status_code == 200
+
+
+def test_the_metrics_say_where_the_kv_came_from(relay: FakeGateway) -> None:
+    post(relay, TEXT | {"handoff": {"from": leave(relay)}})
+    with relay.client() as client:
+        page = client.get("/metrics").text
+    assert "baton_handoff_created_total 1.0" in page
+    assert 'baton_handoff_consumed_total{outcome="recomputed"} 1.0' in page
