@@ -14,10 +14,10 @@ TORCH_INDEX ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve test lint format bench chaos soak lock schemas clean
+.PHONY: help serve test lint format bench bench-handoff chaos soak lock schemas clean
 
 help: ## List the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 serve: $(VENV)/.serve ## Install, prepare the embedded model, start the gateway (PORT=, HOST=, CONFIG=, ARGS=)
 	@exec $(BIN)/baton serve $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
@@ -37,6 +37,9 @@ format: $(VENV)/.dev ## Rewrite the sources in the one format
 
 bench: $(VENV)/.dev ## Measure against plain vLLM's server, side by side (minutes)
 	$(BIN)/python bench/overhead.py $(ARGS)
+
+bench-handoff: $(VENV)/.dev ## Measure B's first token with and without a handoff (minutes)
+	$(BIN)/python bench/handoff.py $(ARGS)
 
 chaos: $(VENV)/.dev ## Break engines on purpose (minutes)
 	$(BIN)/python -m pytest -m chaos $(ARGS)

@@ -135,8 +135,9 @@ def test_every_engine_client_method_passes_through_the_wrapper() -> None:
         if not name.startswith("_") and name not in ("generate", "encode"):
             assert getattr(wrapper, name) == f"the engine's {name}"
     for name in ("generate", "encode"):
-        first = list(inspect.signature(getattr(AsyncLLM, name)).parameters)[:2]
-        assert first == ["self", "prompt"]
+        first = list(inspect.signature(getattr(AsyncLLM, name)).parameters)[:3]
+        second = "sampling_params" if name == "generate" else "pooling_params"
+        assert first == ["self", "prompt", second]
 
 
 def test_the_salt_is_the_gateway_s_whatever_the_prompt_says() -> None:
