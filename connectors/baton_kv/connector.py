@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from baton_kv.blocks import KVBlocks
@@ -42,7 +43,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-OWN_END = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+OWN_END = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+MAX_OUTCOMES = 1000
 
 
 @dataclass
@@ -81,7 +87,8 @@ class TransferStats(KVConnectorStats):
         self.data = {"outcomes": []}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        return TransferStats({"outcomes": [*self.outcomes, *other.data.get("outcomes", [])]})
+        both = [*self.outcomes, *other.data.get("outcomes", [])]
+        return TransferStats({"outcomes": both[-MAX_OUTCOMES:]})
 
     def reduce(self) -> dict[str, int | float]:
         rows = self.outcomes
@@ -203,8 +210,17 @@ class BatonConnector(KVConnectorBase_V1):
             tokens=list(request.all_token_ids),
             computed=request.num_computed_tokens,
             block_ids=block_ids,
-            whole=request.status in OWN_END and _told_by_token_ids(request),
+            whole=_came_to_its_end(request) and _told_by_token_ids(request),
         )
+
+
+def _came_to_its_end(request: Request) -> bool:
+    """Also when it was aborted, if it may have met a stop string: those are found outside the engine,
+    which then aborts the request. What is saved for a client that went away is never named to anyone.
+    """
+    if request.status is RequestStatus.FINISHED_ABORTED:
+        return bool(request.sampling_params is not None and request.sampling_params.stop)
+    return request.status in OWN_END
 
 
 def _told_by_token_ids(request: Request) -> bool:
@@ -216,10 +232,11 @@ def _refuse_what_cannot_be_exact(config: VllmConfig, kv_cache_config: KVCacheCon
     parallel = config.parallel_config
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
         raise ValueError("baton_kv: tensor and pipeline parallelism above 1 are not supported yet")
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        raise ValueError(
-            "baton_kv: this model keeps several kinds of KV cache (sliding window, hybrid); not supported"
-        )
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec:
+        raise ValueError("baton_kv: only models whose layers all attend to everything are supported")
+    if not current_platform.is_cpu():
+        raise ValueError("baton_kv: measured on CPUs only so far; copies on a GPU are not yet ordered")
     policy = config.kv_transfer_config.kv_load_failure_policy if config.kv_transfer_config else None
     if policy != "recompute":
         raise ValueError('baton_kv: set "kv_load_failure_policy": "recompute" in the KV transfer config')
@@ -241,7 +258,14 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, An
         "platform": current_platform.device_name,
         "packing": _packing(model.dtype, spec, config.cache_config.cache_dtype),
         "hf_overrides": repr(model.hf_overrides),
+        "load_format": str(config.load_config.load_format),
+        "long_rope": _long_rope(model),
     }
+
+
+def _long_rope(model: Any) -> int | None:
+    """Models with two sets of rotary factors choose between them by the engine's longest context."""
+    return int(model.max_model_len) if "long_factor" in repr(model.hf_config) else None
 
 
 def _packing(dtype: torch.dtype, spec: Any, kv_dtype: str) -> str:

@@ -25,6 +25,8 @@ from typing import Any
 import numpy
 from blake3 import blake3
 
+from baton_kv.stores.base import Reader
+
 FORMAT = "baton-kv/1"
 CHUNK_BYTES = 1024 * 1024
 DIGEST_BYTES = 32
@@ -150,7 +152,7 @@ class Entry:
     """An entry whose description, token ids and chunk digests are proved; its blocks not yet.
 
     Args:
-        data: the file's bytes.
+        reader: the file, open.
         key: the key it was opened by.
         secret: the store's.
 
@@ -158,27 +160,29 @@ class Entry:
         EntryInvalid: it is torn, changed, forged, or somebody else's.
     """
 
-    def __init__(self, data: memoryview, key: str, secret: bytes) -> None:
+    def __init__(self, reader: Reader, key: str, secret: bytes) -> None:
         try:
-            self.description, seal, payload = _read_header(data)
+            self.description, seal, start = _read_header(reader)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise EntryInvalid(f"no readable header: {type(error).__name__}") from None
+        self._reader = reader
         self._secret = secret
         described = self.description
         tensors = _tensors(described)
         end = tensors[f"layer.{described.layers - 1}"]["data_offsets"][1]
-        if len(payload) != end:
-            raise EntryInvalid(f"{len(payload)} bytes where {end} were announced")
-        tokens = payload[slice(*tensors["tokens"]["data_offsets"])]
-        digests = payload[slice(*tensors["digests"]["data_offsets"])]
+        if len(reader) - start != end:
+            raise EntryInvalid(f"{len(reader) - start} bytes where {end} were announced")
+        tokens, self._digests = (
+            reader.read(*(start + offset for offset in tensors[name]["data_offsets"]))
+            for name in ("tokens", "digests")
+        )
         told = json.dumps(asdict(described), sort_keys=True)
-        if _seal(told, bytes(tokens), bytes(digests), secret).hex() != seal:
+        if _seal(told, tokens, self._digests, secret).hex() != seal:
             raise EntryInvalid("the description's digest is wrong")
         if described.key != key:
             raise EntryInvalid("it was saved under another key")
-        self.tokens: Tokens = numpy.frombuffer(bytes(tokens), dtype="<i4")
-        self._digests = bytes(digests)
-        self._layers = payload[tensors["layer.0"]["data_offsets"][0] :]
+        self.tokens: Tokens = numpy.frombuffer(tokens, dtype="<i4")
+        self._layers = start + tensors["layer.0"]["data_offsets"][0]
 
     def require(self, fingerprint: str) -> None:
         """Refuse an entry of another model, layout or version.
@@ -189,7 +193,7 @@ class Entry:
         if self.description.fingerprint != fingerprint:
             raise EntryForeign("it was saved by another model, layout or version")
 
-    def chunk(self, layer: int, index: int) -> memoryview:
+    def chunk(self, layer: int, index: int) -> bytes:
         """The bytes of one chunk, proved.
 
         Raises:
@@ -197,20 +201,21 @@ class Entry:
         """
         described = self.description
         size = described.block_bytes
-        start = layer * described.blocks * size
+        start = self._layers + layer * described.blocks * size
         blocks = described.chunk(index)
-        data = self._layers[start + blocks.start * size : start + blocks.stop * size]
+        data = self._reader.read(start + blocks.start * size, start + blocks.stop * size)
         at = (layer * described.chunks + index) * DIGEST_BYTES
         if _digest(data, self._secret) != self._digests[at : at + DIGEST_BYTES]:
             raise EntryInvalid(f"layer {layer}, chunk {index}: the digest is wrong")
         return data
 
 
-def _read_header(data: memoryview) -> tuple[Description, str, memoryview]:
-    (length,) = LENGTH.unpack_from(data)
-    if not 0 < length <= min(MAX_HEADER_BYTES, len(data) - LENGTH.size):
+def _read_header(reader: Reader) -> tuple[Description, str, int]:
+    """What an entry says of itself, its digest, and where its tensors begin."""
+    (length,) = LENGTH.unpack(reader.read(0, LENGTH.size))
+    if not 0 < length <= min(MAX_HEADER_BYTES, len(reader) - LENGTH.size):
         raise ValueError("the header's length is impossible")
-    header = json.loads(bytes(data[LENGTH.size : LENGTH.size + length]))
+    header = json.loads(reader.read(LENGTH.size, LENGTH.size + length))
     metadata = header.pop("__metadata__")
     described = Description(**json.loads(metadata["baton_kv"]))
     numbers = (described.tokens, described.layers, described.blocks, described.block_bytes)
@@ -220,7 +225,7 @@ def _read_header(data: memoryview) -> tuple[Description, str, memoryview]:
         raise ValueError("an impossible count of tokens")
     if max(numbers) > 2**40 or described.layers > 4096 or header != _tensors(described):
         raise ValueError("the tensors are not those described")
-    return described, metadata["digest"], data[LENGTH.size + length :]
+    return described, metadata["digest"], LENGTH.size + length
 
 
 def common_prefix(tokens: Tokens, prompt: Sequence[int]) -> int:

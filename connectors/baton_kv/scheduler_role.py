@@ -73,8 +73,8 @@ class SchedulerRole:
         if wanted is None or wanted.load is None:
             return None
         try:
-            with self._store.open(wanted.load) as data:
-                entry = Entry(data, wanted.load, self._secret)
+            with self._store.open(wanted.load) as reader:
+                entry = Entry(reader, wanted.load, self._secret)
                 entry.require(self._fingerprint)
                 shared = common_prefix(entry.tokens, prompt)
                 computed = entry.description.computed
@@ -139,7 +139,8 @@ class SchedulerRole:
             return False, None
         kept = min(computed, len(tokens) - 1)  # the last sampled token has no KV yet
         blocks = tuple(block_ids[: -(-kept // self._block_size)])
-        if not whole or kept < 1 or len(blocks) * self._block_size < kept:
+        # Block 0 is the engine's null block: it stands where a block was given back.
+        if not whole or kept < 1 or len(blocks) * self._block_size < kept or 0 in blocks:
             self.counts["not_saved"] += 1
             return False, None
         self._jobs.saves.append(SaveJob(request_id, key, tuple(tokens), kept, blocks, wanted.tag))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from baton_kv.blocks import KVBlocks
-from baton_kv.entry import Description, Entry, EntryInvalid, write
+from baton_kv.entry import Description, Entry, EntryForeign, EntryInvalid, write
 from baton_kv.messages import LoadJob, Outcome, SaveJob, StepJobs
 from baton_kv.stores.base import Store, StoreError
 
@@ -102,11 +102,13 @@ class WorkerRole:
 
     def _load(self, job: LoadJob) -> int:
         try:
-            with self._store.open(job.key) as data:
-                entry = Entry(data, job.key, self._secret)
+            with self._store.open(job.key) as reader:
+                entry = Entry(reader, job.key, self._secret)
                 entry.require(self._fingerprint)
                 self._require_shape(entry.description, job)
                 return self._copy(entry, job)
+        except EntryForeign:
+            raise  # sound, only not ours
         except EntryInvalid:
             self._store.quarantine(job.key)
             raise
@@ -129,7 +131,7 @@ class WorkerRole:
                 first, last = max(blocks.start, job.first_block), min(blocks.stop, end)
                 if first >= last:
                     break
-                data = entry.chunk(layer, index)
+                data = memoryview(entry.chunk(layer, index))
                 ids = job.block_ids[first - job.first_block : last - job.first_block]
                 self._blocks.scatter(
                     layer, ids, data[(first - blocks.start) * size : (last - blocks.start) * size]

@@ -12,6 +12,7 @@ import safetensors
 
 from baton_kv.contract import new_key
 from baton_kv.entry import CHUNK_BYTES, Description, Entry, EntryForeign, EntryInvalid, common_prefix, write
+from baton_kv.stores.base import BytesReader
 
 SECRET = b"s" * 32
 TOKENS = list(range(1000, 1300))
@@ -43,7 +44,7 @@ def encode(described: Description, secret: bytes = SECRET) -> bytes:
 
 
 def read_all(data: bytes, key: str, secret: bytes = SECRET) -> bytes:
-    entry = Entry(memoryview(data), key, secret)
+    entry = Entry(BytesReader(data), key, secret)
     described = entry.description
     assert entry.tokens.tolist() == TOKENS
     parts = [
@@ -85,21 +86,21 @@ def test_every_cut_is_noticed() -> None:
     sound = encode(described)
     for length in range(0, len(sound), 7):
         with pytest.raises(EntryInvalid):
-            Entry(memoryview(sound[:length]), described.key, SECRET)
+            Entry(BytesReader(sound[:length]), described.key, SECRET)
     with pytest.raises(EntryInvalid):
-        Entry(memoryview(sound + b"x"), described.key, SECRET)
+        Entry(BytesReader(sound + b"x"), described.key, SECRET)
 
 
 def test_an_entry_under_another_key_is_refused() -> None:
     described = describe(block_bytes=64)
     with pytest.raises(EntryInvalid, match="another key"):
-        Entry(memoryview(encode(described)), new_key("local"), SECRET)
+        Entry(BytesReader(encode(described)), new_key("local"), SECRET)
 
 
 def test_an_entry_made_without_the_secret_is_refused() -> None:
     described = describe(block_bytes=64)
     with pytest.raises(EntryInvalid, match="digest"):
-        Entry(memoryview(encode(described, b"f" * 32)), described.key, SECRET)
+        Entry(BytesReader(encode(described, b"f" * 32)), described.key, SECRET)
 
 
 def test_chunks_may_not_change_places() -> None:
@@ -114,7 +115,7 @@ def test_chunks_may_not_change_places() -> None:
 
 def test_another_model_s_entry_is_foreign_but_sound() -> None:
     described = describe(block_bytes=64)
-    entry = Entry(memoryview(encode(described)), described.key, SECRET)
+    entry = Entry(BytesReader(encode(described)), described.key, SECRET)
     entry.require("f" * 64)
     with pytest.raises(EntryForeign):
         entry.require("e" * 64)
@@ -133,7 +134,7 @@ def test_another_model_s_entry_is_foreign_but_sound() -> None:
 )
 def test_hostile_bytes_are_refused_before_anything_is_made_of_them(hostile: bytes) -> None:
     with pytest.raises(EntryInvalid):
-        Entry(memoryview(hostile), new_key("local"), SECRET)
+        Entry(BytesReader(hostile), new_key("local"), SECRET)
 
 
 @pytest.mark.parametrize(

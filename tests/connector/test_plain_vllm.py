@@ -170,9 +170,7 @@ def test_what_cannot_be_loaded_is_computed(first: OfflineEngine, params: dict[st
     same(relayed, plain)
 
 
-def test_a_corrupt_entry_is_computed_anew_and_never_cached(
-    first: OfflineEngine, second: OfflineEngine, store: Path
-) -> None:
+def test_a_corrupt_entry_is_computed_anew(first: OfflineEngine, second: OfflineEngine, store: Path) -> None:
     context, params = handed_over(first, 300, seed=9)
     wait_for_entry(first)
     path = store / "entries" / f"{params[PARAMS_KEY]['load']}.kv"

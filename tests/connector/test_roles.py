@@ -75,7 +75,7 @@ def test_blocks_saved_by_one_engine_are_loaded_by_another(store: MemoryStore) ->
     first, second = Engine(store), Engine(store, seed=1)
     key = first.save(params_to_save(), [3, 7, 1, 9])
     assert second.scheduler.matched("b", params_to_load(key), [*PROMPT, 5, 6], 0) == len(PROMPT) - 1
-    second.scheduler.allocated("b", [8, 2, 5, 4, 0], len(PROMPT) - 1)
+    second.scheduler.allocated("b", [8, 2, 5, 4, 10], len(PROMPT) - 1)
     finished = second.run(1)
     assert (finished.loaded, finished.failed_blocks) == ({"b"}, set())
     for ours, theirs in zip(first.layers, second.layers, strict=True):
@@ -110,20 +110,20 @@ def test_the_longest_common_prefix_counts(
     store: MemoryStore, prompt: list[int], computed: int, matched: int
 ) -> None:
     engine = Engine(store)
-    key = engine.save(params_to_save(), [0, 1, 2, 3])
+    key = engine.save(params_to_save(), [1, 2, 3, 6])
     assert engine.scheduler.matched("b", params_to_load(key), prompt, computed) == matched
 
 
 def test_asking_again_opens_nothing(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(store)
-    key = engine.save(params_to_save(), [0, 1, 2, 3])
+    key = engine.save(params_to_save(), [1, 2, 3, 6])
     for _ in range(100):
         assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
         monkeypatch.setattr(store, "open", None)
 
 
 def test_another_model_s_entry_is_never_used(store: MemoryStore) -> None:
-    key = Engine(store).save(params_to_save(), [0, 1, 2, 3])
+    key = Engine(store).save(params_to_save(), [1, 2, 3, 6])
     other = Engine(store, fingerprint="two")
     assert other.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 0
     assert other.scheduler.counts["incompatible"] == 1
@@ -132,7 +132,7 @@ def test_another_model_s_entry_is_never_used(store: MemoryStore) -> None:
 
 def test_an_entry_that_turns_bad_between_look_and_load_costs_only_its_reuse(store: MemoryStore) -> None:
     engine = Engine(store)
-    key = engine.save(params_to_save(), [0, 1, 2, 3])
+    key = engine.save(params_to_save(), [1, 2, 3, 6])
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
     data = bytearray(store._entries[key])
     data[-1] ^= 1
@@ -148,7 +148,7 @@ def test_an_entry_that_turns_bad_between_look_and_load_costs_only_its_reuse(stor
 
 def test_an_entry_gone_between_look_and_load_is_a_miss(store: MemoryStore) -> None:
     engine = Engine(store)
-    key = engine.save(params_to_save(), [0, 1, 2, 3])
+    key = engine.save(params_to_save(), [1, 2, 3, 6])
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
     store.delete(key)
     engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
@@ -159,7 +159,7 @@ def test_a_save_that_fails_releases_its_blocks_and_leaves_nothing(store: MemoryS
     engine = Engine(store)
     engine.worker._blocks.gather = None  # type: ignore[assignment,method-assign]  # whatever breaks there
     held, _ = engine.scheduler.finished(
-        "a", params_to_save(), tokens=PROMPT, computed=49, block_ids=[0, 1, 2, 3], whole=True
+        "a", params_to_save(), tokens=PROMPT, computed=49, block_ids=[1, 2, 3, 6], whole=True
     )
     assert held
     finished = engine.run(1)
@@ -170,7 +170,13 @@ def test_a_save_that_fails_releases_its_blocks_and_leaves_nothing(store: MemoryS
 
 @pytest.mark.parametrize(
     ("tokens", "computed", "blocks", "whole"),
-    [(PROMPT, 49, [0, 1, 2, 3], False), ([5], 1, [0], True), (PROMPT, 0, [], True), (PROMPT, 49, [0], True)],
+    [
+        (PROMPT, 49, [1, 2, 3, 6], False),
+        ([5], 1, [1], True),
+        (PROMPT, 0, [], True),
+        (PROMPT, 49, [1], True),
+        (PROMPT, 49, [1, 0, 3, 6], True),
+    ],
 )
 def test_what_is_not_whole_is_not_saved(
     store: MemoryStore, tokens: list[int], computed: int, blocks: list[int], whole: bool
@@ -185,7 +191,7 @@ def test_what_is_not_whole_is_not_saved(
 
 def test_the_last_sampled_token_has_no_kv(store: MemoryStore) -> None:
     engine = Engine(store)
-    key = engine.save(params_to_save(), [0, 1, 2, 3], tokens=PROMPT[:33])
+    key = engine.save(params_to_save(), [1, 2, 3, 6], tokens=PROMPT[:33])
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 32
 
 
@@ -211,7 +217,7 @@ def test_nothing_a_client_sends_reaches_the_store(store: MemoryStore, params: ob
     engine = Engine(store)
     assert engine.scheduler.matched("b", params, PROMPT, 0) == 0
     answer = engine.scheduler.finished(
-        "b", params, tokens=PROMPT, computed=49, block_ids=[0, 1, 2, 3], whole=True
+        "b", params, tokens=PROMPT, computed=49, block_ids=[1, 2, 3, 6], whole=True
     )
     assert answer == (False, None)
 
@@ -250,7 +256,7 @@ def test_a_store_s_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:
 
 def test_a_store_that_cannot_be_read_is_a_miss(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(store)
-    key = engine.save(params_to_save(), [0, 1, 2, 3])
+    key = engine.save(params_to_save(), [1, 2, 3, 6])
 
     def broken(_key: str) -> object:
         raise StoreError("reading: input/output error")

@@ -149,6 +149,30 @@ def test_a_chat_s_context_goes_on_as_a_completion(gateway: RealGateway) -> None:
     assert said == ids(ask(gateway, "reader", prompt))[1]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_context_where_the_answer_ends(gateway: RealGateway, stream: bool) -> None:
+    """Stop strings are found outside the engine, which then aborts the request: its KV is kept all the same."""
+    asked = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13,"
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as sdk:
+        left = sdk.completions.create(
+            model="reader",
+            prompt=asked,
+            max_tokens=40,
+            temperature=0,
+            stop=["16"],
+            stream=stream,
+            extra_body={"handoff": {"save": True}},
+        )
+        handoff = told(list(left)[-1] if isinstance(left, openai.Stream) else left)
+    assert (handoff["state"], handoff["bytes"] > 0) == ("ready", True)
+    relayed = ask(gateway, "writer", " and", handoff={"from": handoff["id"]})
+    source = told(relayed)["source"]
+    assert source["outcome"] == "loaded"
+    assert source["loaded_tokens"] + source["resident_tokens"] >= handoff["tokens"] - 1
+    prompt, said = ids(relayed)
+    assert said == ids(ask(gateway, "reader", prompt))[1]
+
+
 def test_a_damaged_entry_costs_only_its_reuse_and_the_usage_says_so(
     gateway: RealGateway, config: Path
 ) -> None:

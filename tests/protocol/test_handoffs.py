@@ -191,6 +191,40 @@ def test_handoffs_are_listed_shown_and_deleted(relay: FakeGateway) -> None:
     assert post(relay, TEXT | {"handoff": {"from": first}}).status_code == 404
 
 
+def test_a_handoff_deleted_while_it_is_pending_does_not_come_back(
+    relay: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "COMMIT_WITHIN_S", 0.5)
+    relay.engine("a").behaviour.token_seconds = 0.05
+    slow = threading.Thread(target=lambda: post(relay, TEXT | {"handoff": {"save": True}}))
+    slow.start()
+    pending = _first_handoff(relay)
+    with relay.client() as client:
+        assert client.delete(f"/v1/handoffs/{pending}").status_code == 204
+        slow.join()
+        time.sleep(0.6)
+        assert client.get("/v1/handoffs").json()["data"] == []
+        assert client.get(f"/v1/handoffs/{pending}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"echo": True}, "echo"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:x"}]}]},
+            "messages",
+        ),
+    ],
+)
+def test_what_token_ids_do_not_tell_is_not_handed_over(
+    relay: FakeGateway, more: dict[str, Any], param: str
+) -> None:
+    chat = {"model": "a", "messages": [{"role": "user", "content": "x"}], "handoff": {"save": True}}
+    response = post(relay, chat | more, "/v1/chat/completions")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
 def test_an_expired_handoff_is_gone(relay: FakeGateway) -> None:
     left = leave(relay, handoff={"save": {"ttl_s": 1}})
     time.sleep(1.05)

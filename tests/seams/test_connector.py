@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -48,7 +50,6 @@ def test_what_is_read_of_vllm_s_objects_exists() -> None:
         "all_token_ids",
     ):
         assert f"self.{attribute}" in made, attribute
-    assert {status.name for status in connector.OWN_END} == {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
     assert all(RequestStatus.is_finished(status) for status in connector.OWN_END)
     assert "kv_connector_worker_meta" in KVConnectorOutput.__dataclass_fields__
 
@@ -66,18 +67,26 @@ def config(**changes: Any) -> Any:
     [
         ({"tp": 2}, 1, "parallelism"),
         ({"pp": 2}, 1, "parallelism"),
-        ({}, 2, "several kinds of KV cache"),
+        ({}, 2, "attend to everything"),
+        ({}, 0, "attend to everything"),
         ({"policy": "fail"}, 1, "recompute"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_at_the_start(
     changes: dict[str, Any], groups: int, reason: str
 ) -> None:
-    cache: Any = SimpleNamespace(kv_cache_groups=[None] * groups)
+    full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=full)] * groups)
     with pytest.raises(ValueError, match=reason):
         connector._refuse_what_cannot_be_exact(config(**changes), cache)
-    one: Any = SimpleNamespace(kv_cache_groups=[None])
+    one: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=full)])
     connector._refuse_what_cannot_be_exact(config(), one)
+    window = SlidingWindowSpec(
+        block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32, sliding_window=64
+    )
+    one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=window)]
+    with pytest.raises(ValueError, match="attend to everything"):
+        connector._refuse_what_cannot_be_exact(config(), one)
 
 
 def test_other_weights_under_the_same_name_have_another_fingerprint(tmp_path: Path) -> None:

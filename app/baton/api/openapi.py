@@ -54,6 +54,12 @@ ERROR_SCHEMA: dict[str, Any] = {
         }
     },
 }
+EVENT_SCHEMA: dict[str, Any] = {
+    "description": "One server-sent event; `data` is a chunk as JSON, or `[DONE]`.",
+    "type": "object",
+    "required": ["data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+}
 
 
 @cache
@@ -110,7 +116,7 @@ def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any
     operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": request}}}
     content: dict[str, Any] = {"application/json": {"schema": schemas["response"]}}
     if name in STREAMING:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": EVENT_SCHEMA}
     if name is Operation.EMBEDDINGS:
         content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
     operation["responses"]["200"]["content"] = content

@@ -79,9 +79,12 @@ def take_wish(body: dict[str, Any], engine: Engine, operation: Operation) -> Han
 def _require_one_context(body: dict[str, Any], wish: HandoffWish, operation: Operation) -> None:
     if body.get("n") not in (None, 1) or body.get("use_beam_search"):
         raise InvalidRequest("'n' must be 1 with a handoff.", param="n")
-    if wish.source is None and operation is Operation.CHAT:
-        return
+    if body.get("echo"):
+        raise InvalidRequest("'echo' does not go with a handoff.", param="echo")
     if operation is Operation.CHAT:
+        _require_text_only(body)
+        if wish.source is None:
+            return
         raise OperationUnsupported(
             "A chat cannot start from a handoff yet; a completion can.", param="handoff.from"
         )
@@ -92,6 +95,16 @@ def _require_one_context(body: dict[str, Any], wish: HandoffWish, operation: Ope
         raise InvalidRequest("With a handoff 'prompt' is one text, or one list of token ids.", param="prompt")
     if body.get("prompt_embeds") is not None:
         raise InvalidRequest("A context with prompt embeddings is not handed over.", param="prompt_embeds")
+
+
+def _require_text_only(body: dict[str, Any]) -> None:
+    """Token ids do not tell an image; a context that holds one is not handed over."""
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") != "text":
+                raise InvalidRequest("Only a context of text is handed over.", param="messages")
 
 
 async def relayed(
@@ -115,7 +128,7 @@ async def relayed(
     target = _target(handoffs, engine, context, wish)
     relay = Relay(
         save=target.key if target is not None else None,
-        load=source.key if source is not None and source.bytes else None,
+        load=source.key if source is not None else None,
     )
     leg = Leg(relay, source, target)
     try:

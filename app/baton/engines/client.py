@@ -94,10 +94,14 @@ class WatchedClient:
 
 def _note(relay: Relay, output: Any, *, deltas: bool) -> None:
     """Keep what a `RequestOutput` tells; its token ids are all so far, or only the new ones."""
-    relay.prompt_ids = list(output.prompt_token_ids or relay.prompt_ids)
+    if not relay.prompt_ids:
+        relay.prompt_ids = list(output.prompt_token_ids or ())
     relay.cached = output.num_cached_tokens or relay.cached
-    said = list(output.outputs[0].token_ids)
-    relay.output_ids = relay.output_ids + said if deltas else said
+    said = output.outputs[0].token_ids
+    if deltas:
+        relay.output_ids.extend(said)
+    else:
+        relay.output_ids = list(said)
 
 
 def _salted(prompt: Any, salt: str | None) -> Any:

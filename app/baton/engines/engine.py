@@ -26,6 +26,7 @@ from baton.engines.faults import UNFORESEEN, from_response, scrub, translate
 from baton.engines.port import EngineState, Json, Operation, Relay, Reply, Report, StreamReply, WholeReply
 from baton.engines.series import stat_logger_for
 from baton.errors import BatonError, EngineUnavailable, GenerationFailed, OperationUnsupported, StartError
+from baton.models.store import identity
 from baton.settings import EngineSettings
 from baton.telemetry.ids import RequestContext
 
@@ -115,7 +116,7 @@ class VllmEngine:
         self._thread: EngineThread | None = None
         self._client: AsyncLLM | None = None
         self._handlers: handlers.Handlers | None = None
-        self._model = model
+        self._weights = identity(model)
         self._relays: WeakValueDictionary[str, Relay] = WeakValueDictionary()
         self._cards: list[Json] = []
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
@@ -140,7 +141,7 @@ class VllmEngine:
 
     @property
     def weights(self) -> str:
-        return self._model
+        return self._weights
 
     def _transferred(self, outcomes: list[Json]) -> None:
         """What the connector reported of loads; saves are told by the store."""

@@ -122,7 +122,7 @@ class Engine(Protocol):
 
     @property
     def weights(self) -> str:
-        """Where its weights are: engines of the same weights understand each other's handoffs."""
+        """What tells its weights from others: engines of the same ones understand each other's handoffs."""
         ...
 
     def cards(self) -> list[Json]:

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import structlog
 from pydantic import ValidationError
@@ -20,6 +22,9 @@ from baton_kv.stores.base import EntryMissing, Store, StoreError
 COMMIT_WITHIN_S = 5.0
 """A save runs beside the engine's work; what is not in the store by then is tokens only."""
 LOOK_EVERY_S = 0.005
+FAILED_FOR_S = 60.0
+"""A handoff whose request failed is shown this long, and never to be started from."""
+MAX_PER_TENANT = 10_000
 
 
 class Handoffs:
@@ -57,6 +62,7 @@ class Handoffs:
             label=label,
         )
         self._sweep(now)
+        self._make_room(tenant)
         self._records[record.id] = record
         self._over[record.id] = asyncio.Event()
         return record
@@ -65,10 +71,14 @@ class Handoffs:
         """The request is over: its token ids are known, or it failed (`relay` is None)."""
         if relay is None or not relay.prompt_ids:
             record.state = HandoffState.FAILED
+            record.expires_at = min(record.expires_at, time.time() + FAILED_FOR_S)
             self._over.pop(record.id).set()
             return
         record.tokens = [*relay.prompt_ids, *relay.output_ids]
-        task = asyncio.create_task(self._settle(record), name=f"handoff-{record.id}")
+        self._start(self._settle(record))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
@@ -125,7 +135,9 @@ class Handoffs:
         Raises:
             HandoffNotFound: as `get`.
         """
-        await asyncio.to_thread(self._forget, self.get(handoff_id, tenant))
+        record = self.get(handoff_id, tenant)
+        del self._records[record.id]
+        await asyncio.to_thread(self._remove, record)
 
     async def close(self) -> None:
         """Wait for what is being settled."""
@@ -140,23 +152,32 @@ class Handoffs:
             await asyncio.sleep(LOOK_EVERY_S)
         record.bytes = await asyncio.to_thread(self._size, record)
         record.state = HandoffState.READY
-        if record.id in self._records:
-            await asyncio.to_thread(self._write, record)
+        await asyncio.to_thread(self._write, record)
+        if record.id not in self._records:  # deleted or expired meanwhile: what came after it goes too
+            await asyncio.to_thread(self._remove, record)
         self._over.pop(record.id).set()
 
     def _size(self, record: HandoffRecord) -> int:
         try:
-            with self._store.open(record.key) as data:
-                return len(data)
+            with self._store.open(record.key) as reader:
+                return len(reader)
         except (EntryMissing, StoreError):
             return 0
 
     def _sweep(self, now: float) -> None:
+        """Drop what has expired; the files go in the background."""
         for record in [record for record in self._records.values() if record.expires_at <= now]:
-            self._forget(record)
+            del self._records[record.id]
+            self._start(asyncio.to_thread(self._remove, record))
 
-    def _forget(self, record: HandoffRecord) -> None:
-        self._records.pop(record.id, None)
+    def _make_room(self, tenant: str) -> None:
+        """A tenant that never stops leaving handoffs loses its oldest."""
+        mine = [record for record in self._records.values() if record.tenant == tenant]
+        for record in mine[: max(0, len(mine) + 1 - MAX_PER_TENANT)]:
+            del self._records[record.id]
+            self._start(asyncio.to_thread(self._remove, record))
+
+    def _remove(self, record: HandoffRecord) -> None:
         if self._folder is not None:
             _file(self._folder, record).unlink(missing_ok=True)
         with contextlib.suppress(StoreError):
@@ -186,8 +207,10 @@ class Handoffs:
                 self._log.warning("handoff_unreadable", file=path.name)
                 path.unlink(missing_ok=True)
                 continue
-            self._records[record.id] = record
-        self._sweep(time.time())
+            if record.expires_at <= time.time():
+                self._remove(record)
+            else:
+                self._records[record.id] = record
 
 
 def _file(folder: Path, record: HandoffRecord) -> Path:

@@ -108,6 +108,18 @@ class ModelStore:
             os.replace(fresh, target)
 
 
+def identity(model: str) -> str:
+    """What tells one set of weights and tokenizer from another: of a folder its files' names, sizes and
+    times, of anything else its name.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    told = [f"{path.name}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+
+
 def _source(model: EmbeddedModel) -> Path:
     spec = importlib.util.find_spec(model.package)
     if spec is None or spec.origin is None:

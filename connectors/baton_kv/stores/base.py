@@ -21,6 +21,35 @@ class StoreFull(StoreError):
     """The entry does not fit the store's budget, or its device."""
 
 
+class Reader(Protocol):
+    """One entry, open for reading."""
+
+    def __len__(self) -> int:
+        """Its size in bytes."""
+        ...
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes from `start` up to `stop`, fewer where the entry ends.
+
+        Raises:
+            StoreError: they could not be read.
+        """
+        ...
+
+
+class BytesReader:
+    """A `Reader` of bytes in memory."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._data = bytes(data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, start: int, stop: int) -> bytes:
+        return self._data[start:stop]
+
+
 class Store(Protocol):
     """Immutable entries by key. Safe to use from several threads and processes at once."""
 
@@ -36,8 +65,8 @@ class Store(Protocol):
         """
         ...
 
-    def open(self, key: str) -> AbstractContextManager[memoryview]:
-        """The bytes of an entry, valid inside the context, also when the entry is deleted meanwhile.
+    def open(self, key: str) -> AbstractContextManager[Reader]:
+        """An entry, valid inside the context, also when it is deleted meanwhile.
 
         Raises:
             EntryMissing: there is none.

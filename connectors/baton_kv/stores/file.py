@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import re
 import secrets
@@ -28,7 +27,24 @@ KEY = re.compile(r"[a-z0-9][a-z0-9-]{0,63}/[A-Za-z0-9_-]{16,64}")
 SUFFIX = ".kv"
 ABANDONED_AFTER_S = 600
 """A file that has been in `writing` this long has no writer any more."""
-KEPT_IN_QUARANTINE = 8
+KEPT_IN_QUARANTINE = 2
+
+
+class FileReader:
+    """A `Reader` of an open file. Never a memory map: a read error there would end the whole process."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor = descriptor
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, start: int, stop: int) -> bytes:
+        try:
+            return os.pread(self._descriptor, max(0, stop - start), start)
+        except OSError as error:
+            raise StoreError(f"reading: {error.strerror}") from None
 
 
 class FileStore:
@@ -100,7 +116,7 @@ class FileStore:
             total -= taken
 
     @contextmanager
-    def open(self, key: str) -> Iterator[memoryview]:
+    def open(self, key: str) -> Iterator[FileReader]:
         path = self._path(key)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -110,17 +126,13 @@ class FileStore:
             raise StoreError(f"reading {key}: {error.strerror}") from None
         try:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
+            if not stat.S_ISREG(status.st_mode):
                 raise StoreError(f"reading {key}: not an entry")
             with contextlib.suppress(OSError):
                 _touch(descriptor)  # the last one used is the last to be evicted
-            mapped = mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
-        except OSError as error:
-            raise StoreError(f"reading {key}: {error.strerror}") from None
+            yield FileReader(descriptor, status.st_size)
         finally:
             os.close(descriptor)
-        # Not closed by hand: arrays made over it may live a moment longer than the context.
-        yield memoryview(mapped)
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from baton_kv.stores.base import Buffer, EntryMissing, StoreFull
+from baton_kv.stores.base import Buffer, BytesReader, EntryMissing, StoreFull
 
 
 class MemoryStore:
@@ -36,13 +36,13 @@ class MemoryStore:
         return len(data)
 
     @contextmanager
-    def open(self, key: str) -> Iterator[memoryview]:
+    def open(self, key: str) -> Iterator[BytesReader]:
         with self._lock:
             data = self._entries.pop(key, None)
             if data is None:
                 raise EntryMissing(key)
             self._entries[key] = data  # the last one used goes last
-        yield memoryview(data)
+        yield BytesReader(data)
 
     def exists(self, key: str) -> bool:
         return key in self._entries
