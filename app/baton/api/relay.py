@@ -237,12 +237,12 @@ async def _told(handoffs: Handoffs, leg: Leg, metrics: GatewayMetrics) -> dict[s
     if leg.target is not None:
         handoffs.end(leg.target, leg.relay)
         await handoffs.settled(leg.target, SETTLE_WITHIN_S)
-        metrics.handoffs_created.inc()
+        metrics.handoffs.created.inc()
         told = leg.target.public()
     if leg.source is not None:
         told["source"] = _outcome(leg.source, leg.relay)
-        metrics.handoffs_consumed.labels(told["source"]["outcome"]).inc()
-        metrics.handoff_tokens.inc(told["source"]["loaded_tokens"])
+        metrics.handoffs.consumed.labels(told["source"]["outcome"]).inc()
+        metrics.handoffs.tokens_reused.inc(told["source"]["loaded_tokens"])
     return told
 
 

@@ -74,22 +74,27 @@ class GatewayMetrics:
             ("engine",),
             registry=registry,
         )
-        self.handoffs_created = Counter(
-            "baton_handoff_created_total", "Handoffs left behind.", registry=registry
+        self.handoffs = HandoffMetrics(registry)
+        Info("baton_build", "What is running.", registry=registry).info(
+            {"version": __version__, "python": platform.python_version()}
         )
-        self.handoffs_consumed = Counter(
+
+
+class HandoffMetrics:
+    """The relay's series."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.created = Counter("baton_handoff_created_total", "Handoffs left behind.", registry=registry)
+        self.consumed = Counter(
             "baton_handoff_consumed_total",
             "Requests that started from a handoff, by where its KV came from.",
             ("outcome",),
             registry=registry,
         )
-        self.handoff_tokens = Counter(
+        self.tokens_reused = Counter(
             "baton_handoff_tokens_reused_total",
             "Tokens whose KV was loaded, not prefilled.",
             registry=registry,
-        )
-        Info("baton_build", "What is running.", registry=registry).info(
-            {"version": __version__, "python": platform.python_version()}
         )
 
 
