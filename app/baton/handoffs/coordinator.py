@@ -145,17 +145,20 @@ class Handoffs:
 
     async def _settle(self, record: HandoffRecord) -> None:
         """Wait for the entry: the store's rename is the truth."""
-        deadline = time.monotonic() + COMMIT_WITHIN_S
-        while time.monotonic() < deadline:
-            if await asyncio.to_thread(self._store.exists, record.key):
-                break
-            await asyncio.sleep(LOOK_EVERY_S)
-        record.bytes = await asyncio.to_thread(self._size, record)
-        record.state = HandoffState.READY
-        await asyncio.to_thread(self._write, record)
-        if record.id not in self._records:  # deleted or expired meanwhile: what came after it goes too
-            await asyncio.to_thread(self._remove, record)
-        self._over.pop(record.id).set()
+        try:
+            deadline = time.monotonic() + COMMIT_WITHIN_S
+            while time.monotonic() < deadline:
+                if await asyncio.to_thread(self._store.exists, record.key):
+                    break
+                await asyncio.sleep(LOOK_EVERY_S)
+            record.bytes = await asyncio.to_thread(self._size, record)
+            record.state = HandoffState.READY
+            await asyncio.to_thread(self._write, record)
+            if record.id not in self._records:  # deleted or expired meanwhile: what came after it goes too
+                await asyncio.to_thread(self._remove, record)
+        finally:
+            record.state = HandoffState.READY  # its token ids are known, whatever became of its KV
+            self._over.pop(record.id).set()
 
     def _size(self, record: HandoffRecord) -> int:
         try:
@@ -178,10 +181,12 @@ class Handoffs:
             self._start(asyncio.to_thread(self._remove, record))
 
     def _remove(self, record: HandoffRecord) -> None:
-        if self._folder is not None:
-            _file(self._folder, record).unlink(missing_ok=True)
-        with contextlib.suppress(StoreError):
+        try:
+            if self._folder is not None:
+                _file(self._folder, record).unlink(missing_ok=True)
             self._store.delete(record.key)
+        except (OSError, StoreError) as error:
+            self._log.warning("handoff_not_removed", reason=type(error).__name__)
 
     def _write(self, record: HandoffRecord) -> None:
         if self._folder is None:
