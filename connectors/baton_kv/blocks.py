@@ -55,6 +55,14 @@ class KVBlocks:
         index = torch.tensor(block_ids, device=pool.device)
         pool.index_copy_(0, index, torch.from_numpy(blocks.copy()).to(pool.device))
 
+    def rows(self, layer: int, block_ids: Sequence[int]) -> list[memoryview] | None:
+        """Those blocks themselves, to be written into; None where they are not in this machine's memory."""
+        pool = self._layers[layer]
+        if pool.device.type != "cpu":
+            return None
+        rows = pool.numpy()
+        return [memoryview(rows[block]) for block in block_ids]
+
 
 def _as_bytes(layer: torch.Tensor) -> torch.Tensor:
     if layer.dim() < 2 or layer.shape[0] < 1 or not layer[0].is_contiguous():

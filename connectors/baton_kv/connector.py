@@ -117,6 +117,7 @@ class BatonConnector(KVConnectorBase_V1):
         settings = ConnectorSettings.model_validate(self._kv_transfer_config.kv_connector_extra_config)
         self._store = open_store(settings.store, budget=settings.budget, fsync=settings.fsync)
         self._secret = store_secret(Path(settings.store.partition(":")[2]))
+        self._verify = settings.verify
         self._fingerprint = fingerprint(facts_of(vllm_config, kv_cache_config))
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
@@ -129,7 +130,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         blocks = KVBlocks(list(kv_caches.values()))
-        self._worker = WorkerRole(self._store, self._secret, self._fingerprint, blocks)
+        self._worker = WorkerRole(self._store, self._secret, self._fingerprint, blocks, verify=self._verify)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
@@ -208,6 +209,7 @@ class BatonConnector(KVConnectorBase_V1):
             request.request_id,
             request.kv_transfer_params,
             tokens=list(request.all_token_ids),
+            prompt=request.num_prompt_tokens,
             computed=request.num_computed_tokens,
             block_ids=block_ids,
             whole=_came_to_its_end(request) and _told_by_token_ids(request),

@@ -25,7 +25,9 @@ class TransferParams(BaseModel):
     Attributes:
         version: of this message.
         save: leave the computed KV behind, as this entry; True picks a key.
+        scope: what is saved: the whole context, or the prompt alone.
         load: start from this entry.
+        limit: load at most so many of its tokens; None: all that can be used.
         tag: names the request in what the connector reports; the gateway's request id.
     """
 
@@ -33,7 +35,9 @@ class TransferParams(BaseModel):
 
     version: Literal[1] = 1
     save: EntryKey | bool = False
+    scope: Literal["context", "prompt"] = "context"
     load: EntryKey | None = None
+    limit: Annotated[int, Field(ge=0)] | None = None
     tag: Annotated[str, Field(max_length=64)] | None = None
 
     @property
@@ -64,10 +68,15 @@ def parse(params: object) -> TransferParams | Malformed | None:
 
 
 def transfer_params(
-    *, save: str | bool = False, load: str | None = None, tag: str | None = None
+    *,
+    save: str | bool = False,
+    scope: str | None = None,
+    load: str | None = None,
+    limit: int | None = None,
+    tag: str | None = None,
 ) -> dict[str, Any]:
     """`kv_transfer_params` of a request that leaves an entry behind, starts from one, or both."""
-    wanted = {"save": save or None, "load": load, "tag": tag}
+    wanted = {"save": save or None, "scope": scope, "load": load, "limit": limit, "tag": tag}
     return {PARAMS_KEY: {"version": 1} | {name: value for name, value in wanted.items() if value is not None}}
 
 

@@ -193,21 +193,37 @@ class Entry:
         if self.description.fingerprint != fingerprint:
             raise EntryForeign("it was saved by another model, layout or version")
 
-    def chunk(self, layer: int, index: int) -> bytes:
+    def chunk(self, layer: int, index: int, buffer: bytearray | None = None) -> memoryview:
         """The bytes of one chunk, proved.
+
+        Args:
+            layer: which layer.
+            index: which of its chunks.
+            buffer: where to put them, at least `chunk_blocks * block_bytes` long; None: memory of its own.
 
         Raises:
             EntryInvalid: they are not what was saved.
         """
         described = self.description
-        size = described.block_bytes
-        start = self._layers + layer * described.blocks * size
         blocks = described.chunk(index)
-        data = self._reader.read(start + blocks.start * size, start + blocks.stop * size)
+        size = (blocks.stop - blocks.start) * described.block_bytes
+        data = memoryview(bytearray(size) if buffer is None else buffer)[:size]
+        self.read_blocks(layer, blocks.start, [data])
         at = (layer * described.chunks + index) * DIGEST_BYTES
         if _digest(data, self._secret) != self._digests[at : at + DIGEST_BYTES]:
             raise EntryInvalid(f"layer {layer}, chunk {index}: the digest is wrong")
         return data
+
+    def read_blocks(self, layer: int, first: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers with the bytes of a layer's blocks from `first` on, as they are: nothing is proved.
+
+        Raises:
+            EntryInvalid: they are not all there.
+        """
+        described = self.description
+        start = self._layers + (layer * described.blocks + first) * described.block_bytes
+        if self._reader.read_into(start, buffers) != sum(map(len, buffers)):
+            raise EntryInvalid(f"layer {layer}: it ends too early")
 
 
 def _read_header(reader: Reader) -> tuple[Description, str, int]:

@@ -6,7 +6,7 @@ or a message, the request is computed as if there were none.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,10 @@ from baton_kv.contract import Malformed, TransferParams, params_to_load, parse
 from baton_kv.entry import Entry, EntryForeign, EntryInvalid, common_prefix
 from baton_kv.messages import LoadJob, Outcome, SaveJob, StepJobs
 from baton_kv.stores.base import EntryMissing, Store, StoreError
+
+MIN_TAIL_TOKENS = 16
+"""Where the engine holds the blocks before them, fewer tokens than these are computed sooner than loaded."""
+KEYS_REMEMBERED = 1024
 
 
 @dataclass
@@ -49,6 +53,7 @@ class SchedulerRole:
         self._block_size = block_size
         self._plans: dict[str, Plan | None] = {}
         self._jobs = StepJobs()
+        self._saved: OrderedDict[str, None] = OrderedDict()
         self.counts: Counter[str] = Counter()
 
     def matched(self, request_id: str, params: object, prompt: Sequence[int], computed: int) -> int:
@@ -63,7 +68,8 @@ class SchedulerRole:
         if request_id not in self._plans:
             self._plans[request_id] = self._plan(params, prompt)
         plan = self._plans[request_id]
-        return max(0, plan.matched - computed) if plan is not None else 0
+        brings = plan.matched - computed if plan is not None else 0
+        return 0 if brings < 1 or (computed and brings < MIN_TAIL_TOKENS) else brings
 
     def _plan(self, params: object, prompt: Sequence[int]) -> Plan | None:
         wanted = parse(params)
@@ -93,6 +99,8 @@ class SchedulerRole:
             return None
         # The last token of the prompt is always computed here: its logits are the first answer.
         matched = min(shared, computed, len(prompt) - 1)
+        if wanted.limit is not None:
+            matched = min(matched, wanted.limit)
         return Plan(wanted.load, matched, wanted.tag) if matched > 0 else None
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external: int) -> None:
@@ -116,6 +124,7 @@ class SchedulerRole:
         params: object,
         *,
         tokens: Sequence[int],
+        prompt: int,
         computed: int,
         block_ids: Sequence[int],
         whole: bool,
@@ -126,6 +135,7 @@ class SchedulerRole:
             request_id: the request.
             params: its `kv_transfer_params`.
             tokens: every token id of its context, generated ones too.
+            prompt: how many of them are its prompt.
             computed: tokens the engine has KV for.
             block_ids: its blocks.
             whole: it came to its own end, and holds nothing that token ids do not tell.
@@ -137,12 +147,19 @@ class SchedulerRole:
         wanted = parse(params)
         if not isinstance(wanted, TransferParams) or (key := wanted.save_key) is None:
             return False, None
+        if key in self._saved:  # one of several answers to one prompt was first
+            return False, params_to_load(key)
         kept = min(computed, len(tokens) - 1)  # the last sampled token has no KV yet
+        if wanted.scope == "prompt":
+            tokens, kept = tokens[:prompt], min(kept, prompt)
         blocks = tuple(block_ids[: -(-kept // self._block_size)])
         # Block 0 is the engine's null block: it stands where a block was given back.
         if not whole or kept < 1 or len(blocks) * self._block_size < kept or 0 in blocks:
             self.counts["not_saved"] += 1
             return False, None
+        self._saved[key] = None
+        if len(self._saved) > KEYS_REMEMBERED:
+            self._saved.popitem(last=False)
         self._jobs.saves.append(SaveJob(request_id, key, tuple(tokens), kept, blocks, wanted.tag))
         return True, params_to_load(key)
 

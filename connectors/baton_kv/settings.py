@@ -13,3 +13,7 @@ class ConnectorSettings(BaseModel):
     store: str = Field(description="Where entries are kept: file:/ABSOLUTE/FOLDER.")
     budget: ByteSize | None = Field(None, description="Bytes all entries may take; the oldest go first.")
     fsync: bool = Field(False, description="Wait for the device before an entry is visible.")
+    verify: bool = Field(
+        True,
+        description="Prove every chunk before it is used; without it only an entry's description is proved.",
+    )

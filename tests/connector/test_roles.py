@@ -57,7 +57,13 @@ class Engine:
 
     def save(self, params: object, blocks: list[int], tokens: list[int] = PROMPT) -> str:
         held, answer = self.scheduler.finished(
-            "a", params, tokens=tokens, computed=len(tokens), block_ids=blocks, whole=True
+            "a",
+            params,
+            tokens=tokens,
+            prompt=len(tokens) - 1,
+            computed=len(tokens),
+            block_ids=blocks,
+            whole=True,
         )
         assert held
         assert answer is not None
@@ -101,7 +107,8 @@ def test_only_what_the_engine_lacks_is_loaded(store: MemoryStore) -> None:
         (PROMPT[:20], 0, 19),
         ([*PROMPT[:20], 7, 7, 7], 0, 20),
         ([7, *PROMPT], 0, 0),
-        (PROMPT, 48, 1),
+        (PROMPT, 32, 17),
+        (PROMPT, 48, 0),  # one token is computed sooner than loaded
         (PROMPT[:20], 32, 0),
         ([5], 0, 0),
     ],
@@ -159,7 +166,7 @@ def test_a_save_that_fails_releases_its_blocks_and_leaves_nothing(store: MemoryS
     engine = Engine(store)
     engine.worker._blocks.gather = None  # type: ignore[assignment,method-assign]  # whatever breaks there
     held, _ = engine.scheduler.finished(
-        "a", params_to_save(), tokens=PROMPT, computed=49, block_ids=[1, 2, 3, 6], whole=True
+        "a", params_to_save(), tokens=PROMPT, prompt=49, computed=49, block_ids=[1, 2, 3, 6], whole=True
     )
     assert held
     finished = engine.run(1)
@@ -183,7 +190,13 @@ def test_what_is_not_whole_is_not_saved(
 ) -> None:
     engine = Engine(store)
     answer = engine.scheduler.finished(
-        "a", params_to_save(), tokens=tokens, computed=computed, block_ids=blocks, whole=whole
+        "a",
+        params_to_save(),
+        tokens=tokens,
+        prompt=len(tokens),
+        computed=computed,
+        block_ids=blocks,
+        whole=whole,
     )
     assert answer == (False, None)
     assert engine.scheduler.step().saves == []
@@ -217,7 +230,7 @@ def test_nothing_a_client_sends_reaches_the_store(store: MemoryStore, params: ob
     engine = Engine(store)
     assert engine.scheduler.matched("b", params, PROMPT, 0) == 0
     answer = engine.scheduler.finished(
-        "b", params, tokens=PROMPT, computed=49, block_ids=[1, 2, 3, 6], whole=True
+        "b", params, tokens=PROMPT, prompt=49, computed=49, block_ids=[1, 2, 3, 6], whole=True
     )
     assert answer == (False, None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -36,6 +36,14 @@ class Reader(Protocol):
         """
         ...
 
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
+        """Fill the buffers, one after the other, with what begins at `start`; how many bytes there were.
+
+        Raises:
+            StoreError: they could not be read.
+        """
+        ...
+
 
 class BytesReader:
     """A `Reader` of bytes in memory."""
@@ -48,6 +56,14 @@ class BytesReader:
 
     def read(self, start: int, stop: int) -> bytes:
         return self._data[start:stop]
+
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
+        filled = 0
+        for buffer in buffers:
+            part = self._data[start + filled : start + filled + len(buffer)]
+            buffer[: len(part)] = part
+            filled += len(part)
+        return filled
 
 
 class Store(Protocol):
@@ -84,6 +100,18 @@ class Store(Protocol):
         """Put an entry that proved wrong where nobody finds it by its key."""
         ...
 
+    def pin(self, key: str, pinned: bool) -> None:
+        """Keep an entry, there already or still to come, when others go for the budget; or no longer."""
+        ...
+
     def keys(self) -> Iterator[str]:
         """Every key there is, in no order."""
+        ...
+
+    def size(self) -> int:
+        """Bytes all entries take."""
+        ...
+
+    def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> int:
+        """Remove the entries that are not wanted and have not been used for so long; how many went."""
         ...

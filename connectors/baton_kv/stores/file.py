@@ -2,6 +2,7 @@
 
 root/                    mode 0700
   entries/SCOPE/ID.kv    one immutable file an entry; its modification time is its last use
+  entries/SCOPE/ID.pin   an empty file: that entry stays when others go for the budget
   writing/               what is being written; swept when a store is opened
   quarantine/            what proved wrong, for a person to look at; swept to a few
   lock                   held while the budget is enforced
@@ -17,17 +18,22 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 from baton_kv.stores.base import Buffer, EntryMissing, StoreError, StoreFull
 
 KEY = re.compile(r"[a-z0-9][a-z0-9-]{0,63}/[A-Za-z0-9_-]{16,64}")
 SUFFIX = ".kv"
+PIN = ".pin"
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 ABANDONED_AFTER_S = 600
 """A file that has been in `writing` this long has no writer any more."""
 KEPT_IN_QUARANTINE = 2
+MAX_BUFFERS = 1024
+"""What one `preadv` takes on Linux (IOV_MAX)."""
 
 
 class FileReader:
@@ -45,6 +51,23 @@ class FileReader:
             return os.pread(self._descriptor, max(0, stop - start), start)
         except OSError as error:
             raise StoreError(f"reading: {error.strerror}") from None
+
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
+        filled = 0
+        waiting = [buffer.cast("B") for buffer in buffers if len(buffer)]
+        while waiting:
+            try:
+                count = os.preadv(self._descriptor, waiting[:MAX_BUFFERS], start + filled)
+            except OSError as error:
+                raise StoreError(f"reading: {error.strerror}") from None
+            if count == 0:
+                break
+            filled += count
+            while waiting and count >= len(waiting[0]):
+                count -= len(waiting.pop(0))
+            if count:
+                waiting[0] = waiting[0][count:]
+        return filled
 
 
 class FileStore:
@@ -82,7 +105,7 @@ class FileStore:
                 os.rename(temporary, target)
             return size
         except OSError as error:
-            kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+            kind = StoreFull if error.errno in NO_SPACE else StoreError
             raise kind(f"writing {key}: {error.strerror}") from None
         finally:
             temporary.unlink(missing_ok=True)
@@ -90,11 +113,11 @@ class FileStore:
     def _write(self, path: Path, parts: Iterable[Buffer]) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         size = 0
-        with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as stream:
+        with FileIO(os.open(path, flags, 0o600), "wb") as stream:
             for part in parts:
                 view = memoryview(part).cast("B")
                 while view:
-                    written = stream.write(view)
+                    written = self._write_some(stream, view)
                     size += written
                     view = view[written:]
             _touch(stream.fileno())
@@ -102,18 +125,47 @@ class FileStore:
                 os.fsync(stream.fileno())
         return size
 
+    def _write_some(self, stream: FileIO, view: memoryview) -> int:
+        """Write what fits; where the device is full, old entries go first."""
+        while True:
+            try:
+                return stream.write(view)
+            except OSError as error:
+                if error.errno not in NO_SPACE or not self._free(len(view)):
+                    raise
+
+    def _free(self, size: int) -> bool:
+        """Evict entries of so many bytes in all; whether anything went."""
+        freed = 0
+        with self._locked():
+            for taken, path in self._loose():
+                if freed >= size:
+                    break
+                path.unlink(missing_ok=True)
+                freed += taken
+        return freed > 0
+
     def _make_room(self, size: int, *, keep: Path) -> None:
         if self._budget is None:
             return
-        if size > self._budget:
+        loose = [(taken, path) for taken, path in self._loose() if path != keep]
+        total = sum(status.st_size for path, status in self._files() if path != keep)
+        if size + total - sum(taken for taken, _ in loose) > self._budget:
             raise StoreFull(f"an entry of {size} bytes does not fit the store's {self._budget}")
-        used = [(status.st_mtime_ns, status.st_size, path) for path, status in self._files() if path != keep]
-        total = sum(size for _, size, _ in used)
-        for _, taken, path in sorted(used, key=lambda row: row[0]):
+        for taken, path in loose:
             if total + size <= self._budget:
                 return
             path.unlink(missing_ok=True)
             total -= taken
+
+    def _loose(self) -> list[tuple[int, Path]]:
+        """Sizes and paths of the entries that may go, the least recently used first."""
+        used = [
+            (status.st_mtime_ns, status.st_size, path)
+            for path, status in self._files()
+            if not path.with_suffix(PIN).exists()
+        ]
+        return [(size, path) for _, size, path in sorted(used)]
 
     @contextmanager
     def open(self, key: str) -> Iterator[FileReader]:
@@ -138,8 +190,10 @@ class FileStore:
         return self._path(key).is_file()
 
     def delete(self, key: str) -> bool:
+        path = self._path(key)
         try:
-            self._path(key).unlink()
+            path.with_suffix(PIN).unlink(missing_ok=True)
+            path.unlink()
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -148,14 +202,34 @@ class FileStore:
 
     def quarantine(self, key: str) -> None:
         with contextlib.suppress(OSError):
+            self._path(key).with_suffix(PIN).unlink(missing_ok=True)
             os.rename(self._path(key), self._root / "quarantine" / f"{time.time_ns()}{SUFFIX}")
             kept = sorted((self._root / "quarantine").iterdir())
             for path in kept[:-KEPT_IN_QUARANTINE]:
                 path.unlink(missing_ok=True)
 
+    def pin(self, key: str, pinned: bool) -> None:
+        mark = self._path(key).with_suffix(PIN)
+        try:
+            if pinned:
+                mark.parent.mkdir(mode=0o700, exist_ok=True)
+                mark.touch(mode=0o600)
+            else:
+                mark.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"pinning {key}: {error.strerror}") from None
+
     def keys(self) -> Iterator[str]:
         for path, _ in self._files():
-            yield f"{path.parent.name}/{path.name.removesuffix(SUFFIX)}"
+            yield _key(path)
+
+    def size(self) -> int:
+        return sum(status.st_size for _, status in self._files())
+
+    def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> int:
+        oldest = time.time() - older_than_s
+        old = [_key(path) for path, status in self._files() if status.st_mtime <= oldest]
+        return sum(self.delete(key) for key in old if not wanted(key))
 
     def _path(self, key: str) -> Path:
         if KEY.fullmatch(key) is None:
@@ -184,6 +258,10 @@ class FileStore:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat(follow_symlinks=False).st_mtime > ABANDONED_AFTER_S:
                     path.unlink()
+
+
+def _key(path: Path) -> str:
+    return f"{path.parent.name}/{path.name.removesuffix(SUFFIX)}"
 
 
 def _touch(descriptor: int) -> None:

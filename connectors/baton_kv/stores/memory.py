@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from baton_kv.stores.base import Buffer, BytesReader, EntryMissing, StoreFull
@@ -18,6 +19,8 @@ class MemoryStore:
 
     def __init__(self, budget: int | None = None) -> None:
         self._entries: dict[str, bytes] = {}
+        self._used: dict[str, float] = {}
+        self._pinned: set[str] = set()
         self._lock = threading.Lock()
         self._budget = budget
         self.quarantined: list[str] = []
@@ -25,15 +28,24 @@ class MemoryStore:
     def put(self, key: str, parts: Iterable[Buffer]) -> int:
         data = b"".join(bytes(part) for part in parts)
         with self._lock:
-            if self._budget is not None and len(data) > self._budget:
-                raise StoreFull(f"an entry of {len(data)} bytes does not fit a budget of {self._budget}")
+            self._make_room(len(data), keep=key)
             self._entries.pop(key, None)
-            while (
-                self._budget is not None and sum(map(len, self._entries.values())) + len(data) > self._budget
-            ):
-                del self._entries[next(iter(self._entries))]
             self._entries[key] = data
+            self._used[key] = time.monotonic()
         return len(data)
+
+    def _make_room(self, size: int, *, keep: str) -> None:
+        if self._budget is None:
+            return
+        others = {key: len(data) for key, data in self._entries.items() if key != keep}
+        loose = [key for key in others if key not in self._pinned]
+        if size + sum(others.values()) - sum(others[key] for key in loose) > self._budget:
+            raise StoreFull(f"an entry of {size} bytes does not fit a budget of {self._budget}")
+        total = sum(others.values())
+        for key in loose:
+            if total + size <= self._budget:
+                return
+            total -= len(self._entries.pop(key))
 
     @contextmanager
     def open(self, key: str) -> Iterator[BytesReader]:
@@ -42,6 +54,7 @@ class MemoryStore:
             if data is None:
                 raise EntryMissing(key)
             self._entries[key] = data  # the last one used goes last
+            self._used[key] = time.monotonic()
         yield BytesReader(data)
 
     def exists(self, key: str) -> bool:
@@ -49,11 +62,24 @@ class MemoryStore:
 
     def delete(self, key: str) -> bool:
         with self._lock:
+            self._pinned.discard(key)
             return self._entries.pop(key, None) is not None
 
     def quarantine(self, key: str) -> None:
         if self.delete(key):
             self.quarantined.append(key)
 
+    def pin(self, key: str, pinned: bool) -> None:
+        with self._lock:
+            (self._pinned.add if pinned else self._pinned.discard)(key)
+
     def keys(self) -> Iterator[str]:
         return iter(list(self._entries))
+
+    def size(self) -> int:
+        with self._lock:
+            return sum(map(len, self._entries.values()))
+
+    def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> int:
+        oldest = time.monotonic() - older_than_s
+        return sum(self.delete(key) for key in self.keys() if not wanted(key) and self._used[key] <= oldest)
