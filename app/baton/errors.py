@@ -6,6 +6,7 @@
     │   ├── InvalidRequest           400 invalid_request
     │   ├── ContextTooLong           400 context_length_exceeded
     │   ├── OperationUnsupported     400 operation_unsupported
+    │   ├── TemplateUnsupported      400 handoff_template_unsupported
     │   ├── Unauthorized             401 invalid_api_key
     │   ├── NotFound                 404 not_found
     │   │   ├── ModelNotFound        404 model_not_found
@@ -13,6 +14,7 @@
     │   ├── MethodNotAllowed         405 method_not_allowed
     │   ├── HandoffIncompatible      409 handoff_incompatible
     │   ├── HandoffPending           409 handoff_pending         (retryable)
+    │   ├── HandoffPinsFull          409 handoff_pins_full
     │   ├── BodyTooLarge             413 body_too_large
     │   ├── UnsupportedMediaType     415 unsupported_media_type
     │   └── Unprocessable            422 unprocessable
@@ -100,6 +102,14 @@ class OperationUnsupported(ClientError):
     default_message = "This model does not support this operation."
 
 
+class TemplateUnsupported(ClientError):
+    code = "handoff_template_unsupported"
+    default_message = (
+        "The model's chat template writes what was said before differently once messages follow, so this "
+        "handoff cannot be continued as a chat. Continue it with /v1/completions."
+    )
+
+
 class Unauthorized(ClientError):
     code = "invalid_api_key"
     status = 401
@@ -133,6 +143,12 @@ class HandoffPending(ClientError):
     status = 409
     retryable = True
     default_message = "The request that leaves this handoff behind is not over yet; try again shortly."
+
+
+class HandoffPinsFull(ClientError):
+    code = "handoff_pins_full"
+    status = 409
+    default_message = "Half of the handoff store is pinned already; unpin another handoff first."
 
 
 class MethodNotAllowed(ClientError):

@@ -39,8 +39,10 @@ from baton.api.observe import ObserveMiddleware
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import OperatorError, SettingsError, StartError
 from baton.handoffs.coordinator import Handoffs
+from baton.handoffs.files import RecordFiles
+from baton.handoffs.planner import Planner
 from baton.settings import Settings
-from baton.telemetry.metrics import GatewayMetrics
+from baton.telemetry.metrics import GatewayMetrics, HandoffMetrics
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
 from baton_kv.stores.memory import MemoryStore
@@ -49,20 +51,20 @@ ROUTERS = (completions, chat, responses, messages, embeddings, tokens, handoffs,
 MAX_HEADER_BYTES = 64 * 1024
 
 
-def handoffs_of(settings: Settings) -> Handoffs:
+def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:
     """The handoffs there are: those of an earlier run too, where an engine hands over.
 
     Raises:
         SettingsError: the store cannot be used.
     """
     if not any(engine.handoff for engine in settings.engines):
-        return Handoffs(settings.handoffs, MemoryStore(), None)
+        return Handoffs(settings.handoffs, MemoryStore(), RecordFiles(None), metrics)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
     except StoreError as error:
         raise SettingsError(f"handoffs.store: {error}") from None
     folder = Path(settings.handoff_store.removeprefix("file:")) / "records"
-    return Handoffs(settings.handoffs, store, folder)
+    return Handoffs(settings.handoffs, store, RecordFiles(folder), metrics)
 
 
 def create_app(
@@ -80,14 +82,18 @@ def create_app(
         metrics_listener: where `/metrics` answers; None: on the gateway's own port.
         report: told the phase each engine's start is in.
     """
-    gateway = Gateway(settings, fleet, GatewayMetrics(), handoffs_of(settings))
+    counted = GatewayMetrics()
+    gateway = Gateway(settings, fleet, counted, handoffs_of(settings, counted.handoffs), Planner())
     keyring = keyring_for(settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with _metrics_port(gateway, metrics_listener), _running(app, fleet, gateway.metrics, report):
+        async with (
+            gateway.handoffs.running(),
+            _metrics_port(gateway, metrics_listener),
+            _running(app, fleet, gateway.metrics, report),
+        ):
             yield
-        await gateway.handoffs.close()
 
     app = FastAPI(title="Baton", version=__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.gateway = gateway

@@ -215,7 +215,7 @@ class Entry:
         return data
 
     def read_blocks(self, layer: int, first: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers with the bytes of a layer's blocks from `first` on, as they are: nothing is proved.
+        """Fill the buffers with the bytes of a layer's blocks from `first` on, as they are, unproved.
 
         Raises:
             EntryInvalid: they are not all there.

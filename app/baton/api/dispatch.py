@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from baton.api.gateway import Gateway, context_of, gateway_of
 from baton.api.limits import read_json, refuse_remote_media, strip_steering
-from baton.api.relay import relayed, take_wish
+from baton.api.relay import relayed
 from baton.api.streams import event_stream
+from baton.api.wishes import take_wish
 from baton.engines.port import Engine, Operation, StreamReply
 from baton.errors import BatonError, GenerationFailed
 from baton.telemetry.ids import RequestContext
@@ -36,7 +37,7 @@ async def answer(request: Request, operation: Operation, prepare: Prepare = lamb
     engine = gateway.fleet.pick(body.get("model"))
     request.scope["baton_model"] = engine.name
     work = _respond(request, gateway, engine, operation, body, context_of(request))
-    return await _unless_gone(request, work)
+    return await unless_gone(request, work)
 
 
 async def _respond(
@@ -51,17 +52,17 @@ async def _respond(
     if wish is None:
         reply = await engine.call(operation, body, context)
     else:
-        reply = await relayed(gateway.handoffs, engine, operation, body, context, wish, gateway.metrics)
+        reply = await relayed(gateway, engine, operation, body, context, wish)
     if not isinstance(reply, StreamReply):
         return Response(reply.body, media_type=reply.media_type, headers=dict(reply.headers))
     try:
         first = await anext(reply.events)
     except StopAsyncIteration:
         raise GenerationFailed() from None
-    return event_stream(first, reply.events, request.scope, gateway.metrics)
+    return event_stream(first, reply.events, request.scope, gateway.metrics, reply.headers)
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     """Do the work, and end it when the client goes away. The body has been read by now."""
     working = asyncio.current_task()
     assert working is not None

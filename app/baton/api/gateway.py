@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from baton.engines.fleet import Fleet
 from baton.handoffs.coordinator import Handoffs
+from baton.handoffs.planner import Planner
 from baton.settings import Settings
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics
@@ -21,6 +22,7 @@ class Gateway:
     fleet: Fleet
     metrics: GatewayMetrics
     handoffs: Handoffs
+    planner: Planner
 
 
 def gateway_of(request: Request) -> Gateway:

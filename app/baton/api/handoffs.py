@@ -1,31 +1,100 @@
-"""`/v1/handoffs`: what this tenant's requests have left behind."""
+"""`/v1/handoffs`: what this tenant's requests have left behind, and leaving something without an answer."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import json
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
-from baton.api.gateway import context_of, gateway_of
+from baton.api.dispatch import unless_gone
+from baton.api.gateway import Gateway, context_of, gateway_of
+from baton.api.limits import read_json, refuse_remote_media, strip_steering
+from baton.api.relay import ID_HEADER, Leg, computed
+from baton.api.wishes import Changes, NewHandoff, parsed, require_relay, require_text_only
+from baton.engines.port import Engine, Json, Operation, WholeReply
+from baton.handoffs.record import HandoffState
+from baton.telemetry.ids import RequestContext
 
 router = APIRouter()
 
 
+@router.post("/v1/handoffs", status_code=201)
+async def create_handoff(request: Request) -> Response:
+    """Compute a context and leave it behind, without an answer: 201 when it is there in time, else 202."""
+    gateway = gateway_of(request)
+    body = await read_json(request, gateway.settings.limits)
+    for field in strip_steering(body):
+        gateway.metrics.stripped.labels(field).inc()
+    refuse_remote_media(body)
+    require_text_only(body)
+    wish = parsed(NewHandoff, body)
+    engine = gateway.fleet.pick(wish.model)
+    require_relay(engine)
+    request.scope["baton_model"] = engine.name
+    return await unless_gone(request, _create(gateway, engine, wish, body, context_of(request)))
+
+
+async def _create(
+    gateway: Gateway, engine: Engine, wish: NewHandoff, body: Json, context: RequestContext
+) -> Response:
+    leg, own = await computed(gateway, engine, wish, body, context)
+    assert leg.target is not None
+    work = gateway.handoffs.begin_work(_compute(leg, own, context))
+    try:
+        done, _ = await asyncio.wait({work}, timeout=gateway.settings.handoffs.wait_s)
+    except asyncio.CancelledError:
+        work.cancel()
+        raise
+    told = work.result() if done else leg.target.public()
+    ready = leg.target.state is HandoffState.READY
+    headers = {"Location": f"/v1/handoffs/{leg.target.id}", ID_HEADER: leg.target.id}
+    return Response(json.dumps(told), 201 if ready else 202, headers, "application/json")
+
+
+async def _compute(leg: Leg, body: Json, context: RequestContext) -> Json:
+    try:
+        reply = await leg.engine.call(Operation.COMPLETIONS, body, context, leg.relay)
+        assert isinstance(reply, WholeReply)
+    except BaseException:
+        leg.failed()
+        raise
+    return await leg.ended()
+
+
 @router.get("/v1/handoffs")
-async def list_handoffs(request: Request) -> dict[str, Any]:
-    """The tenant's handoffs, the newest first."""
-    records = gateway_of(request).handoffs.list(context_of(request).tenant)
-    return {"object": "list", "data": [record.public() for record in records]}
+async def list_handoffs(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: Annotated[str | None, Query(max_length=64)] = None,
+) -> dict[str, Any]:
+    """The tenant's handoffs, the newest first; `after` an id come the ones before it."""
+    page, more = gateway_of(request).handoffs.page(context_of(request).tenant, limit=limit, after=after)
+    rows = [record.public() for record in page]
+    ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
+    return {"object": "list", "data": rows, "has_more": more} | ends
 
 
 @router.get("/v1/handoffs/{handoff_id}")
 async def retrieve_handoff(request: Request, handoff_id: str) -> dict[str, Any]:
     """One handoff."""
-    return gateway_of(request).handoffs.get(handoff_id, context_of(request).tenant).public()
+    return (await gateway_of(request).handoffs.get(handoff_id, context_of(request).tenant)).public()
+
+
+@router.patch("/v1/handoffs/{handoff_id}")
+async def change_handoff(request: Request, handoff_id: str) -> dict[str, Any]:
+    """Pin a handoff's KV or unpin it, let it live so many seconds from now, call it something else."""
+    gateway = gateway_of(request)
+    changes = parsed(Changes, await read_json(request, gateway.settings.limits))
+    record = await gateway.handoffs.get(handoff_id, context_of(request).tenant)
+    await gateway.handoffs.change(record, changes.model_dump(exclude_unset=True))
+    return record.public()
 
 
 @router.delete("/v1/handoffs/{handoff_id}", status_code=204)
 async def delete_handoff(request: Request, handoff_id: str) -> Response:
     """Forget a handoff and its KV; a request that loads it now comes to its end."""
-    await gateway_of(request).handoffs.delete(handoff_id, context_of(request).tenant)
+    handoffs = gateway_of(request).handoffs
+    await handoffs.delete(await handoffs.get(handoff_id, context_of(request).tenant))
     return Response(status_code=204)

@@ -9,9 +9,10 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 
 from baton import __version__
-from baton.api import relay
+from baton.api import wishes
 from baton.api.auth import PUBLIC_PATHS
 from baton.engines.port import Operation
 
@@ -35,7 +36,13 @@ OPERATION_ERRORS = {
     "500": "The engine failed on this request.",
     "503": "The engine is starting, overloaded or down; see `Retry-After`.",
 }
-HANDOFF_ERRORS = {"409": "The handoff is pending, or of another model."}
+HANDOFF_ERRORS = {"409": "The handoff is pending or of another model, or too much is pinned."}
+WISHES: dict[str, type[BaseModel]] = {
+    "BatonHandoff": wishes.HandoffWish,
+    "BatonNewHandoff": wishes.NewHandoff,
+    "BatonHandoffChanges": wishes.Changes,
+}
+HANDOFF_BODIES = {"post": "BatonNewHandoff", "patch": "BatonHandoffChanges"}
 UNAUTHORIZED = {"401": "A valid API key is needed."}
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -89,12 +96,13 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
     vllm = _vllm_schemas()
     components = openapi.setdefault("components", {}).setdefault("schemas", {})
     components |= vllm["components"] | {"BatonError": ERROR_SCHEMA}
-    wish = relay.HandoffWish.model_json_schema(ref_template="#/components/schemas/{model}")
-    components |= wish.pop("$defs") | {"BatonHandoff": wish}
+    for name, kind in WISHES.items():
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        components |= schema.pop("$defs", {}) | {name: schema}
     openapi["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     openapi["security"] = [{"key": []}]
     for path, methods in openapi["paths"].items():
-        for operation in methods.values():
+        for method, operation in methods.items():
             responses = operation["responses"]
             responses.pop("422", None)
             if path in PUBLIC_PATHS:
@@ -104,12 +112,14 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
             if path in PATHS:
                 _describe(operation, PATHS[path], vllm["operations"][PATHS[path].value])
             elif "{" in path:
-                _add_errors(responses, {"404": OPERATION_ERRORS["404"]})
+                _add_errors(responses, {"404": "There is none."})
+            if path.startswith("/v1/handoffs"):
+                _describe_handoffs(method, operation)
 
 
 def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any]) -> None:
     request = schemas["request"]
-    if name in relay.OPERATIONS:
+    if name in wishes.OPERATIONS:
         wish = {"type": "object", "properties": {"handoff": {"$ref": "#/components/schemas/BatonHandoff"}}}
         request = {"allOf": [request, wish]}
         _add_errors(operation["responses"], HANDOFF_ERRORS)
@@ -121,6 +131,17 @@ def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any
         content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
     operation["responses"]["200"]["content"] = content
     _add_errors(operation["responses"], OPERATION_ERRORS)
+
+
+def _describe_handoffs(method: str, operation: dict[str, Any]) -> None:
+    _add_errors(operation["responses"], {"400": OPERATION_ERRORS["400"]})
+    if (body := HANDOFF_BODIES.get(method)) is None:
+        return
+    schema = {"$ref": f"#/components/schemas/{body}"}
+    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    _add_errors(operation["responses"], OPERATION_ERRORS | HANDOFF_ERRORS)
+    if method == "post":
+        operation["responses"]["202"] = {"description": "Not there yet; ask `GET` for its state."}
 
 
 def _add_errors(responses: dict[str, Any], errors: dict[str, str]) -> None:

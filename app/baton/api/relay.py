@@ -1,4 +1,4 @@
-"""`handoff` in a request: start from what another left behind, leave something behind, or both."""
+"""One request's leg of a relay: it starts from what another left behind, leaves something behind, or both."""
 
 from __future__ import annotations
 
@@ -6,195 +6,222 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from baton.engines.port import Engine, Operation, Relay, Reply, StreamReply, WholeReply
-from baton.errors import GenerationFailed, InvalidRequest, OperationUnsupported
-from baton.handoffs.coordinator import Handoffs
-from baton.handoffs.record import HandoffRecord
+from baton.api.gateway import Gateway
+from baton.api.wishes import HandoffWish, NewHandoff
+from baton.engines.port import Engine, Json, Operation, Relay, Reply, StreamReply, WholeReply
+from baton.handoffs.conversation import AFTER_THE_PROMPT, Chat, Writer, conversation_of, with_text
+from baton.handoffs.planner import Choice, Decision
+from baton.handoffs.record import Conversation, HandoffRecord
 from baton.telemetry.ids import RequestContext
-from baton.telemetry.metrics import GatewayMetrics
 
-OPERATIONS = (Operation.COMPLETIONS, Operation.CHAT)
 SETTLE_WITHIN_S = 0.25
 """An answer waits this long for its KV to be saved, so that it can mostly say `ready`."""
 DONE = "data: [DONE]\n\n"
-
-
-class SaveWish(BaseModel):
-    """`handoff.save` as an object."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    ttl_s: Annotated[int, Field(ge=1)] | None = None
-    label: Annotated[str, Field(max_length=200)] | None = None
-
-
-class HandoffWish(BaseModel):
-    """The `handoff` field of a request."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    save: SaveWish | Literal[True, False] = False
-    source: str | None = Field(None, alias="from", min_length=1, max_length=64)
+ID_HEADER = "X-Handoff-Id"
+"""Names what an answer leaves behind, for clients that drop fields they do not know."""
 
 
 @dataclass
 class Leg:
-    """One request's part in a relay: where it starts and what it leaves."""
+    """One request's part in a relay: where it starts and what it leaves.
 
-    relay: Relay
-    source: HandoffRecord | None
-    target: HandoffRecord | None
-
-
-def take_wish(body: dict[str, Any], engine: Engine, operation: Operation) -> HandoffWish | None:
-    """Take the `handoff` field out of a body.
-
-    Raises:
-        InvalidRequest: it is not one, or does not fit the rest of the body.
-        OperationUnsupported: this route or this engine does not hand over.
+    Attributes:
+        gateway: whose handoffs they are.
+        engine: who does the work.
+        relay: what the engine is told, and what it tells.
+        source: where it starts.
+        target: what it leaves.
+        decision: what the planner made of the source.
+        conversation: the messages of its context, if it is a chat.
+        rests_at: where its context ends when only the prompt is left behind; None: at its own end.
     """
-    given = body.pop("handoff", None)
-    if given is None:
-        return None
-    if operation not in OPERATIONS or not engine.relays:
-        raise OperationUnsupported(
-            f"'{engine.name}' does not hand over here: use /v1/completions or /v1/chat/completions "
-            "and an engine with `handoff = true`.",
-            param="handoff",
-        )
-    try:
-        wish = HandoffWish.model_validate(given)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(["handoff", *(str(part) for part in first["loc"] if isinstance(part, str))])
-        raise InvalidRequest(f"{where}: {first['msg']}", param="handoff") from None
-    _require_one_context(body, wish, operation)
-    return wish
 
+    gateway: Gateway
+    engine: Engine
+    relay: Relay
+    source: HandoffRecord | None = None
+    target: HandoffRecord | None = None
+    decision: Decision | None = None
+    conversation: Conversation | None = None
+    rests_at: int | None = None
 
-def _require_one_context(body: dict[str, Any], wish: HandoffWish, operation: Operation) -> None:
-    if body.get("n") not in (None, 1) or body.get("use_beam_search"):
-        raise InvalidRequest("'n' must be 1 with a handoff.", param="n")
-    if body.get("echo"):
-        raise InvalidRequest("'echo' does not go with a handoff.", param="echo")
-    if operation is Operation.CHAT:
-        _require_text_only(body)
-        if wish.source is None:
-            return
-        raise OperationUnsupported(
-            "A chat cannot start from a handoff yet; a completion can.", param="handoff.from"
-        )
-    prompt = body.get("prompt", "" if wish.source else None)
-    if not isinstance(prompt, str) and not (
-        isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    ):
-        raise InvalidRequest("With a handoff 'prompt' is one text, or one list of token ids.", param="prompt")
-    if body.get("prompt_embeds") is not None:
-        raise InvalidRequest("A context with prompt embeddings is not handed over.", param="prompt_embeds")
+    def start_from(self, source: HandoffRecord) -> None:
+        """Start from a handoff, as the planner thinks best."""
+        self.source = source
+        self.decision = self.gateway.planner.decide(self.engine, source)
+        self.gateway.metrics.handoffs.decisions.labels(self.decision.choice.value).inc()
+        if self.decision.loads:
+            self.relay.load, self.relay.limit = source.key, self.decision.limit
 
+    def leave(self, target: HandoffRecord, *, prompt_only: bool) -> None:
+        """Leave a handoff behind."""
+        self.target = target
+        self.relay.save, self.relay.prompt_only = target.key, prompt_only
 
-def _require_text_only(body: dict[str, Any]) -> None:
-    """Token ids do not tell an image; a context that holds one is not handed over."""
-    messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") != "text":
-                raise InvalidRequest("Only a context of text is handed over.", param="messages")
+    def failed(self) -> None:
+        """The request came to a bad end: there is nothing to start from."""
+        if self.target is not None:
+            self.gateway.handoffs.end(self.target, None)
+
+    async def ended(self) -> Json:
+        """The request is over: the `handoff` object of its answer."""
+        told: Json = {}
+        if self.target is not None:
+            told = await self._left(self.target)
+        if self.source is not None:
+            told["source"] = self._came_from(self.source)
+        return told
+
+    async def _left(self, target: HandoffRecord) -> Json:
+        tokens = self.relay.prompt_ids[: self.rests_at]
+        if not self.relay.prompt_only:
+            tokens = tokens + self.relay.output_ids
+        target.conversation = self.conversation
+        if self.conversation is not None and self.conversation.answer_from == AFTER_THE_PROMPT:
+            answer_from = {"answer_from": len(self.relay.prompt_ids)}
+            target.conversation = self.conversation.model_copy(update=answer_from)
+        handoffs = self.gateway.handoffs
+        handoffs.end(target, self.relay, tokens)
+        await handoffs.settled(target, SETTLE_WITHIN_S)
+        self.gateway.metrics.handoffs.created.inc()
+        return target.public()
+
+    def _came_from(self, source: HandoffRecord) -> Json:
+        told = outcome(source, self.relay, self.decision)
+        saved = self.engine.speed.prefill_s(told["loaded_tokens"] + told["resident_tokens"])
+        told["saved_prefill_ms"] = None if saved is None else round(saved * 1000, 1)
+        counted = self.gateway.metrics.handoffs
+        counted.consumed.labels(told["outcome"]).inc()
+        counted.tokens_reused.inc(told["loaded_tokens"])
+        counted.saved_prefill.inc(saved or 0)
+        return told
 
 
 async def relayed(
-    handoffs: Handoffs,
+    gateway: Gateway,
     engine: Engine,
     operation: Operation,
-    body: dict[str, Any],
+    body: Json,
     context: RequestContext,
     wish: HandoffWish,
-    metrics: GatewayMetrics,
 ) -> Reply:
     """Do a request that is part of a relay.
 
     Its prompt is always the whole truth: the handoff's token ids and then its own. The entry only
     brings KV for what both share.
     """
+    handoffs = gateway.handoffs
     source = await handoffs.source(wish.source, engine, context.tenant) if wish.source else None
+    leg = Leg(gateway, engine, Relay())
+    await _write_prompt(leg, source, operation, body, context, prompt_only=_prompt_only(wish))
     if source is not None:
-        own = await _own_tokens(engine, body.get("prompt", ""), context)
-        body = body | {"prompt": [*source.tokens, *own], "add_special_tokens": False}
-    target = _target(handoffs, engine, context, wish)
-    relay = Relay(
-        save=target.key if target is not None else None,
-        load=source.key if source is not None else None,
-    )
-    leg = Leg(relay, source, target)
+        leg.start_from(source)
+    if (save := wish.saving) is not None:
+        target = handoffs.begin(
+            engine, context.tenant, parent=wish.source, label=save.label, ttl_s=save.ttl_s, pin=save.pin
+        )
+        leg.leave(target, prompt_only=_prompt_only(wish))
     try:
-        reply = await engine.call(operation, body, context, relay)
+        reply = await engine.call(operation, body, context, leg.relay)
     except BaseException:
-        if target is not None:
-            handoffs.end(target, None)
+        leg.failed()
         raise
+    headers = {ID_HEADER: leg.target.id} if leg.target is not None else {}
     if isinstance(reply, StreamReply):
-        return StreamReply(_stream(handoffs, leg, reply.events, metrics))
-    return await _whole(handoffs, leg, reply, metrics)
+        return StreamReply(_stream(leg, reply.events), headers)
+    return await _whole(leg, reply, headers)
 
 
-def _target(
-    handoffs: Handoffs, engine: Engine, context: RequestContext, wish: HandoffWish
-) -> HandoffRecord | None:
-    if wish.save is False:
-        return None
-    save = wish.save if isinstance(wish.save, SaveWish) else SaveWish()
-    return handoffs.begin(engine, context.tenant, parent=wish.source, label=save.label, ttl_s=save.ttl_s)
+async def computed(
+    gateway: Gateway, engine: Engine, wish: NewHandoff, body: Json, context: RequestContext
+) -> tuple[Leg, Json]:
+    """A leg that only computes a context and leaves it behind, and the body that does it."""
+    handoffs = gateway.handoffs
+    source = await handoffs.source(wish.source, engine, context.tenant) if wish.source else None
+    leg = Leg(gateway, engine, Relay())
+    if wish.messages is not None:
+        chat = await _chat(Writer(engine, context), source, body, answered=False)
+        leg.relay.prompt, leg.conversation = chat.tokens, chat.conversation
+    else:
+        await _write_prompt(leg, source, Operation.COMPLETIONS, body, context, prompt_only=True)
+    if source is not None:
+        leg.start_from(source)
+    target = handoffs.begin(
+        engine, context.tenant, parent=wish.source, label=wish.label, ttl_s=wish.ttl_s, pin=wish.pin
+    )
+    leg.leave(target, prompt_only=True)
+    own = {"model": engine.name, "prompt": wish.prompt or "", "max_tokens": 1, "temperature": 0}
+    return leg, own
 
 
-async def _own_tokens(engine: Engine, prompt: str | list[int], context: RequestContext) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    if not prompt:
-        return []
-    body = {"model": engine.name, "prompt": prompt, "add_special_tokens": False}
-    reply = await engine.call(Operation.TOKENIZE, body, context)
-    if not isinstance(reply, WholeReply):
-        raise GenerationFailed()
-    tokens: list[int] = json.loads(reply.body)["tokens"]
-    return tokens
+def _prompt_only(wish: HandoffWish) -> bool:
+    return wish.saving is not None and wish.saving.scope == "prompt"
 
 
-async def _whole(handoffs: Handoffs, leg: Leg, reply: WholeReply, metrics: GatewayMetrics) -> WholeReply:
+async def _write_prompt(
+    leg: Leg,
+    source: HandoffRecord | None,
+    operation: Operation,
+    body: Json,
+    context: RequestContext,
+    *,
+    prompt_only: bool,
+) -> None:
+    """Set the leg's whole prompt, where the body alone does not say it, and what it is as a conversation."""
+    writer = Writer(leg.engine, context)
+    if operation is Operation.COMPLETIONS:
+        if source is not None:
+            prompt = body.get("prompt") or ""
+            own = await writer.tokens(prompt) if isinstance(prompt, str) else prompt
+            leg.relay.prompt, leg.conversation = [*source.tokens, *own], with_text(source.conversation)
+        return
+    if source is None and not prompt_only:  # the engine writes it, as every other chat
+        leg.conversation = conversation_of(body, AFTER_THE_PROMPT)
+        return
+    chat = await _chat(writer, source, body, answered=True)
+    leg.relay.prompt, leg.conversation = chat.tokens, chat.conversation
+    if prompt_only:
+        resting = await _chat(writer, source, body, answered=False)
+        if chat.tokens[: len(resting.tokens)] == resting.tokens:
+            leg.rests_at, leg.conversation = len(resting.tokens), resting.conversation
+
+
+async def _chat(writer: Writer, source: HandoffRecord | None, body: Json, *, answered: bool) -> Chat:
+    if source is None:
+        return await writer.begun(body, answered=answered)
+    return await writer.continued(source, body, answered=answered)
+
+
+async def _whole(leg: Leg, reply: WholeReply, headers: dict[str, str]) -> WholeReply:
     answer = json.loads(reply.body)
     _forget_transfer(answer)
     _true_usage(answer.get("usage"), leg.relay)
-    answer["handoff"] = await _told(handoffs, leg, metrics)
-    return WholeReply(json.dumps(answer).encode(), reply.media_type, reply.headers)
+    answer["handoff"] = await leg.ended()
+    return WholeReply(json.dumps(answer).encode(), reply.media_type, dict(reply.headers) | headers)
 
 
-async def _stream(
-    handoffs: Handoffs, leg: Leg, events: AsyncIterator[str], metrics: GatewayMetrics
-) -> AsyncIterator[str]:
+async def _stream(leg: Leg, events: AsyncIterator[str]) -> AsyncIterator[str]:
     """The events, and before the last one a chunk of ours that tells of the handoff."""
     ended = False
-    last: dict[str, Any] = {}
+    last: Json = {}
     try:
         async with aclosing(events) as rest:  # type: ignore[type-var]  # engines hand out generators
             async for event in rest:
                 if event == DONE:
                     ended = True
-                    told = await _told(handoffs, leg, metrics)
-                    yield _event(_head(last) | {"choices": [], "handoff": told})
+                    yield _event(_head(last) | {"choices": [], "handoff": await leg.ended()})
                     yield event
                     continue
                 last, text = _seen(event, leg.relay)
                 yield text
     finally:
-        if not ended and leg.target is not None:
-            handoffs.end(leg.target, None)
+        if not ended:
+            leg.failed()
 
 
-def _seen(event: str, relay: Relay) -> tuple[dict[str, Any], str]:
+def _seen(event: str, relay: Relay) -> tuple[Json, str]:
     """A chunk as an object, and as it goes out: its usage true, its transfer parameters ours alone."""
     if not event.startswith("data: {"):
         return {}, event
@@ -204,15 +231,15 @@ def _seen(event: str, relay: Relay) -> tuple[dict[str, Any], str]:
     return chunk, event
 
 
-def _event(chunk: dict[str, Any]) -> str:
+def _event(chunk: Json) -> str:
     return f"data: {json.dumps(chunk)}\n\n"
 
 
-def _head(chunk: dict[str, Any]) -> dict[str, Any]:
+def _head(chunk: Json) -> Json:
     return {key: chunk[key] for key in ("id", "object", "created", "model") if key in chunk}
 
 
-def _forget_transfer(answer: dict[str, Any]) -> bool:
+def _forget_transfer(answer: Json) -> bool:
     """The engine's own transfer parameters name the store's key: not the client's business."""
     return answer.pop("kv_transfer_params", None) is not None
 
@@ -231,35 +258,26 @@ def _prefix_hits(relay: Relay) -> int:
     return max(0, relay.cached - relay.lost)
 
 
-async def _told(handoffs: Handoffs, leg: Leg, metrics: GatewayMetrics) -> dict[str, Any]:
-    """The `handoff` object of an answer."""
-    told: dict[str, Any] = {}
-    if leg.target is not None:
-        handoffs.end(leg.target, leg.relay)
-        await handoffs.settled(leg.target, SETTLE_WITHIN_S)
-        metrics.handoffs.created.inc()
-        told = leg.target.public()
-    if leg.source is not None:
-        told["source"] = _outcome(leg.source, leg.relay)
-        metrics.handoffs.consumed.labels(told["source"]["outcome"]).inc()
-        metrics.handoffs.tokens_reused.inc(told["source"]["loaded_tokens"])
-    return told
-
-
-def _outcome(source: HandoffRecord, relay: Relay) -> dict[str, Any]:
+def outcome(source: HandoffRecord, relay: Relay, decision: Decision | None) -> dict[str, Any]:
+    """Where the KV of a handoff's tokens came from in the end."""
     loaded = relay.loaded or 0
-    resident = _prefix_hits(relay) - loaded
-    outcome, reason = "recomputed", "load_failed" if relay.lost else "kv_gone"
-    if loaded:
-        outcome, reason = "loaded", ""
-    elif resident > 0:
-        outcome, reason = "resident", ""
+    resident = max(0, _prefix_hits(relay) - loaded)
+    recompute = decision is not None and decision.choice is Choice.RECOMPUTE
+    found, reason = "recomputed", "kv_gone"
+    if relay.lost:
+        reason = "load_failed"
+    elif loaded and not recompute:
+        found, reason = "loaded", ""
+    elif resident:
+        found, reason = "resident", ""
+    elif recompute:
+        reason = "slower_to_load"
     return {
         "id": source.id,
         "tokens": len(source.tokens),
         "loaded_tokens": loaded,
-        "resident_tokens": max(0, resident),
-        "outcome": outcome,
+        "resident_tokens": resident,
+        "outcome": found,
         "reason": reason or None,
         "load_ms": round(relay.load_ms, 1),
-    }
+    } | (decision.public() if decision is not None else {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from starlette.responses import StreamingResponse
 from starlette.types import Scope
@@ -17,7 +17,11 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def event_stream(
-    first: str, rest: AsyncIterator[str], scope: Scope, metrics: GatewayMetrics
+    first: str,
+    rest: AsyncIterator[str],
+    scope: Scope,
+    metrics: GatewayMetrics,
+    headers: Mapping[str, str],
 ) -> StreamingResponse:
     """The answer to a streaming request.
 
@@ -26,9 +30,10 @@ def event_stream(
         rest: the events after it.
         scope: the request's.
         metrics: where a client that goes away is counted.
+        headers: of this answer.
     """
     body = _events(first, rest, scope, metrics)
-    return StreamingResponse(body, media_type="text/event-stream", headers=HEADERS)
+    return StreamingResponse(body, media_type="text/event-stream", headers=HEADERS | dict(headers))
 
 
 async def _events(

@@ -80,7 +80,11 @@ class WatchedClient:
         call = CURRENT_CALL.get()
         if call.relay is not None:
             wanted = transfer_params(
-                save=call.relay.save or False, load=call.relay.load, tag=call.context.request_id
+                save=call.relay.save or False,
+                scope="prompt" if call.relay.prompt_only else None,
+                load=call.relay.load,
+                limit=call.relay.limit,
+                tag=call.context.request_id,
             )
             call.deltas = sampling_params.output_kind.name == "DELTA"
             extra = sampling_params.extra_args or {}
@@ -97,7 +101,10 @@ def _note(relay: Relay, output: Any, *, deltas: bool) -> None:
     if not relay.prompt_ids:
         relay.prompt_ids = list(output.prompt_token_ids or ())
     relay.cached = output.num_cached_tokens or relay.cached
-    said = output.outputs[0].token_ids
+    completion = output.outputs[0]
+    if output.finished and output.kv_transfer_params is None and not isinstance(completion.stop_reason, str):
+        relay.saves = False  # at a stop string the engine saves without being able to say so here
+    said = completion.token_ids
     if deltas:
         relay.output_ids.extend(said)
     else:

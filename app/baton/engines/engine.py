@@ -25,15 +25,19 @@ from baton.engines.client import CURRENT_CALL, Call, WatchedClient
 from baton.engines.faults import UNFORESEEN, from_response, scrub, translate
 from baton.engines.port import EngineState, Json, Operation, Relay, Reply, Report, StreamReply, WholeReply
 from baton.engines.series import stat_logger_for
+from baton.engines.speed import Speed
 from baton.errors import BatonError, EngineUnavailable, GenerationFailed, OperationUnsupported, StartError
 from baton.models.store import identity
 from baton.settings import EngineSettings
 from baton.telemetry.ids import RequestContext
+from baton.telemetry.metrics import TransferMetrics
 
 WARM_UPS: tuple[tuple[Operation, Json], ...] = (
     (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2, "logprobs": 1}),
     (Operation.EMBEDDINGS, {"input": [0]}),
 )
+WARM_UP_PREFILL = 128
+"""Tokens computed once more where handoffs are on, to know how fast this engine does it."""
 CONTENT_HEADERS = ("metadata",)
 """Headers of vLLM's answers that tell how to read them: packed embeddings' ids, shapes and dtypes."""
 LAST_WORDS_WAIT_S = 0.2
@@ -117,6 +121,8 @@ class VllmEngine:
         self._client: AsyncLLM | None = None
         self._handlers: handlers.Handlers | None = None
         self._weights = identity(model)
+        self._speed = Speed()
+        self._transfers = TransferMetrics(self._registry, settings.name)
         self._relays: WeakValueDictionary[str, Relay] = WeakValueDictionary()
         self._cards: list[Json] = []
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
@@ -143,17 +149,27 @@ class VllmEngine:
     def weights(self) -> str:
         return self._weights
 
+    @property
+    def speed(self) -> Speed:
+        return self._speed
+
     def _transferred(self, outcomes: list[Json]) -> None:
-        """What the connector reported of loads; saves are told by the store."""
+        """What the connector reported."""
         for outcome in outcomes:
+            self._transfers.count(outcome)
             relay = self._relays.get(outcome["tag"] or "")
-            if relay is None or outcome["kind"] != "load":
-                continue
-            relay.load_ms = outcome["seconds"] * 1000
-            if outcome["failure"] is None:
-                relay.loaded = outcome["tokens"]
-            else:
-                relay.lost = outcome["tokens"]
+            if outcome["kind"] == "load" and outcome["failure"] is None:
+                self._speed.loaded(outcome["bytes"], outcome["seconds"])
+            if relay is not None:
+                _note_transfer(relay, outcome)
+
+    async def render(self, body: Json) -> str:
+        if self._handlers is None:
+            raise EngineUnavailable()
+        try:
+            return await self._handlers.render(body)
+        except Exception as error:  # the border to vLLM's renderer, which raises anything at all
+            raise self._translate(error) from error
 
     def cards(self) -> list[Json]:
         return self._cards
@@ -171,7 +187,7 @@ class VllmEngine:
 
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
-        logger = stat_logger_for(self._registry, self._transferred)
+        logger = stat_logger_for(self._registry, self._transferred, self._speed.prefilled)
         self._thread = EngineThread(self._args, logger, self.name)
         self._thread.start()
         self._client = await asyncio.wrap_future(self._thread.built)
@@ -186,6 +202,10 @@ class VllmEngine:
         for operation, body in WARM_UPS:
             if self._handlers is not None and self._handlers.method(operation) is not None:
                 await self.call(operation, body | {"model": self.name}, RequestContext("warm-up"))
+        if self.relays:
+            prompt = list(range(1, WARM_UP_PREFILL + 1))
+            body = {"model": self.name, "prompt": prompt, "max_tokens": 1}
+            await self.call(Operation.COMPLETIONS, body, RequestContext("warm-up"))
 
     async def _start_error(self, error: Exception) -> StartError:
         if isinstance(error, StartError):
@@ -216,7 +236,8 @@ class VllmEngine:
             self._relays[context.request_id] = relay
         CURRENT_CALL.set(call)
         try:
-            request = self._handlers.parse(operation, _with_our_id(operation, body, context))
+            body = _with_whole_prompt(operation, _with_our_id(operation, body, context), relay)
+            request = self._handlers.parse(operation, body)
             answer = await method(request, handlers.synthetic_request(context))
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all
             raise self._translate(error) from error
@@ -274,6 +295,27 @@ def _with_our_id(operation: Operation, body: Json, context: RequestContext) -> J
     if operation is Operation.RESPONSES:
         return body | {"request_id": f"resp_{context.request_id}"}
     return body
+
+
+def _with_whole_prompt(operation: Operation, body: Json, relay: Relay | None) -> Json:
+    """The body with the token ids that are its prompt; a chat takes them beside its messages."""
+    if relay is None or relay.prompt is None:
+        return body
+    if operation is Operation.CHAT:
+        return body | {"kv_transfer_params": {"prompt_token_ids": relay.prompt}}
+    return body | {"prompt": relay.prompt, "add_special_tokens": False}
+
+
+def _note_transfer(relay: Relay, outcome: Json) -> None:
+    if outcome["kind"] == "save":
+        relay.save_failed = outcome["failure"] is not None
+        relay.save_over.set()
+        return
+    relay.load_ms = outcome["seconds"] * 1000
+    if outcome["failure"] is None:
+        relay.loaded = outcome["tokens"]
+    else:
+        relay.lost = outcome["tokens"]
 
 
 def _is_error(event: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter
 
 from baton.engines.port import EngineState, Json, Operation, Relay, Reply, Report, StreamReply, WholeReply
+from baton.engines.speed import Speed
 from baton.errors import (
     BatonError,
     ContextTooLong,
@@ -40,6 +41,7 @@ class FakeBehaviour:
         call_error: raised before the first token.
         stream_error: raised after `stream_error_after` tokens of a stream.
         stream_error_after: see `stream_error`.
+        forgets_answers: its template leaves earlier answers out, as those of some thinking models do.
     """
 
     token_seconds: float = 0.0
@@ -48,6 +50,7 @@ class FakeBehaviour:
     call_error: BaseException | None = None
     stream_error: BatonError | None = None
     stream_error_after: int = 2
+    forgets_answers: bool = False
 
 
 @dataclass
@@ -71,6 +74,7 @@ class FakeEngine:
     weights: str = "fake"
     behaviour: FakeBehaviour = field(default_factory=FakeBehaviour)
     state: EngineState = EngineState.STARTING
+    speed: Speed = field(default_factory=Speed)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     bodies: list[Json] = field(default_factory=list)
     active: int = 0
@@ -96,6 +100,17 @@ class FakeEngine:
     async def stop(self) -> None:
         self.state = EngineState.STOPPED
 
+    async def render(self, body: Json) -> str:
+        """One line a message, a system line first as many models' templates have it."""
+        messages = body["messages"]
+        texts = [_message_text(message) for message in messages]
+        lines = [f"<{message['role']}> {text} <end>" for message, text in zip(messages, texts, strict=True)]
+        if messages and messages[0]["role"] != "system":
+            lines.insert(0, "<system> be kind <end>")
+        if self.behaviour.forgets_answers:
+            lines = [line for line in lines[:-1] if not line.startswith("<assistant>")] + lines[-1:]
+        return " ".join(lines) + (" <assistant> " if body.get("add_generation_prompt") else " ")
+
     def cards(self) -> list[Json]:
         return [
             {
@@ -110,6 +125,9 @@ class FakeEngine:
     async def call(
         self, operation: Operation, body: Json, context: RequestContext, relay: Relay | None = None
     ) -> Reply:
+        relay = relay or Relay()
+        if relay.prompt is not None:
+            body = body | {"prompt": relay.prompt}
         self.bodies.append(body)
         if self.behaviour.call_error is not None:
             raise self.behaviour.call_error
@@ -117,7 +135,7 @@ class FakeEngine:
         tokens_only = operation in (Operation.TOKENIZE, Operation.DETOKENIZE)
         if not tokens_only and embeds is not self.pooling:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
-        answer = _Answer(self, operation, body, context, relay or Relay())
+        answer = _Answer(self, operation, body, context, relay)
         if body.get("stream") and operation in STREAMS:
             return StreamReply(answer.events())
         return await answer.whole()
@@ -140,7 +158,7 @@ class _Answer:
         self._body = body
         self._id = context.request_id
         self._created = int(time.time())
-        self._words = _prompt_words(operation, body)
+        self._words = _prompt_words(operation, body, relay)
         limit = _limit(operation, body)
         if len(self._words) + limit > MAX_MODEL_LEN:
             raise ContextTooLong(
@@ -150,6 +168,7 @@ class _Answer:
         self._said = [word if index == 0 else f" {word}" for index, word in enumerate(said)]
         self._relay = relay
         relay.prompt_ids = [_token_id(word) for word in self._words]
+        relay.saves = False  # there is no KV
 
     async def _tokens(self) -> AsyncIterator[str]:
         engine = self._engine
@@ -365,7 +384,9 @@ _LIMIT_FIELDS = {
 }
 
 
-def _prompt_words(operation: Operation, body: Json) -> list[str]:
+def _prompt_words(operation: Operation, body: Json, relay: Relay) -> list[str]:
+    if relay.prompt is not None:
+        return [str(token) for token in relay.prompt]
     name = _PROMPT_FIELDS[operation]
     if operation is Operation.TOKENIZE and "messages" in body:
         name = "messages"

@@ -32,6 +32,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from vllm.renderers import merge_kwargs
 
 from baton.engines.client import WatchedClient
 from baton.engines.port import Operation
@@ -124,6 +125,22 @@ class Handlers:
     def parse(self, operation: Operation, body: dict[str, Any]) -> Any:
         """The request as vLLM's type. Raises pydantic's ValidationError."""
         return self._parsers[operation].validate_python(body)
+
+    async def render(self, body: dict[str, Any]) -> str:
+        """A conversation as the model's template writes it, by the renderer that chat requests pass too.
+
+        Raises anything at all.
+        """
+        request = self._parsers[Operation.CHAT].validate_python(body)
+        tools = [tool.model_dump() for tool in request.tools] if request.tools else None
+        online = self._state.serving_tokenization.online_renderer
+        params = request.build_chat_params(
+            online.chat_template, online.chat_template_content_format
+        ).with_defaults(
+            merge_kwargs(online.default_chat_template_kwargs, {"tools": tools, "tokenize": False})
+        )
+        _, prompt = await online.renderer.render_messages_async(request.messages, params)
+        return str(prompt["prompt"])
 
     async def cards(self) -> list[dict[str, Any]]:
         models = await self._state.openai_serving_models.show_available_models()

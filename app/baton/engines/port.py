@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
+from baton.engines.speed import Speed
 from baton.telemetry.ids import RequestContext
 
 Json = dict[str, Any]
@@ -55,6 +57,7 @@ class StreamReply:
     """
 
     events: AsyncIterator[str]
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -62,24 +65,36 @@ class Relay:
     """What one call starts from and leaves behind; the engine fills in what it saw.
 
     Attributes:
+        prompt: its whole prompt in token ids, in place of what its body says; None: as the body says.
         save: the entry its KV is to be saved as.
+        prompt_only: save the prompt's KV, not the answer's.
         load: the entry it may start from.
+        limit: load at most so many tokens; None: all.
         prompt_ids: the prompt's token ids, once known.
         output_ids: the generated token ids so far.
         cached: tokens the engine says it did not prefill.
         loaded: tokens whose KV came from the entry; None: none was loaded.
         lost: tokens whose KV was promised by the entry and could not be loaded.
         load_ms: how long the load took.
+        saves: the engine has not said that it leaves nothing behind.
+        save_failed: the save came to a bad end.
+        save_over: set when the engine has told how the save ended.
     """
 
+    prompt: list[int] | None = None
     save: str | None = None
+    prompt_only: bool = False
     load: str | None = None
+    limit: int | None = None
     prompt_ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     cached: int = 0
     loaded: int | None = None
     lost: int = 0
     load_ms: float = 0.0
+    saves: bool = True
+    save_failed: bool = False
+    save_over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 Reply = WholeReply | StreamReply
@@ -123,6 +138,22 @@ class Engine(Protocol):
     @property
     def weights(self) -> str:
         """What tells its weights from others: engines of the same ones understand each other's handoffs."""
+        ...
+
+    @property
+    def speed(self) -> Speed:
+        """How fast it computes and loads."""
+        ...
+
+    async def render(self, body: Json) -> str:
+        """A conversation as the model's template writes it.
+
+        Args:
+            body: of a chat request: `messages`, and what else decides how they are written.
+
+        Raises:
+            BatonError: the template cannot write it, or there is none.
+        """
         ...
 
     def cards(self) -> list[Json]:

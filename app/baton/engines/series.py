@@ -21,16 +21,20 @@ FAMILIES: dict[str, type[Any]] = {
 }
 
 Transferred = Callable[[list[dict[str, Any]]], None]
+Prefilled = Callable[[int, float], None]
 
 
 def stat_logger_for(
-    registry: CollectorRegistry, transferred: Transferred = lambda _outcomes: None
+    registry: CollectorRegistry,
+    transferred: Transferred = lambda _outcomes: None,
+    prefilled: Prefilled = lambda _tokens, _seconds: None,
 ) -> type[PrometheusStatLogger]:
     """A `PrometheusStatLogger` whose series live in `registry`.
 
     Args:
         registry: the engine's.
         transferred: told what the KV connector reports, on the event loop.
+        prefilled: told of every finished request how many tokens of its prompt were computed, in how long.
 
     vLLM wants a class here: anything else it takes for a per-engine logger and adds its own too.
     """
@@ -40,13 +44,15 @@ def stat_logger_for(
         helper = getattr(PrometheusStatLogger, name)
         own = {key: families[key] for key in families if hasattr(helper, key)}
         members[name] = type(helper.__name__, (helper,), own)
-    members["record"] = _record(transferred)
+    members["record"] = _record(transferred, prefilled)
     return type("EnginePrometheusStatLogger", (PrometheusStatLogger,), members)
 
 
-def _record(transferred: Transferred) -> Callable[..., None]:
-    def record(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
-        PrometheusStatLogger.record(self, scheduler_stats, *args, **kwargs)
+def _record(transferred: Transferred, prefilled: Prefilled) -> Callable[..., None]:
+    def record(self: Any, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        PrometheusStatLogger.record(self, scheduler_stats, iteration_stats, *args, **kwargs)
+        for request in iteration_stats.finished_requests if iteration_stats is not None else ():
+            prefilled(request.num_prompt_tokens - request.num_cached_tokens, request.prefill_time)
         reported = getattr(scheduler_stats, "kv_connector_stats", None)
         if reported:
             transferred(reported.get("outcomes", []))

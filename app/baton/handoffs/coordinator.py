@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
-from collections.abc import Coroutine
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 import structlog
-from pydantic import ValidationError
 
 from baton.engines.port import Engine, Relay
-from baton.errors import HandoffIncompatible, HandoffNotFound, HandoffPending
-from baton.handoffs.record import HandoffRecord, HandoffState
+from baton.errors import HandoffIncompatible, HandoffNotFound, HandoffPending, HandoffPinsFull
+from baton.handoffs.files import RecordFiles
+from baton.handoffs.record import HandoffRecord, HandoffState, is_ours
 from baton.settings import HandoffSettings
+from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.base import EntryMissing, Store, StoreError
 
 COMMIT_WITHIN_S = 5.0
-"""A save runs beside the engine's work; what is not in the store by then is tokens only."""
-LOOK_EVERY_S = 0.005
+"""A save runs beside the engine's work. What is not there by then is tokens only, until it is."""
+GIVEN_UP_AFTER_S = 120.0
+LOOK_EVERY_S = 0.25
+"""The engine tells when a save is over; the store is looked at too, in case that was missed."""
 FAILED_FOR_S = 60.0
 """A handoff whose request failed is shown this long, and never to be started from."""
+SWEEP_EVERY_S = 2.0
+ORPHANED_AFTER_S = 600.0
+"""An entry that has no record this long after its last use belongs to nobody."""
 MAX_PER_TENANT = 10_000
+Result = TypeVar("Result")
+PINNED_SHARE = 0.5
+"""Of the budget; the rest stays for handoffs that nobody pinned."""
 
 
 class Handoffs:
@@ -32,55 +39,85 @@ class Handoffs:
 
     Args:
         settings: how long they live.
-        store: where their KV is; the connector writes it, this side looks, and deletes.
-        records: a folder for what is known of them, so that they outlive the process; None: they do not.
+        store: where their KV is; the connector writes it, this side looks, pins and deletes.
+        files: what is known of them, kept beyond this process.
+        metrics: where they are counted.
+        clock: monotonic seconds, by which they expire.
+        wall: seconds since the epoch, which are shown and kept.
     """
 
-    def __init__(self, settings: HandoffSettings, store: Store, records: Path | None) -> None:
+    def __init__(
+        self,
+        settings: HandoffSettings,
+        store: Store,
+        files: RecordFiles,
+        metrics: HandoffMetrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self._settings = settings
         self._store = store
-        self._folder = records
+        self._files = files
+        self._metrics = metrics
+        self._clock = clock
+        self._wall = wall
         self._records: dict[str, HandoffRecord] = {}
+        self._deadlines: dict[str, float] = {}
         self._over: dict[str, asyncio.Event] = {}
-        self._settling: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._log = structlog.get_logger("baton.handoffs")
-        self._read()
+        for record in files.read_all():
+            self._adopt(record)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Sweep while inside; at the end wait for what is being settled."""
+        sweeper = asyncio.create_task(self._keep_sweeping(), name="handoff-sweeper")
+        try:
+            yield
+        finally:
+            sweeper.cancel()
+            await asyncio.gather(sweeper, *self._background, return_exceptions=True)
 
     def begin(
-        self, engine: Engine, tenant: str, *, parent: str | None, label: str | None, ttl_s: int | None
+        self,
+        engine: Engine,
+        tenant: str,
+        *,
+        parent: str | None,
+        label: str | None = None,
+        ttl_s: int | None = None,
+        pin: bool = False,
     ) -> HandoffRecord:
         """A pending handoff, which a request is about to leave behind."""
-        now = time.time()
+        now = self._wall()
         lives = min(ttl_s or self._settings.ttl_s, self._settings.ttl_s)
         record = HandoffRecord(
             tenant=tenant,
             model=engine.name,
             weights=engine.weights,
             created_at=now,
+            ttl_s=lives,
             expires_at=now + lives,
+            pin=pin,
             parent=parent,
             label=label,
         )
-        self._sweep(now)
         self._make_room(tenant)
-        self._records[record.id] = record
         self._over[record.id] = asyncio.Event()
+        self._keep(record, lives)
         return record
 
-    def end(self, record: HandoffRecord, relay: Relay | None) -> None:
-        """The request is over: its token ids are known, or it failed (`relay` is None)."""
-        if relay is None or not relay.prompt_ids:
+    def end(self, record: HandoffRecord, relay: Relay | None, tokens: Iterable[int] = ()) -> None:
+        """The request is over: these are its context's token ids, or it failed (`relay` is None)."""
+        record.tokens.extend(tokens)
+        if relay is None or not record.tokens:
             record.state = HandoffState.FAILED
-            record.expires_at = min(record.expires_at, time.time() + FAILED_FOR_S)
+            self._live(record, min(FAILED_FOR_S, record.ttl_s))
             self._over.pop(record.id).set()
             return
-        record.tokens = [*relay.prompt_ids, *relay.output_ids]
-        self._start(self._settle(record))
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
+        self.begin_work(self._settle(record, relay))
 
     async def settled(self, record: HandoffRecord, within_s: float) -> None:
         """Wait until a handoff is no longer pending, at most so long."""
@@ -97,7 +134,7 @@ class Handoffs:
             HandoffPending: it did not come within the deadline.
             HandoffIncompatible: it is of other weights.
         """
-        record = self.get(handoff_id, tenant)
+        record = await self.get(handoff_id, tenant)
         await self.settled(record, self._settings.wait_s)
         if record.state is HandoffState.PENDING:
             raise HandoffPending()
@@ -111,54 +148,105 @@ class Handoffs:
             )
         return record
 
-    def get(self, handoff_id: str, tenant: str) -> HandoffRecord:
+    async def get(self, handoff_id: str, tenant: str) -> HandoffRecord:
         """One of the tenant's handoffs.
 
         Raises:
             HandoffNotFound: unknown, expired, or another tenant's: one answer for all.
         """
-        self._sweep(time.time())
+        if handoff_id not in self._records:
+            left = await asyncio.to_thread(self._files.read, handoff_id)
+            if left is not None and handoff_id not in self._records:
+                self._adopt(left)
         record = self._records.get(handoff_id)
-        if record is None or record.tenant != tenant:
+        if record is None or record.tenant != tenant or self._deadlines[handoff_id] <= self._clock():
             raise HandoffNotFound()
         return record
 
-    def list(self, tenant: str) -> list[HandoffRecord]:
-        """The tenant's handoffs, the newest first."""
-        self._sweep(time.time())
-        mine = [record for record in self._records.values() if record.tenant == tenant]
-        return sorted(mine, key=lambda record: record.created_at, reverse=True)
-
-    async def delete(self, handoff_id: str, tenant: str) -> None:
-        """Forget one; who loads it now comes to the end of it.
+    def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[HandoffRecord], bool]:
+        """Some of the tenant's handoffs, the newest first, and whether there are more.
 
         Raises:
-            HandoffNotFound: as `get`.
+            HandoffNotFound: there is no `after`.
         """
-        record = self.get(handoff_id, tenant)
-        del self._records[record.id]
+        self._sweep()
+        mine = [record for record in self._records.values() if record.tenant == tenant]
+        mine.sort(key=lambda record: record.created_at, reverse=True)
+        if after is not None:
+            ids = [record.id for record in mine]
+            if after not in ids:
+                raise HandoffNotFound()
+            mine = mine[ids.index(after) + 1 :]
+        return mine[:limit], len(mine) > limit
+
+    async def change(self, record: HandoffRecord, changes: dict[str, Any]) -> None:
+        """Set `label`, `ttl_s` (from now) or `pin`.
+
+        Raises:
+            HandoffPinsFull: too much is pinned already.
+        """
+        if changes.get("pin", record.pin) is not record.pin:
+            await self._pin(record, bool(changes["pin"]))
+        if "label" in changes:
+            record.label = changes["label"]
+        if changes.get("ttl_s") is not None:
+            record.ttl_s = min(changes["ttl_s"], self._settings.ttl_s)
+            record.expires_at = self._wall() + record.ttl_s
+            self._live(record, record.ttl_s)
+        if record.state is HandoffState.READY:
+            await asyncio.to_thread(self._files.write, record)
+
+    async def delete(self, record: HandoffRecord) -> None:
+        """Forget one; who loads it now comes to the end of it."""
+        self._forget(record)
         await asyncio.to_thread(self._remove, record)
 
-    async def close(self) -> None:
-        """Wait for what is being settled."""
-        await asyncio.gather(*self._settling, return_exceptions=True)
-
-    async def _settle(self, record: HandoffRecord) -> None:
-        """Wait for the entry: the store's rename is the truth."""
+    async def _pin(self, record: HandoffRecord, pin: bool) -> None:
+        if pin:
+            pinned = sum(other.bytes for other in self._records.values() if other.pin and other is not record)
+            if pinned + record.bytes > PINNED_SHARE * int(self._settings.budget):
+                raise HandoffPinsFull()
+        record.pin = pin
         try:
-            deadline = time.monotonic() + COMMIT_WITHIN_S
-            while time.monotonic() < deadline:
-                if await asyncio.to_thread(self._store.exists, record.key):
-                    break
-                await asyncio.sleep(LOOK_EVERY_S)
-            record.bytes = await asyncio.to_thread(self._size, record)
-            record.state = HandoffState.READY
-            await asyncio.to_thread(self._write, record)
+            await asyncio.to_thread(self._store.pin, record.key, pin)
+        except StoreError as error:
+            self._log.warning("handoff_not_pinned", reason=str(error))
+
+    async def _settle(self, record: HandoffRecord, relay: Relay) -> None:
+        """Wait for the entry. The engine says when it is there; the store's rename is the truth."""
+        try:
+            if not await self._committed(record, relay, COMMIT_WITHIN_S):
+                self._ready(record)
+                await self._committed(record, relay, GIVEN_UP_AFTER_S)
+            if record.pin and record.bytes:
+                await self._pin_or_say_no(record)
+            await asyncio.to_thread(self._files.write, record)
+        finally:
+            self._ready(record)  # its token ids are known, whatever became of its KV
             if record.id not in self._records:  # deleted or expired meanwhile: what came after it goes too
                 await asyncio.to_thread(self._remove, record)
-        finally:
-            record.state = HandoffState.READY  # its token ids are known, whatever became of its KV
-            self._over.pop(record.id).set()
+
+    async def _committed(self, record: HandoffRecord, relay: Relay, within_s: float) -> bool:
+        """Whether it is known now what became of the save."""
+        deadline = time.monotonic() + within_s
+        while True:
+            record.bytes = await asyncio.to_thread(self._size, record)
+            if record.bytes or relay.save_failed or not relay.saves:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(relay.save_over.wait(), LOOK_EVERY_S)
+
+    async def _pin_or_say_no(self, record: HandoffRecord) -> None:
+        record.pin = False
+        with contextlib.suppress(HandoffPinsFull):
+            await self._pin(record, True)
+
+    def _ready(self, record: HandoffRecord) -> None:
+        record.state = HandoffState.READY
+        if (over := self._over.pop(record.id, None)) is not None:
+            over.set()
 
     def _size(self, record: HandoffRecord) -> int:
         try:
@@ -167,56 +255,70 @@ class Handoffs:
         except (EntryMissing, StoreError):
             return 0
 
-    def _sweep(self, now: float) -> None:
+    def _keep(self, record: HandoffRecord, lives: float) -> None:
+        self._records[record.id] = record
+        self._live(record, lives)
+
+    def _live(self, record: HandoffRecord, seconds: float) -> None:
+        self._deadlines[record.id] = self._clock() + seconds
+
+    def _adopt(self, record: HandoffRecord) -> None:
+        """A record of an earlier run, or of another gateway over the same store."""
+        lives = min(record.expires_at - self._wall(), record.ttl_s)
+        self._keep(record, max(0.0, lives))  # one that is over goes with the next sweep
+
+    def _forget(self, record: HandoffRecord) -> None:
+        self._records.pop(record.id, None)
+        self._deadlines.pop(record.id, None)
+
+    def begin_work(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Let something go on beside the requests, also when who began it is gone."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background_ended)
+        return task
+
+    def _background_ended(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.warning("handoff_work_failed", reason=type(error).__name__)
+
+    async def _keep_sweeping(self) -> None:
+        orphans = await asyncio.to_thread(
+            self._store.sweep, wanted=self._wanted, older_than_s=ORPHANED_AFTER_S
+        )
+        if orphans:
+            self._log.info("handoff_orphans_removed", entries=orphans)
+        while True:
+            self._sweep()
+            self._metrics.kept.set(len(self._records))
+            self._metrics.store_bytes.set(await asyncio.to_thread(self._store.size))
+            await asyncio.sleep(SWEEP_EVERY_S)
+
+    def _wanted(self, key: str) -> bool:
+        return not is_ours(key) or self._files.read(key.partition("/")[2]) is not None
+
+    def _sweep(self) -> None:
         """Drop what has expired; the files go in the background."""
-        for record in [record for record in self._records.values() if record.expires_at <= now]:
-            del self._records[record.id]
-            self._start(asyncio.to_thread(self._remove, record))
+        now = self._clock()
+        for handoff_id in [found for found, deadline in self._deadlines.items() if deadline <= now]:
+            record = self._records[handoff_id]
+            self._forget(record)
+            self._metrics.expired.inc()
+            self.begin_work(asyncio.to_thread(self._remove, record))
 
     def _make_room(self, tenant: str) -> None:
         """A tenant that never stops leaving handoffs loses its oldest."""
+        if len(self._records) < MAX_PER_TENANT:
+            return
         mine = [record for record in self._records.values() if record.tenant == tenant]
         for record in mine[: max(0, len(mine) + 1 - MAX_PER_TENANT)]:
-            del self._records[record.id]
-            self._start(asyncio.to_thread(self._remove, record))
+            self._forget(record)
+            self.begin_work(asyncio.to_thread(self._remove, record))
 
     def _remove(self, record: HandoffRecord) -> None:
         try:
-            if self._folder is not None:
-                _file(self._folder, record).unlink(missing_ok=True)
+            self._files.remove(record)
             self._store.delete(record.key)
         except (OSError, StoreError) as error:
             self._log.warning("handoff_not_removed", reason=type(error).__name__)
-
-    def _write(self, record: HandoffRecord) -> None:
-        if self._folder is None:
-            return
-        path = _file(self._folder, record)
-        aside = path.with_suffix(".new")
-        try:
-            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "w") as stream:
-                stream.write(record.model_dump_json())
-            os.replace(aside, path)
-        except OSError as error:
-            self._log.warning("handoff_not_kept", reason=error.strerror)  # it lives as long as the process
-
-    def _read(self) -> None:
-        if self._folder is None:
-            return
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in self._folder.glob("*.json"):
-            try:
-                record = HandoffRecord.model_validate_json(path.read_bytes())
-            except (OSError, ValidationError):
-                self._log.warning("handoff_unreadable", file=path.name)
-                path.unlink(missing_ok=True)
-                continue
-            if record.expires_at <= time.time():
-                self._remove(record)
-            else:
-                self._records[record.id] = record
-
-
-def _file(folder: Path, record: HandoffRecord) -> Path:
-    return folder / f"{record.id}.json"

@@ -1,18 +1,51 @@
-"""What is known of one handoff, and how it is kept beside its entry."""
+"""What is known of one handoff."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+from array import array
 from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
+
+
+def _token_ids(value: Any) -> array[int]:
+    return value if isinstance(value, array) else array("i", value)
+
+
+if TYPE_CHECKING:
+    Ids = array[int]
+else:
+    Ids = array  # of Python 3.11 takes no parameter
+TokenIds = Annotated[Ids, PlainValidator(_token_ids), PlainSerializer(list)]
+"""Four bytes a token: a gateway remembers many long contexts."""
 
 
 class HandoffState(StrEnum):
     PENDING = "pending"
     READY = "ready"
     FAILED = "failed"
+
+
+class Conversation(BaseModel):
+    """The messages that a handoff's token ids are, so that a chat can go on from them.
+
+    Attributes:
+        messages: as the requests sent them, the assistant's answers between them.
+        template: the requests' fields that decide how the model's template writes them.
+        answer_from: index of the first token of the assistant's last answer, which is not among the
+            messages yet; None: the last message is over.
+        torn: text follows that is no message, so no message can follow it.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    messages: list[dict[str, Any]]
+    template: dict[str, Any] = {}
+    answer_from: int | None = None
+    torn: bool = False
 
 
 class HandoffRecord(BaseModel):
@@ -24,10 +57,13 @@ class HandoffRecord(BaseModel):
         model: the engine that left it behind.
         weights: that engine's; engines of the same weights understand it.
         tokens: every token id of its context, in order.
+        conversation: what they are as messages; None: they were never a chat.
         state: pending until the request that leaves it behind is over.
         bytes: size of its entry; 0: there is none, and who starts from it prefills.
         created_at: seconds since the epoch.
+        ttl_s: seconds it lives.
         expires_at: seconds since the epoch.
+        pin: its KV stays when others' goes for the budget.
         parent: the handoff it started from.
         label: the client's own words.
     """
@@ -38,11 +74,14 @@ class HandoffRecord(BaseModel):
     tenant: str
     model: str
     weights: str
-    tokens: list[int] = []
+    tokens: TokenIds = Field(default_factory=lambda: array("i"))
+    conversation: Conversation | None = None
     state: HandoffState = HandoffState.PENDING
     bytes: int = 0
     created_at: float
+    ttl_s: float
     expires_at: float
+    pin: bool = False
     parent: str | None = None
     label: str | None = None
 
@@ -61,6 +100,7 @@ class HandoffRecord(BaseModel):
             "tokens": len(self.tokens),
             "latent_steps": 0,
             "bytes": self.bytes,
+            "pin": self.pin,
             "created_at": int(self.created_at),
             "expires_at": int(self.expires_at),
             "parent": self.parent,
@@ -70,4 +110,12 @@ class HandoffRecord(BaseModel):
 
 def scope_of(tenant: str) -> str:
     """A tenant's part of a store's keys."""
-    return hashlib.sha256(tenant.encode()).hexdigest()[:32]
+    return hashlib.sha256(tenant.encode()).hexdigest()[:SCOPE_LENGTH]
+
+
+def is_ours(key: str) -> bool:
+    """Whether a store's key is of a handoff, not of an engine that somebody runs without a gateway."""
+    return len(key.partition("/")[0]) == SCOPE_LENGTH
+
+
+SCOPE_LENGTH = 32

@@ -7,8 +7,9 @@ same name are merged, because Prometheus refuses a page that names one twice.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import generate_latest
@@ -18,6 +19,15 @@ from baton import __version__
 
 OTHER = "other"
 """The label value for what is not in a closed list: labels never grow with traffic."""
+
+FAILURES = {
+    "EntryInvalid": "corrupt",
+    "EntryForeign": "incompatible",
+    "EntryMissing": "missing",
+    "StoreFull": "full",
+    "StoreError": "device",
+}
+"""The connector's words for what went wrong, and ours."""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -96,6 +106,54 @@ class HandoffMetrics:
             "Tokens whose KV was loaded, not prefilled.",
             registry=registry,
         )
+        self.saved_prefill = Counter(
+            "baton_handoff_saved_prefill_seconds_total",
+            "Prefill time that starting from handoffs saved, estimated by each engine's own rate.",
+            registry=registry,
+        )
+        self.decisions = Counter(
+            "baton_handoff_decisions_total",
+            "What the planner decided about a handoff's KV.",
+            ("decision",),
+            registry=registry,
+        )
+        self.expired = Counter(
+            "baton_handoff_expired_total", "Handoffs whose time was over.", registry=registry
+        )
+        self.kept = Gauge("baton_handoffs", "Handoffs there are.", registry=registry)
+        self.store_bytes = Gauge("baton_store_bytes", "Bytes all entries take.", registry=registry)
+
+
+class TransferMetrics:
+    """What one engine moves to and from the store, as its connector reports it."""
+
+    def __init__(self, registry: CollectorRegistry, engine: str) -> None:
+        self._engine = engine
+        self._seconds = Histogram(
+            "baton_store_op_duration_seconds",
+            "Seconds a load or a save took.",
+            ("engine", "op"),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._bytes = Counter(
+            "baton_handoff_bytes_total", "Bytes of KV moved.", ("engine", "direction"), registry=registry
+        )
+        self._errors = Counter(
+            "baton_store_errors_total",
+            "Loads and saves that failed; what they were for was computed instead.",
+            ("engine", "op", "kind"),
+            registry=registry,
+        )
+
+    def count(self, outcome: Mapping[str, Any]) -> None:
+        """One outcome of `baton_kv.messages.Outcome`, as plain values."""
+        operation = outcome["kind"]
+        self._seconds.labels(self._engine, operation).observe(outcome["seconds"])
+        if outcome["failure"] is None:
+            self._bytes.labels(self._engine, operation).inc(outcome["bytes"])
+        else:
+            self._errors.labels(self._engine, operation, FAILURES.get(outcome["failure"], OTHER)).inc()
 
 
 @dataclass(frozen=True)

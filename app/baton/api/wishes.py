@@ -1,0 +1,171 @@
+"""What a request wants of the relay: its `handoff` field, and the body of `POST /v1/handoffs`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from baton.engines.port import Engine, Operation
+from baton.errors import InvalidRequest, OperationUnsupported
+
+OPERATIONS = (Operation.COMPLETIONS, Operation.CHAT)
+Label = Annotated[str, Field(max_length=200)]
+Seconds = Annotated[int, Field(ge=1)]
+HandoffId = Annotated[str, Field(min_length=1, max_length=64)]
+Wish = TypeVar("Wish", bound=BaseModel)
+
+
+class Closed(BaseModel):
+    """Fields of a request: read-only, and closed to names it does not know."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class SaveWish(Closed):
+    """`handoff.save` as an object."""
+
+    ttl_s: Seconds | None = None
+    pin: bool = False
+    label: Label | None = None
+    scope: Literal["context", "prompt"] = "context"
+    latent_steps: Literal[0] = 0
+
+
+class HandoffWish(Closed):
+    """The `handoff` field of a request."""
+
+    save: SaveWish | Literal[True, False] = False
+    source: HandoffId | None = Field(None, alias="from")
+
+    @property
+    def saving(self) -> SaveWish | None:
+        """What is to be left behind, if anything is."""
+        if self.save is True:
+            return SaveWish()
+        return self.save or None
+
+
+class NewHandoff(Closed):
+    """The body of `POST /v1/handoffs`, but for the fields of a chat that decide how it is written."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    source: HandoffId | None = Field(None, alias="from")
+    latent_steps: Literal[0] = 0
+    ttl_s: Seconds | None = None
+    pin: bool = False
+    label: Label | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> NewHandoff:
+        if (self.prompt is None) is (self.messages is None):
+            raise ValueError("give either 'prompt' or 'messages'")
+        return self
+
+
+class Changes(Closed):
+    """The body of `PATCH /v1/handoffs/{id}`; what is left out stays as it is."""
+
+    ttl_s: Seconds | None = None
+    pin: bool = False
+    label: Label | None = None
+
+
+def parsed(kind: type[Wish], given: object, where: str = "") -> Wish:
+    """What a client sent, as `kind`.
+
+    Raises:
+        InvalidRequest: it is not one; `param` names the field.
+    """
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        names = [where] if where else []
+        names += [part for part in first["loc"] if isinstance(part, str) and part.islower()]
+        message = first["msg"].removeprefix("Value error, ")
+        name = ".".join(names)
+        raise InvalidRequest(f"{name}: {message}" if name else message, param=where or name or None) from None
+
+
+def take_wish(body: dict[str, Any], engine: Engine, operation: Operation) -> HandoffWish | None:
+    """Take the `handoff` field out of a body.
+
+    Raises:
+        InvalidRequest: it is not one, or does not fit the rest of the body.
+        OperationUnsupported: this route or this engine does not hand over.
+    """
+    given = body.pop("handoff", None)
+    if given is None:
+        return None
+    if operation not in OPERATIONS:
+        raise OperationUnsupported(
+            "Nothing is handed over here: use /v1/completions or /v1/chat/completions.", param="handoff"
+        )
+    require_relay(engine)
+    wish = parsed(HandoffWish, given, "handoff")
+    _require_one_context(body, wish)
+    (_require_one_prompt if operation is Operation.COMPLETIONS else _require_chat)(body, wish)
+    return wish
+
+
+def require_relay(engine: Engine) -> None:
+    """Refuse an engine that does not hand over.
+
+    Raises:
+        OperationUnsupported: it is one.
+    """
+    if not engine.relays:
+        raise OperationUnsupported(
+            f"The engine '{engine.name}' does not hand over: its settings lack `handoff = true`.",
+            param="model",
+        )
+
+
+def _require_one_context(body: dict[str, Any], wish: HandoffWish) -> None:
+    several = body.get("n") not in (None, 1)
+    if several and wish.saving is not None and wish.saving.scope != "prompt":
+        raise InvalidRequest(
+            "'n' must be 1 to save a context; with scope \"prompt\" it may be more.", param="n"
+        )
+    if body.get("use_beam_search"):
+        raise InvalidRequest("'use_beam_search' does not go with a handoff.", param="use_beam_search")
+    if body.get("echo"):
+        raise InvalidRequest("'echo' does not go with a handoff.", param="echo")
+
+
+def _require_one_prompt(body: dict[str, Any], wish: HandoffWish) -> None:
+    prompt = body.get("prompt", "" if wish.source else None)
+    if not isinstance(prompt, str) and not (
+        isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    ):
+        raise InvalidRequest("With a handoff 'prompt' is one text, or one list of token ids.", param="prompt")
+    if body.get("prompt_embeds") is not None:
+        raise InvalidRequest("A context with prompt embeddings is not handed over.", param="prompt_embeds")
+
+
+def _require_chat(body: dict[str, Any], _wish: HandoffWish) -> None:
+    require_text_only(body)
+    if body.get("continue_final_message") or body.get("add_generation_prompt") is False:
+        raise InvalidRequest(
+            "A chat with a handoff ends with a message that the model answers.",
+            param="continue_final_message",
+        )
+
+
+def require_text_only(body: dict[str, Any]) -> None:
+    """Token ids do not tell an image; a context that holds one is not handed over.
+
+    Raises:
+        InvalidRequest: it holds one.
+    """
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") != "text":
+                raise InvalidRequest("Only a context of text is handed over.", param="messages")

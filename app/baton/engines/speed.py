@@ -1,0 +1,37 @@
+"""How fast one engine computes and loads, told by what it did lately."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+PREFILLS_KEPT = 5
+LOADS_KEPT = 3
+MIN_PREFILL_TOKENS = 64
+"""Shorter prefills are mostly the engine's own step."""
+
+
+class Speed:
+    """Medians of the last few measurements: one odd one changes nothing, a lasting change shows soon."""
+
+    def __init__(self) -> None:
+        self._prefills: deque[float] = deque(maxlen=PREFILLS_KEPT)
+        self._loads: deque[float] = deque(maxlen=LOADS_KEPT)
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """The engine computed so many tokens of a prompt in so long."""
+        if tokens >= MIN_PREFILL_TOKENS and seconds > 0:
+            self._prefills.append(seconds / tokens)
+
+    def loaded(self, size: int, seconds: float) -> None:
+        """The engine loaded so many bytes of KV in so long."""
+        if size > 0 and seconds > 0:
+            self._loads.append(seconds / size)
+
+    def prefill_s(self, tokens: int) -> float | None:
+        """Seconds that computing so many tokens takes; None: not known yet."""
+        return median(self._prefills) * tokens if self._prefills else None
+
+    def load_s(self, size: int) -> float | None:
+        """Seconds that loading so many bytes takes; None: not known yet."""
+        return median(self._loads) * size if self._loads else None

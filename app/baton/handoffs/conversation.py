@@ -1,0 +1,194 @@
+"""A chat that starts from a handoff: which token ids its new messages add.
+
+They are what the model's own template writes after what was said, and nothing else: no turn lost or
+doubled, no second system prompt. That holds only where the template writes the past the same way
+whatever follows it, so that is looked at, and everything else refused.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass
+
+from baton.engines.port import Engine, Json, Operation, WholeReply
+from baton.errors import GenerationFailed, InvalidRequest, TemplateUnsupported
+from baton.handoffs.record import Conversation, HandoffRecord
+from baton.telemetry.ids import RequestContext
+
+TEMPLATE_FIELDS = (
+    "tools",
+    "tool_choice",
+    "documents",
+    "chat_template",
+    "chat_template_kwargs",
+    "reasoning_effort",
+)
+"""Fields of a chat request that decide how the template writes its messages."""
+AFTER_THE_PROMPT = 0
+"""Stands for where an answer begins while the prompt's tokens are not known yet."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat request's whole prompt, and the conversation it is then.
+
+    Attributes:
+        tokens: every token id of the prompt.
+        conversation: what it is as messages; the answer, if one follows, begins after the tokens.
+    """
+
+    tokens: list[int]
+    conversation: Conversation
+
+
+def template_of(body: Json) -> Json:
+    """The fields of a chat request that decide how its messages are written."""
+    return {field: body[field] for field in TEMPLATE_FIELDS if body.get(field) is not None}
+
+
+def conversation_of(body: Json, answer_from: int | None) -> Conversation | None:
+    """A chat request as a conversation; None: it is none, which the engine will say."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return None
+    return Conversation(messages=messages, template=template_of(body), answer_from=answer_from)
+
+
+def with_text(past: Conversation | None) -> Conversation | None:
+    """A conversation that plain text follows: more of the open answer, or the end of all turns."""
+    if past is None or past.answer_from is not None:
+        return past
+    return past.model_copy(update={"torn": True})
+
+
+class Writer:
+    """Writes conversations in one engine's words.
+
+    Args:
+        engine: whose template and tokenizer.
+        context: of the request this is done for.
+    """
+
+    def __init__(self, engine: Engine, context: RequestContext) -> None:
+        self._engine = engine
+        self._context = context
+
+    async def begun(self, body: Json, *, answered: bool) -> Chat:
+        """A chat that starts from nothing.
+
+        Args:
+            body: of the request.
+            answered: the model is to answer; else the conversation rests after the last message.
+        """
+        messages, template = _messages(body), template_of(body)
+        text = await self._text(messages, template, answered)
+        tokens = await self._tokenized(text, special=bool(body.get("add_special_tokens")))
+        return Chat(tokens, _conversation(messages, template, tokens, answered))
+
+    async def continued(self, source: HandoffRecord, body: Json, *, answered: bool) -> Chat:
+        """A chat that goes on from a handoff.
+
+        Raises:
+            TemplateUnsupported: the template cannot write what follows without rewriting what was said.
+        """
+        messages = _messages(body)
+        past = source.conversation
+        if past is None:
+            return await self._after_text(source, body, answered=answered)
+        if past.torn:
+            raise TemplateUnsupported()
+        template = past.template | template_of(body)
+        said: list[Json] = []
+        if past.answer_from is None:
+            base = await self._text(past.messages, past.template, False)
+            own = await self._rest(base, [*past.messages, *messages], template, answered)
+            added = await self.tokens(own)
+        else:
+            added, said = await self._after_answer(source, past, messages, template, answered)
+        tokens = [*source.tokens, *added]
+        everything = [*past.messages, *said, *messages]
+        return Chat(tokens, _conversation(everything, template, tokens, answered))
+
+    async def tokens(self, text: str) -> list[int]:
+        """The token ids of a text, nothing added to them."""
+        return await self._tokenized(text, special=False)
+
+    async def _after_text(self, source: HandoffRecord, body: Json, *, answered: bool) -> Chat:
+        """The first messages after a context that was never a chat."""
+        chat = await self.begun(body, answered=answered)
+        start = await self._tokenized("", special=True)
+        added = chat.tokens
+        if start and added[: len(start)] == start and list(source.tokens[: len(start)]) == start:
+            added = added[len(start) :]  # a text begins once
+        tokens = [*source.tokens, *added]
+        said = chat.conversation
+        return Chat(tokens, _conversation(said.messages, said.template, tokens, answered))
+
+    async def _after_answer(
+        self, source: HandoffRecord, past: Conversation, messages: list[Json], template: Json, answered: bool
+    ) -> tuple[list[int], list[Json]]:
+        """What closes the assistant's turn and writes the new messages, and that turn as a message."""
+        base = await self._text(past.messages, past.template, True)
+        mark = secrets.token_hex(16)
+        marked = [*past.messages, {"role": "assistant", "content": mark}, *messages]
+        before, found, after = (await self._rest(base, marked, template, answered)).partition(mark)
+        if before or not found:
+            raise TemplateUnsupported()
+        added = await self.tokens(after)
+        ended = _overlap(list(source.tokens[past.answer_from :]), added)
+        answer = await self._words(list(source.tokens[past.answer_from : len(source.tokens) - ended]))
+        said = [{"role": "assistant", "content": answer}]
+        if answer.strip():
+            whole = await self._rest(base, [*past.messages, *said, *messages], template, answered)
+            if not whole.endswith(after) or whole.removesuffix(after).strip() != answer.strip():
+                raise TemplateUnsupported()
+        return added[ended:], said
+
+    async def _rest(self, base: str, messages: list[Json], template: Json, answered: bool) -> str:
+        """What the template writes after `base`, which must come out as it was."""
+        whole = await self._text(messages, template, answered)
+        if not whole.startswith(base):
+            raise TemplateUnsupported()
+        return whole.removeprefix(base)
+
+    async def _text(self, messages: list[Json], template: Json, answered: bool) -> str:
+        body = {"model": self._engine.name, "messages": messages, "add_generation_prompt": answered}
+        return await self._engine.render(template | body)
+
+    async def _tokenized(self, text: str, *, special: bool) -> list[int]:
+        body = {"model": self._engine.name, "prompt": text, "add_special_tokens": special}
+        if not text and not special:
+            return []
+        found: list[int] = (await self._asked(Operation.TOKENIZE, body))["tokens"]
+        return found
+
+    async def _words(self, tokens: list[int]) -> str:
+        if not tokens:
+            return ""
+        body = {"model": self._engine.name, "tokens": tokens}
+        return str((await self._asked(Operation.DETOKENIZE, body))["prompt"])
+
+    async def _asked(self, operation: Operation, body: Json) -> Json:
+        reply = await self._engine.call(operation, body, self._context)
+        if not isinstance(reply, WholeReply):
+            raise GenerationFailed()
+        answer: Json = json.loads(reply.body)
+        return answer
+
+
+def _messages(body: Json) -> list[Json]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise InvalidRequest("messages: Input should be a list of messages", param="messages")
+    return messages
+
+
+def _conversation(messages: list[Json], template: Json, tokens: list[int], answered: bool) -> Conversation:
+    return Conversation(messages=messages, template=template, answer_from=len(tokens) if answered else None)
+
+
+def _overlap(said: list[int], added: list[int]) -> int:
+    """How many tokens the end of what was said and the beginning of what is added share."""
+    longest = min(len(said), len(added))
+    return next((count for count in range(longest, 0, -1) if said[-count:] == added[:count]), 0)
