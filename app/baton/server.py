@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 import uvicorn
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from baton import __version__
@@ -31,7 +32,7 @@ from baton.api import (
     tokens,
 )
 from baton.api.auth import AuthMiddleware
-from baton.api.faults import FaultsMiddleware, http_exception
+from baton.api.faults import FaultsMiddleware, http_exception, invalid_parameters
 from baton.api.gateway import Gateway
 from baton.api.keys import keyring_for
 from baton.api.limits import BodyLimitMiddleware
@@ -103,6 +104,7 @@ def create_app(
         app.include_router(metrics.router)
     openapi.install(app)
     app.add_exception_handler(HTTPException, http_exception)
+    app.add_exception_handler(RequestValidationError, invalid_parameters)
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, body_bytes=settings.limits.body_bytes)
     app.add_middleware(AuthMiddleware, keyring=keyring)

@@ -170,4 +170,5 @@ class WorkerRole:
         parts = write(
             described, job.tokens, lambda layer: self._blocks.gather(layer, job.block_ids), self._secret
         )
-        return self._store.put(job.key, parts)
+        size = described.layers * described.blocks * described.block_bytes
+        return self._store.put(job.key, parts, size=size)

@@ -1,7 +1,8 @@
 """Plain vLLM, offline, with the connector: reads questions as JSON from stdin, one answer a line.
 
 `offline.py MODEL STORE ENGINE_ARGS` where ENGINE_ARGS is JSON. A question is a list of
-`{"prompt": token ids, "max_tokens": n, "params": kv_transfer_params or null}`, run as one batch.
+`{"prompt": token ids, "max_tokens": n, "params": kv_transfer_params or null}`, run as one batch; null
+empties the prefix cache.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ def main() -> None:
 
     llm = LLM(
         model=model,
-        kv_cache_memory_bytes=192 * 1024 * 1024,
         enforce_eager=True,
-        disable_log_stats=True,
+        disable_log_stats=False,
         kv_transfer_config={
             "kv_connector": "BatonConnector",
             "kv_connector_module_path": "baton_kv.connector",
@@ -30,11 +30,16 @@ def main() -> None:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"store": f"file:{store}"},
         },
-        **json.loads(engine_args),
+        **({"kv_cache_memory_bytes": 192 * 1024 * 1024} | json.loads(engine_args)),
     )
     print("READY", flush=True)
+    counts = _counts(llm)
     for line in sys.stdin:
         asked = json.loads(line)
+        if asked is None:
+            llm.reset_prefix_cache()
+            print("ANSWER", flush=True)
+            continue
         outputs = llm.generate(
             [tokens_input(one["prompt"]) for one in asked],
             [
@@ -49,7 +54,21 @@ def main() -> None:
             ],
             use_tqdm=False,
         )
-        print("ANSWER " + json.dumps([_told(output) for output in outputs]), flush=True)
+        before, counts = counts, _counts(llm)
+        told = {"answers": [_told(output) for output in outputs]}
+        told |= {name: counts[name] - before[name] for name in counts}
+        print("ANSWER " + json.dumps(told), flush=True)
+
+
+def _counts(llm: object) -> dict[str, int]:
+    """What the scheduler itself counted so far."""
+    found = {"computed": 0, "preempted": 0}
+    for metric in llm.get_metrics():  # type: ignore[attr-defined]  # vLLM's LLM, imported late
+        if metric.name == "vllm:prompt_tokens_by_source" and metric.labels["source"] == "local_compute":
+            found["computed"] += metric.value
+        elif metric.name == "vllm:num_preemptions":
+            found["preempted"] += metric.value
+    return found
 
 
 def _told(output: object) -> dict[str, object]:

@@ -2,73 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
+from offline_engines import OWN, OfflineEngine, prompt, same
 
-from baton.models.store import ModelStore
-from baton.settings import load_settings
 from baton_kv.contract import PARAMS_KEY, new_key, params_to_load, params_to_save
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 LENGTHS = (1, 2, 31, 32, 33, 127, 128, 129, 200, 319)
-OWN = [4093, 282, 260, 1517]
-Answer = dict[str, Any]
-
-
-class OfflineEngine:
-    """Plain vLLM with the connector, in a process of its own."""
-
-    def __init__(self, store: Path, **args: object) -> None:
-        model = ModelStore(load_settings().models_folder).resolve("smollm2")
-        script = str(Path(__file__).parent / "offline.py")
-        given = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "block_size": 32} | args
-        self._command = [sys.executable, script, model, str(store), json.dumps(given)]
-        self._log = store.parent / f"engine-{id(self)}.log"
-
-    def __enter__(self) -> OfflineEngine:
-        self._stderr = open(self._log, "w")  # closed in __exit__
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True
-        )
-        self._line("READY")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
-        self._stderr.close()
-
-    def ask(self, *asked: tuple[list[int], int, dict[str, Any] | None]) -> list[Answer]:
-        """Prompts, tokens to generate, transfer parameters; one batch."""
-        assert self._process.stdin is not None
-        rows = [{"prompt": prompt, "max_tokens": count, "params": params} for prompt, count, params in asked]
-        self._process.stdin.write(json.dumps(rows) + "\n")
-        self._process.stdin.flush()
-        answers: list[Answer] = json.loads(self._line("ANSWER"))
-        return answers
-
-    def _line(self, mark: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(mark):
-                return line.removeprefix(mark).strip()
-        raise AssertionError(f"the engine ended:\n{self._log.read_text()[-3000:]}")
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [1 + (index * 7919 + seed * 104729 + index * index * 31) % 40000 for index in range(length)]
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +32,6 @@ def second(store: Path) -> Iterator[OfflineEngine]:
     """Another engine, with prefix caching and small chunks of prefill."""
     with OfflineEngine(store, enable_prefix_caching=True, max_num_batched_tokens=64) as engine:
         yield engine
-
-
-def same(one: Answer, other: Answer) -> None:
-    assert one["tokens"] == other["tokens"]
-    assert one["logprobs"] == pytest.approx(other["logprobs"], abs=2e-3)
 
 
 def handed_over(

@@ -15,16 +15,9 @@ from gateways import FakeGateway, run_fake
 
 from baton.api.keys import create_key
 from baton.engines.fake import FakeEngine
-from baton.handoffs import coordinator
 
 TEXT: dict[str, Any] = {"model": "a", "prompt": "11 12 13", "max_tokens": 3}
 CONTEXT = [11, 12, 13, 11, 12, 13]
-
-
-@pytest.fixture(autouse=True)
-def no_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake engine saves nothing: do not wait for it."""
-    monkeypatch.setattr(coordinator, "COMMIT_WITHIN_S", 0.01)
 
 
 @pytest.fixture
@@ -191,10 +184,7 @@ def test_handoffs_are_listed_shown_and_deleted(relay: FakeGateway) -> None:
     assert post(relay, TEXT | {"handoff": {"from": first}}).status_code == 404
 
 
-def test_a_handoff_deleted_while_it_is_pending_does_not_come_back(
-    relay: FakeGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(coordinator, "COMMIT_WITHIN_S", 0.5)
+def test_a_handoff_deleted_while_it_is_pending_does_not_come_back(relay: FakeGateway) -> None:
     relay.engine("a").behaviour.token_seconds = 0.05
     slow = threading.Thread(target=lambda: post(relay, TEXT | {"handoff": {"save": True}}))
     slow.start()
@@ -260,3 +250,57 @@ def test_the_metrics_say_where_the_kv_came_from(relay: FakeGateway) -> None:
         page = client.get("/metrics").text
     assert "baton_handoff_created_total 1.0" in page
     assert 'baton_handoff_consumed_total{outcome="recomputed"} 1.0' in page
+
+
+def test_the_list_comes_in_pages(relay: FakeGateway) -> None:
+    left = [leave(relay) for _ in range(5)][::-1]
+    with relay.client() as client:
+        first = client.get("/v1/handoffs", params={"limit": 2}).json()
+        assert ([row["id"] for row in first["data"]], first["has_more"]) == (left[:2], True)
+        rest = client.get("/v1/handoffs", params={"limit": 3, "after": first["last_id"]}).json()
+        assert ([row["id"] for row in rest["data"]], rest["has_more"]) == (left[2:], False)
+        assert client.get("/v1/handoffs", params={"limit": 0}).status_code == 400
+        assert client.get("/v1/handoffs", params={"after": "nobody"}).status_code == 404
+
+
+def test_a_handoff_s_label_life_and_pin_can_be_changed(relay: FakeGateway) -> None:
+    left = leave(relay)
+    with relay.client() as client:
+        told = client.patch(f"/v1/handoffs/{left}", json={"label": "new", "pin": True, "ttl_s": 60}).json()
+        assert (told["label"], told["pin"]) == ("new", True)
+        assert 50 <= told["expires_at"] - time.time() <= 61
+        assert client.patch(f"/v1/handoffs/{left}", json={"label": None}).json()["label"] is None
+        assert client.get(f"/v1/handoffs/{left}").json()["pin"] is True
+        assert client.patch(f"/v1/handoffs/{left}", json={"ttl": 1}).status_code == 400
+        assert client.patch("/v1/handoffs/unknown", json={"pin": True}).status_code == 404
+
+
+def test_an_answer_s_header_names_its_handoff(relay: FakeGateway) -> None:
+    for stream in (False, True):
+        response = post(relay, TEXT | {"stream": stream, "handoff": {"save": True}})
+        assert response.headers["x-handoff-id"] in response.text
+    assert "x-handoff-id" not in post(relay, TEXT).headers
+
+
+def test_a_computed_context_that_takes_long_is_a_202_and_then_ready() -> None:
+    with run_fake(FakeEngine("a", relays=True), handoffs={"wait_s": 0.05}) as gateway:
+        gateway.engine("a").behaviour.token_seconds = 0.3
+        response = post(gateway, {"model": "a", "prompt": "1 2"}, "/v1/handoffs")
+        told = response.json()
+        assert (response.status_code, told["state"]) == (202, "pending")
+        with gateway.client() as client:
+            deadline = time.monotonic() + 5
+            while client.get(response.headers["location"]).json()["state"] != "ready":
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+
+
+def test_the_planner_says_what_it_did_and_why(relay: FakeGateway) -> None:
+    engine = relay.engine("a")
+    for _ in range(3):
+        engine.speed.prefilled(1000, 1.0)
+        engine.speed.loaded(1000, 0.001)
+    told = post(relay, TEXT | {"handoff": {"from": leave(relay)}}).json()["handoff"]["source"]
+    assert told["decision"] == "load"
+    assert told["estimated_load_ms"] is None, "a handoff without KV has nothing to load"
+    assert told["estimated_prefill_ms"] == 6.0

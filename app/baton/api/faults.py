@@ -10,6 +10,7 @@ import json
 from http import HTTPStatus
 
 import structlog
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -77,6 +78,14 @@ async def http_exception(request: Request, error: Exception) -> Response:
     if error.headers and "allow" in {name.lower() for name in error.headers}:
         response.headers["Allow"] = error.headers["Allow"]
     return response
+
+
+async def invalid_parameters(request: Request, error: Exception) -> Response:
+    """FastAPI's refusal of a query parameter, in our shape."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return error_response(InvalidRequest(f"{name}: {first['msg']}", param=name), request.scope)
 
 
 def error_response(error: BatonError, scope: Scope) -> Response:

@@ -75,6 +75,13 @@ class Changes(Closed):
     label: Label | None = None
 
 
+FIELDS = frozenset(
+    field.alias or name
+    for kind in (SaveWish, HandoffWish, NewHandoff, Changes)
+    for name, field in kind.model_fields.items()
+)
+
+
 def parsed(kind: type[Wish], given: object, where: str = "") -> Wish:
     """What a client sent, as `kind`.
 
@@ -86,7 +93,7 @@ def parsed(kind: type[Wish], given: object, where: str = "") -> Wish:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         names = [where] if where else []
-        names += [part for part in first["loc"] if isinstance(part, str) and part.islower()]
+        names += [str(part) for part in first["loc"] if part in FIELDS]  # beside them stand types
         message = first["msg"].removeprefix("Value error, ")
         name = ".".join(names)
         raise InvalidRequest(f"{name}: {message}" if name else message, param=where or name or None) from None

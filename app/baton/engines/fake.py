@@ -315,6 +315,11 @@ def _whole_embedding(answer: _Answer, _text: str) -> Json:
     return answer.head() | {"data": data, "usage": usage}
 
 
+def token_ids(text: str) -> list[int]:
+    """The token ids of a text: one a word."""
+    return [_token_id(word) for word in text.split()]
+
+
 def _token_id(word: str) -> int:
     """A number stays itself, so that token ids as a prompt come back as they are."""
     return int(word) if word.isdecimal() else sum(word.encode())
@@ -391,6 +396,8 @@ def _prompt_words(operation: Operation, body: Json, relay: Relay) -> list[str]:
     if operation is Operation.TOKENIZE and "messages" in body:
         name = "messages"
     prompt = body.get(name)
+    if operation is Operation.TOKENIZE and prompt == "":
+        return []
     if prompt is None or prompt in ([], ""):
         raise InvalidRequest(f"{name}: Field required", param=name)
     if not isinstance(prompt, str | list):

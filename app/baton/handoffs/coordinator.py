@@ -220,6 +220,7 @@ class Handoffs:
                 await self._committed(record, relay, GIVEN_UP_AFTER_S)
             if record.pin and record.bytes:
                 await self._pin_or_say_no(record)
+            self._ready(record)
             await asyncio.to_thread(self._files.write, record)
         finally:
             self._ready(record)  # its token ids are known, whatever became of its KV
@@ -284,16 +285,24 @@ class Handoffs:
             self._log.warning("handoff_work_failed", reason=type(error).__name__)
 
     async def _keep_sweeping(self) -> None:
-        orphans = await asyncio.to_thread(
-            self._store.sweep, wanted=self._wanted, older_than_s=ORPHANED_AFTER_S
-        )
-        if orphans:
-            self._log.info("handoff_orphans_removed", entries=orphans)
+        await asyncio.to_thread(self._sweep_orphans)
         while True:
             self._sweep()
             self._metrics.kept.set(len(self._records))
-            self._metrics.store_bytes.set(await asyncio.to_thread(self._store.size))
+            await asyncio.to_thread(self._measure)
             await asyncio.sleep(SWEEP_EVERY_S)
+
+    def _sweep_orphans(self) -> None:
+        try:
+            swept = self._store.sweep(wanted=self._wanted, older_than_s=ORPHANED_AFTER_S)
+        except StoreError as error:
+            self._log.warning("handoff_orphans_not_removed", reason=str(error))
+        else:
+            self._log.debug("handoff_orphans_removed", entries=swept)
+
+    def _measure(self) -> None:
+        with contextlib.suppress(StoreError):  # the next look may work; loads and saves count their own
+            self._metrics.store_bytes.set(self._store.size())
 
     def _wanted(self, key: str) -> bool:
         return not is_ours(key) or self._files.read(key.partition("/")[2]) is not None

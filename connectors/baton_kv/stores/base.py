@@ -69,8 +69,13 @@ class BytesReader:
 class Store(Protocol):
     """Immutable entries by key. Safe to use from several threads and processes at once."""
 
-    def put(self, key: str, parts: Iterable[Buffer]) -> int:
+    def put(self, key: str, parts: Iterable[Buffer], *, size: int = 0) -> int:
         """Write an entry whole; it is visible only when every byte is there.
+
+        Args:
+            key: its key.
+            parts: its bytes, in order.
+            size: how many there will be, if that is known: what cannot fit then costs no other entry.
 
         Returns:
             Its size in bytes.

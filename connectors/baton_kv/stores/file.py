@@ -94,11 +94,13 @@ class FileStore:
     def root(self) -> Path:
         return self._root
 
-    def put(self, key: str, parts: Iterable[Buffer]) -> int:
+    def put(self, key: str, parts: Iterable[Buffer], *, size: int = 0) -> int:
         target = self._path(key)
         temporary = self._root / "writing" / secrets.token_hex(16)
         try:
-            size = self._write(temporary, parts)
+            if self._budget is not None and size > self._budget:
+                raise StoreFull(f"an entry of {size} bytes does not fit the store's {self._budget}")
+            size = self._write(temporary, parts, size)
             with self._locked():
                 self._make_room(size, keep=target)
                 target.parent.mkdir(mode=0o700, exist_ok=True)
@@ -108,16 +110,17 @@ class FileStore:
             kind = StoreFull if error.errno in NO_SPACE else StoreError
             raise kind(f"writing {key}: {error.strerror}") from None
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
-    def _write(self, path: Path, parts: Iterable[Buffer]) -> int:
+    def _write(self, path: Path, parts: Iterable[Buffer], expected: int) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         size = 0
         with FileIO(os.open(path, flags, 0o600), "wb") as stream:
             for part in parts:
                 view = memoryview(part).cast("B")
                 while view:
-                    written = self._write_some(stream, view)
+                    written = self._write_some(stream, view, max(len(view), expected - size))
                     size += written
                     view = view[written:]
             _touch(stream.fileno())
@@ -125,25 +128,28 @@ class FileStore:
                 os.fsync(stream.fileno())
         return size
 
-    def _write_some(self, stream: FileIO, view: memoryview) -> int:
-        """Write what fits; where the device is full, old entries go first."""
+    def _write_some(self, stream: FileIO, view: memoryview, needed: int) -> int:
+        """Write what fits; where the device is full, old entries go, if that makes room for all of it."""
         while True:
             try:
                 return stream.write(view)
             except OSError as error:
-                if error.errno not in NO_SPACE or not self._free(len(view)):
+                if error.errno not in NO_SPACE or not self._free(needed):
                     raise
 
     def _free(self, size: int) -> bool:
-        """Evict entries of so many bytes in all; whether anything went."""
+        """Evict entries of so many bytes in all, or none; whether they went."""
         freed = 0
         with self._locked():
-            for taken, path in self._loose():
+            loose = self._loose()
+            if sum(taken for taken, _ in loose) < size:
+                return False
+            for taken, path in loose:
                 if freed >= size:
                     break
                 path.unlink(missing_ok=True)
                 freed += taken
-        return freed > 0
+        return True
 
     def _make_room(self, size: int, *, keep: Path) -> None:
         if self._budget is None:
@@ -171,13 +177,14 @@ class FileStore:
     def open(self, key: str) -> Iterator[FileReader]:
         path = self._path(key)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # Without O_NONBLOCK a pipe in an entry's place would hold the engine for ever.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             raise EntryMissing(key) from None
         except OSError as error:
             raise StoreError(f"reading {key}: {error.strerror}") from None
         try:
-            status = os.fstat(descriptor)
+            status = self._status(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise StoreError(f"reading {key}: not an entry")
             with contextlib.suppress(OSError):
@@ -185,6 +192,13 @@ class FileStore:
             yield FileReader(descriptor, status.st_size)
         finally:
             os.close(descriptor)
+
+    @staticmethod
+    def _status(descriptor: int) -> os.stat_result:
+        try:
+            return os.fstat(descriptor)
+        except OSError as error:
+            raise StoreError(f"reading: {error.strerror}") from None
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
@@ -237,9 +251,15 @@ class FileStore:
         return self._root / "entries" / f"{key}{SUFFIX}"
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        for path in (self._root / "entries").glob(f"*/*{SUFFIX}"):
-            with contextlib.suppress(FileNotFoundError):  # gone since it was listed
-                yield path, path.stat(follow_symlinks=False)
+        try:
+            paths = list((self._root / "entries").glob(f"*/*{SUFFIX}"))
+        except OSError as error:
+            raise StoreError(f"listing: {error.strerror}") from None
+        for path in paths:
+            with contextlib.suppress(OSError):  # gone since it was listed
+                status = path.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    yield path, status
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -254,7 +274,7 @@ class FileStore:
 
     def _sweep(self) -> None:
         """Remove what a killed writer left behind."""
-        for path in (self._root / "writing").iterdir():
+        for path in (*(self._root / "writing").iterdir(), *self._root.glob(".*")):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat(follow_symlinks=False).st_mtime > ABANDONED_AFTER_S:
                     path.unlink()

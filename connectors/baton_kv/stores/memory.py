@@ -25,7 +25,7 @@ class MemoryStore:
         self._budget = budget
         self.quarantined: list[str] = []
 
-    def put(self, key: str, parts: Iterable[Buffer]) -> int:
+    def put(self, key: str, parts: Iterable[Buffer], *, size: int = 0) -> int:
         data = b"".join(bytes(part) for part in parts)
         with self._lock:
             self._make_room(len(data), keep=key)

@@ -1,0 +1,43 @@
+"""Tiny random models of other families: `tiny_models.py SOURCE FOLDER`, with the source's tokenizer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+FAMILIES = ("qwen2", "mistral", "gemma", "llama")
+
+if __name__ == "__main__":
+    import torch
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GemmaConfig,
+        LlamaConfig,
+        MistralConfig,
+        Qwen2Config,
+    )
+
+    source, folder = sys.argv[1:]
+    shape = {
+        "vocab_size": 49152,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.3,  # large enough for what was said to matter
+    }
+    configs = {
+        "qwen2": Qwen2Config(**shape),
+        "mistral": MistralConfig(**shape, sliding_window=None),
+        "gemma": GemmaConfig(**shape),
+        "llama": LlamaConfig(**shape, tie_word_embeddings=False),
+    }
+    for number, family in enumerate(FAMILIES):
+        torch.manual_seed(number)
+        model = AutoModelForCausalLM.from_config(configs[family], dtype=torch.float32)
+        model.save_pretrained(Path(folder) / family)
+        AutoTokenizer.from_pretrained(source).save_pretrained(Path(folder) / family)

@@ -1,0 +1,210 @@
+"""The coordinator by itself: time, restarts, pins, orphans."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.engines.fake import FakeEngine
+from baton.engines.port import Relay
+from baton.errors import HandoffNotFound, HandoffPinsFull
+from baton.handoffs.coordinator import ORPHANED_AFTER_S, Handoffs
+from baton.handoffs.files import RecordFiles
+from baton.handoffs.record import HandoffRecord, HandoffState
+from baton.settings import HandoffSettings
+from baton.telemetry.metrics import HandoffMetrics
+from baton_kv.contract import new_key
+from baton_kv.stores.file import FileStore
+
+ENGINE = FakeEngine("a", relays=True)
+
+
+@dataclass
+class Clocks:
+    monotonic: float = 1000.0
+    wall: float = 1_700_000_000.0
+
+    def pass_(self, seconds: float) -> None:
+        self.monotonic += seconds
+        self.wall += seconds
+
+
+@dataclass
+class House:
+    folder: Path
+    clocks: Clocks
+
+    def handoffs(self, **settings: Any) -> Handoffs:
+        return Handoffs(
+            HandoffSettings(**settings),
+            FileStore(self.folder / "store"),
+            RecordFiles(self.folder / "records"),
+            HandoffMetrics(CollectorRegistry()),
+            clock=lambda: self.clocks.monotonic,
+            wall=lambda: self.clocks.wall,
+        )
+
+    async def left(self, handoffs: Handoffs, size: int = 10, **more: Any) -> HandoffRecord:
+        """A handoff whose KV is in the store."""
+        record = handoffs.begin(ENGINE, "local", parent=None, **more)
+        FileStore(self.folder / "store").put(record.key, [b"k" * size])
+        handoffs.end(record, Relay(), [1, 2, 3])
+        await handoffs.settled(record, 5)
+        await asyncio.gather(*handoffs._background)
+        assert (record.state, record.bytes) == (HandoffState.READY, size)
+        return record
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path, Clocks())
+
+
+async def there(handoffs: Handoffs, record: HandoffRecord) -> bool:
+    try:
+        await handoffs.get(record.id, "local")
+    except HandoffNotFound:
+        return False
+    return True
+
+
+def test_a_handoff_lives_its_seconds_and_then_its_files_go(house: House) -> None:
+    async def story() -> None:
+        handoffs = house.handoffs()
+        record = await house.left(handoffs, ttl_s=60)
+        house.clocks.pass_(59)
+        assert await there(handoffs, record)
+        house.clocks.pass_(2)
+        assert not await there(handoffs, record)
+        async with handoffs.running():
+            await asyncio.sleep(0.05)
+        assert [path for path in house.folder.rglob("*") if record.id in path.name] == []
+
+    asyncio.run(story())
+
+
+JUMPS: list[Callable[[Clocks], None]] = [
+    lambda clocks: setattr(clocks, "wall", clocks.wall + 86_400),
+    lambda clocks: setattr(clocks, "wall", clocks.wall - 86_400),
+    lambda clocks: setattr(clocks, "wall", clocks.wall - 3_600),
+]
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+def test_h2_a_clock_that_jumps_changes_no_life(house: House, jump: Callable[[Clocks], None]) -> None:
+    async def story() -> None:
+        handoffs = house.handoffs()
+        record = await house.left(handoffs, ttl_s=60)
+        jump(house.clocks)
+        assert await there(handoffs, record)
+        house.clocks.pass_(61)
+        assert not await there(handoffs, record)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("jumped", "alive"), [(0, True), (86_400, False), (-86_400, True)])
+def test_h2_over_a_restart_a_handoff_lives_its_rest_at_most_and_never_for_ever(
+    house: House, jumped: float, alive: bool
+) -> None:
+    async def story() -> None:
+        record = await house.left(house.handoffs(), ttl_s=60)
+        house.clocks.pass_(10)
+        house.clocks.wall += jumped
+        again = house.handoffs()
+        assert await there(again, record) is alive
+        house.clocks.pass_(61)
+        assert not await there(again, record)
+
+    asyncio.run(story())
+
+
+def test_a_label_and_a_pin_outlive_the_process(house: House) -> None:
+    async def story() -> None:
+        first = house.handoffs()
+        record = await house.left(first, label="old")
+        await first.change(record, {"label": "new", "pin": True})
+        found = await house.handoffs().get(record.id, "local")
+        assert (found.label, found.pin, list(found.tokens)) == ("new", True, [1, 2, 3])
+
+    asyncio.run(story())
+
+
+def test_two_gateways_over_one_store_find_each_other_s_handoffs(house: House) -> None:
+    async def story() -> None:
+        first, second = house.handoffs(), house.handoffs()
+        record = await house.left(first)
+        assert (await second.source(record.id, ENGINE, "local")).state is HandoffState.READY
+
+    asyncio.run(story())
+
+
+def test_only_half_of_the_store_can_be_pinned(house: House) -> None:
+    async def story() -> None:
+        handoffs = house.handoffs(budget=1024 * 1024)
+        first = await house.left(handoffs, 400_000, pin=True)
+        assert first.pin
+        second = await house.left(handoffs, 400_000)
+        with pytest.raises(HandoffPinsFull):
+            await handoffs.change(second, {"pin": True})
+        third = await house.left(handoffs, 400_000, pin=True)
+        assert not third.pin, "its request is over; its handoff says that it is not pinned"
+        await handoffs.change(first, {"pin": False})
+        await handoffs.change(second, {"pin": True})
+
+    asyncio.run(story())
+
+
+def test_entries_that_belong_to_nobody_are_swept_and_a_plain_engine_s_are_not(house: House) -> None:
+    async def story() -> None:
+        handoffs = house.handoffs()
+        kept = await house.left(handoffs)
+        store = FileStore(house.folder / "store")
+        orphan, young, plain = "f" * 32 + "/" + "o" * 32, "f" * 32 + "/" + "y" * 32, new_key("local")
+        for key in (orphan, young, plain):
+            store.put(key, [b"x"])
+        past = time.time() - ORPHANED_AFTER_S - 5
+        for key in (orphan, plain, kept.key):
+            os.utime(house.folder / "store" / "entries" / f"{key}.kv", (past, past))
+        async with handoffs.running():
+            await asyncio.sleep(0.1)
+        assert set(store.keys()) == {kept.key, young, plain}
+
+    asyncio.run(story())
+
+
+def test_a_save_that_comes_late_is_known_when_it_is_there(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        monkeypatch.setattr("baton.handoffs.coordinator.COMMIT_WITHIN_S", 0.01)
+        handoffs, relay = house.handoffs(), Relay()
+        record = handoffs.begin(ENGINE, "local", parent=None)
+        handoffs.end(record, relay, [1, 2])
+        await handoffs.settled(record, 5)
+        assert (record.state, record.bytes) == (HandoffState.READY, 0)
+        FileStore(house.folder / "store").put(record.key, [b"late"])
+        relay.save_over.set()
+        await asyncio.gather(*handoffs._background)
+        assert record.bytes == 4
+
+    asyncio.run(story())
+
+
+def test_a_record_that_cannot_be_read_is_as_if_there_were_none(house: House) -> None:
+    async def story() -> None:
+        record = await house.left(house.handoffs())
+        path = house.folder / "records" / f"{record.id}.json"
+        path.write_text(path.read_text()[:-20])
+        assert not await there(house.handoffs(), record)
+        assert not path.exists()
+
+    asyncio.run(story())

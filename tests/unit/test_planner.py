@@ -1,0 +1,64 @@
+"""The planner loads where loading is faster, and notices within a few requests when that changes."""
+
+from __future__ import annotations
+
+from array import array
+
+from baton.engines.fake import FakeEngine
+from baton.handoffs.planner import Choice, Planner
+from baton.handoffs.record import HandoffRecord
+
+MIB = 1024 * 1024
+TOKENS, SIZE = 1000, 20 * MIB
+
+
+def record() -> HandoffRecord:
+    return HandoffRecord(
+        tenant="local", model="a", weights="w", created_at=0, ttl_s=60, expires_at=60,
+        tokens=array("i", range(TOKENS)), bytes=SIZE,
+    )  # fmt: skip
+
+
+def ask(planner: Planner, engine: FakeEngine, bytes_per_s: float) -> Choice:
+    """One request: what is loaded of it takes as long as the store is slow."""
+    decision = planner.decide(engine, record())
+    if decision.loads:
+        size = SIZE if decision.limit is None else SIZE * decision.limit // TOKENS
+        engine.speed.loaded(size, size / bytes_per_s)
+    return decision.choice
+
+
+def engine_that_prefills(tokens_per_s: float) -> FakeEngine:
+    engine = FakeEngine("a")
+    engine.speed.prefilled(TOKENS, TOKENS / tokens_per_s)
+    return engine
+
+
+def test_what_is_not_known_yet_is_loaded() -> None:
+    assert Planner().decide(FakeEngine("a"), record()).choice is Choice.LOAD
+
+
+def test_a_store_that_turns_slow_is_left_alone_within_five_requests_and_taken_back_within_five() -> None:
+    engine, planner = engine_that_prefills(1500), Planner()
+    assert [ask(planner, engine, 2000 * MIB) for _ in range(5)] == [Choice.LOAD] * 5
+    slow = [ask(planner, engine, 5e6) for _ in range(5)]
+    assert slow[-1] is Choice.RECOMPUTE
+    assert [ask(planner, engine, 5e6) for _ in range(20)] == [Choice.RECOMPUTE] * 20
+    fast = [ask(planner, engine, 2000 * MIB) for _ in range(5)]
+    assert fast[-1] is Choice.LOAD
+
+
+def test_one_slow_load_changes_nothing() -> None:
+    engine, planner = engine_that_prefills(1500), Planner()
+    for _ in range(5):
+        ask(planner, engine, 2000 * MIB)
+    ask(planner, engine, 5e6)
+    assert [ask(planner, engine, 2000 * MIB) for _ in range(5)] == [Choice.LOAD] * 5
+
+
+def test_while_it_computes_it_loads_a_little_now_and_then() -> None:
+    engine, planner = engine_that_prefills(1500), Planner()
+    for _ in range(3):
+        engine.speed.loaded(SIZE, SIZE / 5e6)
+    limits = [planner.decide(engine, record()).limit for _ in range(4)]
+    assert limits == [0, TOKENS // 20, 0, TOKENS // 20]
