@@ -14,13 +14,16 @@ TORCH_INDEX ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve test lint format bench bench-handoff chaos soak lock schemas clean
+.PHONY: help serve demo test lint format bench bench-handoff chaos soak lock schemas clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 serve: $(VENV)/.serve ## Install, prepare the embedded model, start the gateway (PORT=, HOST=, CONFIG=, ARGS=)
 	@exec $(BIN)/baton serve $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
+
+demo: $(VENV)/.serve ## Watch agents hand their context to one another (two minutes)
+	@exec $(BIN)/baton demo $(ARGS)
 
 test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
 	$(BIN)/python -m pytest -m "not chaos and not soak" $(ARGS)

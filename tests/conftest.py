@@ -74,3 +74,21 @@ def tiny_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGatew
         gateway.keys = keys
         gateway.wait_until_ready()
         yield gateway
+
+
+@pytest.fixture(scope="session")
+def relay_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The settings of `relay_gateway`; its store lies in the folder beside them."""
+    folder = tmp_path_factory.mktemp("relay")
+    text = (ENGINE_TESTS / "relay_engines.toml").read_text()
+    (folder / "baton.toml").write_text(text.format(folder=folder))
+    return folder / "baton.toml"
+
+
+@pytest.fixture(scope="session")
+def relay_gateway(relay_config: Path) -> Iterator[RealGateway]:
+    """`baton serve` with three engines that hand over, on SmolLM2's real weights in fp32."""
+    path = {"PYTHONPATH": str(ENGINE_TESTS)}  # where the slow connector is
+    with RealGateway(["--config", str(relay_config)], relay_config.parent, path) as gateway:
+        gateway.wait_until_ready()
+        yield gateway

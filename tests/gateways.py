@@ -125,6 +125,13 @@ class RealGateway:
             self.stop()
         self._stream.close()
 
+    def restart(self) -> None:
+        """Stop it and start it anew, with the same settings; its URL may be another then."""
+        self.stop()
+        self._stream.close()
+        self.__enter__()
+        self.wait_until_ready()
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout=60)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 from gateways import RealGateway
+from relays import ask, cached, ids, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 DOCUMENT = " ".join(f"Chapter {number} tells of {number * 37 % 101} birds." for number in range(60))
@@ -18,45 +17,13 @@ QUESTIONS = [" The first bird", " In the end", " Question: how many birds? Answe
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("relay")
-    text = (Path(__file__).parent / "relay_engines.toml").read_text()
-    (folder / "baton.toml").write_text(text.format(folder=folder))
-    return folder / "baton.toml"
+def gateway(relay_gateway: RealGateway) -> RealGateway:
+    return relay_gateway
 
 
 @pytest.fixture(scope="module")
-def gateway(config: Path) -> Iterator[RealGateway]:
-    with RealGateway(["--config", str(config)], config.parent) as running:
-        running.wait_until_ready()
-        yield running
-
-
-def ask(gateway: RealGateway, model: str, prompt: str | list[int], **more: Any) -> openai.types.Completion:
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as sdk:
-        return sdk.completions.create(
-            model=model,
-            prompt=prompt,
-            max_tokens=8,
-            temperature=0,
-            extra_body={"return_token_ids": True} | more,
-        )
-
-
-def ids(answer: openai.types.Completion) -> tuple[list[int], list[int]]:
-    choice: Any = answer.choices[0]
-    return choice.prompt_token_ids, choice.token_ids
-
-
-def cached(answer: openai.types.Completion) -> int:
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens_details is not None
-    return answer.usage.prompt_tokens_details.cached_tokens or 0
-
-
-def told(answer: openai.types.Completion) -> dict[str, Any]:
-    found: dict[str, Any] = answer.handoff  # type: ignore[attr-defined]  # beyond OpenAI's own fields
-    return found
+def config(relay_config: Path) -> Path:
+    return relay_config
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +116,82 @@ def test_a_chat_s_context_goes_on_as_a_completion(gateway: RealGateway) -> None:
     assert said == ids(ask(gateway, "reader", prompt))[1]
 
 
+def chat(gateway: RealGateway, model: str, messages: list[dict[str, str]], **more: Any) -> Any:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as sdk:
+        return sdk.chat.completions.create(
+            model=model,
+            messages=messages,  # type: ignore[arg-type]  # plain dicts, as people write them
+            max_tokens=8,
+            temperature=0,
+            extra_body={"return_token_ids": True} | more,
+        )
+
+
+def text_of(gateway: RealGateway, tokens: list[int]) -> str:
+    with gateway.client() as client:
+        found = client.post("/detokenize", json={"model": "reader", "tokens": tokens})
+        text: str = found.json()["prompt"]
+        return text
+
+
+def test_a_chat_goes_on_from_a_chat_as_if_everything_had_been_sent_again(gateway: RealGateway) -> None:
+    messages = [{"role": "user", "content": f"{DOCUMENT[:900]} Name a colour."}]
+    first = chat(gateway, "reader", messages, handoff={"save": True})
+    said = first.choices[0].message.content
+    for model in ("reader", "writer"):
+        asked = {"role": "user", "content": "And another one?"}
+        relayed = chat(gateway, model, [asked], handoff={"from": first.handoff["id"], "save": True})
+        assert relayed.handoff["source"]["outcome"] in ("loaded", "resident")
+        prompt = relayed.prompt_token_ids
+        history = [*messages, {"role": "assistant", "content": said}, asked]
+        resent = chat(gateway, "writer", history)
+        assert text_of(gateway, prompt) == text_of(gateway, resent.prompt_token_ids)
+        assert relayed.choices[0].token_ids == ids(ask(gateway, "reader", prompt))[1]
+    third = chat(gateway, "reader", [asked], handoff={"from": relayed.handoff["id"]})
+    whole = text_of(gateway, third.prompt_token_ids)
+    assert (whole.count("<|im_start|>system"), whole.count("<|im_start|>user")) == (1, 3)
+    assert third.handoff["source"]["outcome"] == "loaded"
+    assert third.choices[0].token_ids == ids(ask(gateway, "reader", third.prompt_token_ids))[1]
+
+
+def test_a_chat_streams_from_a_context_that_was_only_computed(gateway: RealGateway) -> None:
+    messages = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": DOCUMENT[:900]}]
+    with gateway.client() as client:
+        made = client.post("/v1/handoffs", json={"model": "reader", "messages": messages, "pin": True})
+    assert (made.status_code, made.json()["state"], made.json()["pin"]) == (201, "ready", True)
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as sdk:
+        stream = sdk.chat.completions.create(
+            model="writer",
+            messages=[{"role": "user", "content": "How many birds?"}],
+            max_tokens=6,
+            temperature=0,
+            stream=True,
+            extra_body={"handoff": {"from": made.json()["id"]}},
+        )
+        chunks = list(stream)
+    source = told(chunks[-1])["source"]
+    assert source["outcome"] == "loaded"
+    assert source["loaded_tokens"] == made.json()["tokens"], "the last token's KV is there too"
+    assert source["saved_prefill_ms"] > 0
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def test_several_answers_leave_one_prompt_behind(gateway: RealGateway) -> None:
+    left = ask(
+        gateway,
+        "reader",
+        f"Once more: {DOCUMENT[:800]}",
+        handoff={"save": {"scope": "prompt"}},
+        n=3,
+        temperature=1,
+    )
+    prompt = ids(left)[0]
+    assert (told(left)["tokens"], len(left.choices)) == (len(prompt), 3)
+    relayed = ask(gateway, "writer", " Then", handoff={"from": told(left)["id"]})
+    assert told(relayed)["source"]["loaded_tokens"] == len(prompt)
+    assert ids(relayed)[1] == ids(ask(gateway, "reader", ids(relayed)[0]))[1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_context_where_the_answer_ends(gateway: RealGateway, stream: bool) -> None:
     """Stop strings are found outside the engine, which then aborts the request: its KV is kept all the same."""
@@ -200,18 +243,3 @@ def test_what_a_client_sends_to_steer_the_store_changes_nothing(
     assert cached(answer) == 0
     assert sorted((config.parent / "store" / "entries").rglob("*.kv")) == entries
     assert key.split("/")[0] not in answer.model_dump_json()
-
-
-def test_a_handoff_outlives_the_gateway(
-    gateway: RealGateway, read: tuple[dict[str, Any], list[int]], config: Path, tmp_path: Path
-) -> None:
-    relayed = ask(gateway, "reader", QUESTIONS[0], handoff={"from": read[0]["id"]})
-    children = psutil.Process(gateway.process.pid).children(recursive=True)
-    assert gateway.stop() == 0
-    psutil.wait_procs(children, timeout=20)
-    assert "Traceback" not in gateway.log
-    with RealGateway(["--config", str(config)], tmp_path) as again:
-        again.wait_until_ready()
-        after = ask(again, "writer", QUESTIONS[0], handoff={"from": read[0]["id"]})
-        assert told(after)["source"]["outcome"] == "loaded"
-        assert ids(after)[1] == ids(relayed)[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 
+import httpx
 import numpy
 import pytest
 from gateways import RealGateway
@@ -60,3 +61,31 @@ def test_packed_embeddings_say_how_they_are_read(tiny_gateway: RealGateway) -> N
         raw = packed.content[part["start"] : part["end"]]
         assert numpy.frombuffer(raw, numpy.float32) == pytest.approx(item["embedding"], abs=1e-2)
         assert base64.b64decode(text["embedding"])[:4] == raw[:4]
+
+
+def relayed(gateway: RealGateway, tenant: str, handoff: dict[str, object]) -> httpx.Response:
+    with gateway.client(tenant) as client:
+        sent = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        return client.post("/v1/completions", json=sent | {"return_token_ids": True, "handoff": handoff})
+
+
+def test_d5_a_stolen_handoff_is_answered_like_an_unknown_one(tiny_gateway: RealGateway) -> None:
+    left = relayed(tiny_gateway, "acme", {"save": True}).json()["handoff"]
+    assert (left["state"], left["bytes"] > 0) == ("ready", True)
+    told = []
+    for guess in (left["id"], "A" * len(left["id"])):
+        stolen = relayed(tiny_gateway, "globex", {"from": guess})
+        told.append((stolen.status_code, stolen.json()["error"] | {"request_id": ""}))
+    assert told[0] == told[1]
+    assert told[0][0] == 404
+
+
+def test_a_handoff_outlives_the_gateway(tiny_gateway: RealGateway) -> None:
+    left = relayed(tiny_gateway, "acme", {"save": {"label": "kept"}}).json()["handoff"]
+    before = relayed(tiny_gateway, "acme", {"from": left["id"]}).json()
+    tiny_gateway.restart()
+    after = relayed(tiny_gateway, "acme", {"from": left["id"]}).json()
+    assert after["handoff"]["source"]["outcome"] == "loaded"
+    assert after["handoff"]["source"]["loaded_tokens"] == left["tokens"] - 1
+    assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
+    assert relayed(tiny_gateway, "globex", {"from": left["id"]}).status_code == 404

@@ -25,7 +25,6 @@ OWNED = {
     "served_model_name": "the engine's `name`",
     "runner": "the engine's `runner`",
     "kv_cache_memory_bytes": "the engine's `kv_cache_memory`",
-    "kv_transfer_config": "the engine's `handoff`",
     "disable_log_stats": "always on: /metrics reads them",
 }
 """Engine arguments that are set elsewhere, and where."""
@@ -54,7 +53,7 @@ def engine_args(
     Args:
         settings: the engine's table.
         model: where its weights are, already resolved.
-        transfer: vLLM's KV transfer config, where handoffs are on.
+        transfer: vLLM's KV transfer config, where handoffs are on; what `args` say of it stands above it.
 
     Raises:
         SettingsError: an argument that vLLM does not know, or that is set elsewhere.
@@ -67,11 +66,12 @@ def engine_args(
         if key not in known:
             raise SettingsError(f"{where}: unknown to vLLM{nearest(key, known)}")
     args: dict[str, Any] = _platform_defaults() | settings.args
-    if transfer is not None:
-        args["kv_transfer_config"] = KVTransferConfig(**transfer)
     if settings.kv_cache_memory is not None:
         args["kv_cache_memory_bytes"] = int(settings.kv_cache_memory)
+    given = args.pop("kv_transfer_config", None)
     try:
+        if transfer is not None or given is not None:
+            args["kv_transfer_config"] = KVTransferConfig(**((transfer or {}) | (given or {})))
         return AsyncEngineArgs(model=model, served_model_name=[settings.name], runner=settings.runner, **args)
     except (ValidationError, ValueError, TypeError, OSError) as error:
         reason = scrub(str(error).partition("\n")[0])

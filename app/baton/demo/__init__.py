@@ -1,0 +1,1 @@
+"""`baton demo`: agents that hand their context to one another, beside the same agents passing text."""
