@@ -78,3 +78,5 @@ class StepJobs:
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
+    """Requests that ended while their load was under way: there is no need to go on with it."""

@@ -53,6 +53,7 @@ class SchedulerRole:
         self._block_size = block_size
         self._plans: dict[str, Plan | None] = {}
         self._jobs = StepJobs()
+        self._loading: set[str] = set()
         self._saved: OrderedDict[str, None] = OrderedDict()
         self.counts: Counter[str] = Counter()
 
@@ -111,6 +112,7 @@ class SchedulerRole:
         first = (plan.matched - external) // self._block_size
         last = -(-plan.matched // self._block_size)
         ids = tuple(block_ids[first:last])
+        self._loading.add(request_id)
         self._jobs.loads.append(LoadJob(request_id, plan.key, first, ids, external, plan.tag))
 
     def step(self) -> StepJobs:
@@ -144,6 +146,8 @@ class SchedulerRole:
             Whether its blocks must be held until the save is reported, and what its answer carries.
         """
         self._plans.pop(request_id, None)
+        if request_id in self._loading:
+            self._jobs.given_up.append(request_id)
         wanted = parse(params)
         if not isinstance(wanted, TransferParams) or (key := wanted.save_key) is None:
             return False, None
@@ -167,5 +171,8 @@ class SchedulerRole:
         """How the worker's jobs ended. A request whose load failed is not offered one again."""
         for outcome in outcomes:
             self.counts[f"{outcome.kind}_{'failed' if outcome.failure else 'done'}"] += 1
-            if outcome.kind == "load" and outcome.failure and outcome.request_id in self._plans:
+            if outcome.kind != "load":
+                continue
+            self._loading.discard(outcome.request_id)
+            if outcome.failure and outcome.request_id in self._plans:
                 self._plans[outcome.request_id] = None

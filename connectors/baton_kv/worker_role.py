@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 Job = TypeVar("Job", LoadJob, SaveJob)
 
 
+class GivenUp(Exception):
+    """Nobody waits for this load any more."""
+
+
 @dataclass
 class Finished:
     """What came to its end since the last look.
@@ -60,12 +64,14 @@ class WorkerRole:
         self._blocks = blocks
         self._verify = verify
         self._buffer = bytearray()  # the loading thread's alone
+        self._given_up: set[str] = set()
         self._done: queue.SimpleQueue[tuple[LoadJob | SaveJob, Outcome]] = queue.SimpleQueue()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-load")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-save")
 
     def start(self, jobs: StepJobs) -> None:
         """Begin a step's jobs; returns at once."""
+        self._given_up.update(jobs.given_up)
         for load in jobs.loads:
             self._loader.submit(self._run, load, self._load)
         for save in jobs.saves:
@@ -81,6 +87,7 @@ class WorkerRole:
                 finished.saved.add(job.request_id)
                 continue
             finished.loaded.add(job.request_id)
+            self._given_up.discard(job.request_id)
             if outcome.failure is not None:
                 finished.failed_blocks.update(job.block_ids)
         return finished
@@ -96,6 +103,8 @@ class WorkerRole:
         tokens, size, failure = (job.computed if isinstance(job, SaveJob) else job.tokens), 0, None
         try:
             size = work(job)
+        except GivenUp:
+            failure = GivenUp.__name__
         except (EntryInvalid, StoreError) as error:
             logger.warning("KV %s of %s failed: %s", kind, job.key, error)
             failure = type(error).__name__
@@ -106,6 +115,7 @@ class WorkerRole:
         self._done.put((job, Outcome(job.request_id, job.key, kind, job.tag, failure, tokens, size, seconds)))
 
     def _load(self, job: LoadJob) -> int:
+        self._require_interest(job)
         try:
             with self._store.open(job.key) as reader:
                 entry = Entry(reader, job.key, self._secret)
@@ -119,6 +129,10 @@ class WorkerRole:
         except EntryInvalid:
             self._store.quarantine(job.key)
             raise
+
+    def _require_interest(self, job: LoadJob) -> None:
+        if job.request_id in self._given_up:
+            raise GivenUp
 
     def _require_shape(self, described: Description, job: LoadJob) -> None:
         wanted = (len(self._blocks), self._blocks.block_bytes)
@@ -135,6 +149,7 @@ class WorkerRole:
             self._buffer = bytearray(described.chunk_blocks * size)
         end = job.first_block + len(job.block_ids)
         for layer in range(described.layers):
+            self._require_interest(job)
             for index in range(job.first_block // described.chunk_blocks, described.chunks):
                 blocks = described.chunk(index)
                 first, last = max(blocks.start, job.first_block), min(blocks.stop, end)
@@ -149,6 +164,7 @@ class WorkerRole:
     def _copy_unproved(self, entry: Entry, job: LoadJob) -> None:
         """Straight from the store into the pool, where that is in this machine's memory."""
         for layer in range(entry.description.layers):
+            self._require_interest(job)
             rows = self._blocks.rows(layer, job.block_ids)
             if rows is None:
                 data = memoryview(bytearray(len(job.block_ids) * self._blocks.block_bytes))

@@ -1,97 +1,136 @@
-"""The connector under plain vLLM, on real weights: B answers exactly as if it had prefilled everything."""
+"""The connector under plain vLLM's own server: what an answer carries is what the next request sends, verbatim."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from offline_engines import OWN, OfflineEngine, prompt, same
+from offline_engines import OWN, Answer, prompt, same
 
+from baton.models.store import ModelStore
+from baton.settings import load_settings
 from baton_kv.contract import PARAMS_KEY, new_key, params_to_load, params_to_save
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-LENGTHS = (1, 2, 31, 32, 33, 127, 128, 129, 200, 319)
+README = Path(__file__).parents[2] / "connectors" / "README.md"
+READY_WITHIN_S = 120
+
+
+class PlainServer:
+    """`python -m vllm.entrypoints.openai.api_server` with the command of connectors/README.md."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, store: Path) -> None:
+        self.process = process
+        self.url = url
+        self._store = store
+
+    def ask(self, *asked: tuple[list[int], int, dict[str, Any] | None]) -> list[Answer]:
+        """Prompts, tokens to generate, transfer parameters."""
+        return [self._ask(*one) for one in asked]
+
+    def _ask(self, tokens: list[int], count: int, params: dict[str, Any] | None) -> Answer:
+        body: dict[str, Any] = {"model": "m", "prompt": tokens, "max_tokens": count, "temperature": 0}
+        body |= {"ignore_eos": True, "logprobs": 1, "return_token_ids": True}
+        if params is not None:
+            body["kv_transfer_params"] = params
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+        (choice,) = answer["choices"]
+        return {
+            "tokens": choice["token_ids"],
+            "logprobs": choice["logprobs"]["token_logprobs"],
+            "cached": (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
+            "params": answer["kv_transfer_params"],
+        }
+
+    def saved(self, params: dict[str, Any]) -> Path:
+        path = self._store / "entries" / f"{params[PARAMS_KEY]['load']}.kv"
+        deadline = time.monotonic() + 20
+        while not path.exists():
+            assert time.monotonic() < deadline, "not saved"
+            time.sleep(0.005)
+        return path
+
+
+def shown_config(store: Path) -> str:
+    """The `--kv-transfer-config` that the README shows, with another folder."""
+    found = re.search(r"--kv-transfer-config '(\{.*?\})'", README.read_text(), re.DOTALL)
+    assert found
+    return found[1].replace("file:/dev/shm/relay", f"file:{store}")
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("relay") / "store"
+    return tmp_path_factory.mktemp("plain") / "store"
 
 
 @pytest.fixture(scope="module")
-def first(store: Path) -> Iterator[OfflineEngine]:
+def first(store: Path) -> Iterator[PlainServer]:
     """Without prefix caching, so that nothing but the connector can bring KV."""
-    with OfflineEngine(store, enable_prefix_caching=False) as engine:
-        yield engine
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store.parent.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--model", ModelStore(load_settings().models_folder).resolve("smollm2")]
+    command += ["--served-model-name", "m", "--dtype", "float32", "--max-model-len", "1024"]
+    command += ["--block-size", "32", "--no-enable-prefix-caching", "--enforce-eager"]
+    command += ["--kv-cache-memory-bytes", str(192 * 1024 * 1024), "--enable-prompt-tokens-details"]
+    command += ["--kv-transfer-config", shown_config(store)]
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    environment = os.environ | quiet | {"VLLM_CPU_OMP_THREADS_BIND": cores}
+    with (store.parent / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    server = PlainServer(process, f"http://127.0.0.1:{port}", store)
+    try:
+        wait_until_ready(server, store.parent / "server.log")
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
 
 
-@pytest.fixture(scope="module")
-def second(store: Path) -> Iterator[OfflineEngine]:
-    """Another engine, with prefix caching and small chunks of prefill."""
-    with OfflineEngine(store, enable_prefix_caching=True, max_num_batched_tokens=64) as engine:
-        yield engine
+def wait_until_ready(server: PlainServer, log: Path) -> None:
+    deadline = time.monotonic() + READY_WITHIN_S
+    while True:
+        assert server.process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        try:
+            if httpx.get(f"{server.url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)
 
 
-def handed_over(
-    engine: OfflineEngine, length: int, seed: int, said: int = 5
-) -> tuple[list[int], dict[str, Any]]:
+def handed_over(server: PlainServer, length: int, seed: int) -> tuple[list[int], dict[str, Any]]:
     """A's whole context, and what B sends to start from it."""
     asked = prompt(length, seed)
-    (answer,) = engine.ask((asked, said, params_to_save()))
-    assert answer["params"][PARAMS_KEY]["load"]
+    (answer,) = server.ask((asked, 5, params_to_save()))
+    server.saved(answer["params"])
     return asked + answer["tokens"], answer["params"]
 
 
-def wait_for_entry(engine: OfflineEngine) -> None:
-    """A step later a save is in the store: ask for something unrelated."""
-    engine.ask((prompt(4, seed=99), 3, None))
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_b_continues_exactly_where_a_ended(first: OfflineEngine, length: int) -> None:
+@pytest.mark.parametrize("length", [1, 27, 128, 319])
+def test_b_sends_back_what_a_s_answer_carried(first: PlainServer, length: int) -> None:
     context, params = handed_over(first, length, seed=length)
-    wait_for_entry(first)
     (plain,) = first.ask(([*context, *OWN], 8, None))
     (relayed,) = first.ask(([*context, *OWN], 8, params))
     same(relayed, plain)
     assert (plain["cached"], relayed["cached"]) == (0, len(context) - 1)
 
 
-def test_another_engine_starts_from_it_without_prefilling_it(
-    first: OfflineEngine, second: OfflineEngine
-) -> None:
-    contexts = [handed_over(first, length, seed=1000 + length) for length in LENGTHS]
-    wait_for_entry(first)
-    plain = first.ask(*[([*context, *OWN], 8, None) for context, _ in contexts])
-    relayed = second.ask(*[([*context, *OWN], 8, params) for context, params in contexts])
-    for one, other, (context, _) in zip(relayed, plain, contexts, strict=True):
-        same(one, other)
-        assert one["cached"] == len(context) - 1
-
-
-def test_many_start_from_one_at_once_and_a_chain_goes_on(first: OfflineEngine, second: OfflineEngine) -> None:
-    context, params = handed_over(first, 200, seed=5)
-    wait_for_entry(first)
-    own = [prompt(length, seed=700 + length) for length in range(3, 19)]
-    plain = first.ask(*[(context + mine, 6, None) for mine in own])
-    relayed = second.ask(*[(context + mine, 6, params) for mine in own])
-    for one, other in zip(relayed, plain, strict=True):
-        same(one, other)
-    key = params[PARAMS_KEY]["load"]
-    (middle,) = second.ask((context + own[0], 6, params_to_save(load=key)))
-    wait_for_entry(second)
-    longer = context + own[0] + middle["tokens"]
-    (chained,) = first.ask(([*longer, *OWN], 8, middle["params"]))
-    (whole,) = first.ask(([*longer, *OWN], 8, None))
-    same(chained, whole)
-    assert chained["cached"] == len(longer) - 1
-
-
-def test_a_wrong_prefix_is_never_used(first: OfflineEngine) -> None:
+def test_a_wrong_prefix_is_never_used(first: PlainServer) -> None:
     context, params = handed_over(first, 100, seed=6)
-    wait_for_entry(first)
     other = [*context[:50], 7, *context[51:], *OWN]
     (plain,) = first.ask((other, 8, None))
     (relayed,) = first.ask((other, 8, params))
@@ -104,27 +143,26 @@ def test_a_wrong_prefix_is_never_used(first: OfflineEngine) -> None:
 @pytest.mark.parametrize(
     "params", [{PARAMS_KEY: {"load": "x"}}, {PARAMS_KEY: 7}, params_to_load(new_key("local"))]
 )
-def test_what_cannot_be_loaded_is_computed(first: OfflineEngine, params: dict[str, Any]) -> None:
+def test_what_cannot_be_loaded_is_computed(first: PlainServer, params: dict[str, Any]) -> None:
     (plain, relayed) = first.ask((prompt(60, 8), 6, None), (prompt(60, 8), 6, params))
     same(relayed, plain)
 
 
-def test_a_corrupt_entry_is_computed_anew(first: OfflineEngine, second: OfflineEngine, store: Path) -> None:
+def test_a_corrupt_entry_is_computed_anew(first: PlainServer, store: Path) -> None:
     context, params = handed_over(first, 300, seed=9)
-    wait_for_entry(first)
     path = store / "entries" / f"{params[PARAMS_KEY]['load']}.kv"
     data = bytearray(path.read_bytes())
     data[-1000] ^= 4
     path.write_bytes(data)
     (plain,) = first.ask(([*context, *OWN], 8, None))
-    for engine in (second, second, first):
-        (relayed,) = engine.ask(([*context, *OWN], 8, params))
+    for _ in range(3):
+        (relayed,) = first.ask(([*context, *OWN], 8, params))
         same(relayed, plain)
     assert not path.exists()
     assert len(list((store / "quarantine").iterdir())) == 1
 
 
-def test_a_wrong_block_would_be_noticed_here(first: OfflineEngine, store: Path) -> None:
+def test_a_wrong_block_would_be_noticed_here(first: PlainServer, store: Path) -> None:
     """The test of the tests: KV of another prompt under this one's key must change the answer."""
     from baton_kv.entry import Description, Entry, write
     from baton_kv.secret import store_secret
@@ -132,7 +170,6 @@ def test_a_wrong_block_would_be_noticed_here(first: OfflineEngine, store: Path) 
 
     context, params = handed_over(first, 200, seed=11)
     other, others = handed_over(first, 200, seed=12)
-    wait_for_entry(first)
     secret, files = store_secret(store), FileStore(store)
     key, wrong = params[PARAMS_KEY]["load"], others[PARAMS_KEY]["load"]
     with files.open(wrong) as data:

@@ -162,6 +162,21 @@ def test_an_entry_gone_between_look_and_load_is_a_miss(store: MemoryStore) -> No
     assert engine.run(1).failed_blocks == {8, 9, 10, 11}
 
 
+def test_a_load_that_nobody_waits_for_any_more_is_not_gone_on_with(store: MemoryStore) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [1, 2, 3, 6])
+    before = [layer.clone() for layer in engine.layers]
+    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
+    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+    engine.scheduler.finished(
+        "b", params_to_load(key), tokens=PROMPT, prompt=50, computed=0, block_ids=[], whole=False
+    )
+    finished = engine.run(1)
+    assert (finished.loaded, finished.outcomes[0].failure) == ({"b"}, "GivenUp")
+    assert all(torch.equal(one, other) for one, other in zip(before, engine.layers, strict=True))
+    assert engine.worker._given_up == set()
+
+
 def test_a_save_that_fails_releases_its_blocks_and_leaves_nothing(store: MemoryStore) -> None:
     engine = Engine(store)
     engine.worker._blocks.gather = None  # type: ignore[assignment,method-assign]  # whatever breaks there

@@ -110,12 +110,12 @@ def test_d9_a_thousand_aborts_during_loads_and_saves_lose_no_block(
     left = [leave(gateway, seed) for seed in range(8)]
     speed.write_text(str(entry(folder, left[0]).stat().st_size / 0.01))  # a load takes 10 ms
     before = settle(gateway, "slow")
-    asked = {"model": "slow", "max_tokens": 2, "temperature": 0}
+    asked = {"model": "slow", "max_tokens": 1, "temperature": 0}
     bodies = [
         asked | {"prompt": f" {number}", "handoff": {"from": left[number % 8]["id"], "save": True}}
         for number in range(ABORTS)
     ]
-    unfinished = asyncio.run(given_up(gateway, bodies, 0.6))
+    unfinished = asyncio.run(given_up(gateway, bodies, 0.8))
     after = settle(gateway, "slow")
     print(
         f"\nD9: {ABORTS} requests given up, {unfinished} of them unfinished; blocks in use {before} -> {after}"

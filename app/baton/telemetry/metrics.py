@@ -26,6 +26,7 @@ FAILURES = {
     "EntryMissing": "missing",
     "StoreFull": "full",
     "StoreError": "device",
+    "GivenUp": "given_up",
 }
 """The connector's words for what went wrong, and ours."""
 
