@@ -36,21 +36,24 @@ class KVBlocks:
     def __len__(self) -> int:
         return len(self._layers)
 
-    def gather(self, layer: int, block_ids: Sequence[int]) -> memoryview:
-        """A copy of the bytes of some blocks, in the order asked."""
+    def gather(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """The bytes of some blocks, in the order asked: the blocks themselves where the pool is in memory."""
+        if (rows := self.rows(layer, block_ids)) is not None:
+            return rows
         pool = self._layers[layer]
-        if pool.device.type == "cpu":
-            # numpy stays in this thread; torch would wake every thread of its pool, which the model needs
-            return memoryview(pool.numpy()[numpy.asarray(block_ids)]).cast("B")
         index = torch.tensor(block_ids, device=pool.device)
-        return memoryview(pool.index_select(0, index).cpu().numpy()).cast("B")
+        return [memoryview(block) for block in pool.index_select(0, index).cpu().numpy()]
 
     def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
         """Put `len(block_ids) * block_bytes` bytes where those blocks are."""
         pool = self._layers[layer]
         blocks = numpy.frombuffer(data, numpy.uint8).reshape(len(block_ids), self.block_bytes)
         if pool.device.type == "cpu":
-            pool.numpy()[numpy.asarray(block_ids)] = blocks
+            rows = (
+                pool.numpy()
+            )  # numpy stays in this thread; torch would wake its pool, which the model needs
+            for block_id, block in zip(block_ids, blocks, strict=True):
+                numpy.copyto(rows[block_id], block)
             return
         index = torch.tensor(block_ids, device=pool.device)
         pool.index_copy_(0, index, torch.from_numpy(blocks.copy()).to(pool.device))

@@ -85,7 +85,7 @@ class Description:
 def write(
     description: Description,
     tokens: Sequence[int],
-    layer_bytes: Callable[[int], memoryview],
+    layer_blocks: Callable[[int], Sequence[memoryview]],
     secret: bytes,
 ) -> Iterator[bytes | memoryview]:
     """The parts of an entry's file, in order.
@@ -93,12 +93,12 @@ def write(
     Args:
         description: what it holds.
         tokens: every token id of the context.
-        layer_bytes: gives a layer's gathered blocks, `blocks * block_bytes` bytes.
+        layer_blocks: gives a layer's blocks, each `block_bytes` long; asked twice, to the same answer.
         secret: 32 bytes, the store's.
     """
     ids = numpy.asarray(tokens, dtype="<i4")
-    layers = [layer_bytes(index) for index in range(description.layers)]
-    digests = b"".join(_chunk_digests(description, layer, secret) for layer in layers)
+    layers = range(description.layers)
+    digests = b"".join(_chunk_digests(description, layer_blocks(layer), secret) for layer in layers)
     told = json.dumps(asdict(description), sort_keys=True)
     seal = _seal(told, ids.tobytes(), digests, secret)
     tensors = _tensors(description)
@@ -107,23 +107,26 @@ def write(
     yield LENGTH.pack(len(header)) + header
     yield ids.tobytes()
     yield digests
-    yield from layers
+    for layer in layers:
+        yield from layer_blocks(layer)
 
 
-def _chunk_digests(description: Description, layer: memoryview, secret: bytes) -> bytes:
-    size = description.block_bytes
+def _chunk_digests(description: Description, blocks: Sequence[memoryview], secret: bytes) -> bytes:
     slices = (description.chunk(index) for index in range(description.chunks))
-    return b"".join(_digest(layer[blocks.start * size : blocks.stop * size], secret) for blocks in slices)
+    return b"".join(_digest(secret, *blocks[chunk]) for chunk in slices)
 
 
-def _digest(data: bytes | memoryview, secret: bytes) -> bytes:
-    return blake3(data, key=secret).digest()
+def _digest(secret: bytes, *parts: bytes | memoryview) -> bytes:
+    digest = blake3(key=secret)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 def _seal(told: str, tokens: bytes, digests: bytes, secret: bytes) -> bytes:
     parts = (told.encode(), tokens, digests)
     sizes = b"".join(LENGTH.pack(len(part)) for part in parts)
-    return _digest(sizes + b"".join(parts), secret)
+    return _digest(secret, sizes, *parts)
 
 
 def _tensors(description: Description) -> dict[str, Any]:
@@ -210,7 +213,7 @@ class Entry:
         data = memoryview(bytearray(size) if buffer is None else buffer)[:size]
         self.read_blocks(layer, blocks.start, [data])
         at = (layer * described.chunks + index) * DIGEST_BYTES
-        if _digest(data, self._secret) != self._digests[at : at + DIGEST_BYTES]:
+        if _digest(self._secret, data) != self._digests[at : at + DIGEST_BYTES]:
             raise EntryInvalid(f"layer {layer}, chunk {index}: the digest is wrong")
         return data
 

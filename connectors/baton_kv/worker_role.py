@@ -1,17 +1,20 @@
 """The worker's half: moves blocks between the engine's pool and the store, beside the model's own work.
 
-Loads and saves each have one thread. Nothing here raises into the engine: any exception there would
-end it for every tenant. A load that fails names its blocks, and the engine computes them anew.
+Loads are done one after the other, so are saves; two threads share the copies of a load.
+Nothing here raises into the engine: any exception there would end it for every tenant. A load that fails
+names its blocks, and the engine computes them anew.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from baton_kv.blocks import KVBlocks
@@ -21,6 +24,8 @@ from baton_kv.stores.base import Store, StoreError
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job", LoadJob, SaveJob)
+COPY_THREADS = 2
+"""One thread does not fill a machine's memory bandwidth; more would take cores from the model."""
 
 
 class GivenUp(Exception):
@@ -63,9 +68,10 @@ class WorkerRole:
         self._fingerprint = fingerprint
         self._blocks = blocks
         self._verify = verify
-        self._buffer = bytearray()  # the loading thread's alone
+        self._buffers = threading.local()
         self._given_up: set[str] = set()
         self._done: queue.SimpleQueue[tuple[LoadJob | SaveJob, Outcome]] = queue.SimpleQueue()
+        self._copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="baton-kv-copy")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-load")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-save")
 
@@ -94,7 +100,7 @@ class WorkerRole:
 
     def shutdown(self) -> None:
         """Let what runs come to its end, and begin nothing more."""
-        for pool in (self._loader, self._saver):
+        for pool in (self._loader, self._saver, self._copiers):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, job: Job, work: Callable[[Job], int]) -> None:
@@ -121,14 +127,21 @@ class WorkerRole:
                 entry = Entry(reader, job.key, self._secret)
                 entry.require(self._fingerprint)
                 self._require_shape(entry.description, job)
-                copy = self._copy if self._verify else self._copy_unproved
-                copy(entry, job)
+                self._share_out(partial(self._copy if self._verify else self._copy_unproved, entry, job))
                 return entry.description.layers * len(job.block_ids) * entry.description.block_bytes
         except EntryForeign:
             raise  # sound, only not ours
         except EntryInvalid:
             self._store.quarantine(job.key)
             raise
+
+    def _share_out(self, copy: Callable[[range], None]) -> None:
+        """Copy all layers, each thread its share; ends with the last, for until then the blocks are in use."""
+        layers = range(len(self._blocks))
+        shares = [self._copiers.submit(copy, layers[n::COPY_THREADS]) for n in range(COPY_THREADS)]
+        wait(shares)
+        for share in shares:
+            share.result()
 
     def _require_interest(self, job: LoadJob) -> None:
         if job.request_id in self._given_up:
@@ -141,29 +154,35 @@ class WorkerRole:
         if job.first_block + len(job.block_ids) > described.blocks:
             raise EntryInvalid("it holds fewer blocks than were promised")
 
-    def _copy(self, entry: Entry, job: LoadJob) -> None:
+    def _copy(self, entry: Entry, job: LoadJob, layers: range) -> None:
         """Prove and copy chunk by chunk, while each is hot in the cache."""
         described = entry.description
         size = described.block_bytes
-        if len(self._buffer) < described.chunk_blocks * size:
-            self._buffer = bytearray(described.chunk_blocks * size)
+        buffer = self._buffer(described.chunk_blocks * size)
         end = job.first_block + len(job.block_ids)
-        for layer in range(described.layers):
+        for layer in layers:
             self._require_interest(job)
             for index in range(job.first_block // described.chunk_blocks, described.chunks):
                 blocks = described.chunk(index)
                 first, last = max(blocks.start, job.first_block), min(blocks.stop, end)
                 if first >= last:
                     break
-                data = entry.chunk(layer, index, self._buffer)
+                data = entry.chunk(layer, index, buffer)
                 ids = job.block_ids[first - job.first_block : last - job.first_block]
                 self._blocks.scatter(
                     layer, ids, data[(first - blocks.start) * size : (last - blocks.start) * size]
                 )
 
-    def _copy_unproved(self, entry: Entry, job: LoadJob) -> None:
+    def _buffer(self, size: int) -> bytearray:
+        """Memory of the thread that asks, used again and again."""
+        if len(getattr(self._buffers, "chunk", b"")) < size:
+            self._buffers.chunk = bytearray(size)
+        buffer: bytearray = self._buffers.chunk
+        return buffer
+
+    def _copy_unproved(self, entry: Entry, job: LoadJob, layers: range) -> None:
         """Straight from the store into the pool, where that is in this machine's memory."""
-        for layer in range(entry.description.layers):
+        for layer in layers:
             self._require_interest(job)
             rows = self._blocks.rows(layer, job.block_ids)
             if rows is None:

@@ -70,7 +70,7 @@ def save(root: Path, entries: int, *, room_for: int) -> None:
     size = LAYERS * BLOCKS * BLOCK_BYTES
     store = file.FileStore(root, budget=size * room_for + size // 2, fsync=True)
     secret = store_secret(root)
-    layer = memoryview(random.randbytes(BLOCKS * BLOCK_BYTES))
+    layer = [memoryview(random.randbytes(BLOCK_BYTES)) for _ in range(BLOCKS)]
     for _ in range(entries):
         described = Description(new_key("local"), "f" * 64, 50, 49, LAYERS, BLOCKS, BLOCK_BYTES)
         store.put(described.key, write(described, range(50), lambda _: layer, secret))

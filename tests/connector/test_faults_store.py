@@ -81,7 +81,7 @@ class Engine:
         return self.scheduler.matched(f"{next(self._requests)}", params_to_load(key), [*TOKENS, 1], 0)
 
     def held(self, block_ids: tuple[int, ...]) -> list[bytes]:
-        return [bytes(self.blocks.gather(layer, block_ids)) for layer in range(LAYERS)]
+        return [b"".join(self.blocks.gather(layer, block_ids)) for layer in range(LAYERS)]
 
 
 class Relay:

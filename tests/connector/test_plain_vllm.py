@@ -181,7 +181,13 @@ def test_a_wrong_block_would_be_noticed_here(first: PlainServer, store: Path) ->
         ]
     assert all(len(layer) == size for layer in layers)
     described = Description(**(vars(entry.description) | {"key": key}))
-    planted = write(described, context, lambda layer: memoryview(layers[layer]), secret)
+    step = described.block_bytes
+    planted = write(
+        described,
+        context,
+        lambda layer: [memoryview(layers[layer])[at : at + step] for at in range(0, size, step)],
+        secret,
+    )
     files.put(key, planted)
     (plain,) = first.ask(([*context, *OWN], 8, None))
     (relayed,) = first.ask(([*context, *OWN], 8, params))

@@ -1,0 +1,113 @@
+"""Bytes a second of saves and loads, beside a plain copy of the same bytes in memory. `make bench-transfer`.
+
+The connector's worker role on a pool shaped as SmolLM2-135M's (30 layers, blocks of 128 tokens in bf16),
+without an engine around it; entries in shared memory. Copy, save and load alternate; printed are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import torch
+
+from baton_kv.blocks import KVBlocks
+from baton_kv.contract import new_key
+from baton_kv.messages import LoadJob, SaveJob, StepJobs
+from baton_kv.secret import store_secret
+from baton_kv.stores.file import FileStore
+from baton_kv.worker_role import WorkerRole
+
+LAYERS, HEADS, BLOCK, HEAD_SIZE = 30, 3, 128, 64
+GIB = 1024**3
+
+
+class Pool:
+    """A KV pool and a worker over it, as one engine has them."""
+
+    def __init__(self, store: FileStore, blocks: int, *, verify: bool) -> None:
+        pool = torch.zeros((blocks, LAYERS, HEADS, BLOCK, 2 * HEAD_SIZE), dtype=torch.bfloat16)
+        pool.view(torch.int16).random_(0, 2**15)
+        layers = KVBlocks([pool[:, layer] for layer in range(LAYERS)])
+        self._worker = WorkerRole(store, store_secret(store.root), "bench", layers, verify=verify)
+
+    def save(self, key: str, tokens: int) -> None:
+        ids = tuple(range(1, 1 + -(-tokens // BLOCK)))
+        self._run(StepJobs(saves=[SaveJob("a", key, tuple(range(tokens)), tokens, ids)]))
+
+    def load(self, key: str, tokens: int) -> None:
+        ids = tuple(range(1, 1 + -(-tokens // BLOCK)))
+        self._run(StepJobs(loads=[LoadJob("b", key, 0, ids, tokens)]))
+
+    def _run(self, jobs: StepJobs) -> None:
+        self._worker.start(jobs)
+        while not (finished := self._worker.poll()).outcomes:
+            time.sleep(0.0002)
+        (outcome,) = finished.outcomes
+        assert outcome.failure is None, outcome
+
+
+def seconds(work: Callable[[], None]) -> float:
+    """How long it takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def measure(folder: Path, tokens: int, rounds: int) -> dict[str, float]:
+    """Median seconds of each, and the bytes they moved."""
+    store = FileStore(folder)
+    blocks = 2 + -(-tokens // BLOCK)
+    proved, unproved = Pool(store, blocks, verify=True), Pool(store, blocks, verify=False)
+    size = (blocks - 2) * LAYERS * HEADS * BLOCK * 2 * HEAD_SIZE * 2
+    source, target = numpy.ones(size, numpy.uint8), numpy.zeros(size, numpy.uint8)
+    key = new_key("bench")
+    proved.save(key, tokens)
+    work: dict[str, Callable[[], None]] = {
+        "copy": lambda: numpy.copyto(target, source),
+        "save": lambda: proved.save(key, tokens),
+        "load, proved": lambda: proved.load(key, tokens),
+        "load, not proved": lambda: unproved.load(key, tokens),
+    }
+    seen: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(rounds + 1):
+        for name, one in work.items():
+            seen[name].append(seconds(one))
+    store.delete(key)
+    return {name: statistics.median(values[1:]) for name, values in seen.items()} | {"bytes": size}
+
+
+def main() -> None:
+    """Measure, and print Markdown for RESULTS.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 7500])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"`make bench-transfer ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}\n")
+    names = ("copy", "save", "load, proved", "load, not proved")
+    print(
+        "| tokens | MiB | "
+        + " | ".join(f"{name}, GiB/s | of copy" for name in names[1:])
+        + " | copy, GiB/s |"
+    )
+    print("|---" * 9 + "|")
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        for length in options.lengths:
+            found = measure(Path(folder) / "store", length, options.rounds)
+            size = found["bytes"]
+            cells = [f"{length}", f"{size / 1024**2:.1f}"]
+            for name in names[1:]:
+                cells += [f"{size / found[name] / GIB:.2f}", f"{found['copy'] / found[name]:.2f}"]
+            print(f"| {' | '.join(cells)} | {size / found['copy'] / GIB:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
