@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve demo test lint format bench bench-handoff chaos soak lock schemas clean
+.PHONY: help serve demo test lint format bench bench-handoff bench-transfer chaos soak lock schemas clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,8 +41,11 @@ format: $(VENV)/.dev ## Rewrite the sources in the one format
 bench: $(VENV)/.dev ## Measure against plain vLLM's server, side by side (minutes)
 	$(BIN)/python bench/overhead.py $(ARGS)
 
-bench-handoff: $(VENV)/.dev ## Measure B's first token with and without a handoff (minutes)
+bench-handoff: $(VENV)/.dev ## Measure what handoffs save and cost (ten minutes)
 	$(BIN)/python bench/handoff.py $(ARGS)
+
+bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory (seconds)
+	$(BIN)/python bench/transfer.py $(ARGS)
 
 chaos: $(VENV)/.dev ## Break engines on purpose (minutes)
 	$(BIN)/python -m pytest -m chaos $(ARGS)

@@ -1,45 +1,69 @@
-"""Time to B's first token: prefilling A's context against starting from its handoff. `make bench-handoff`.
+"""What a handoff is worth to B, to chains and fan-outs, and what leaving one costs A. `make bench-handoff`.
 
-Two engines of the same real weights, bf16, without prefix caching, so that nothing but the handoff can
-help. A reads a context of L tokens on the first engine; B adds 32 of its own on the first and on the
-second. Plain and relayed alternate; printed are medians and the ratio relayed / plain.
+One gateway with four engines of the same real weights in bf16: two without a prefix cache, so that nothing
+but the handoff can help; one with, to hold handoffs against the engine's own hits; one with vLLM's
+ExampleConnector, the only one of its own that runs on a CPU. What is compared alternates in one run;
+printed are medians and ratios.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import datetime
 import json
 import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
+import httpx
+import numpy
 from rich.console import Console
 from rich.progress import track
 from servers import Server, free_port
 
 CONFIG = """
 [handoffs]
-store = "file:{store}"
-budget = "4GiB"
+store = "file:{folder}/store"
+budget = "6GiB"
 
 [[engines]]
 name = "first"
 model = "smollm2"
 handoff = true
-args = {{ enable_prefix_caching = false, max_num_seqs = 8 }}
+args = {{ enable_prefix_caching = false, max_num_seqs = 16 }}
 
 [[engines]]
 name = "second"
 model = "smollm2"
 handoff = true
-args = {{ enable_prefix_caching = false, max_num_seqs = 8 }}
+args = {{ enable_prefix_caching = false, max_num_seqs = 16 }}
+
+[[engines]]
+name = "caching"
+model = "smollm2"
+handoff = true
+args = {{ max_num_seqs = 16 }}
+
+[[engines]]
+name = "example"
+model = "smollm2"
+[engines.args]
+enable_prefix_caching = false
+max_num_seqs = 16
+[engines.args.kv_transfer_config]
+kv_connector = "ExampleConnector"
+kv_role = "kv_both"
+kv_connector_extra_config = {{ shared_storage_path = "{folder}/example" }}
 """
 OWN_TOKENS = 32
+ASKED = {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+Rows = dict[str, list[float]]
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -47,35 +71,186 @@ def prompt(length: int, seed: int) -> list[int]:
     return [1 + (seed * 104729 + index * 7919 + index * index * 31) % 40000 for index in range(length)]
 
 
-def ask(url: str, body: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """An answer, and the milliseconds it took."""
-    sent = Request(f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    began = time.perf_counter()
-    with urlopen(sent, timeout=120) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
-    return found, (time.perf_counter() - began) * 1000
+def medians(rows: Rows) -> dict[str, float]:
+    """The median of each row."""
+    return {name: statistics.median(values) for name, values in rows.items()}
 
 
-def measure(url: str, length: int, rounds: int) -> dict[str, float]:
-    """Medians for one length of A's context."""
-    seen: dict[str, list[float]] = {}
+class Client:
+    """Asks one gateway."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.AsyncClient(base_url=url, timeout=300)
+
+    async def ask(self, model: str, tokens: list[int], **more: Any) -> tuple[dict[str, Any], float]:
+        """An answer, and the milliseconds it took."""
+        body = ASKED | {"model": model, "prompt": tokens} | more
+        began = time.perf_counter()
+        answer = await self._http.post("/v1/completions", json=body)
+        took = (time.perf_counter() - began) * 1000
+        found: dict[str, Any] = answer.raise_for_status().json()
+        return found, took
+
+    async def stream(self, model: str, tokens: list[int], **more: Any) -> tuple[float, list[float]]:
+        """Milliseconds to the first token, and between each two after it."""
+        body = ASKED | {"model": model, "prompt": tokens, "stream": True} | more
+        times = [time.perf_counter()]
+        async with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {") and json.loads(line[6:])["choices"]:
+                    times.append(time.perf_counter())
+        gaps = [(later - earlier) * 1000 for earlier, later in pairwise(times)]
+        return gaps[0], gaps[1:]
+
+    async def forget(self, handoff: str) -> None:
+        await self._http.delete(f"/v1/handoffs/{handoff}")
+
+
+def said(answer: dict[str, Any]) -> list[int]:
+    """Prompt and answer, in token ids."""
+    choice = answer["choices"][0]
+    whole: list[int] = choice["prompt_token_ids"] + choice["token_ids"]
+    return whole
+
+
+def prefilled(answer: dict[str, Any]) -> int:
+    """How many tokens of the prompt were computed."""
+    usage = answer["usage"]
+    return int(usage["prompt_tokens"] - (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+
+
+def copy_ms(size: int) -> float:
+    """Milliseconds a plain copy of so many bytes takes in memory."""
+    source, target = numpy.ones(size, numpy.uint8), numpy.zeros(size, numpy.uint8)
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        numpy.copyto(target, source)
+        took.append((time.perf_counter() - began) * 1000)
+    return statistics.median(took)
+
+
+async def first_token(client: Client, length: int, rounds: int) -> dict[str, float]:
+    """B's first token after a context of so many tokens, every way there is."""
+    rows: Rows = defaultdict(list)
     for number in range(rounds):
-        asked = {"max_tokens": 1, "temperature": 0}
         context = prompt(length, length + number * 31)
-        left, _ = ask(url, asked | {"model": "first", "prompt": context, "handoff": {"save": True}})
-        own = prompt(OWN_TOKENS, number)
-        body = asked | {"prompt": own, "handoff": {"from": left["handoff"]["id"]}}
-        whole = [*context, 0, *own]  # the one token A said, whichever it was: its cost is the same
-        for model in ("first", "second"):
-            _, took = ask(url, asked | {"model": model, "prompt": whole})
-            seen.setdefault(f"B plain, {model} engine", []).append(took)
-            relayed, took = ask(url, body | {"model": model})
-            source = relayed["handoff"]["source"]
-            assert source["outcome"] == "loaded", source
-            seen.setdefault(f"B relayed, {model} engine", []).append(took)
-            seen.setdefault("load", []).append(source["load_ms"])
-        seen.setdefault("MiB", []).append(left["handoff"]["bytes"] / 1024 / 1024)
-    return {name: statistics.median(values) for name, values in seen.items()}
+        left, _ = await client.ask("first", context, handoff={"save": True})
+        handoff, own, whole = left["handoff"], prompt(OWN_TOKENS, number), said(left)
+        b = {"handoff": {"from": handoff["id"]}}
+        rows["plain"].append((await client.ask("second", whole + own))[1])
+        for name, model in (("same engine", "first"), ("other engine", "second")):
+            answer, took = await client.ask(model, own, **b)
+            assert answer["handoff"]["source"]["outcome"] == "loaded", answer["handoff"]
+            rows[name].append(took)
+            rows["load"].append(answer["handoff"]["source"]["load_ms"])
+        await client.ask("caching", whole)
+        rows["hit"].append((await client.ask("caching", whole + own))[1])
+        answer, took = await client.ask("caching", prompt(OWN_TOKENS, number + 1000), **b)
+        rows["same engine, caching"].append(took)
+        await client.ask("example", context)
+        rows["ExampleConnector"].append((await client.ask("example", whole + own))[1])
+        rows["bytes"].append(handoff["bytes"])
+        await client.forget(handoff["id"])
+    found = medians(rows)
+    found["limit"] = found["hit"] + copy_ms(int(found["bytes"]))
+    return found
+
+
+async def saving(client: Client, rounds: int) -> dict[str, float]:
+    """A's own pace with and without leaving its KV behind."""
+    rows: Rows = defaultdict(list)
+    for number in range(rounds):
+        for name, more in (("plain", {}), ("saving", {"handoff": {"save": True}})):
+            tokens = prompt(1024, 7000 + 2 * number + len(more))
+            first, gaps = await client.stream("first", tokens, max_tokens=48, **more)
+            rows[f"first token, {name}"].append(first)
+            rows[f"between tokens, {name}"] += gaps
+    return medians(rows)
+
+
+async def fan_out(client: Client, consumers: int, rounds: int) -> dict[str, float]:
+    """Milliseconds until the last of several agents that share a context has its first token."""
+    rows: Rows = defaultdict(list)
+    for number in range(rounds):
+        left, _ = await client.ask("first", prompt(2048, 9000 + number), handoff={"save": True})
+        own = [prompt(OWN_TOKENS, 50 + number * 100 + index) for index in range(consumers)]
+        for name in ("plain", "relayed"):
+            b = {"handoff": {"from": left["handoff"]["id"]}} if name == "relayed" else {}
+            whole = [] if b else said(left)
+            began = time.perf_counter()
+            await asyncio.gather(*(client.ask("second", whole + mine, **b) for mine in own))
+            rows[name].append((time.perf_counter() - began) * 1000)
+        await client.forget(left["handoff"]["id"])
+    return medians(rows)
+
+
+async def chain(client: Client, agents: int) -> dict[str, float]:
+    """Agents one after the other, on two engines in turn, each adding 64 tokens of its own and 32 it says."""
+    found: dict[str, float] = defaultdict(float)
+    for name in ("text", "relay"):
+        context, handoff = prompt(1024, agents), None
+        began = time.perf_counter()
+        for number in range(agents):
+            own = prompt(64, agents * 100 + number)
+            more: dict[str, Any] = {"max_tokens": 32}
+            if name == "relay":
+                more["handoff"] = {"save": True} | ({"from": handoff} if handoff else {})
+            tokens = own if handoff else context + own
+            answer, _ = await client.ask(("first", "second")[number % 2], tokens, **more)
+            context, handoff = said(answer), answer.get("handoff", {}).get("id")
+            found[f"{name} prefilled"] += prefilled(answer)
+        found[f"{name} ms"] = (time.perf_counter() - began) * 1000
+    return found
+
+
+def table(head: list[str], rows: list[list[str]]) -> None:
+    """Print Markdown."""
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+    print(flush=True)
+
+
+def first_token_row(length: int, found: dict[str, float]) -> list[str]:
+    """One length's cells."""
+    names = ("plain", "same engine", "other engine", "hit", "same engine, caching", "ExampleConnector")
+    cells = [str(length), f"{found['bytes'] / 1024**2:.1f}", *(f"{found[name]:.0f}" for name in names)]
+    cells += [f"{found['load']:.1f}", f"{found['plain'] / found['other engine']:.1f}x"]
+    cells += [f"{found['limit'] / found['other engine']:.2f}"]
+    return [*cells, f"{found['same engine, caching'] / found['hit']:.2f}"]
+
+
+async def run(url: str, options: argparse.Namespace) -> None:
+    """Every part, one after the other."""
+    client = Client(url)
+    await first_token(client, 256, 2)  # warm
+    head = "A's tokens|entry MiB|plain|same engine|other engine|own prefix cache|handoff where it is cached"
+    head += "|ExampleConnector|load|plain / other engine|limit / other engine|cached handoff / own hit"
+    lengths = track(options.lengths, "first token", console=Console(stderr=True))
+    rows = [first_token_row(length, await first_token(client, length, options.rounds)) for length in lengths]
+    table(head.split("|"), rows)
+    found = await saving(client, options.rounds)
+    pairs = [
+        (name, found[f"{name}, plain"], found[f"{name}, saving"])
+        for name in ("first token", "between tokens")
+    ]
+    table(
+        ["of A, ms", "plain", "saving", "ratio"],
+        [[n, f"{p:.1f}", f"{s:.1f}", f"{s / p:.3f}"] for n, p, s in pairs],
+    )
+    rows = []
+    for consumers in (1, 2, 4, 8, 16):
+        found = await fan_out(client, consumers, max(2, options.rounds // 2))
+        ratio = found["plain"] / found["relayed"]
+        rows.append([str(consumers), f"{found['plain']:.0f}", f"{found['relayed']:.0f}", f"{ratio:.1f}x"])
+    table(["agents at once", "plain, ms", "relayed, ms", "factor"], rows)
+    rows = []
+    for agents in (2, 4, 8):
+        found = await chain(client, agents)
+        names = ("text prefilled", "relay prefilled", "text ms", "relay ms")
+        rows.append([str(agents), *(f"{found[name]:.0f}" for name in names)])
+    table(["agents", "prefilled, text", "prefilled, relay", "text, ms", "relay, ms"], rows)
 
 
 def main() -> None:
@@ -84,32 +259,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 4096, 7500])
     options = parser.parse_args()
-    print(f"`make bench-handoff ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}\n")
-    print(
-        "| A's tokens | entry MiB | plain, ms | relayed, ms | ratio | other engine, ms | ratio | load, ms |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory(dir=_fast_folder()) as folder:
+    print(f"`make bench-handoff ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}, times in ms\n")
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         config = Path(folder) / "bench.toml"
-        config.write_text(CONFIG.format(store=f"{folder}/store"))
+        config.write_text(CONFIG.format(folder=folder))
         port = free_port()
         command = [str(Path(sys.executable).parent / "baton"), "serve", "--config", str(config)]
         with Server("relay", [*command, "--port", str(port)], f"http://127.0.0.1:{port}") as server:
-            measure(server.url, 256, 2)  # warm
-            for length in track(options.lengths, "lengths", console=Console(stderr=True)):
-                print(_row(length, measure(server.url, length, options.rounds)), flush=True)
-
-
-def _row(length: int, found: dict[str, float]) -> str:
-    plain, relayed = found["B plain, first engine"], found["B relayed, first engine"]
-    elsewhere, cold = found["B relayed, second engine"], found["B plain, second engine"]
-    figures = (found["MiB"], plain, relayed, relayed / plain, elsewhere, elsewhere / cold, found["load"])
-    return f"| {length} | {' | '.join(f'{figure:.2f}' for figure in figures)} |"
-
-
-def _fast_folder() -> str | None:
-    """Shared memory where there is some, as the gateway itself chooses."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+            asyncio.run(run(server.url, options))
 
 
 if __name__ == "__main__":

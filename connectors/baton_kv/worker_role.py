@@ -136,7 +136,7 @@ class WorkerRole:
             raise
 
     def _share_out(self, copy: Callable[[range], None]) -> None:
-        """Copy all layers, each thread its share; ends with the last, for until then the blocks are in use."""
+        """Copy all layers, each thread its share; ends with the last: until then the blocks are in use."""
         layers = range(len(self._blocks))
         shares = [self._copiers.submit(copy, layers[n::COPY_THREADS]) for n in range(COPY_THREADS)]
         wait(shares)

@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 
 from baton.engines.fake import FakeEngine
 from baton.settings import EngineSettings, Frozen, Settings, load_settings
-from baton.telemetry.metrics import GatewayMetrics
+from baton.telemetry.metrics import GatewayMetrics, TransferMetrics
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -59,11 +59,10 @@ def test_every_error_code_is_documented_with_its_status(error: type) -> None:
 
 
 def test_every_metric_is_documented_with_its_labels() -> None:
-    metrics = GatewayMetrics()
-    for collector in metrics.registry._collector_to_names:
-        name = next(
-            name for name in metrics.registry._collector_to_names[collector] if not name.endswith("_created")
-        )
+    registry = GatewayMetrics().registry
+    TransferMetrics(registry, "engine")
+    for collector in registry._collector_to_names:
+        name = next(name for name in registry._collector_to_names[collector] if not name.endswith("_created"))
         labels = ", ".join(f"`{label}`" for label in collector._labelnames)
         full = {"Counter": "_total", "Info": "_info"}.get(type(collector).__name__, "")
         base = name.removesuffix("_total").removesuffix("_info")

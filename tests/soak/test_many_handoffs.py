@@ -1,0 +1,71 @@
+"""Five thousand handoffs on a real engine, each saved, started from and forgotten: what stays behind is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import httpx
+import psutil
+import pytest
+from gateways import RealGateway
+
+pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.timeout(1800)]
+ROUNDS = 5_000
+AT_ONCE = 8
+ALLOWED_MIB = 24
+"""In all processes together, beyond what allocators keep; 5 KiB a handoff would be as much."""
+
+
+async def rounds(gateway: RealGateway, count: int) -> int:
+    """Save, start from it, delete; how many did not find their KV again."""
+    headers = {"Authorization": f"Bearer {gateway.keys['acme']}"}
+    missed = 0
+
+    async def one(client: httpx.AsyncClient, numbers: range) -> None:
+        nonlocal missed
+        for number in numbers:
+            asked = {"model": "tiny", "max_tokens": 2, "ignore_eos": True}
+            prompt = [1 + (number * 7919 + index) % 40_000 for index in range(100)]
+            body = asked | {"prompt": prompt, "handoff": {"save": True}}
+            left = (await client.post("/v1/completions", json=body)).json()["handoff"]
+            body = asked | {"prompt": [7], "handoff": {"from": left["id"]}}
+            source = (await client.post("/v1/completions", json=body)).json()["handoff"]["source"]
+            missed += source["outcome"] == "recomputed"
+            assert (await client.delete(f"/v1/handoffs/{left['id']}")).status_code == 204
+
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=60) as client:
+        await asyncio.gather(*(one(client, range(start, count, AT_ONCE)) for start in range(AT_ONCE)))
+    return missed
+
+
+def memory_mib(gateway: RealGateway) -> float:
+    """Memory of the gateway and all its engines, which is theirs alone."""
+    main = psutil.Process(gateway.process.pid)
+    return sum(process.memory_full_info().uss for process in (main, *main.children(recursive=True))) / 2**20
+
+
+def blocks_in_use(gateway: RealGateway) -> float:
+    page = httpx.get(
+        f"{gateway.url}/metrics", headers={"Authorization": f"Bearer {gateway.keys['acme']}"}
+    ).text
+    found = re.search(r'^vllm:kv_cache_usage_perc{[^}]*model_name="tiny"[^}]*} (\S+)$', page, re.MULTILINE)
+    assert found
+    return float(found[1])
+
+
+def test_five_thousand_handoffs_leave_nothing_behind(tiny_gateway: RealGateway) -> None:
+    asyncio.run(rounds(tiny_gateway, ROUNDS // 5))  # caches and allocators find their size
+    main = psutil.Process(tiny_gateway.process.pid)
+    before, files = memory_mib(tiny_gateway), main.num_fds()
+    missed = asyncio.run(rounds(tiny_gateway, ROUNDS))
+    after = memory_mib(tiny_gateway)
+    store = tiny_gateway.output.parent / "store"
+    left = [path for path in store.rglob("*") if path.suffix in (".kv", ".json", ".pin")]
+    print(f"{ROUNDS} handoffs: {after - before:+.1f} MiB of {before:.0f}, descriptors {files} -> ", end="")
+    print(f"{main.num_fds()}, blocks in use {blocks_in_use(tiny_gateway)}, missed {missed}")
+    assert left == []
+    assert missed < ROUNDS / 100
+    assert main.num_fds() <= files + 2
+    assert blocks_in_use(tiny_gateway) == 0
+    assert after - before < ALLOWED_MIB
