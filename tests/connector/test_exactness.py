@@ -107,14 +107,14 @@ def left(first: OfflineEngine) -> list[Left]:
     return found
 
 
-def test_on_the_same_engine(first: OfflineEngine, left: list[Left], matrix: Matrix) -> None:
+def test_d7_on_the_same_engine(first: OfflineEngine, left: list[Left], matrix: Matrix) -> None:
     for one in left:
         answers = first.ask(one.asked)
         matrix.add("same engine", answers, [one.plain], [len(one.context) - 1])
         assert first.computed == len(OWN) + 1
 
 
-def test_on_a_cold_engine_with_small_chunks_among_plain_requests(
+def test_d7_on_a_cold_engine_with_small_chunks_among_plain_requests(
     second: OfflineEngine, left: list[Left], matrix: Matrix
 ) -> None:
     for one in left:
@@ -124,7 +124,7 @@ def test_on_a_cold_engine_with_small_chunks_among_plain_requests(
         assert second.computed == len(OWN) + 1 + len(foreign)
 
 
-def test_in_a_chain(first: OfflineEngine, second: OfflineEngine, left: list[Left], matrix: Matrix) -> None:
+def test_d7_in_a_chain(first: OfflineEngine, second: OfflineEngine, left: list[Left], matrix: Matrix) -> None:
     for one in left:
         middle = [*one.context, *prompt(9, seed=9)]
         key = one.params[PARAMS_KEY]["load"]
@@ -137,7 +137,7 @@ def test_in_a_chain(first: OfflineEngine, second: OfflineEngine, left: list[Left
         matrix.add("chain", relayed, plain, [len(whole) - 1])
 
 
-def test_sixteen_at_once(first: OfflineEngine, left: list[Left], matrix: Matrix) -> None:
+def test_d7_sixteen_at_once(first: OfflineEngine, left: list[Left], matrix: Matrix) -> None:
     one = next(one for one in left if len(one.context) > 500)
     own = [prompt(length, seed=700 + length) for length in range(3, 19)]
     plain = first.ask(*[(one.context + mine, SAID, None) for mine in own])
@@ -146,7 +146,7 @@ def test_sixteen_at_once(first: OfflineEngine, left: list[Left], matrix: Matrix)
     assert first.computed == sum(len(mine) + 1 for mine in own)
 
 
-def test_when_blocks_are_taken_away_and_given_back(
+def test_d7_when_blocks_are_taken_away_and_given_back(
     first: OfflineEngine, second: OfflineEngine, left: list[Left], matrix: Matrix
 ) -> None:
     """More at once than the pool holds: the scheduler preempts, and a preempted request is loaded again."""
@@ -162,7 +162,7 @@ def test_when_blocks_are_taken_away_and_given_back(
     matrix.add("preempted", relayed, plain, [len(one.context) - 1] * 16)
 
 
-def test_after_the_entry_is_gone(first: OfflineEngine, store: Path, left: list[Left], matrix: Matrix) -> None:
+def test_d7_after_the_entry_is_gone(first: OfflineEngine, store: Path, left: list[Left], matrix: Matrix) -> None:
     for one in left[10:18]:
         path = store / "entries" / f"{one.params[PARAMS_KEY]['load']}.kv"
         aside = path.rename(store / "aside")
@@ -170,7 +170,7 @@ def test_after_the_entry_is_gone(first: OfflineEngine, store: Path, left: list[L
         aside.rename(path)
 
 
-def test_after_a_restart_and_all_in_all(store: Path, left: list[Left], matrix: Matrix) -> None:
+def test_d7_after_a_restart_and_all_in_all(store: Path, left: list[Left], matrix: Matrix) -> None:
     with OfflineEngine(store, enable_prefix_caching=True, **ARGS) as third:
         for one in left:
             matrix.add("restart", third.ask(one.asked), [one.plain], [len(one.context) - 1])
