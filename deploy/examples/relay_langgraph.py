@@ -1,4 +1,4 @@
-"""A relay in a LangGraph graph: a reader, two specialists in parallel, an editor; handoff ids travel in the state.
+"""A relay in LangGraph: a reader, two specialists in parallel, an editor; handoff ids travel in the state.
 
 Run it with `pip install langgraph langchain-openai`, then: python relay_langgraph.py [BASE_URL [MODEL]]
 """
@@ -11,7 +11,8 @@ from langchain_core.messages import AIMessage
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 
-BASE_URL, MODEL = [*sys.argv[1:], *["http://127.0.0.1:8000/v1", "smollm2"][len(sys.argv) - 1 :]][:2]
+BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
+MODEL = sys.argv[2] if len(sys.argv) > 2 else "smollm2"
 EVENTS = {
     5: "Jun broke the compass on the rocks.",
     12: "Mirela saw a white owl on the beacon.",
@@ -31,7 +32,7 @@ class State(TypedDict, total=False):
     said: Annotated[list[str], operator.add]
 
 
-def ask(question: str, **handoff: str | bool) -> AIMessage:
+def ask(question: str, handoff: dict[str, str | bool]) -> AIMessage:
     """Ask one thing; only the new message is sent, what was said before comes with the handoff."""
     model = ChatOpenAI(
         base_url=BASE_URL,
@@ -46,7 +47,7 @@ def ask(question: str, **handoff: str | bool) -> AIMessage:
 
 
 def left_by(answer: AIMessage) -> str:
-    """The id of the handoff that an answer leaves behind; LangChain keeps headers, not fields it does not know."""
+    """The id of the handoff an answer leaves behind; LangChain drops fields it does not know, not headers."""
     return answer.response_metadata["headers"]["x-handoff-id"]
 
 
@@ -59,25 +60,25 @@ def line(node: str, answer: AIMessage) -> str:
 
 def reader(state: State) -> State:
     """Read the log."""
-    answer = ask(f"{state['log']}\n\nWhat is the name of the island?", save=True)
+    answer = ask(f"{state['log']}\n\nWhat is the name of the island?", {"save": True})
     return {"read": left_by(answer), "said": [line("reader", answer)]}
 
 
 def navigator(state: State) -> State:
     """Ask one thing of what the reader read."""
-    answer = ask("What did Jun break?", **{"from": state["read"]})
+    answer = ask("What did Jun break?", {"from": state["read"]})
     return {"said": [line("navigator", answer)]}
 
 
 def naturalist(state: State) -> State:
     """Ask another, and leave a handoff for the editor."""
-    answer = ask("What did Mirela see on the beacon?", **{"from": state["read"], "save": True})
+    answer = ask("What did Mirela see on the beacon?", {"from": state["read"], "save": True})
     return {"sighted": left_by(answer), "said": [line("naturalist", answer)]}
 
 
 def editor(state: State) -> State:
     """Go on from the naturalist's context."""
-    answer = ask("Write one sentence about the whole voyage.", **{"from": state["sighted"]})
+    answer = ask("Write one sentence about the whole voyage.", {"from": state["sighted"]})
     return {"said": [line("editor", answer)]}
 
 

@@ -8,7 +8,8 @@ import sys
 
 from openai import AsyncOpenAI
 
-BASE_URL, MODEL = [*sys.argv[1:], *["http://127.0.0.1:8000/v1", "smollm2"][len(sys.argv) - 1 :]][:2]
+BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
+MODEL = sys.argv[2] if len(sys.argv) > 2 else "smollm2"
 EVENTS = {
     5: "Jun broke the compass on the rocks.",
     12: "Mirela saw a white owl on the beacon.",
@@ -20,7 +21,7 @@ LOG = "\n".join(
 )
 
 
-async def ask(client: AsyncOpenAI, question: str, **handoff: str | bool) -> str | None:
+async def ask(client: AsyncOpenAI, question: str, handoff: dict[str, str | bool]) -> str | None:
     """Ask one thing and print the answer; the id of the handoff that it leaves behind, if it does."""
     answer = await client.chat.completions.create(
         model=MODEL,
@@ -40,13 +41,14 @@ async def ask(client: AsyncOpenAI, question: str, **handoff: str | bool) -> str 
 async def main() -> None:
     """Read once, ask three things at the same time, and go on from one of the answers."""
     async with AsyncOpenAI(base_url=BASE_URL, api_key="none") as client:
-        read = await ask(client, f"{LOG}\n\nWhat is the name of the island?", save=True)
-        questions = "What did Jun break?", "What did Mirela see on the beacon?", "What did Tomas count?"
+        read = await ask(client, f"{LOG}\n\nWhat is the name of the island?", {"save": True})
         # Only the new messages are sent: what was said before comes with the handoff.
-        left = await asyncio.gather(
-            *(ask(client, question, **{"from": read, "save": True}) for question in questions)
+        _, seen, _ = await asyncio.gather(
+            ask(client, "What did Jun break?", {"from": read}),
+            ask(client, "What did Mirela see on the beacon?", {"from": read, "save": True}),
+            ask(client, "What did Tomas count?", {"from": read}),
         )
-        await ask(client, "Write one sentence about the whole voyage.", **{"from": left[1]})
+        await ask(client, "Write one sentence about the whole voyage.", {"from": seen})
 
 
 if __name__ == "__main__":

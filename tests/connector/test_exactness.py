@@ -162,7 +162,9 @@ def test_d7_when_blocks_are_taken_away_and_given_back(
     matrix.add("preempted", relayed, plain, [len(one.context) - 1] * 16)
 
 
-def test_d7_after_the_entry_is_gone(first: OfflineEngine, store: Path, left: list[Left], matrix: Matrix) -> None:
+def test_d7_after_the_entry_is_gone(
+    first: OfflineEngine, store: Path, left: list[Left], matrix: Matrix
+) -> None:
     for one in left[10:18]:
         path = store / "entries" / f"{one.params[PARAMS_KEY]['load']}.kv"
         aside = path.rename(store / "aside")

@@ -27,7 +27,7 @@ NATURALIST = Agent("naturalist", "What did Mirela see on the beacon?", leaves=Tr
 SPECIALISTS = (
     Agent("navigator", "What did Jun break?"),
     NATURALIST,
-    Agent("quartermaster", "What did Tomas count?"),
+    Agent("steward", "What did Tomas count?"),
 )
 EDITOR = Agent("editor", "Write one sentence about the whole voyage.")
 AGENTS = (READER, *SPECIALISTS, EDITOR)

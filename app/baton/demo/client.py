@@ -88,7 +88,7 @@ async def ask(
     answer, began = Answer(agent), time.perf_counter()
     async for chunk in _chunks(client, body | STREAMED, key):
         added = answer.take(chunk)
-        if answer.first_token_s is None and answer.token_ids:
+        if answer.first_token_s is None and (answer.token_ids or added):
             answer.first_token_s = time.perf_counter() - began
         heard(added)
     return answer

@@ -65,6 +65,8 @@ def sameness(result: Result, reference: Result) -> str:
     """How many answers are the reference's, token by token, after the very same prompt tokens."""
     if result is reference or result.way.copy != reference.way.copy:
         return NOTHING
+    if not all(answer.prompt_ids for answer in (*result.answers, *reference.answers)):
+        return "no token ids"  # this gateway does not give them
     pairs = list(zip(result.answers, reference.answers, strict=True))
     asked_alike = sum(mine.prompt_ids == theirs.prompt_ids for mine, theirs in pairs)
     same = sum(

@@ -20,7 +20,7 @@ from baton.errors import StartError
 from baton.settings import Settings, variables
 from baton.telemetry.progress import PhaseProgress
 
-START_WITHIN_S = 300
+START_WITHIN_S = 600
 STOP_WITHIN_S = 40
 READER, COLD = "reader", "others"
 TENANTS = ("handoff", "text")
@@ -95,7 +95,7 @@ async def own_gateway(settings: Settings, progress: PhaseProgress) -> AsyncItera
         try:
             yield OwnGateway(await follower.ready(), keys)
         finally:
-            await _stop(process)
+            await _stop(process, progress)
             await following
 
 
@@ -117,7 +117,7 @@ def _config(settings: Settings, folder: Path) -> str:
 
 
 async def _baton(*arguments: str, together: bool) -> asyncio.subprocess.Process:
-    """Run `baton` by the file's settings alone; in a session of its own, so that Ctrl-C is ours to take."""
+    """Run `baton` by the file's settings alone; beyond the terminal's Ctrl-C, which is ours to take."""
     unset = [f"--unset={variable}" for variable in variables()]
     return await asyncio.create_subprocess_exec(
         "env",
@@ -190,12 +190,14 @@ def _last_words(lines: deque[str] | list[str]) -> str:
     return f"The gateway did not start: {' '.join(told.split()) or 'it gave no reason'}"
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
+async def _stop(process: asyncio.subprocess.Process, progress: PhaseProgress) -> None:
     """End the gateway as its operator would; what does not end in time, and its engines, is killed."""
     if process.returncode is not None:
         return
     try:
-        process.terminate()
+        if process.stdout is not None and not process.stdout.at_eof():  # else it is ending by itself
+            progress.console.print("Ending the gateway.", markup=False)
+            process.terminate()
         await asyncio.wait_for(process.wait(), STOP_WITHIN_S)
     except TimeoutError:
         pass

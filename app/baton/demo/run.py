@@ -25,13 +25,14 @@ from baton.settings import load_settings
 from baton.telemetry.progress import PhaseProgress
 
 MAX_TOKENS, FEW_TOKENS = 32, 8
-INTRODUCTION = """\
-Five agents and one long text. A reader takes in a ship's log and answers a question; three specialists go on
-from the reader's context at the same time; an editor goes on from one of theirs. It is done in three ways:
-passing on what the engine computed (handoffs), and passing the text itself, twice."""
+INTRODUCTION = (
+    "Five agents and one long text. A reader takes in a ship's log and answers a question; three specialists "
+    "go on from the reader's context at the same time; an editor goes on from one of theirs. It is done in "
+    "three ways: passing on what the engine computed (handoffs), and passing the text itself, twice."
+)
 OWN_NOTE = (
-    "The prefix cache saves as much, but only on the engine that read the text, and while it is still in "
-    "its memory; a handoff was loaded by another engine, and outlives the gateway."
+    "vLLM's prefix cache saves nearly the same prefill, but only on the engine that read the text, and only "
+    "while its memory still holds it; a handoff goes to other engines too, and outlives its gateway."
 )
 CLOSING = "The answers are those of a model with 135 million parameters: expect some to be wrong."
 
@@ -77,7 +78,7 @@ def run(url: str | None, model: str | None, key: str, *, quick: bool) -> None:
 
 async def _shown(console: Console, url: str | None, model: str | None, key: str, *, quick: bool) -> None:
     _end_on_sigterm()
-    console.print(INTRODUCTION, markup=False, soft_wrap=not console.is_terminal)
+    console.print(INTRODUCTION, markup=False)
     days, max_tokens = (FEW_DAYS, FEW_TOKENS) if quick else (DAYS, MAX_TOKENS)
     stage = stage_for(console)
     results: list[Result] = []
@@ -103,7 +104,6 @@ async def _plan_of_our_own(console: Console) -> AsyncIterator[Plan]:
         async with own_gateway(settings, progress) as gateway, _client(gateway.url) as client:
             progress.close()
             yield Plan(client, ways_of_our_own(READER, COLD, gateway.keys), OWN_NOTE)
-            console.print("Ending the gateway.", markup=False)
 
 
 @contextlib.asynccontextmanager
@@ -114,8 +114,8 @@ async def _plan_on(url: str, model: str | None, key: str) -> AsyncIterator[Plan]
         if chosen not in names:
             raise OperatorError(f"There is no model '{chosen}' on {url}; there are: {', '.join(names)}.")
         note = (
-            f"All of it ran on '{chosen}', with whatever prefix cache it has; the third way found there "
-            "what the first had left."
+            f"All of it ran on '{chosen}'. Where that has a prefix cache, the second way began without its "
+            "text in it, and the third found there what the first had left."
         )
         copies = secrets.token_hex(4), secrets.token_hex(4)
         yield Plan(client, ways_on(chosen, copies, key), note)
@@ -136,4 +136,4 @@ def _print_figures(console: Console, results: list[Result], note: str) -> None:
     console.print()
     console.print(table(results))
     for line in (*notes(results), note, CLOSING):
-        console.print(line, markup=False, soft_wrap=not console.is_terminal)
+        console.print(line, markup=False)

@@ -18,7 +18,8 @@ from rich.text import Text
 from baton.demo.cast import AGENTS, EDITOR, READER, SPECIALISTS, Agent, Way
 from baton.demo.client import Answer
 
-PANEL_LINES = 7
+PANEL_LINES = {READER.name: 5, EDITOR.name: 6}
+NARROW_PANEL_LINES = 8
 FRAMES_PER_S = 8
 
 
@@ -43,10 +44,14 @@ def stage_for(console: Console) -> Stage:
     return PanelStage(console) if console.is_terminal else LineStage(console)
 
 
-def measured(answer: Answer) -> str:
-    """What one answer took, in a line."""
-    first = "none" if answer.first_token_s is None else f"{answer.first_token_s:.2f} s"
-    return f"first token {first}, prefilled {answer.prefilled_tokens:,} of {answer.prompt_tokens:,}"
+def first_token(answer: Answer) -> str:
+    """When an answer's first token came."""
+    return "no token" if answer.first_token_s is None else f"first token {answer.first_token_s:.2f} s"
+
+
+def prefilled(answer: Answer) -> str:
+    """How much of an answer's prompt was computed for it."""
+    return f"prefilled {answer.prefilled_tokens:,} of {answer.prompt_tokens:,}"
 
 
 class LineStage:
@@ -67,7 +72,8 @@ class LineStage:
         """Lines wait for the whole answer."""
 
     def ends(self, agent: Agent, answer: Answer) -> None:
-        self._print(f"  {agent.name}: {' '.join(answer.text.split())} [{measured(answer)}]")
+        said = " ".join(answer.text.split())
+        self._print(f"  {agent.name}: {said} [{first_token(answer)}, {prefilled(answer)}]")
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
@@ -86,20 +92,23 @@ class Seat:
     def panel(self) -> Panel:
         """The agent's panel: its question, its answer as far as it is there, and what that took."""
         inside = Text(self.agent.question, style="dim italic")
-        inside.append(f"\n{self.text}", style="not dim not italic")
+        inside.append(f"\n{self.text}\n", style="not dim not italic")
+        inside.append(prefilled(self.answer) if self.answer else "", style="not italic")
         title = Text.assemble((self.agent.name, "bold"), (f" on {self.engine}", "dim"))
         colour = "green" if self.answer else "yellow" if self.began else "dim"
         return Panel(
-            Group(inside, Text(self._state(), style="dim")),
+            inside,
             title=title,
             title_align="left",
+            subtitle=self._state(),
+            subtitle_align="right",
             border_style=colour,
-            height=PANEL_LINES,
+            height=PANEL_LINES.get(self.agent.name, NARROW_PANEL_LINES),
         )
 
     def _state(self) -> str:
         if self.answer is not None:
-            return measured(self.answer)
+            return first_token(self.answer)
         if self.began is None:
             return "waits"
         return "" if self.text else f"prefills, {time.perf_counter() - self.began:.1f} s"
