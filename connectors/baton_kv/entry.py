@@ -30,6 +30,7 @@ from baton_kv.stores.base import Reader
 FORMAT = "baton-kv/1"
 CHUNK_BYTES = 1024 * 1024
 DIGEST_BYTES = 32
+PAGE_BYTES = 4096
 LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 1024 * 1024
 Tokens = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
@@ -103,7 +104,8 @@ def write(
     seal = _seal(told, ids.tobytes(), digests, secret)
     tensors = _tensors(description)
     header = json.dumps({"__metadata__": {"baton_kv": told, "digest": seal.hex()}} | tensors).encode()
-    header += b" " * (-len(header) % 8)
+    before = LENGTH.size + len(header) + ids.nbytes + len(digests)
+    header += b" " * (-before % PAGE_BYTES)  # the blocks begin with a page
     yield LENGTH.pack(len(header)) + header
     yield ids.tobytes()
     yield digests
@@ -196,7 +198,7 @@ class Entry:
         if self.description.fingerprint != fingerprint:
             raise EntryForeign("it was saved by another model, layout or version")
 
-    def chunk(self, layer: int, index: int, buffer: bytearray | None = None) -> memoryview:
+    def chunk(self, layer: int, index: int, buffer: memoryview | None = None) -> memoryview:
         """The bytes of one chunk, proved.
 
         Args:
@@ -210,7 +212,7 @@ class Entry:
         described = self.description
         blocks = described.chunk(index)
         size = (blocks.stop - blocks.start) * described.block_bytes
-        data = memoryview(bytearray(size) if buffer is None else buffer)[:size]
+        data = (memoryview(bytearray(size)) if buffer is None else buffer)[:size]
         self.read_blocks(layer, blocks.start, [data])
         at = (layer * described.chunks + index) * DIGEST_BYTES
         if _digest(self._secret, data) != self._digests[at : at + DIGEST_BYTES]:

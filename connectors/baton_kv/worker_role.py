@@ -8,6 +8,7 @@ names its blocks, and the engine computes them anew.
 from __future__ import annotations
 
 import logging
+import mmap
 import queue
 import threading
 import time
@@ -173,11 +174,11 @@ class WorkerRole:
                     layer, ids, data[(first - blocks.start) * size : (last - blocks.start) * size]
                 )
 
-    def _buffer(self, size: int) -> bytearray:
-        """Memory of the thread that asks, used again and again."""
+    def _buffer(self, size: int) -> memoryview:
+        """Memory of the thread that asks, used again and again; it begins with a page."""
         if len(getattr(self._buffers, "chunk", b"")) < size:
-            self._buffers.chunk = bytearray(size)
-        buffer: bytearray = self._buffers.chunk
+            self._buffers.chunk = memoryview(mmap.mmap(-1, size))
+        buffer: memoryview = self._buffers.chunk
         return buffer
 
     def _copy_unproved(self, entry: Entry, job: LoadJob, layers: range) -> None:
