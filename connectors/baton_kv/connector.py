@@ -162,7 +162,8 @@ class BatonConnector(KVConnectorBase_V1):
         return WorkerReport(outcomes) if outcomes else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        outcomes = [asdict(outcome) for outcome in self._finished.outcomes]
+        found = self._finished.outcomes if self._scheduler is None else self._scheduler.told()
+        outcomes = [asdict(outcome) for outcome in found]
         return TransferStats({"outcomes": outcomes}) if outcomes else None
 
     @classmethod
@@ -218,7 +219,7 @@ class BatonConnector(KVConnectorBase_V1):
 
 def _came_to_its_end(request: Request) -> bool:
     """Also when it was aborted, if it may have met a stop string: those are found outside the engine,
-    which then aborts the request. What is saved for a client that went away is never named to anyone.
+    which then aborts the request. So a request that was given up is saved too, as far as it came.
     """
     if request.status is RequestStatus.FINISHED_ABORTED:
         return bool(request.sampling_params is not None and request.sampling_params.stop)
@@ -235,7 +236,7 @@ def _refuse_what_cannot_be_exact(config: VllmConfig, kv_cache_config: KVCacheCon
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
         raise ValueError("baton_kv: tensor and pipeline parallelism above 1 are not supported yet")
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec:
+    if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec or _is_windowed(specs[0]):
         raise ValueError("baton_kv: only models whose layers all attend to everything are supported")
     if not current_platform.is_cpu():
         raise ValueError("baton_kv: measured on CPUs only so far; copies on a GPU are not yet ordered")
@@ -244,13 +245,18 @@ def _refuse_what_cannot_be_exact(config: VllmConfig, kv_cache_config: KVCacheCon
         raise ValueError('baton_kv: set "kv_load_failure_policy": "recompute" in the KV transfer config')
 
 
+def _is_windowed(spec: FullAttentionSpec) -> bool:
+    """Layers with a window, promoted to full attention for the sake of one pool."""
+    return spec.sliding_window is not None or spec.attention_chunk_size is not None
+
+
 def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
     """Everything that decides what the bytes of a block mean."""
     model, group = config.model_config, kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec
     return {
         "vllm": vllm.__version__,
-        "weights": weights_digest(model.model),
+        "weights": weights_digest(model.model, model.revision),
         "revision": model.revision,
         "quantization": model.quantization,
         "dtype": str(model.dtype),

@@ -167,7 +167,7 @@ class Entry:
 
     def __init__(self, reader: Reader, key: str, secret: bytes) -> None:
         try:
-            self.description, seal, start = _read_header(reader)
+            self.description, self.seal, start = _read_header(reader)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise EntryInvalid(f"no readable header: {type(error).__name__}") from None
         self._reader = reader
@@ -182,7 +182,7 @@ class Entry:
             for name in ("tokens", "digests")
         )
         told = json.dumps(asdict(described), sort_keys=True)
-        if _seal(told, tokens, self._digests, secret).hex() != seal:
+        if _seal(told, tokens, self._digests, secret).hex() != self.seal:
             raise EntryInvalid("the description's digest is wrong")
         if described.key != key:
             raise EntryInvalid("it was saved under another key")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,36 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
     return blake3(told.encode()).hexdigest()
 
 
-def weights_digest(model: str) -> str:
-    """A digest of a model's weights and configuration.
+def weights_digest(model: str, revision: str | None = None) -> str:
+    """What tells a model's weights and configuration from any others, of the same name too.
 
-    Of a local folder every weight file's bytes; of a hub id, its name: the revision stands beside it.
+    Of a local folder or file the bytes; of a hub id the commit that lies in the local cache.
+
+    Args:
+        model: a folder, a file, or a hub id.
+        revision: of the hub id.
+
+    Raises:
+        ValueError: a hub id whose commit cannot be told.
     """
-    folder = Path(model)
-    if not folder.is_dir():
-        return f"hub:{model}"
+    path = Path(model)
+    if path.is_dir():
+        return _digest(file for pattern in (*CONFIGS, *WEIGHTS) for file in sorted(path.glob(pattern)))
+    if path.is_file():
+        return _digest([path])
+    from huggingface_hub import try_to_load_from_cache  # not needed where models are folders
+
+    cached = try_to_load_from_cache(model, CONFIGS[0], revision=revision)
+    if not isinstance(cached, str):
+        raise ValueError(
+            f"baton_kv: which weights '{model}' stands for cannot be told: name a local folder instead"
+        )
+    return f"hub:{model}@{Path(cached).parent.name}"
+
+
+def _digest(files: Iterable[Path]) -> str:
     digest = blake3(max_threads=blake3.AUTO)
-    for pattern in (*CONFIGS, *WEIGHTS):
-        for path in sorted(folder.glob(pattern)):
-            digest.update(f"{path.name}:{path.stat().st_size}:".encode())
-            digest.update_mmap(path)
+    for file in files:
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+        digest.update_mmap(file)
     return digest.hexdigest()

@@ -15,6 +15,8 @@ class LoadJob:
         first_block: which of the entry's blocks goes into the first of `block_ids`.
         block_ids: blocks of the pool, in the order of the context.
         tokens: how many tokens the engine counts on.
+        seal: the entry's digest when its token ids were compared: another entry in its place is refused.
+            None: they were not compared, whatever lies there is wanted.
         tag: what the request's asker calls it.
     """
 
@@ -23,6 +25,7 @@ class LoadJob:
     first_block: int
     block_ids: tuple[int, ...]
     tokens: int
+    seal: str | None = None
     tag: str | None = None
 
 
@@ -49,16 +52,16 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Worker to scheduler: how a job ended.
+    """How a job ended: worker to scheduler, and both to whoever watches the engine.
 
     Attributes:
         request_id: whose job it was.
         key: of the entry.
-        kind: `load` or `save`.
+        kind: `load` or `save`; `look` where the scheduler looked for an entry and found none to use.
         failure: why it failed; None: it did not.
         tag: what the request's asker calls it.
         tokens: how many tokens' KV was moved, or was to be.
-        bytes: how many bytes of KV were moved.
+        bytes: how many bytes of KV were moved, or were to be.
         seconds: how long it took.
     """
 

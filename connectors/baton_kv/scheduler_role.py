@@ -14,7 +14,7 @@ from typing import Any
 from baton_kv.contract import Malformed, TransferParams, params_to_load, parse
 from baton_kv.entry import Entry, EntryForeign, EntryInvalid, common_prefix
 from baton_kv.messages import LoadJob, Outcome, SaveJob, StepJobs
-from baton_kv.stores.base import EntryMissing, Store, StoreError
+from baton_kv.stores.base import Store, StoreError
 
 MIN_TAIL_TOKENS = 16
 """Where the engine holds the blocks before them, fewer tokens than these are computed sooner than loaded."""
@@ -28,11 +28,13 @@ class Plan:
     Attributes:
         key: the entry.
         matched: how many tokens, from the first, its KV covers and the prompt shares.
+        seal: the entry's digest.
         tag: what the request's asker calls it.
     """
 
     key: str
     matched: int
+    seal: str
     tag: str | None
 
 
@@ -55,6 +57,7 @@ class SchedulerRole:
         self._jobs = StepJobs()
         self._loading: set[str] = set()
         self._saved: OrderedDict[str, None] = OrderedDict()
+        self._told: list[Outcome] = []
         self.counts: Counter[str] = Counter()
 
     def matched(self, request_id: str, params: object, prompt: Sequence[int], computed: int) -> int:
@@ -67,12 +70,12 @@ class SchedulerRole:
             computed: tokens the engine already has, whole blocks.
         """
         if request_id not in self._plans:
-            self._plans[request_id] = self._plan(params, prompt)
+            self._plans[request_id] = self._plan(request_id, params, prompt)
         plan = self._plans[request_id]
         brings = plan.matched - computed if plan is not None else 0
         return 0 if brings < 1 or (computed and brings < MIN_TAIL_TOKENS) else brings
 
-    def _plan(self, params: object, prompt: Sequence[int]) -> Plan | None:
+    def _plan(self, request_id: str, params: object, prompt: Sequence[int]) -> Plan | None:
         wanted = parse(params)
         if isinstance(wanted, Malformed):
             self.counts["malformed"] += 1
@@ -80,29 +83,32 @@ class SchedulerRole:
         if wanted is None or wanted.load is None:
             return None
         try:
-            with self._store.open(wanted.load) as reader:
-                entry = Entry(reader, wanted.load, self._secret)
-                entry.require(self._fingerprint)
-                shared = common_prefix(entry.tokens, prompt)
-                computed = entry.description.computed
-        except EntryMissing:
-            self.counts["missing"] += 1
+            return self._plan_with(wanted.load, wanted, prompt)
+        except (EntryInvalid, StoreError) as error:
+            if isinstance(error, EntryInvalid) and not isinstance(error, EntryForeign):
+                self._store.quarantine(wanted.load)
+            self._tell(Outcome(request_id, wanted.load, "look", wanted.tag, type(error).__name__))
             return None
-        except EntryForeign:
-            self.counts["incompatible"] += 1
-            return None
-        except EntryInvalid:
-            self.counts["corrupt"] += 1
-            self._store.quarantine(wanted.load)
-            return None
-        except StoreError:
-            self.counts["unreadable"] += 1
-            return None
-        # The last token of the prompt is always computed here: its logits are the first answer.
-        matched = min(shared, computed, len(prompt) - 1)
+
+    def _plan_with(self, key: str, wanted: TransferParams, prompt: Sequence[int]) -> Plan | None:
+        with self._store.open(key) as reader:
+            entry = Entry(reader, key, self._secret)
+            entry.require(self._fingerprint)
+            # The last token of the prompt is always computed here: its logits are the first answer.
+            shared = common_prefix(entry.tokens, prompt)
+            matched = min(shared, entry.description.computed, len(prompt) - 1)
         if wanted.limit is not None:
             matched = min(matched, wanted.limit)
-        return Plan(wanted.load, matched, wanted.tag) if matched > 0 else None
+        return Plan(key, matched, entry.seal, wanted.tag) if matched > 0 else None
+
+    def _tell(self, outcome: Outcome) -> None:
+        self.counts[f"{outcome.kind}_{outcome.failure}"] += 1
+        self._told.append(outcome)
+
+    def told(self) -> list[Outcome]:
+        """What this half has to tell since the last time: entries it cannot use, saves it does not begin."""
+        told, self._told = self._told, []
+        return told
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external: int) -> None:
         """The engine gave blocks to a request; `external` of its tokens are to be loaded into them."""
@@ -113,7 +119,7 @@ class SchedulerRole:
         last = -(-plan.matched // self._block_size)
         ids = tuple(block_ids[first:last])
         self._loading.add(request_id)
-        self._jobs.loads.append(LoadJob(request_id, plan.key, first, ids, external, plan.tag))
+        self._jobs.loads.append(LoadJob(request_id, plan.key, first, ids, external, plan.seal, plan.tag))
 
     def step(self) -> StepJobs:
         """The jobs of this step; the next one starts without any."""
@@ -146,8 +152,9 @@ class SchedulerRole:
             Whether its blocks must be held until the save is reported, and what its answer carries.
         """
         self._plans.pop(request_id, None)
-        if request_id in self._loading:
+        if request_id in self._loading:  # its blocks hold nothing yet that could be saved
             self._jobs.given_up.append(request_id)
+            return False, None
         wanted = parse(params)
         if not isinstance(wanted, TransferParams) or (key := wanted.save_key) is None:
             return False, None
@@ -159,7 +166,7 @@ class SchedulerRole:
         blocks = tuple(block_ids[: -(-kept // self._block_size)])
         # Block 0 is the engine's null block: it stands where a block was given back.
         if not whole or kept < 1 or len(blocks) * self._block_size < kept or 0 in blocks:
-            self.counts["not_saved"] += 1
+            self._tell(Outcome(request_id, key, "save", wanted.tag, "NotWhole"))
             return False, None
         self._saved[key] = None
         if len(self._saved) > KEYS_REMEMBERED:

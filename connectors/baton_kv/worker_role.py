@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -70,6 +70,7 @@ class WorkerRole:
         self._blocks = blocks
         self._verify = verify
         self._buffers = threading.local()
+        self._loading: set[str] = set()
         self._given_up: set[str] = set()
         self._done: queue.SimpleQueue[tuple[LoadJob | SaveJob, Outcome]] = queue.SimpleQueue()
         self._copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="baton-kv-copy")
@@ -78,11 +79,18 @@ class WorkerRole:
 
     def start(self, jobs: StepJobs) -> None:
         """Begin a step's jobs; returns at once."""
-        self._given_up.update(jobs.given_up)
+        self._loading.update(load.request_id for load in jobs.loads)
+        self._given_up.update(self._loading.intersection(jobs.given_up))
         for load in jobs.loads:
-            self._loader.submit(self._run, load, self._load)
+            self._begin(self._loader, load, self._load)
         for save in jobs.saves:
-            self._saver.submit(self._run, save, self._save)
+            self._begin(self._saver, save, self._save)
+
+    def _begin(self, pool: ThreadPoolExecutor, job: Job, work: Callable[[Job], None]) -> None:
+        try:
+            pool.submit(self._run, job, work)
+        except RuntimeError as error:  # no thread can be started, or this is the end: the request is released
+            self._done.put((job, self._outcome(job, type(error).__name__, 0.0)))
 
     def poll(self) -> Finished:
         """What came to its end since the last call."""
@@ -94,6 +102,7 @@ class WorkerRole:
                 finished.saved.add(job.request_id)
                 continue
             finished.loaded.add(job.request_id)
+            self._loading.discard(job.request_id)
             self._given_up.discard(job.request_id)
             if outcome.failure is not None:
                 finished.failed_blocks.update(job.block_ids)
@@ -104,12 +113,12 @@ class WorkerRole:
         for pool in (self._loader, self._saver, self._copiers):
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, job: Job, work: Callable[[Job], int]) -> None:
+    def _run(self, job: Job, work: Callable[[Job], None]) -> None:
         kind = "save" if isinstance(job, SaveJob) else "load"
         began = time.monotonic()
-        tokens, size, failure = (job.computed if isinstance(job, SaveJob) else job.tokens), 0, None
+        failure = None
         try:
-            size = work(job)
+            work(job)
         except GivenUp:
             failure = GivenUp.__name__
         except (EntryInvalid, StoreError) as error:
@@ -118,18 +127,31 @@ class WorkerRole:
         except BaseException as error:  # the border of the background thread: the request must be released
             logger.exception("KV %s of %s failed", kind, job.key)
             failure = type(error).__name__
-        seconds = time.monotonic() - began
-        self._done.put((job, Outcome(job.request_id, job.key, kind, job.tag, failure, tokens, size, seconds)))
+        self._done.put((job, self._outcome(job, failure, time.monotonic() - began)))
 
-    def _load(self, job: LoadJob) -> int:
+    def _outcome(self, job: LoadJob | SaveJob, failure: str | None, seconds: float) -> Outcome:
+        saves = isinstance(job, SaveJob)
+        return Outcome(
+            request_id=job.request_id,
+            key=job.key,
+            kind="save" if saves else "load",
+            tag=job.tag,
+            failure=failure,
+            tokens=job.computed if isinstance(job, SaveJob) else job.tokens,
+            bytes=len(self._blocks) * len(job.block_ids) * self._blocks.block_bytes,
+            seconds=seconds,
+        )
+
+    def _load(self, job: LoadJob) -> None:
         self._require_interest(job)
         try:
             with self._store.open(job.key) as reader:
                 entry = Entry(reader, job.key, self._secret)
                 entry.require(self._fingerprint)
+                if job.seal not in (None, entry.seal):
+                    raise EntryForeign("another entry lies under this key than the one looked at")
                 self._require_shape(entry.description, job)
                 self._share_out(partial(self._copy if self._verify else self._copy_unproved, entry, job))
-                return entry.description.layers * len(job.block_ids) * entry.description.block_bytes
         except EntryForeign:
             raise  # sound, only not ours
         except EntryInvalid:
@@ -139,8 +161,12 @@ class WorkerRole:
     def _share_out(self, copy: Callable[[range], None]) -> None:
         """Copy all layers, each thread its share; ends with the last: until then the blocks are in use."""
         layers = range(len(self._blocks))
-        shares = [self._copiers.submit(copy, layers[n::COPY_THREADS]) for n in range(COPY_THREADS)]
-        wait(shares)
+        shares: list[Future[None]] = []
+        try:
+            for number in range(COPY_THREADS):
+                shares.append(self._copiers.submit(copy, layers[number::COPY_THREADS]))
+        finally:
+            wait(shares)
         for share in shares:
             share.result()
 
@@ -193,7 +219,7 @@ class WorkerRole:
             else:
                 entry.read_blocks(layer, job.first_block, rows)
 
-    def _save(self, job: SaveJob) -> int:
+    def _save(self, job: SaveJob) -> None:
         described = Description(
             key=job.key,
             fingerprint=self._fingerprint,
@@ -207,4 +233,4 @@ class WorkerRole:
             described, job.tokens, lambda layer: self._blocks.gather(layer, job.block_ids), self._secret
         )
         size = described.layers * described.blocks * described.block_bytes
-        return self._store.put(job.key, parts, size=size)
+        self._store.put(job.key, parts, size=size)

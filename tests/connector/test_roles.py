@@ -19,6 +19,7 @@ from baton_kv.contract import (
     params_to_save,
     parse,
 )
+from baton_kv.messages import StepJobs
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
 from baton_kv.stores.base import StoreError
@@ -133,7 +134,9 @@ def test_another_model_s_entry_is_never_used(store: MemoryStore) -> None:
     key = Engine(store).save(params_to_save(), [1, 2, 3, 6])
     other = Engine(store, fingerprint="two")
     assert other.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 0
-    assert other.scheduler.counts["incompatible"] == 1
+    assert other.scheduler.counts["look_EntryForeign"] == 1
+    assert [told.failure for told in other.scheduler.told()] == ["EntryForeign"]
+    assert other.scheduler.told() == []
     assert store.exists(key), "it is sound, only not ours"
 
 
@@ -151,6 +154,58 @@ def test_an_entry_that_turns_bad_between_look_and_load_costs_only_its_reuse(stor
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 0, "it must not be offered again"
     assert not store.exists(key)
     assert len(store.quarantined) == 1
+
+
+def test_another_entry_put_in_its_place_between_look_and_load_is_refused(store: MemoryStore) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [1, 2, 3, 6])
+    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
+    other = Engine(store, seed=5)
+    assert other.save(params_to_save(key), [1, 2, 3, 6], tokens=[*PROMPT[:10], 9, *PROMPT[11:]]) == key
+    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+    finished = engine.run(1)
+    assert finished.failed_blocks == {8, 9, 10, 11}
+    assert store.exists(key), "it is sound, only not the one looked at"
+
+
+def test_what_was_never_loaded_is_never_saved(store: MemoryStore) -> None:
+    """A request that is given up while it loads, although it asked to be saved and may have met a stop string."""
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [1, 2, 3, 6])
+    both = params_to_save(new_key("local"), load=key)
+    assert engine.scheduler.matched("b", both, PROMPT, 0) == 49
+    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+    ended = engine.scheduler.finished(
+        "b", both, tokens=PROMPT, prompt=50, computed=49, block_ids=[8, 9, 10, 11], whole=True
+    )
+    assert ended == (False, None)
+    jobs = engine.scheduler.step()
+    assert (jobs.saves, jobs.given_up) == ([], ["b"])
+
+
+def test_a_load_given_up_after_its_end_leaves_no_trace(store: MemoryStore) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [1, 2, 3, 6])
+    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
+    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+    assert engine.run(1).loaded == {"b"}
+    engine.worker.start(StepJobs(given_up=["b"]))
+    assert (engine.worker._given_up, engine.worker._loading) == (set(), set())
+
+
+def test_where_no_thread_can_be_started_the_request_is_released(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [1, 2, 3, 6])
+    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
+    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+
+    def refuse(*_args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(engine.worker._loader, "submit", refuse)
+    assert engine.run(1).failed_blocks == {8, 9, 10, 11}
 
 
 def test_an_entry_gone_between_look_and_load_is_a_miss(store: MemoryStore) -> None:
@@ -292,4 +347,4 @@ def test_a_store_that_cannot_be_read_is_a_miss(store: MemoryStore, monkeypatch: 
 
     monkeypatch.setattr(store, "open", broken)
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 0
-    assert engine.scheduler.counts["unreadable"] == 1
+    assert engine.scheduler.counts["look_StoreError"] == 1

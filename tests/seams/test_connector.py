@@ -84,6 +84,12 @@ def test_what_cannot_be_exact_is_refused_at_the_start(
     window = SlidingWindowSpec(
         block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32, sliding_window=64
     )
+    promoted = FullAttentionSpec(
+        block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32, sliding_window=64
+    )
+    one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=promoted)]
+    with pytest.raises(ValueError, match="attend to everything"):
+        connector._refuse_what_cannot_be_exact(config(), one)
     one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=window)]
     with pytest.raises(ValueError, match="attend to everything"):
         connector._refuse_what_cannot_be_exact(config(), one)
@@ -96,7 +102,26 @@ def test_other_weights_under_the_same_name_have_another_fingerprint(tmp_path: Pa
     before = weights_digest(str(tmp_path))
     weights.write_bytes(b"\0" * 999 + b"\1")
     assert weights_digest(str(tmp_path)) != before
-    assert weights_digest("org/model") == "hub:org/model"
+    weights.rename(tmp_path / "model.gguf")
+    single = weights_digest(str(tmp_path / "model.gguf"))
+    (tmp_path / "model.gguf").write_bytes(b"\2")
+    assert weights_digest(str(tmp_path / "model.gguf")) != single
+
+
+def test_a_hub_id_stands_for_the_commit_in_the_cache_and_without_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="cannot be told"):
+        weights_digest("org/model")
+    for commit in ("a" * 40, "b" * 40):
+        snapshot = tmp_path / "models--org--model" / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        refs = tmp_path / "models--org--model" / "refs"
+        refs.mkdir(exist_ok=True)
+        (refs / "main").write_text(commit)
+        assert weights_digest("org/model") == f"hub:org/model@{commit}"
 
 
 def test_every_fact_counts() -> None:
