@@ -105,8 +105,8 @@ class OperationUnsupported(ClientError):
 class TemplateUnsupported(ClientError):
     code = "handoff_template_unsupported"
     default_message = (
-        "The model's chat template writes what was said before differently once messages follow, so this "
-        "handoff cannot be continued as a chat. Continue it with /v1/completions."
+        "No message can follow here: the model's chat template writes what was said before differently once "
+        "messages follow, or the handoff ends with text that is no message. Continue it with /v1/completions."
     )
 
 
@@ -148,7 +148,7 @@ class HandoffPending(ClientError):
 class HandoffPinsFull(ClientError):
     code = "handoff_pins_full"
     status = 409
-    default_message = "Half of the handoff store is pinned already; unpin another handoff first."
+    default_message = "Your share of what may be pinned is used up; unpin another of your handoffs first."
 
 
 class MethodNotAllowed(ClientError):

@@ -157,6 +157,13 @@ class Settings(BaseSettings):
     )
 
     @model_validator(mode="after")
+    def _only_generating_engines_hand_over(self) -> Settings:
+        for engine in self.engines:
+            if engine.handoff and engine.runner != "generate":
+                raise ValueError(f"engines '{engine.name}': only engines that generate can have `handoff`")
+        return self
+
+    @model_validator(mode="after")
     def _engines_have_unique_names(self) -> Settings:
         names = [engine.name for engine in self.engines]
         if not names:

@@ -122,6 +122,22 @@ def folder(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "store")
 
 
+def test_b12_a_scope_that_fills_the_store_loses_its_own_entries_first(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store", budget=1000)
+    quiet = [new_key("quiet") for _ in range(4)]
+    for key in quiet:
+        store.put(key, [b"x" * 100])
+    loud = [new_key("loud") for _ in range(50)]
+    for key in loud:
+        store.put(key, [b"x" * 100])
+    kept = sum(store.exists(key) for key in quiet)
+    print(
+        f"\nB12: {kept} of 4 entries of the quiet tenant stay, {sum(map(store.exists, loud))} of 50 of the loud one"
+    )
+    assert kept == 4
+    assert [key for key in loud if store.exists(key)] == loud[-6:]
+
+
 def test_only_its_owner_may_look_into_the_folder(folder: FileStore) -> None:
     key = new_key("local")
     folder.put(key, [b"x"])

@@ -75,6 +75,23 @@ def test_a_turn_that_ended_is_not_ended_twice(relay: FakeGateway) -> None:
     assert prompts(relay)[-1] == [11, end, 11, end, *token_ids("<user> 22 <end> <assistant>")]
 
 
+def test_the_token_that_ended_an_answer_gives_way_to_the_template_s_own_end(relay: FakeGateway) -> None:
+    relay.engine("a").behaviour.ends_answers = True
+    handoff = leave(relay, FIRST)
+    chat_from(relay, handoff, USER)
+    assert prompts(relay)[-1] == [11, *ANSWER[:-1], *token_ids("<end> <user> 22 <end> <assistant>")]
+
+
+def test_a_chat_too_large_to_remember_goes_on_as_text_only(
+    relay: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.handoffs.conversation.MAX_BYTES", 60)
+    handoff = leave(relay, FIRST | {"messages": [{"role": "user", "content": "11 " * 30}]})
+    assert chat_from(relay, handoff, USER).json()["error"]["code"] == "handoff_template_unsupported"
+    text = {"model": "a", "prompt": "5", "max_tokens": 1, "handoff": {"from": handoff}}
+    assert post(relay, text, "/v1/completions").status_code == 200
+
+
 def test_a_chat_after_plain_text_begins_as_a_chat_does(relay: FakeGateway) -> None:
     text = {"model": "a", "prompt": "7 8", "max_tokens": 1}
     handoff = leave(relay, text, "/v1/completions")
@@ -165,6 +182,6 @@ def test_a_chat_that_is_not_to_be_answered_leaves_no_handoff(
 
 def test_messages_that_are_none_are_a_400(relay: FakeGateway) -> None:
     handoff = leave(relay, FIRST)
-    for messages in ("x", [7], [{"role": "user"}]):
+    for messages in ("x", [7], [{"role": "user"}], []):
         body = {"model": "a", "messages": messages, "handoff": {"from": handoff}}
         assert post(relay, body).status_code == 400, messages

@@ -205,6 +205,11 @@ def test_a_handoff_deleted_while_it_is_pending_does_not_come_back(relay: FakeGat
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:x"}]}]},
             "messages",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": None}]}]},
+            "messages",
+        ),
+        ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
     ],
 )
 def test_what_token_ids_do_not_tell_is_not_handed_over(

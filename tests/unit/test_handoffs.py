@@ -199,6 +199,108 @@ def test_a_save_that_comes_late_is_known_when_it_is_there(
     asyncio.run(story())
 
 
+def test_a_pending_handoff_that_is_deleted_and_then_fails_troubles_nobody(house: House) -> None:
+    async def story() -> None:
+        handoffs = house.handoffs()
+        record = handoffs.begin(ENGINE, "local", parent=None)
+        await handoffs.delete(record)
+        handoffs.end(record, None)
+        house.clocks.pass_(10_000)
+        assert handoffs.page("other", limit=5, after=None) == ([], False)
+        assert not await there(handoffs, record)
+
+    asyncio.run(story())
+
+
+def test_a_deleted_handoff_never_comes_back(house: House) -> None:
+    async def story() -> None:
+        for _ in range(50):
+            handoffs = house.handoffs()
+            record = await house.left(handoffs)
+            await asyncio.gather(
+                handoffs.delete(record),
+                handoffs.change(record, {"label": "x"}),
+                *(there(handoffs, record) for _ in range(3)),
+            )
+            assert not await there(handoffs, record)
+            assert not (house.folder / "records" / f"{record.id}.json").exists()
+
+    asyncio.run(story())
+
+
+def test_what_one_gateway_deletes_or_prolongs_holds_for_the_other(house: House) -> None:
+    async def story() -> None:
+        first, second = house.handoffs(), house.handoffs()
+        deleted, prolonged = await house.left(first), await house.left(first, ttl_s=60)
+        assert await there(second, deleted)
+        assert await there(second, prolonged)
+        await first.delete(deleted)
+        assert not await there(second, deleted)
+        await first.change(prolonged, {"ttl_s": 600})
+        house.clocks.pass_(61)
+        async with second.running():
+            await asyncio.sleep(0.05)
+        assert await there(second, prolonged)
+        assert await there(first, prolonged)
+
+    asyncio.run(story())
+
+
+def test_a_pin_asked_for_before_there_is_anything_counts_when_it_comes(house: House) -> None:
+    async def story() -> None:
+        handoffs = house.handoffs(budget=1024 * 1024)
+        for size, pinned in ((400_000, True), (400_000, False)):
+            record = handoffs.begin(ENGINE, "local", parent=None)
+            await handoffs.change(record, {"pin": True})
+            FileStore(house.folder / "store").put(record.key, [b"k" * size])
+            handoffs.end(record, Relay(), [1])
+            await asyncio.gather(*handoffs._background)
+            mark = house.folder / "store" / "entries" / f"{record.key}.pin"
+            assert (record.pin, mark.exists()) == (pinned, pinned)
+        await handoffs.change(record, {"pin": False})
+
+    asyncio.run(story())
+
+
+def test_a_save_that_is_over_and_left_nothing_is_not_looked_for(house: House) -> None:
+    async def story() -> None:
+        handoffs, relay = house.handoffs(), Relay()
+        record = handoffs.begin(ENGINE, "local", parent=None)
+        relay.save_over.set()
+        handoffs.end(record, relay, [1, 2])
+        await asyncio.wait_for(asyncio.gather(*handoffs._background), 2)
+        assert (record.state, record.bytes) == (HandoffState.READY, 0)
+
+    asyncio.run(story())
+
+
+def test_the_end_waits_only_a_moment_for_a_save_that_never_comes(house: House) -> None:
+    async def story() -> None:
+        handoffs = house.handoffs()
+        async with handoffs.running():
+            record = handoffs.begin(ENGINE, "local", parent=None)
+            handoffs.end(record, Relay(), [1, 2])
+            await asyncio.sleep(0)
+        assert handoffs._background == set()
+        assert await there(house.handoffs(), record), "its token ids are kept"
+
+    asyncio.run(story())
+
+
+def test_a_tenant_s_oldest_go_when_it_leaves_too_much(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        monkeypatch.setattr("baton.handoffs.coordinator.MAX_PER_TENANT", 3)
+        handoffs = house.handoffs()
+        records = [await house.left(handoffs) for _ in range(5)]
+        assert [await there(handoffs, record) for record in records] == [False, False, True, True, True]
+        monkeypatch.setattr("baton.handoffs.coordinator.MAX_WEIGHT_PER_TENANT", 2500)
+        async with handoffs.running():
+            await asyncio.sleep(0.05)
+        assert [await there(handoffs, record) for record in records[2:]] == [False, True, True]
+
+    asyncio.run(story())
+
+
 def test_a_record_that_cannot_be_read_is_as_if_there_were_none(house: House) -> None:
     async def story() -> None:
         record = await house.left(house.handoffs())

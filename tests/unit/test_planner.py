@@ -48,6 +48,30 @@ def test_a_store_that_turns_slow_is_left_alone_within_five_requests_and_taken_ba
     assert fast[-1] is Choice.LOAD
 
 
+def test_handoffs_without_kv_do_not_keep_it_from_looking_again() -> None:
+    engine, planner = engine_that_prefills(1500), Planner()
+    for _ in range(3):
+        engine.speed.loaded(SIZE, SIZE / 5e6)
+    gone = record()
+    gone.bytes = 0
+    limits = []
+    for _ in range(4):
+        planner.decide(engine, gone)
+        limits.append(planner.decide(engine, record()).limit)
+    assert limits == [0, TOKENS // 20, 0, TOKENS // 20]
+
+
+def test_a_store_that_hangs_and_then_fails_counts_as_slow() -> None:
+    engine, planner = engine_that_prefills(1500), Planner()
+    for _ in range(3):
+        assert ask(planner, engine, 2000 * MIB) is Choice.LOAD
+    engine.speed.load_failed(SIZE, 0.001)
+    assert planner.decide(engine, record()).choice is Choice.LOAD, "a quick failure tells nothing"
+    for _ in range(2):
+        engine.speed.load_failed(SIZE, 30.0)
+    assert planner.decide(engine, record()).choice is Choice.RECOMPUTE
+
+
 def test_one_slow_load_changes_nothing() -> None:
     engine, planner = engine_that_prefills(1500), Planner()
     for _ in range(5):

@@ -46,6 +46,7 @@ async def _create(
         done, _ = await asyncio.wait({work}, timeout=gateway.settings.handoffs.wait_s)
     except asyncio.CancelledError:
         work.cancel()
+        leg.failed()  # the work may not have begun, and then says nothing itself
         raise
     told = work.result() if done else leg.target.public()
     ready = leg.target.state is HandoffState.READY

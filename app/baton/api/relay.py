@@ -19,6 +19,14 @@ from baton.telemetry.ids import RequestContext
 SETTLE_WITHIN_S = 0.25
 """An answer waits this long for its KV to be saved, so that it can mostly say `ready`."""
 DONE = "data: [DONE]\n\n"
+GONE = ("missing", "corrupt")
+MISSES = {
+    "missing": "kv_gone",
+    "corrupt": "kv_corrupt",
+    "incompatible": "kv_incompatible",
+    "device": "store_unreadable",
+}
+"""Why an entry was not used, in the engine's words and in the answer's."""
 ID_HEADER = "X-Handoff-Id"
 """Names what an answer leaves behind, for clients that drop fields they do not know."""
 
@@ -78,18 +86,27 @@ class Leg:
         tokens = self.relay.prompt_ids[: self.rests_at]
         if not self.relay.prompt_only:
             tokens = tokens + self.relay.output_ids
-        target.conversation = self.conversation
-        if self.conversation is not None and self.conversation.answer_from == AFTER_THE_PROMPT:
-            answer_from = {"answer_from": len(self.relay.prompt_ids)}
-            target.conversation = self.conversation.model_copy(update=answer_from)
+        target.conversation = self._conversation_now()
         handoffs = self.gateway.handoffs
         handoffs.end(target, self.relay, tokens)
         await handoffs.settled(target, SETTLE_WITHIN_S)
         self.gateway.metrics.handoffs.created.inc()
         return target.public()
 
+    def _conversation_now(self) -> Conversation | None:
+        """The messages, now that it is known where the answer begins and how it ended."""
+        conversation = self.conversation
+        if conversation is None or conversation.answer_from is None:
+            return conversation
+        known: Json = {"ended": self.relay.ended_by_token and not self.relay.prompt_only}
+        if conversation.answer_from == AFTER_THE_PROMPT:
+            known["answer_from"] = len(self.relay.prompt_ids)
+        return conversation.model_copy(update=known)
+
     def _came_from(self, source: HandoffRecord) -> Json:
         told = outcome(source, self.relay, self.decision)
+        if self.relay.miss in GONE:
+            source.bytes = 0
         saved = self.engine.speed.prefill_s(told["loaded_tokens"] + told["resident_tokens"])
         told["saved_prefill_ms"] = None if saved is None else round(saved * 1000, 1)
         counted = self.gateway.metrics.handoffs
@@ -263,7 +280,7 @@ def outcome(source: HandoffRecord, relay: Relay, decision: Decision | None) -> d
     loaded = relay.loaded or 0
     resident = max(0, _prefix_hits(relay) - loaded)
     recompute = decision is not None and decision.choice is Choice.RECOMPUTE
-    found, reason = "recomputed", "kv_gone"
+    found, reason = "recomputed", MISSES.get(relay.miss or "", "not_used" if source.bytes else "kv_gone")
     if relay.lost:
         reason = "load_failed"
     elif loaded and not recompute:

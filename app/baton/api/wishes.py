@@ -141,6 +141,10 @@ def _require_one_context(body: dict[str, Any], wish: HandoffWish) -> None:
         )
     if body.get("use_beam_search"):
         raise InvalidRequest("'use_beam_search' does not go with a handoff.", param="use_beam_search")
+    if body.get("truncate_prompt_tokens") is not None:
+        raise InvalidRequest(
+            "'truncate_prompt_tokens' does not go with a handoff.", param="truncate_prompt_tokens"
+        )
     if body.get("echo"):
         raise InvalidRequest("'echo' does not go with a handoff.", param="echo")
 
@@ -164,6 +168,10 @@ def _require_chat(body: dict[str, Any], _wish: HandoffWish) -> None:
         )
 
 
+TEXT_KEYS = {"type", "text"}
+"""A part with any other key, null or not, is taken for an image by vLLM, which then forgets our token ids."""
+
+
 def require_text_only(body: dict[str, Any]) -> None:
     """Token ids do not tell an image; a context that holds one is not handed over.
 
@@ -174,5 +182,5 @@ def require_text_only(body: dict[str, Any]) -> None:
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") != "text":
+            if isinstance(part, dict) and (part.get("type") != "text" or not part.keys() <= TEXT_KEYS):
                 raise InvalidRequest("Only a context of text is handed over.", param="messages")

@@ -18,7 +18,7 @@ import structlog
 
 from baton.engines.faults import translate
 from baton.engines.port import Relay
-from baton.errors import BatonError
+from baton.errors import BatonError, GenerationFailed
 from baton.telemetry.ids import RequestContext
 from baton_kv.contract import transfer_params
 
@@ -79,6 +79,7 @@ class WatchedClient:
     def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()
         if call.relay is not None:
+            _require_prompt(call, prompt)
             wanted = transfer_params(
                 save=call.relay.save or False,
                 scope="prompt" if call.relay.prompt_only else None,
@@ -96,14 +97,31 @@ class WatchedClient:
         return call.watch(self._engine.encode(_salted(prompt, call.salt), *args, **kwargs))
 
 
+def _require_prompt(call: Call, prompt: Any) -> None:
+    """See to it that the engine is given the relay's prompt, and nothing vLLM made of the body instead.
+
+    Raises:
+        GenerationFailed: it is given another one; nothing is computed.
+    """
+    wanted = call.relay.prompt if call.relay is not None else None
+    given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    if wanted is not None and list(given or ()) != wanted:
+        log.error("relay_prompt_not_used")
+        call.failure = GenerationFailed()
+        raise call.failure
+
+
 def _note(relay: Relay, output: Any, *, deltas: bool) -> None:
     """Keep what a `RequestOutput` tells; its token ids are all so far, or only the new ones."""
     if not relay.prompt_ids:
         relay.prompt_ids = list(output.prompt_token_ids or ())
     relay.cached = output.num_cached_tokens or relay.cached
     completion = output.outputs[0]
-    if output.finished and output.kv_transfer_params is None and not isinstance(completion.stop_reason, str):
-        relay.saves = False  # at a stop string the engine saves without being able to say so here
+    if output.finished:
+        at_stop_string = isinstance(completion.stop_reason, str)
+        # At a stop string the engine saves without being able to say so here.
+        relay.saves = output.kv_transfer_params is not None or at_stop_string
+        relay.ended_by_token = completion.finish_reason == "stop" and not at_stop_string
     said = completion.token_ids
     if deltas:
         relay.output_ids.extend(said)

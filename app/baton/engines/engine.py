@@ -30,7 +30,7 @@ from baton.errors import BatonError, EngineUnavailable, GenerationFailed, Operat
 from baton.models.store import identity
 from baton.settings import EngineSettings
 from baton.telemetry.ids import RequestContext
-from baton.telemetry.metrics import TransferMetrics
+from baton.telemetry.metrics import FAILURES, OTHER, TransferMetrics
 
 WARM_UPS: tuple[tuple[Operation, Json], ...] = (
     (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2, "logprobs": 1}),
@@ -158,8 +158,9 @@ class VllmEngine:
         for outcome in outcomes:
             self._transfers.count(outcome)
             relay = self._relays.get(outcome["tag"] or "")
-            if outcome["kind"] == "load" and outcome["failure"] is None:
-                self._speed.loaded(outcome["bytes"], outcome["seconds"])
+            if outcome["kind"] == "load" and outcome["failure"] != "GivenUp":
+                measured = self._speed.loaded if outcome["failure"] is None else self._speed.load_failed
+                measured(outcome["bytes"], outcome["seconds"])
             if relay is not None:
                 _note_transfer(relay, outcome)
 
@@ -203,7 +204,9 @@ class VllmEngine:
             if self._handlers is not None and self._handlers.method(operation) is not None:
                 await self.call(operation, body | {"model": self.name}, RequestContext("warm-up"))
         if self.relays:
-            prompt = list(range(1, WARM_UP_PREFILL + 1))
+            assert self._client is not None
+            length = min(WARM_UP_PREFILL, self._client.model_config.max_model_len - 1)
+            prompt = list(range(1, length + 1))
             body = {"model": self.name, "prompt": prompt, "max_tokens": 1}
             await self.call(Operation.COMPLETIONS, body, RequestContext("warm-up"))
 
@@ -308,8 +311,10 @@ def _with_whole_prompt(operation: Operation, body: Json, relay: Relay | None) ->
 
 def _note_transfer(relay: Relay, outcome: Json) -> None:
     if outcome["kind"] == "save":
-        relay.save_failed = outcome["failure"] is not None
         relay.save_over.set()
+        return
+    if outcome["kind"] == "look":
+        relay.miss = FAILURES.get(outcome["failure"], OTHER)
         return
     relay.load_ms = outcome["seconds"] * 1000
     if outcome["failure"] is None:

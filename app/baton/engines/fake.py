@@ -41,6 +41,7 @@ class FakeBehaviour:
         call_error: raised before the first token.
         stream_error: raised after `stream_error_after` tokens of a stream.
         stream_error_after: see `stream_error`.
+        ends_answers: an answer's last token is one that ends answers.
         forgets_answers: its template leaves earlier answers out, as those of some thinking models do.
     """
 
@@ -51,6 +52,7 @@ class FakeBehaviour:
     stream_error: BatonError | None = None
     stream_error_after: int = 2
     forgets_answers: bool = False
+    ends_answers: bool = False
 
 
 @dataclass
@@ -179,6 +181,7 @@ class _Answer:
                 engine.count()
                 self._relay.output_ids.append(_token_id(word.strip()))
                 yield word
+            self._relay.ended_by_token = engine.behaviour.ends_answers
         except (asyncio.CancelledError, GeneratorExit):
             engine.aborted += 1
             raise

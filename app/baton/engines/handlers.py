@@ -35,6 +35,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 from vllm.renderers import merge_kwargs
 
 from baton.engines.client import WatchedClient
+from baton.engines.faults import from_response
 from baton.engines.port import Operation
 from baton.telemetry.ids import RequestContext
 
@@ -134,6 +135,13 @@ class Handlers:
         request = self._parsers[Operation.CHAT].validate_python(body)
         tools = [tool.model_dump() for tool in request.tools] if request.tools else None
         online = self._state.serving_tokenization.online_renderer
+        refused = online.validate_chat_template(
+            request_chat_template=request.chat_template,
+            chat_template_kwargs=request.chat_template_kwargs,
+            trust_request_chat_template=online.trust_request_chat_template,
+        )
+        if refused is not None:
+            raise from_response(refused)
         params = request.build_chat_params(
             online.chat_template, online.chat_template_content_format
         ).with_defaults(

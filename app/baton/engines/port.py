@@ -77,7 +77,8 @@ class Relay:
         lost: tokens whose KV was promised by the entry and could not be loaded.
         load_ms: how long the load took.
         saves: the engine has not said that it leaves nothing behind.
-        save_failed: the save came to a bad end.
+        ended_by_token: the answer's last token is one that ends answers.
+        miss: why the entry could not be used, if it was looked at in vain.
         save_over: set when the engine has told how the save ended.
     """
 
@@ -93,7 +94,8 @@ class Relay:
     lost: int = 0
     load_ms: float = 0.0
     saves: bool = True
-    save_failed: bool = False
+    ended_by_token: bool = False
+    miss: str | None = None
     save_over: asyncio.Event = field(default_factory=asyncio.Event)
 
 

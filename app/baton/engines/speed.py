@@ -28,6 +28,12 @@ class Speed:
         if size > 0 and seconds > 0:
             self._loads.append(seconds / size)
 
+    def load_failed(self, size: int, seconds: float) -> None:
+        """A load of so many bytes failed after so long: a quick failure tells nothing, a slow one does."""
+        expected = self.load_s(size)
+        if expected is None or seconds > expected:
+            self.loaded(size, seconds)
+
     def prefill_s(self, tokens: int) -> float | None:
         """Seconds that computing so many tokens takes; None: not known yet."""
         return median(self._prefills) * tokens if self._prefills else None

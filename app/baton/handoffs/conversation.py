@@ -20,13 +20,16 @@ TEMPLATE_FIELDS = (
     "tools",
     "tool_choice",
     "documents",
-    "chat_template",
     "chat_template_kwargs",
     "reasoning_effort",
 )
 """Fields of a chat request that decide how the template writes its messages."""
 AFTER_THE_PROMPT = 0
 """Stands for where an answer begins while the prompt's tokens are not known yet."""
+MAX_BYTES = 1024 * 1024
+"""Of a conversation's messages; with more it goes on as plain text only."""
+MAX_OVERLAP = 8
+"""Tokens that end a turn: few."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,33 @@ def conversation_of(body: Json, answer_from: int | None) -> Conversation | None:
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return None
-    return Conversation(messages=messages, template=template_of(body), answer_from=answer_from)
+    return _kept(messages, template_of(body), answer_from)
+
+
+def _kept(messages: list[Json], template: Json, answer_from: int | None) -> Conversation:
+    """A conversation to be remembered; of one that is too large only that it was one."""
+    weight = _weight([messages, template])
+    if weight > MAX_BYTES:
+        return Conversation(messages=[], torn=True)
+    return Conversation(messages=messages, template=template, answer_from=answer_from, weight=weight)
+
+
+def _weight(value: object) -> int:
+    """About how many bytes a JSON value takes; counts on only until it is too much."""
+    weight, open_values = 0, [value]
+    while open_values and weight <= MAX_BYTES:
+        current = open_values.pop()
+        weight += 16 + (len(current) if isinstance(current, str) else 0)
+        if isinstance(current, dict):
+            open_values += [*current.keys(), *current.values()]
+        elif isinstance(current, list):
+            open_values += current
+    return weight
 
 
 def with_text(past: Conversation | None) -> Conversation | None:
     """A conversation that plain text follows: more of the open answer, or the end of all turns."""
-    if past is None or past.answer_from is not None:
+    if past is None or (past.answer_from is not None and not past.ended):
         return past
     return past.model_copy(update={"torn": True})
 
@@ -103,10 +127,9 @@ class Writer:
         if past.answer_from is None:
             base = await self._text(past.messages, past.template, False)
             own = await self._rest(base, [*past.messages, *messages], template, answered)
-            added = await self.tokens(own)
+            tokens = [*source.tokens, *await self.tokens(own)]
         else:
-            added, said = await self._after_answer(source, past, messages, template, answered)
-        tokens = [*source.tokens, *added]
+            tokens, said = await self._after_answer(source, past, messages, template, answered)
         everything = [*past.messages, *said, *messages]
         return Chat(tokens, _conversation(everything, template, tokens, answered))
 
@@ -128,7 +151,10 @@ class Writer:
     async def _after_answer(
         self, source: HandoffRecord, past: Conversation, messages: list[Json], template: Json, answered: bool
     ) -> tuple[list[int], list[Json]]:
-        """What closes the assistant's turn and writes the new messages, and that turn as a message."""
+        """The prompt with the assistant's turn closed and the new messages after it; and that turn's message.
+
+        The token that ended the answer goes, for the template writes the turn's end itself.
+        """
         base = await self._text(past.messages, past.template, True)
         mark = secrets.token_hex(16)
         marked = [*past.messages, {"role": "assistant", "content": mark}, *messages]
@@ -136,14 +162,15 @@ class Writer:
         if before or not found:
             raise TemplateUnsupported()
         added = await self.tokens(after)
-        ended = _overlap(list(source.tokens[past.answer_from :]), added)
-        answer = await self._words(list(source.tokens[past.answer_from : len(source.tokens) - ended]))
+        tokens = list(source.tokens[:-1] if past.ended else source.tokens)
+        ended = _overlap(tokens[past.answer_from :], added)
+        answer = await self._words(tokens[past.answer_from : len(tokens) - ended])
         said = [{"role": "assistant", "content": answer}]
         if answer.strip():
             whole = await self._rest(base, [*past.messages, *said, *messages], template, answered)
             if not whole.endswith(after) or whole.removesuffix(after).strip() != answer.strip():
                 raise TemplateUnsupported()
-        return added[ended:], said
+        return [*tokens, *added[ended:]], said
 
     async def _rest(self, base: str, messages: list[Json], template: Json, answered: bool) -> str:
         """What the template writes after `base`, which must come out as it was."""
@@ -181,14 +208,16 @@ def _messages(body: Json) -> list[Json]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise InvalidRequest("messages: Input should be a list of messages", param="messages")
+    if not messages:
+        raise InvalidRequest("messages: There must be at least one", param="messages")
     return messages
 
 
 def _conversation(messages: list[Json], template: Json, tokens: list[int], answered: bool) -> Conversation:
-    return Conversation(messages=messages, template=template, answer_from=len(tokens) if answered else None)
+    return _kept(messages, template, len(tokens) if answered else None)
 
 
 def _overlap(said: list[int], added: list[int]) -> int:
     """How many tokens the end of what was said and the beginning of what is added share."""
-    longest = min(len(said), len(added))
+    longest = min(len(said), len(added), MAX_OVERLAP)
     return next((count for count in range(longest, 0, -1) if said[-count:] == added[:count]), 0)

@@ -11,9 +11,16 @@ from typing import Any, TypeVar
 import structlog
 
 from baton.engines.port import Engine, Relay
-from baton.errors import HandoffIncompatible, HandoffNotFound, HandoffPending, HandoffPinsFull
+from baton.errors import (
+    BatonError,
+    HandoffIncompatible,
+    HandoffNotFound,
+    HandoffPending,
+    HandoffPinsFull,
+)
 from baton.handoffs.files import RecordFiles
 from baton.handoffs.record import HandoffRecord, HandoffState, is_ours
+from baton.handoffs.shelf import Shelf
 from baton.settings import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.base import EntryMissing, Store, StoreError
@@ -26,12 +33,16 @@ LOOK_EVERY_S = 0.25
 FAILED_FOR_S = 60.0
 """A handoff whose request failed is shown this long, and never to be started from."""
 SWEEP_EVERY_S = 2.0
+ORPHANS_EVERY_S = 300.0
+CLOSE_WITHIN_S = 3.0
 ORPHANED_AFTER_S = 600.0
 """An entry that has no record this long after its last use belongs to nobody."""
 MAX_PER_TENANT = 10_000
+MAX_WEIGHT_PER_TENANT = 256 * 1024 * 1024
+"""Bytes of token ids and messages; above it a tenant loses its oldest handoffs."""
 Result = TypeVar("Result")
 PINNED_SHARE = 0.5
-"""Of the budget; the rest stays for handoffs that nobody pinned."""
+"""Of the budget, shared by the tenants there are; the rest stays for handoffs that nobody pinned."""
 
 
 class Handoffs:
@@ -60,25 +71,25 @@ class Handoffs:
         self._store = store
         self._files = files
         self._metrics = metrics
-        self._clock = clock
         self._wall = wall
-        self._records: dict[str, HandoffRecord] = {}
-        self._deadlines: dict[str, float] = {}
+        self._shelf = Shelf(clock)
         self._over: dict[str, asyncio.Event] = {}
         self._background: set[asyncio.Task[Any]] = set()
+        self._closing = False
         self._log = structlog.get_logger("baton.handoffs")
         for record in files.read_all():
             self._adopt(record)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Sweep while inside; at the end wait for what is being settled."""
+        """Sweep while inside; at the end wait a moment for what is being settled."""
         sweeper = asyncio.create_task(self._keep_sweeping(), name="handoff-sweeper")
         try:
             yield
         finally:
+            self._closing = True
             sweeper.cancel()
-            await asyncio.gather(sweeper, *self._background, return_exceptions=True)
+            await asyncio.wait({sweeper, *self._background}, timeout=CLOSE_WITHIN_S)
 
     def begin(
         self,
@@ -104,17 +115,23 @@ class Handoffs:
             parent=parent,
             label=label,
         )
-        self._make_room(tenant)
         self._over[record.id] = asyncio.Event()
-        self._keep(record, lives)
+        self._shelf.keep(record, lives)
+        if self._shelf.count(tenant) > MAX_PER_TENANT:
+            self._make_room(tenant)
         return record
 
     def end(self, record: HandoffRecord, relay: Relay | None, tokens: Iterable[int] = ()) -> None:
-        """The request is over: these are its context's token ids, or it failed (`relay` is None)."""
+        """The request is over: these are its context's token ids, or it failed (`relay` is None).
+
+        Only the first call for a record counts.
+        """
+        if record.id not in self._over or record.tokens:
+            return
         record.tokens.extend(tokens)
         if relay is None or not record.tokens:
             record.state = HandoffState.FAILED
-            self._live(record, min(FAILED_FOR_S, record.ttl_s))
+            self._shelf.live(record, min(FAILED_FOR_S, record.ttl_s))
             self._over.pop(record.id).set()
             return
         self.begin_work(self._settle(record, relay))
@@ -138,7 +155,7 @@ class Handoffs:
         await self.settled(record, self._settings.wait_s)
         if record.state is HandoffState.PENDING:
             raise HandoffPending()
-        if record.state is HandoffState.FAILED:
+        if record.state is HandoffState.FAILED or record not in self._shelf:
             raise HandoffNotFound()
         if record.weights != engine.weights:
             raise HandoffIncompatible(
@@ -149,17 +166,19 @@ class Handoffs:
         return record
 
     async def get(self, handoff_id: str, tenant: str) -> HandoffRecord:
-        """One of the tenant's handoffs.
+        """One of the tenant's handoffs, also one that another gateway over the same store left or deleted.
 
         Raises:
             HandoffNotFound: unknown, expired, or another tenant's: one answer for all.
         """
-        if handoff_id not in self._records:
-            left = await asyncio.to_thread(self._files.read, handoff_id)
-            if left is not None and handoff_id not in self._records:
+        known = self._shelf.find(handoff_id)
+        if known is None:
+            if (left := await asyncio.to_thread(self._files.read, handoff_id)) is not None:
                 self._adopt(left)
-        record = self._records.get(handoff_id)
-        if record is None or record.tenant != tenant or self._deadlines[handoff_id] <= self._clock():
+        elif known.kept and not await asyncio.to_thread(self._files.exists, handoff_id):
+            self._shelf.forget(known)
+        record = self._shelf.find(handoff_id)
+        if record is None or record.tenant != tenant:
             raise HandoffNotFound()
         return record
 
@@ -170,8 +189,7 @@ class Handoffs:
             HandoffNotFound: there is no `after`.
         """
         self._sweep()
-        mine = [record for record in self._records.values() if record.tenant == tenant]
-        mine.sort(key=lambda record: record.created_at, reverse=True)
+        mine = list(self._shelf.of(tenant))[::-1]
         if after is not None:
             ids = [record.id for record in mine]
             if after not in ids:
@@ -185,30 +203,49 @@ class Handoffs:
         Raises:
             HandoffPinsFull: too much is pinned already.
         """
-        if changes.get("pin", record.pin) is not record.pin:
+        if "pin" in changes:
             await self._pin(record, bool(changes["pin"]))
         if "label" in changes:
             record.label = changes["label"]
         if changes.get("ttl_s") is not None:
             record.ttl_s = min(changes["ttl_s"], self._settings.ttl_s)
             record.expires_at = self._wall() + record.ttl_s
-            self._live(record, record.ttl_s)
+            self._shelf.live(record, record.ttl_s)
         if record.state is HandoffState.READY:
-            await asyncio.to_thread(self._files.write, record)
+            await self._write(record)
 
     async def delete(self, record: HandoffRecord) -> None:
         """Forget one; who loads it now comes to the end of it."""
-        self._forget(record)
+        self._shelf.forget(record)
         await asyncio.to_thread(self._remove, record)
 
+    def begin_work(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Let something go on beside the requests, also when who began it is gone."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background_ended)
+        return task
+
+    def _background_ended(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, BatonError):  # those are told to who waits
+            self._log.error("handoff_work_failed", exc_info=error)
+
     async def _pin(self, record: HandoffRecord, pin: bool) -> None:
-        if pin:
-            pinned = sum(other.bytes for other in self._records.values() if other.pin and other is not record)
-            if pinned + record.bytes > PINNED_SHARE * int(self._settings.budget):
+        if pin and record.bytes:
+            mine = self._shelf.of(record.tenant)
+            pinned = sum(other.bytes for other in mine if other.pin and other is not record)
+            share = PINNED_SHARE * int(self._settings.budget) / max(1, len(self._shelf.tenants))
+            if pinned + record.bytes > share:
                 raise HandoffPinsFull()
         record.pin = pin
+        if record.bytes or not pin:  # of what is not there yet it is looked at when it comes
+            await asyncio.to_thread(self._mark, record, pin)
+
+    def _mark(self, record: HandoffRecord, pin: bool) -> None:
         try:
-            await asyncio.to_thread(self._store.pin, record.key, pin)
+            self._store.pin(record.key, pin)
         except StoreError as error:
             self._log.warning("handoff_not_pinned", reason=str(error))
 
@@ -218,21 +255,22 @@ class Handoffs:
             if not await self._committed(record, relay, COMMIT_WITHIN_S):
                 self._ready(record)
                 await self._committed(record, relay, GIVEN_UP_AFTER_S)
-            if record.pin and record.bytes:
+            if record.pin:
                 await self._pin_or_say_no(record)
             self._ready(record)
-            await asyncio.to_thread(self._files.write, record)
+            await self._write(record)
         finally:
             self._ready(record)  # its token ids are known, whatever became of its KV
-            if record.id not in self._records:  # deleted or expired meanwhile: what came after it goes too
+            if record not in self._shelf:  # deleted or expired meanwhile: what came after it goes too
                 await asyncio.to_thread(self._remove, record)
 
     async def _committed(self, record: HandoffRecord, relay: Relay, within_s: float) -> bool:
         """Whether it is known now what became of the save."""
         deadline = time.monotonic() + within_s
         while True:
+            told = relay.save_over.is_set() or not relay.saves
             record.bytes = await asyncio.to_thread(self._size, record)
-            if record.bytes or relay.save_failed or not relay.saves:
+            if record.bytes or told or self._closing:
                 return True
             if time.monotonic() >= deadline:
                 return False
@@ -240,9 +278,10 @@ class Handoffs:
                 await asyncio.wait_for(relay.save_over.wait(), LOOK_EVERY_S)
 
     async def _pin_or_say_no(self, record: HandoffRecord) -> None:
-        record.pin = False
-        with contextlib.suppress(HandoffPinsFull):
+        try:
             await self._pin(record, True)
+        except HandoffPinsFull:
+            await self._pin(record, False)
 
     def _ready(self, record: HandoffRecord) -> None:
         record.state = HandoffState.READY
@@ -256,74 +295,61 @@ class Handoffs:
         except (EntryMissing, StoreError):
             return 0
 
-    def _keep(self, record: HandoffRecord, lives: float) -> None:
-        self._records[record.id] = record
-        self._live(record, lives)
-
-    def _live(self, record: HandoffRecord, seconds: float) -> None:
-        self._deadlines[record.id] = self._clock() + seconds
+    async def _write(self, record: HandoffRecord) -> None:
+        record.kept = await asyncio.to_thread(self._files.write, record) or record.kept
+        if record not in self._shelf:  # deleted while it was written
+            await asyncio.to_thread(self._remove, record)
 
     def _adopt(self, record: HandoffRecord) -> None:
         """A record of an earlier run, or of another gateway over the same store."""
+        record.kept = True
         lives = min(record.expires_at - self._wall(), record.ttl_s)
-        self._keep(record, max(0.0, lives))  # one that is over goes with the next sweep
-
-    def _forget(self, record: HandoffRecord) -> None:
-        self._records.pop(record.id, None)
-        self._deadlines.pop(record.id, None)
-
-    def begin_work(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Let something go on beside the requests, also when who began it is gone."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background_ended)
-        return task
-
-    def _background_ended(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._log.warning("handoff_work_failed", reason=type(error).__name__)
+        self._shelf.keep(record, max(0.0, lives))  # one that is over goes with the next sweep
 
     async def _keep_sweeping(self) -> None:
-        await asyncio.to_thread(self._sweep_orphans)
+        next_orphans = 0.0
         while True:
-            self._sweep()
-            self._metrics.kept.set(len(self._records))
-            await asyncio.to_thread(self._measure)
+            try:
+                if time.monotonic() >= next_orphans:
+                    next_orphans = time.monotonic() + ORPHANS_EVERY_S
+                    await asyncio.to_thread(
+                        self._store.sweep, wanted=self._wanted, older_than_s=ORPHANED_AFTER_S
+                    )
+                self._sweep()
+                for tenant in self._shelf.tenants:
+                    self._make_room(tenant)
+                self._metrics.kept.set(len(self._shelf))
+                self._metrics.store_bytes.set(await asyncio.to_thread(self._store.size))
+            except Exception as error:  # noqa: BLE001  # the border of the sweeper: the next round may work
+                self._log.warning("handoff_sweep_failed", reason=f"{type(error).__name__}: {error}")
             await asyncio.sleep(SWEEP_EVERY_S)
-
-    def _sweep_orphans(self) -> None:
-        try:
-            swept = self._store.sweep(wanted=self._wanted, older_than_s=ORPHANED_AFTER_S)
-        except StoreError as error:
-            self._log.warning("handoff_orphans_not_removed", reason=str(error))
-        else:
-            self._log.debug("handoff_orphans_removed", entries=swept)
-
-    def _measure(self) -> None:
-        with contextlib.suppress(StoreError):  # the next look may work; loads and saves count their own
-            self._metrics.store_bytes.set(self._store.size())
 
     def _wanted(self, key: str) -> bool:
         return not is_ours(key) or self._files.read(key.partition("/")[2]) is not None
 
     def _sweep(self) -> None:
         """Drop what has expired; the files go in the background."""
-        now = self._clock()
-        for handoff_id in [found for found, deadline in self._deadlines.items() if deadline <= now]:
-            record = self._records[handoff_id]
-            self._forget(record)
+        for record in self._shelf.over():
+            self._shelf.drop(record)
             self._metrics.expired.inc()
-            self.begin_work(asyncio.to_thread(self._remove, record))
+            self.begin_work(asyncio.to_thread(self._remove_expired, record))
 
     def _make_room(self, tenant: str) -> None:
         """A tenant that never stops leaving handoffs loses its oldest."""
-        if len(self._records) < MAX_PER_TENANT:
-            return
-        mine = [record for record in self._records.values() if record.tenant == tenant]
-        for record in mine[: max(0, len(mine) + 1 - MAX_PER_TENANT)]:
-            self._forget(record)
+        mine = list(self._shelf.of(tenant))
+        weight = sum(record.weight for record in mine)
+        for count, record in enumerate(mine):
+            if len(mine) - count <= MAX_PER_TENANT and weight <= MAX_WEIGHT_PER_TENANT:
+                return
+            weight -= record.weight
+            self._shelf.forget(record)
             self.begin_work(asyncio.to_thread(self._remove, record))
+
+    def _remove_expired(self, record: HandoffRecord) -> None:
+        """Its time is over here; another gateway over the same store may have given it more."""
+        left = self._files.read(record.id)
+        if left is None or left.expires_at <= record.expires_at:
+            self._remove(record)
 
     def _remove(self, record: HandoffRecord) -> None:
         try:

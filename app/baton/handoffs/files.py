@@ -32,10 +32,10 @@ class RecordFiles:
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def write(self, record: HandoffRecord) -> None:
-        """Keep a record: whole or not at all."""
+    def write(self, record: HandoffRecord) -> bool:
+        """Keep a record, whole or not at all; whether it is kept."""
         if self._folder is None:
-            return
+            return False
         aside = self._folder / f".{secrets.token_hex(8)}"
         try:
             descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -43,8 +43,11 @@ class RecordFiles:
                 stream.write(record.model_dump_json())
             os.replace(aside, self._path(record.id))
         except OSError as error:
-            aside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                aside.unlink()
             self._log.warning("handoff_not_kept", reason=error.strerror)
+            return False
+        return True
 
     def read(self, handoff_id: str) -> HandoffRecord | None:
         """One record, if there is one: another gateway over the same store may have left it."""
@@ -52,8 +55,12 @@ class RecordFiles:
             return None
         return self._read(self._path(handoff_id))
 
+    def exists(self, handoff_id: str) -> bool:
+        """Whether there is a record of that id."""
+        return self._folder is not None and self._path(handoff_id).exists()
+
     def read_all(self) -> Iterator[HandoffRecord]:
-        """Every record that can be read; the others are removed."""
+        """Every record that can be read; one that is no JSON is removed."""
         if self._folder is None:
             return
         for path in self._folder.glob(".*"):  # a killed writer's, unless one is writing just now
@@ -61,11 +68,7 @@ class RecordFiles:
                 if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
                     path.unlink()
         for path in self._folder.glob("*.json"):
-            record = self._read(path)
-            if record is None:
-                self._log.warning("handoff_unreadable", file=path.name)
-                path.unlink(missing_ok=True)
-            else:
+            if (record := self._read(path)) is not None:
                 yield record
 
     def remove(self, record: HandoffRecord) -> None:
@@ -79,8 +82,15 @@ class RecordFiles:
 
     def _read(self, path: Path) -> HandoffRecord | None:
         try:
-            return HandoffRecord.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError):
+            data = path.read_bytes()
+        except OSError:
+            return None
+        try:
+            return HandoffRecord.model_validate_json(data)
+        except ValidationError as error:
+            self._log.warning("handoff_unreadable", file=path.name)
+            if error.errors(include_input=False)[0]["type"] == "json_invalid":  # not another version's
+                path.unlink(missing_ok=True)
             return None
 
     def _path(self, handoff_id: str) -> Path:

@@ -63,7 +63,9 @@ class Planner:
         """Load or compute one handoff's KV on one engine."""
         load_s = engine.speed.load_s(record.bytes) if record.bytes else None
         prefill_s = engine.speed.prefill_s(len(record.tokens))
-        if load_s is None or prefill_s is None or load_s <= prefill_s:
+        if load_s is None or prefill_s is None:
+            return Decision(Choice.LOAD, None, load_s, prefill_s)
+        if load_s <= prefill_s:
             self._recomputed[engine.name] = 0
             return Decision(Choice.LOAD, None, load_s, prefill_s)
         self._recomputed[engine.name] += 1

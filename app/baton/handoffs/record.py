@@ -8,7 +8,7 @@ from array import array
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
 
 
 def _token_ids(value: Any) -> array[int]:
@@ -37,15 +37,19 @@ class Conversation(BaseModel):
         template: the requests' fields that decide how the model's template writes them.
         answer_from: index of the first token of the assistant's last answer, which is not among the
             messages yet; None: the last message is over.
-        torn: text follows that is no message, so no message can follow it.
+        ended: the last answer's last token is one that ends answers.
+        weight: bytes of the messages and the template's fields as JSON.
+        torn: text follows that is no message, or the messages were too large to keep: none can follow.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="ignore")  # another version's record may know more
 
     messages: list[dict[str, Any]]
     template: dict[str, Any] = {}
     answer_from: int | None = None
+    ended: bool = False
     torn: bool = False
+    weight: int = 0
 
 
 class HandoffRecord(BaseModel):
@@ -68,7 +72,7 @@ class HandoffRecord(BaseModel):
         label: the client's own words.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="ignore")  # as above
 
     id: str = Field(default_factory=lambda: secrets.token_urlsafe(24))
     tenant: str
@@ -84,6 +88,21 @@ class HandoffRecord(BaseModel):
     pin: bool = False
     parent: str | None = None
     label: str | None = None
+    _kept: bool = PrivateAttr(False)
+
+    @property
+    def kept(self) -> bool:
+        """Whether it lies on disk, where other gateways see it."""
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: bool) -> None:
+        self._kept = kept
+
+    @property
+    def weight(self) -> int:
+        """Bytes it takes in memory, about."""
+        return 1024 + 4 * len(self.tokens) + (self.conversation.weight if self.conversation else 0)
 
     @property
     def key(self) -> str:

@@ -26,7 +26,7 @@ FAILURES = {
     "EntryMissing": "missing",
     "StoreFull": "full",
     "StoreError": "device",
-    "GivenUp": "given_up",
+    "NotWhole": "not_whole",
 }
 """The connector's words for what went wrong, and ours."""
 
@@ -140,6 +140,12 @@ class TransferMetrics:
         self._bytes = Counter(
             "baton_handoff_bytes_total", "Bytes of KV moved.", ("engine", "direction"), registry=registry
         )
+        self._given_up = Counter(
+            "baton_handoff_loads_given_up_total",
+            "Loads whose request was gone before they ended.",
+            ("engine",),
+            registry=registry,
+        )
         self._errors = Counter(
             "baton_store_errors_total",
             "Loads and saves that failed; what they were for was computed instead.",
@@ -150,6 +156,12 @@ class TransferMetrics:
     def count(self, outcome: Mapping[str, Any]) -> None:
         """One outcome of `baton_kv.messages.Outcome`, as plain values."""
         operation = outcome["kind"]
+        if outcome["failure"] == "GivenUp":  # a client went away
+            self._given_up.labels(self._engine).inc()
+            return
+        if operation == "look":
+            self._errors.labels(self._engine, operation, FAILURES.get(outcome["failure"], OTHER)).inc()
+            return
         self._seconds.labels(self._engine, operation).observe(outcome["seconds"])
         if outcome["failure"] is None:
             self._bytes.labels(self._engine, operation).inc(outcome["bytes"])

@@ -18,6 +18,7 @@ import re
 import secrets
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import FileIO
@@ -165,13 +166,20 @@ class FileStore:
             total -= taken
 
     def _loose(self) -> list[tuple[int, Path]]:
-        """Sizes and paths of the entries that may go, the least recently used first."""
-        used = [
-            (status.st_mtime_ns, status.st_size, path)
-            for path, status in self._files()
+        """Sizes and paths of the entries that may go: of who holds more than a fair share first, and of
+        those the least recently used.
+        """
+        files = list(self._files())
+        held: Counter[str] = Counter()
+        for path, status in files:
+            held[path.parent.name] += status.st_size
+        share = (self._budget or held.total()) / max(1, len(held))
+        loose = [
+            (held[path.parent.name] <= share, status.st_mtime_ns, status.st_size, path)
+            for path, status in files
             if not path.with_suffix(PIN).exists()
         ]
-        return [(size, path) for _, size, path in sorted(used)]
+        return [(size, path) for _, _, size, path in sorted(loose)]
 
     @contextmanager
     def open(self, key: str) -> Iterator[FileReader]:
