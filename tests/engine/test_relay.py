@@ -176,6 +176,29 @@ def test_a_chat_streams_from_a_context_that_was_only_computed(gateway: RealGatew
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
+def test_a_chat_begins_after_a_text_with_one_system_prompt(gateway: RealGateway) -> None:
+    left = ask(gateway, "reader", DOCUMENT[:600], handoff={"save": True})
+    asked = [{"role": "user", "content": "How many birds?"}]
+    relayed = chat(gateway, "writer", asked, handoff={"from": told(left)["id"]})
+    whole = text_of(gateway, relayed.prompt_token_ids)
+    assert whole.startswith(DOCUMENT[:600])
+    assert (whole.count("<|im_start|>system"), whole.count("<|im_start|>user")) == (1, 1)
+    assert relayed.handoff["source"]["outcome"] in ("loaded", "resident")
+    assert relayed.choices[0].token_ids == ids(ask(gateway, "reader", relayed.prompt_token_ids))[1]
+
+
+def test_a_client_s_own_template_is_never_run(gateway: RealGateway) -> None:
+    left = ask(gateway, "reader", "A text.", handoff={"save": True})
+    asked = [{"role": "user", "content": "x"}]
+    own = {"chat_template": "{{ ('a' * 2000000000) | length }}"}
+    with pytest.raises(openai.BadRequestError):
+        chat(gateway, "reader", asked, handoff={"from": told(left)["id"]}, **own)
+    with gateway.client() as client:
+        made = client.post("/v1/handoffs", json={"model": "reader", "messages": asked} | own)
+    assert made.status_code == 201
+    assert made.json()["tokens"] > 3, "the model's own template wrote it"
+
+
 def test_several_answers_leave_one_prompt_behind(gateway: RealGateway) -> None:
     left = ask(
         gateway,

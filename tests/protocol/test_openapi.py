@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gateways import FakeGateway
+from gateways import FakeGateway, run_fake
 
 from baton.api.auth import PUBLIC_PATHS
+from baton.engines.fake import FakeEngine
 
 
 @pytest.fixture
@@ -66,3 +67,12 @@ def test_every_operation_documents_its_errors_in_the_one_shape(document: dict[st
                     schema = response["content"]["application/json"]["schema"]
                     assert schema == {"$ref": "#/components/schemas/BatonError"}, path
     assert document["security"] == [{"key": []}]
+
+
+def test_a_handoff_is_as_the_document_says() -> None:
+    with run_fake(FakeEngine("a", relays=True)) as gateway, gateway.client() as client:
+        schemas = client.get("/openapi.json").json()["components"]["schemas"]
+        made = client.post("/v1/handoffs", json={"model": "a", "prompt": "1 2"}).json()
+        listed = client.get("/v1/handoffs").json()
+    assert set(schemas["BatonHandoffObject"]["properties"]) == set(made)
+    assert set(schemas["BatonHandoffList"]["properties"]) == set(listed)

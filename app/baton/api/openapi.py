@@ -15,6 +15,7 @@ from baton import __version__
 from baton.api import wishes
 from baton.api.auth import PUBLIC_PATHS
 from baton.engines.port import Operation
+from baton.handoffs.record import HandoffState
 
 PATHS: dict[str, Operation] = {
     "/v1/completions": Operation.COMPLETIONS,
@@ -43,6 +44,33 @@ WISHES: dict[str, type[BaseModel]] = {
     "BatonHandoffChanges": wishes.Changes,
 }
 HANDOFF_BODIES = {"post": "BatonNewHandoff", "patch": "BatonHandoffChanges"}
+TEXT_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+HANDOFF_FIELDS: dict[str, Any] = {
+    "id": {"type": "string"},
+    "object": {"const": "handoff"},
+    "state": {"enum": [state.value for state in HandoffState]},
+    "model": {"type": "string"},
+    "tokens": {"type": "integer"},
+    "latent_steps": {"type": "integer"},
+    "bytes": {"type": "integer"},
+    "pin": {"type": "boolean"},
+    "created_at": {"type": "integer"},
+    "expires_at": {"type": "integer"},
+    "parent": TEXT_OR_NULL,
+    "label": TEXT_OR_NULL,
+}
+HANDOFF_SCHEMA = {"type": "object", "required": list(HANDOFF_FIELDS), "properties": HANDOFF_FIELDS}
+HANDOFF_LIST_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["object", "data", "has_more", "first_id", "last_id"],
+    "properties": {
+        "object": {"const": "list"},
+        "data": {"type": "array", "items": {"$ref": "#/components/schemas/BatonHandoffObject"}},
+        "has_more": {"type": "boolean"},
+        "first_id": TEXT_OR_NULL,
+        "last_id": TEXT_OR_NULL,
+    },
+}
 UNAUTHORIZED = {"401": "A valid API key is needed."}
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -96,6 +124,7 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
     vllm = _vllm_schemas()
     components = openapi.setdefault("components", {}).setdefault("schemas", {})
     components |= vllm["components"] | {"BatonError": ERROR_SCHEMA}
+    components |= {"BatonHandoffObject": HANDOFF_SCHEMA, "BatonHandoffList": HANDOFF_LIST_SCHEMA}
     for name, kind in WISHES.items():
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         components |= schema.pop("$defs", {}) | {name: schema}
@@ -114,7 +143,7 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
             elif "{" in path:
                 _add_errors(responses, {"404": "There is none."})
             if path.startswith("/v1/handoffs"):
-                _describe_handoffs(method, operation)
+                _describe_handoffs(path, method, operation)
 
 
 def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any]) -> None:
@@ -133,15 +162,20 @@ def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any
     _add_errors(operation["responses"], OPERATION_ERRORS)
 
 
-def _describe_handoffs(method: str, operation: dict[str, Any]) -> None:
-    _add_errors(operation["responses"], {"400": OPERATION_ERRORS["400"]})
-    if (body := HANDOFF_BODIES.get(method)) is None:
-        return
-    schema = {"$ref": f"#/components/schemas/{body}"}
-    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    _add_errors(operation["responses"], OPERATION_ERRORS | HANDOFF_ERRORS)
+def _describe_handoffs(path: str, method: str, operation: dict[str, Any]) -> None:
+    responses = operation["responses"]
+    _add_errors(responses, {"400": OPERATION_ERRORS["400"], "404": "There is no such handoff."})
+    name = "BatonHandoffList" if method == "get" and "{" not in path else "BatonHandoffObject"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     if method == "post":
-        operation["responses"]["202"] = {"description": "Not there yet; ask `GET` for its state."}
+        responses["202"] = {"description": "Not there yet; ask `GET` for its state."}
+    for status in ("200", "201", "202"):
+        if status in responses:
+            responses[status]["content"] = content
+    if (body := HANDOFF_BODIES.get(method)) is not None:
+        schema = {"$ref": f"#/components/schemas/{body}"}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        _add_errors(responses, OPERATION_ERRORS | HANDOFF_ERRORS)
 
 
 def _add_errors(responses: dict[str, Any], errors: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 
+from baton.engines.fake_shapes import CHUNK, KINDS, MAX_MODEL_LEN, WHOLE, event, token_id
 from baton.engines.port import EngineState, Json, Operation, Relay, Reply, Report, StreamReply, WholeReply
 from baton.engines.speed import Speed
 from baton.errors import (
@@ -26,7 +27,6 @@ from baton.errors import (
 )
 from baton.telemetry.ids import RequestContext
 
-MAX_MODEL_LEN = 8192
 DEFAULT_TOKENS = 16
 
 
@@ -137,7 +137,7 @@ class FakeEngine:
         tokens_only = operation in (Operation.TOKENIZE, Operation.DETOKENIZE)
         if not tokens_only and embeds is not self.pooling:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
-        answer = _Answer(self, operation, body, context, relay)
+        answer = Answer(self, operation, body, context, relay)
         if body.get("stream") and operation in STREAMS:
             return StreamReply(answer.events())
         return await answer.whole()
@@ -149,7 +149,7 @@ class FakeEngine:
 STREAMS = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES)
 
 
-class _Answer:
+class Answer:
     """One request under way in a fake engine."""
 
     def __init__(
@@ -169,7 +169,7 @@ class _Answer:
         said = [self._words[index % len(self._words)] for index in range(limit)]
         self._said = [word if index == 0 else f" {word}" for index, word in enumerate(said)]
         self._relay = relay
-        relay.prompt_ids = [_token_id(word) for word in self._words]
+        relay.prompt_ids = [token_id(word) for word in self._words]
         relay.saves = False  # there is no KV
 
     async def _tokens(self) -> AsyncIterator[str]:
@@ -179,7 +179,7 @@ class _Answer:
             for word in self._said:
                 await asyncio.sleep(engine.behaviour.token_seconds)
                 engine.count()
-                self._relay.output_ids.append(_token_id(word.strip()))
+                self._relay.output_ids.append(token_id(word.strip()))
                 yield word
             self._relay.ended_by_token = engine.behaviour.ends_answers
         except (asyncio.CancelledError, GeneratorExit):
@@ -189,13 +189,13 @@ class _Answer:
             engine.active -= 1
 
     async def whole(self) -> WholeReply:
-        shape = _WHOLE[self._operation]
+        shape = WHOLE[self._operation]
         said = [token async for token in self._tokens()] if self._operation in STREAMS else []
         text = "".join(said)
         return WholeReply(json.dumps(shape(self, text)).encode())
 
     async def events(self) -> AsyncIterator[str]:
-        shape = _CHUNK[self._operation]
+        shape = CHUNK[self._operation]
         failure = self._engine.behaviour.stream_error
         said = 0
         async for token in self._tokens():
@@ -206,11 +206,11 @@ class _Answer:
         options = self._body.get("stream_options") or {}
         if self._operation in (Operation.COMPLETIONS, Operation.CHAT):
             if options.get("include_usage"):
-                yield _event(self.head() | {"choices": [], "usage": self.usage()})
+                yield event(self.head() | {"choices": [], "usage": self.usage()})
             yield "data: [DONE]\n\n"
 
     def head(self) -> Json:
-        prefix, kind = _KINDS[self._operation]
+        prefix, kind = KINDS[self._operation]
         return {
             "id": f"{prefix}-{self._id}",
             "object": kind,
@@ -230,151 +230,6 @@ class _Answer:
     def body(self) -> Json:
         return self._body
 
-
-_KINDS = {
-    Operation.COMPLETIONS: ("cmpl", "text_completion"),
-    Operation.CHAT: ("chatcmpl", "chat.completion"),
-    Operation.RESPONSES: ("resp", "response"),
-    Operation.MESSAGES: ("msg", "message"),
-    Operation.EMBEDDINGS: ("embd", "list"),
-}
-
-
-def _event(body: Json, name: str | None = None) -> str:
-    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(body)}\n\n"
-
-
-def _whole_completion(answer: _Answer, text: str) -> Json:
-    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}
-    return answer.head() | {"choices": [choice], "usage": answer.usage()}
-
-
-def _whole_chat(answer: _Answer, text: str) -> Json:
-    message = {"role": "assistant", "content": text}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
-    return answer.head() | {"choices": [choice], "usage": answer.usage()}
-
-
-def _whole_response(answer: _Answer, text: str) -> Json:
-    part: Json = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
-    item = {"id": "msg_0", "type": "message", "role": "assistant", "status": "completed"}
-    head = answer.head()
-    usage = answer.usage()
-    return {
-        "id": head["id"],
-        "object": "response",
-        "created_at": head["created"],
-        "model": head["model"],
-        "status": "completed",
-        "output": [item | {"content": [part]}],
-        "parallel_tool_calls": True,
-        "temperature": 1.0,
-        "tool_choice": "none",
-        "tools": [],
-        "top_p": 1.0,
-        "background": False,
-        "max_output_tokens": usage["completion_tokens"],
-        "service_tier": "auto",
-        "truncation": "disabled",
-        "usage": {
-            "input_tokens": usage["prompt_tokens"],
-            "output_tokens": usage["completion_tokens"],
-            "total_tokens": usage["total_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens_details": {"reasoning_tokens": 0},
-        },
-    }
-
-
-def _whole_message(answer: _Answer, text: str) -> Json:
-    usage = answer.usage()
-    return {
-        "id": answer.head()["id"],
-        "type": "message",
-        "role": "assistant",
-        "model": answer.head()["model"],
-        "content": [{"type": "text", "text": text}],
-        "stop_reason": "max_tokens",
-        "usage": {
-            "input_tokens": usage["prompt_tokens"],
-            "output_tokens": usage["completion_tokens"],
-        },
-    }
-
-
-def _whole_count(answer: _Answer, _text: str) -> Json:
-    return {"input_tokens": len(answer.words)}
-
-
-def _whole_embedding(answer: _Answer, _text: str) -> Json:
-    inputs = answer.body["input"]
-    texts = inputs if isinstance(inputs, list) else [inputs]
-    data = [
-        {"index": index, "object": "embedding", "embedding": [float(len(str(text))), 1.0]}
-        for index, text in enumerate(texts)
-    ]
-    tokens = len(answer.words)
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return answer.head() | {"data": data, "usage": usage}
-
-
-def token_ids(text: str) -> list[int]:
-    """The token ids of a text: one a word."""
-    return [_token_id(word) for word in text.split()]
-
-
-def _token_id(word: str) -> int:
-    """A number stays itself, so that token ids as a prompt come back as they are."""
-    return int(word) if word.isdecimal() else sum(word.encode())
-
-
-def _whole_tokens(answer: _Answer, _text: str) -> Json:
-    ids = [_token_id(word) for word in answer.words]
-    return {"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": ids}
-
-
-def _whole_text(answer: _Answer, _text: str) -> Json:
-    return {"prompt": " ".join(answer.words)}
-
-
-_WHOLE = {
-    Operation.COMPLETIONS: _whole_completion,
-    Operation.CHAT: _whole_chat,
-    Operation.RESPONSES: _whole_response,
-    Operation.MESSAGES: _whole_message,
-    Operation.COUNT_TOKENS: _whole_count,
-    Operation.EMBEDDINGS: _whole_embedding,
-    Operation.TOKENIZE: _whole_tokens,
-    Operation.DETOKENIZE: _whole_text,
-}
-
-
-def _completion_chunk(answer: _Answer, token: str) -> str:
-    choice = {"index": 0, "text": token, "logprobs": None, "finish_reason": None}
-    return _event(answer.head() | {"choices": [choice]})
-
-
-def _chat_chunk(answer: _Answer, token: str) -> str:
-    choice = {"index": 0, "delta": {"content": token}, "logprobs": None, "finish_reason": None}
-    return _event(answer.head() | {"object": "chat.completion.chunk", "choices": [choice]})
-
-
-def _response_chunk(_answer: _Answer, token: str) -> str:
-    kind = "response.output_text.delta"
-    return _event({"type": kind, "delta": token, "item_id": "msg_0"}, kind)
-
-
-def _message_chunk(_answer: _Answer, token: str) -> str:
-    delta = {"type": "text_delta", "text": token}
-    return _event({"type": "content_block_delta", "index": 0, "delta": delta}, "content_block_delta")
-
-
-_CHUNK = {
-    Operation.COMPLETIONS: _completion_chunk,
-    Operation.CHAT: _chat_chunk,
-    Operation.RESPONSES: _response_chunk,
-    Operation.MESSAGES: _message_chunk,
-}
 
 _PROMPT_FIELDS = {
     Operation.COMPLETIONS: "prompt",
