@@ -105,6 +105,14 @@ class HandoffSettings(Frozen):
     budget: ByteSize = Field(
         ByteSize(2048 * MIB), ge=MIB, description="Bytes of KV kept; the least recently used go first."
     )
+    fsync: bool = Field(
+        False,
+        description="Wait for the device before KV is kept: for a store that is to outlive a power cut.",
+    )
+    verify: bool = Field(
+        True,
+        description="Prove every chunk of KV before it is used; off, only what it says of itself is proved.",
+    )
     ttl_s: int = Field(
         3600, ge=1, le=30 * 86400, description="Seconds a handoff lives unless it asks for fewer."
     )

@@ -108,17 +108,17 @@ async def given_up(gateway: RealGateway, bodies: list[dict[str, Any]], at_most_s
 def test_d9_a_thousand_aborts_during_loads_and_saves_lose_no_block(
     gateway: RealGateway, folder: Path, speed: Path
 ) -> None:
-    left = [leave(gateway, seed) for seed in range(8)]
-    speed.write_text(str(entry(folder, left[0]).stat().st_size / 0.02))  # a load takes 20 ms
+    left = [leave(gateway, seed) for seed in range(20)]  # more than the engine's own prefix cache holds
+    speed.write_text(str(entry(folder, left[0]).stat().st_size / 0.04))  # a load takes 40 ms
     before = settle(gateway, "slow")
     asked = {"model": "slow", "max_tokens": 1, "temperature": 0}
     bodies = [  # every other one with a stop string, for which vLLM ends requests from outside too
         asked
-        | {"prompt": f" {number}", "handoff": {"from": left[number % 8]["id"], "save": True}}
+        | {"prompt": f" {number}", "handoff": {"from": left[number % 20]["id"], "save": True}}
         | ({"stop": ["\u2603"]} if number % 2 else {})
         for number in range(ABORTS)
     ]
-    unfinished = asyncio.run(given_up(gateway, bodies, 0.8))
+    unfinished = asyncio.run(given_up(gateway, bodies, 1.2))
     after = settle(gateway, "slow")
     loads = series(gateway, "baton_handoff_loads_given_up_total", engine="slow")
     print(

@@ -20,6 +20,7 @@ from baton.settings import EngineSettings, load_settings
 from baton_kv import connector
 from baton_kv.fingerprint import fingerprint, weights_digest
 from baton_kv.messages import Outcome
+from baton_kv.settings import ConnectorSettings
 
 OVERRIDDEN = [
     name
@@ -153,4 +154,5 @@ def test_an_engine_that_hands_over_gets_our_connector() -> None:
     assert made is not None
     assert (made.kv_connector, made.kv_connector_module_path) == ("BatonConnector", "baton_kv.connector")
     assert made.kv_connector_extra_config["store"] == "file:/somewhere"
+    assert set(made.kv_connector_extra_config) == set(ConnectorSettings.model_fields)
     assert engine_args(engine, "m").kv_transfer_config is None

@@ -58,6 +58,8 @@ def transfer_config(settings: Settings) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "store": settings.handoff_store,
             "budget": int(settings.handoffs.budget),
+            "fsync": settings.handoffs.fsync,
+            "verify": settings.handoffs.verify,
         },
     }
 
