@@ -231,36 +231,60 @@ def first_token_row(length: int, found: dict[str, float]) -> list[str]:
     return [*cells, f"{found['same engine, caching'] / found['hit']:.2f}"]
 
 
-async def run(url: str, options: argparse.Namespace) -> None:
-    """Every part, one after the other."""
-    client = Client(url)
-    await first_token(client, 256, 2)  # warm
+async def first_token_part(client: Client, options: argparse.Namespace) -> None:
+    """B's first token."""
     head = "A's tokens|entry MiB|plain|same engine|other engine|own prefix cache|handoff where it is cached"
     head += "|ExampleConnector|load|plain / other engine|limit / other engine|cached handoff / own hit"
-    lengths = track(options.lengths, "first token", console=Console(stderr=True))
-    rows = [first_token_row(length, await first_token(client, length, options.rounds)) for length in lengths]
+    rows = []
+    for length in track(options.lengths, "first token", console=Console(stderr=True)):
+        rows.append(first_token_row(length, await first_token(client, length, options.rounds)))
     table(head.split("|"), rows)
+
+
+async def saving_part(client: Client, options: argparse.Namespace) -> None:
+    """What leaving a handoff costs A."""
     found = await saving(client, options.rounds)
-    pairs = [
-        (name, found[f"{name}, plain"], found[f"{name}, saving"])
-        for name in ("first token", "between tokens")
-    ]
-    table(
-        ["of A, ms", "plain", "saving", "ratio"],
-        [[n, f"{p:.1f}", f"{s:.1f}", f"{s / p:.3f}"] for n, p, s in pairs],
-    )
+    rows = []
+    for name in ("first token", "between tokens"):
+        plain, saved = found[f"{name}, plain"], found[f"{name}, saving"]
+        rows.append([name, f"{plain:.1f}", f"{saved:.1f}", f"{saved / plain:.3f}"])
+    table(["of A, ms", "plain", "saving", "ratio"], rows)
+
+
+async def fan_out_part(client: Client, options: argparse.Namespace) -> None:
+    """Several agents at once."""
     rows = []
     for consumers in (1, 2, 4, 8, 16):
         found = await fan_out(client, consumers, max(2, options.rounds // 2))
         ratio = found["plain"] / found["relayed"]
         rows.append([str(consumers), f"{found['plain']:.0f}", f"{found['relayed']:.0f}", f"{ratio:.1f}x"])
     table(["agents at once", "plain, ms", "relayed, ms", "factor"], rows)
+
+
+async def chain_part(client: Client, options: argparse.Namespace) -> None:
+    """Agents one after the other."""
     rows = []
+    names = ("text prefilled", "relay prefilled", "text ms", "relay ms")
     for agents in (2, 4, 8):
         found = await chain(client, agents)
-        names = ("text prefilled", "relay prefilled", "text ms", "relay ms")
         rows.append([str(agents), *(f"{found[name]:.0f}" for name in names)])
     table(["agents", "prefilled, text", "prefilled, relay", "text, ms", "relay, ms"], rows)
+
+
+PARTS = {
+    "first-token": first_token_part,
+    "saving": saving_part,
+    "fan-out": fan_out_part,
+    "chain": chain_part,
+}
+
+
+async def run(url: str, options: argparse.Namespace) -> None:
+    """The parts that were asked for, one after the other."""
+    client = Client(url)
+    await first_token(client, 256, 2)  # warm
+    for part in options.parts:
+        await PARTS[part](client, options)
 
 
 def main() -> None:
@@ -268,6 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 4096, 7500])
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS))
     options = parser.parse_args()
     print(f"`make bench-handoff ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}, times in ms\n")
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
