@@ -6,7 +6,7 @@ or a message, the request is computed as if there were none.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +58,6 @@ class SchedulerRole:
         self._loading: set[str] = set()
         self._saved: OrderedDict[str, None] = OrderedDict()
         self._told: list[Outcome] = []
-        self.counts: Counter[str] = Counter()
 
     def matched(self, request_id: str, params: object, prompt: Sequence[int], computed: int) -> int:
         """How many tokens beyond `computed` an entry can bring. Asked at every attempt to schedule: cheap.
@@ -78,7 +77,7 @@ class SchedulerRole:
     def _plan(self, request_id: str, params: object, prompt: Sequence[int]) -> Plan | None:
         wanted = parse(params)
         if isinstance(wanted, Malformed):
-            self.counts["malformed"] += 1
+            self._told.append(Outcome(request_id, "", "look", failure=type(wanted).__name__))
             return None
         if wanted is None or wanted.load is None:
             return None
@@ -87,7 +86,7 @@ class SchedulerRole:
         except (EntryInvalid, StoreError) as error:
             if isinstance(error, EntryInvalid) and not isinstance(error, EntryForeign):
                 self._store.quarantine(wanted.load)
-            self._tell(Outcome(request_id, wanted.load, "look", wanted.tag, type(error).__name__))
+            self._told.append(Outcome(request_id, wanted.load, "look", wanted.tag, type(error).__name__))
             return None
 
     def _plan_with(self, key: str, wanted: TransferParams, prompt: Sequence[int]) -> Plan | None:
@@ -100,10 +99,6 @@ class SchedulerRole:
         if wanted.limit is not None:
             matched = min(matched, wanted.limit)
         return Plan(key, matched, entry.seal, wanted.tag) if matched > 0 else None
-
-    def _tell(self, outcome: Outcome) -> None:
-        self.counts[f"{outcome.kind}_{outcome.failure}"] += 1
-        self._told.append(outcome)
 
     def told(self) -> list[Outcome]:
         """What this half has to tell since the last time: entries it cannot use, saves it does not begin."""
@@ -166,7 +161,7 @@ class SchedulerRole:
         blocks = tuple(block_ids[: -(-kept // self._block_size)])
         # Block 0 is the engine's null block: it stands where a block was given back.
         if not whole or kept < 1 or len(blocks) * self._block_size < kept or 0 in blocks:
-            self._tell(Outcome(request_id, key, "save", wanted.tag, "NotWhole"))
+            self._told.append(Outcome(request_id, key, "save", wanted.tag, "NotWhole"))
             return False, None
         self._saved[key] = None
         if len(self._saved) > KEYS_REMEMBERED:
@@ -177,7 +172,6 @@ class SchedulerRole:
     def report(self, outcomes: Iterable[Outcome]) -> None:
         """How the worker's jobs ended. A request whose load failed is not offered one again."""
         for outcome in outcomes:
-            self.counts[f"{outcome.kind}_{'failed' if outcome.failure else 'done'}"] += 1
             if outcome.kind != "load":
                 continue
             self._loading.discard(outcome.request_id)

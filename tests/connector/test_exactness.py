@@ -169,6 +169,7 @@ def test_d7_after_the_entry_is_gone(
         path = store / "entries" / f"{one.params[PARAMS_KEY]['load']}.kv"
         aside = path.rename(store / "aside")
         matrix.add("evicted", first.ask(one.asked), [one.plain], [0])
+        assert first.computed == len(one.context) + len(OWN)
         aside.rename(path)
 
 

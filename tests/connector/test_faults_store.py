@@ -249,7 +249,7 @@ def test_b4_an_entry_in_another_s_place_is_refused(relay: Relay) -> None:
         tried += 6
     print(f"\nB4: {hits} of {tried} looks and loads used an entry in another's place")
     assert hits == 0
-    assert relay.loader.scheduler.counts["look_EntryInvalid"] == tried // 2
+    assert [told.failure for told in relay.loader.scheduler.told()] == ["EntryInvalid"] * (tried // 2)
     assert relay.hits(relay.sound, relay.key) == 2
 
 

@@ -146,6 +146,7 @@ def test_a_wrong_prefix_is_never_used(first: PlainServer) -> None:
 def test_what_cannot_be_loaded_is_computed(first: PlainServer, params: dict[str, Any]) -> None:
     (plain, relayed) = first.ask((prompt(60, 8), 6, None), (prompt(60, 8), 6, params))
     same(relayed, plain)
+    assert relayed["cached"] == 0
 
 
 def test_a_corrupt_entry_is_computed_anew(first: PlainServer, store: Path) -> None:

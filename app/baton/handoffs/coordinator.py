@@ -241,13 +241,16 @@ class Handoffs:
                 raise HandoffPinsFull()
         record.pin = pin
         if record.bytes or not pin:  # of what is not there yet it is looked at when it comes
-            await asyncio.to_thread(self._mark, record, pin)
+            record.pin = await asyncio.to_thread(self._mark, record, pin)
 
-    def _mark(self, record: HandoffRecord, pin: bool) -> None:
+    def _mark(self, record: HandoffRecord, pin: bool) -> bool:
+        """Pin the entry or unpin it; whether it is pinned then."""
         try:
             self._store.pin(record.key, pin)
         except StoreError as error:
             self._log.warning("handoff_not_pinned", reason=str(error))
+            return not pin
+        return pin
 
     async def _settle(self, record: HandoffRecord, relay: Relay) -> None:
         """Wait for the entry. The engine says when it is there; the store's rename is the truth."""

@@ -27,6 +27,7 @@ FAILURES = {
     "StoreFull": "full",
     "StoreError": "device",
     "NotWhole": "not_whole",
+    "Malformed": "malformed",
 }
 """The connector's words for what went wrong, and ours."""
 
