@@ -104,6 +104,12 @@ def test_a_handoff_that_is_none_is_a_400_that_names_the_field(
     assert relay.engine("a").bodies == []
 
 
+def test_a_field_that_does_not_exist_is_named(relay: FakeGateway) -> None:
+    for handoff in ({"sav": True}, {"save": {"ttl": 5}}):
+        error = post(relay, TEXT | {"handoff": handoff}).json()["error"]
+        assert f"'{'sav' if 'sav' in handoff else 'ttl'}'" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "model"), [("/v1/completions", "plain"), ("/v1/responses", "a"), ("/v1/messages", "a")]
 )

@@ -95,6 +95,8 @@ def parsed(kind: type[Wish], given: object, where: str = "") -> Wish:
         names = [where] if where else []
         names += [str(part) for part in first["loc"] if part in FIELDS]  # beside them stand types
         message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            message = f"There is no field '{str(first['loc'][-1])[:40]}' here"
         name = ".".join(names)
         raise InvalidRequest(f"{name}: {message}" if name else message, param=where or name or None) from None
 
