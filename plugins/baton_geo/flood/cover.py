@@ -1,0 +1,148 @@
+"""What grows and stands on the land, and what the land and the water reflect under a clear sky."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from baton_geo.flood import spectra
+from baton_geo.flood.chance import Chance
+from baton_geo.flood.ground import Ground
+from baton_geo.flood.noise import Field, Shape, blur, fractal, grid, smoothstep
+
+Cells = npt.NDArray[np.int64]
+ROOF_SHARES = (0.3, 0.25, 0.25, 0.1, 0.1)  # in the order of spectra.ROOFS
+TABLE = 1024  # kinds of parcel or roof drawn for a scene; cells choose among them
+
+
+def surface_reflectance(chance: Chance, ground: Ground) -> Field:
+    """Reflectance 0..1 of the mixed surface, (6, height, width)."""
+    land = land_reflectance(chance, ground)
+    water = water_reflectance(chance, ground, land)
+    reeds = spectra.REED[:, None, None] * (1 - ground.plants) + 0.02 * ground.plants
+    dry = np.maximum(1 - ground.water - ground.plants, 0)
+    return np.asarray(dry * land + ground.water * water + ground.plants * reeds)
+
+
+def land_reflectance(chance: Chance, ground: Ground) -> Field:
+    """Reflectance of the land were there no water on it, (6, height, width)."""
+    shape = (ground.plain.shape[0], ground.plain.shape[1])
+    rng = chance.of("land")
+    land = _wild(rng, shape)
+    land = _over(land, _parcels(rng, shape), 0.9 * ground.plain * smoothstep(_patches(rng, shape), -0.4, 0.2))
+    land = land * np.exp(0.10 * fractal(rng, shape, largest=50, smallest=2, slope=2.0))
+    land = _over(land, spectra.SAND[:, None, None], 0.6 * smoothstep(_patches(rng, shape), 1.6, 2.2))
+    if chance.strikes("wet_soil"):
+        land = land * np.exp(-spectra.SOIL_WATER[:, None, None] * _soil_water(chance, ground))
+    return _town(chance, land) if chance.strikes("urban", 0.75) else land
+
+
+def water_reflectance(chance: Chance, ground: Ground, bottom: Field) -> Field:
+    """Reflectance of the water with its bottom seen through it, (6, height, width).
+
+    The bottom fades as exp(-k depth) into what deep water reflects (Lyzenga 1978, doi:10.1364/AO.17.000379),
+    k being the attenuation down and up.
+    """
+    shape = (ground.depth.shape[0], ground.depth.shape[1])
+    rng = chance.of("water")
+    mud = np.zeros(shape)
+    algae = np.zeros(shape)
+    if chance.strikes("turbid", 0.85):
+        base = rng.beta(1.2, 2.2)
+        mud = np.clip(base + 0.12 * fractal(rng, shape, largest=200, smallest=12, slope=3.4), 0, 1)
+        algae = rng.uniform(0, 0.8) * smoothstep(_patches(rng, shape), 0.2, 1.5) * (1 - mud)
+    deep = _over(_blend(spectra.CLEAR_WATER, spectra.MUDDY_WATER, mud), _column(spectra.ALGAE_WATER), algae)
+    seen = np.zeros((6, *shape))
+    if "shallow" not in chance.without:
+        attenuation = _column(spectra.CLEAR_ATTENUATION) + _column(spectra.MUDDY_ATTENUATION) * mud
+        seen = np.exp(-attenuation * ground.depth)
+    return _mirrored(chance, deep + (0.75 * bottom - deep) * seen)
+
+
+def _mirrored(chance: Chance, water: Field) -> Field:
+    """With sky and sun mirrored, more where wind ruffles it."""
+    if not chance.strikes("glint", 0.7):
+        return water
+    rng = chance.of("glint")
+    shape = (water.shape[1], water.shape[2])
+    ruffled = 0.6 + 0.4 * fractal(rng, shape, largest=150, smallest=6, slope=2.6)
+    return np.asarray(water + rng.uniform(0.1, 0.9) * _column(spectra.GLINT) * np.clip(ruffled, 0, 2))
+
+
+def _wild(rng: np.random.Generator, shape: Shape) -> Field:
+    """Forest, grass, bare and dark soil in patches with soft borders, (6, height, width)."""
+    kinds = (spectra.FOREST, spectra.GRASS, spectra.SOIL, spectra.DARK_SOIL)
+    likely = rng.normal((0.6, 0.5, 0.0, -0.4), 0.5)
+    weights = np.stack([np.exp(5 * (_patches(rng, shape) + bias)) for bias in likely])
+    return np.asarray(np.einsum("khw,kb->bhw", weights / weights.sum(axis=0), np.stack(kinds)))
+
+
+def _parcels(rng: np.random.Generator, shape: Shape) -> Field:
+    """Fields: each between bare and full-grown, (6, height, width)."""
+    across, along = _turned(rng, shape)
+    size = rng.uniform(8, 40)
+    cell = _cells(across / size, along / (size * rng.uniform(0.7, 2.5)))
+    grown = rng.beta(0.6, 0.6, TABLE)[cell % TABLE]
+    bare = np.where(
+        (rng.random(TABLE) < 0.5)[cell % TABLE], spectra.SOIL[:, None, None], _column(spectra.STUBBLE)
+    )
+    tone = rng.uniform(0.75, 1.2, TABLE)[cell % TABLE]
+    return blur(tone * (bare * (1 - grown) + _column(spectra.CROP) * grown), 0.5)
+
+
+def _soil_water(chance: Chance, ground: Ground) -> Field:
+    """How wet the soil is, 0 dry to 1 saturated: near the water, and in patches of the plain."""
+    rng = chance.of("wet_soil")
+    shape = (ground.above.shape[0], ground.above.shape[1])
+    patches = smoothstep(_patches(rng, shape), rng.uniform(0.3, 1.5), 2.2) * ground.plain
+    return np.asarray(np.clip(np.exp(-ground.above / rng.uniform(0.1, 0.5)) + patches, 0, 1))
+
+
+def _town(chance: Chance, land: Field) -> Field:
+    """With quarters of streets and roofs, and a road across the country."""
+    rng = chance.of("urban")
+    shape = (land.shape[1], land.shape[2])
+    quarters = fractal(rng, shape, largest=130, smallest=14, slope=3)
+    edge = float(np.quantile(quarters, 1 - rng.uniform(0.02, 0.18)))
+    across, along = _turned(rng, shape)
+    block = rng.uniform(4, 9)
+    street = (across % block < 1.6) | (along % (1.4 * block) < 1.6)
+    roofs = spectra.ROOFS.T[:, rng.choice(len(spectra.ROOFS), size=TABLE, p=ROOF_SHARES)]
+    tone = rng.uniform(0.7, 1.15, TABLE)
+    cell = _cells(across / block, along / (1.4 * block)) % TABLE
+    built = np.where(street, _column(spectra.ASPHALT), (roofs * tone)[:, cell])
+    land = _over(land, blur(built, 0.4), 0.85 * smoothstep(quarters, edge, edge + 0.15))
+    bend = 14 * fractal(rng, shape, largest=300, smallest=60, slope=4)
+    road = np.clip(1.6 - np.abs(across + bend - rng.uniform(-100, 100)), 0, 1)
+    return _over(land, _column(spectra.ASPHALT), 0.8 * road)
+
+
+def _patches(rng: np.random.Generator, shape: Shape) -> Field:
+    return fractal(rng, shape, largest=120, smallest=4, slope=2.8)
+
+
+def _turned(rng: np.random.Generator, shape: Shape) -> tuple[Field, Field]:
+    """Two coordinates in pixels, turned by some angle and a little bent."""
+    rows, columns = grid(shape)
+    angle = rng.uniform(0, np.pi)
+    bend = 3 * fractal(rng, shape, largest=200, smallest=80, slope=4)
+    across = rows * np.cos(angle) + columns * np.sin(angle) + bend
+    return np.asarray(across), np.asarray(columns * np.cos(angle) - rows * np.sin(angle))
+
+
+def _cells(across: Field, along: Field) -> Cells:
+    """A number for each cell of a grid; neighbours differ."""
+    return np.asarray(np.floor(across).astype(np.int64) * 7919 + np.floor(along).astype(np.int64) * 104_729)
+
+
+def _column(spectrum: Field) -> Field:
+    return np.asarray(spectrum[:, None, None])
+
+
+def _blend(one: Field, other: Field, share: Field) -> Field:
+    return np.asarray(_column(one) * (1 - share) + _column(other) * share)
+
+
+def _over(below: Field, above: Field, share: Field) -> Field:
+    """`above` laid over `below` with an opacity of `share`."""
+    return np.asarray(below + (above - below) * share)

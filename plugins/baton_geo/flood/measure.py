@@ -1,0 +1,62 @@
+"""How well a mask agrees with the truth: intersection over union (Jaccard) of the water."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from baton_geo.flood.scenes import UNKNOWN, WATER, Scene, make_scene
+
+Mask: TypeAlias = npt.NDArray[np.bool_]
+Method: TypeAlias = Callable[[npt.NDArray[np.int16]], Mask]
+"""From digital numbers (6, height, width) to where water is, (height, width)."""
+Scenes: TypeAlias = Mapping[int, Scene]
+"""By seed."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Intersection over union of one method on some scenes.
+
+    Attributes:
+        pooled: over the pixels of all scenes together.
+        worst: of the scene it does worst on.
+        scenes: of each scene, by seed.
+    """
+
+    pooled: float
+    worst: float
+    scenes: dict[int, float]
+
+
+def draw_scenes(seeds: Iterable[int], *, size: int = 512, processes: int = 2) -> dict[int, Scene]:
+    """The scenes of these seeds, `size` x `size` pixels, drawn by several processes."""
+    seeds = list(seeds)
+    with ProcessPoolExecutor(processes) as pool:
+        drawn = pool.map(make_scene, seeds, [size] * len(seeds), [size] * len(seeds))
+        return dict(zip(seeds, drawn, strict=True))
+
+
+def figures(method: Method, scenes: Scenes) -> Figures:
+    """What a method reaches; pixels of which nothing is known are left out.
+
+    Raises:
+        ValueError: no scenes.
+    """
+    if not scenes:
+        raise ValueError("no scenes to measure on")
+    counts = {seed: _agreement(method(scene.pixels), scene.label) for seed, scene in scenes.items()}
+    each = {seed: both / max(either, 1) for seed, (both, either) in counts.items()}
+    both, either = (sum(column) for column in zip(*counts.values(), strict=True))
+    return Figures(both / max(either, 1), min(each.values()), each)
+
+
+def _agreement(mask: Mask, label: npt.NDArray[np.uint8]) -> tuple[int, int]:
+    """Pixels of water in both, and in either."""
+    known, water = label != UNKNOWN, label == WATER
+    return int((mask & water & known).sum()), int(((mask | water) & known).sum())
