@@ -12,17 +12,22 @@
     │   │   ├── ModelNotFound        404 model_not_found
     │   │   └── HandoffNotFound      404 handoff_not_found
     │   ├── MethodNotAllowed         405 method_not_allowed
+    │   ├── NotAcceptable            406 not_acceptable
     │   ├── HandoffIncompatible      409 handoff_incompatible
     │   ├── HandoffPending           409 handoff_pending         (retryable)
     │   ├── HandoffPinsFull          409 handoff_pins_full
     │   ├── BodyTooLarge             413 body_too_large
     │   ├── UnsupportedMediaType     415 unsupported_media_type
-    │   └── Unprocessable            422 unprocessable
+    │   ├── Unprocessable            422 unprocessable
+    │   └── PluginRefusal            400 plugin_refusal          (or the status and code the plugin says)
     ├── ServerError                  5xx: the gateway or an engine is at fault
     │   ├── InternalError            500 internal_error
     │   ├── GenerationFailed         500 generation_failed
+    │   ├── PluginFailed             500 plugin_failed
     │   ├── EngineOverloaded         503 engine_overloaded     (retryable)
-    │   └── EngineUnavailable        503 engine_unavailable    (retryable)
+    │   ├── EngineUnavailable        503 engine_unavailable    (retryable)
+    │   ├── PluginBusy               503 plugin_busy           (retryable; or the code the plugin says)
+    │   └── PluginTimeout            504 plugin_timeout
     └── OperatorError                never answered over HTTP: one readable paragraph and an exit code
         ├── SettingsError            exit 2
         └── StartError               exit 1
@@ -46,8 +51,8 @@ class BatonError(Exception):
         retry_after_s: seconds after which a retry makes sense; only for retryable errors.
     """
 
-    code: ClassVar[str] = "internal_error"
-    status: ClassVar[int] = 500
+    code: str = "internal_error"
+    status: int = 500
     kind: ClassVar[str] = "server_error"
     retryable: ClassVar[bool] = False
     default_message: ClassVar[str] = "The server could not answer this request."
@@ -157,6 +162,11 @@ class MethodNotAllowed(ClientError):
     default_message = "This address does not answer this method."
 
 
+class NotAcceptable(ClientError):
+    code = "not_acceptable"
+    status = 406
+
+
 class BodyTooLarge(ClientError):
     code = "body_too_large"
     status = 413
@@ -172,6 +182,24 @@ class Unprocessable(ClientError):
     code = "unprocessable"
     status = 422
     default_message = "A part of the request could not be processed."
+
+
+class PluginRefusal(ClientError):
+    """A plugin's own refusal of a request, under the plugin's own code where it has one."""
+
+    code = "plugin_refusal"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message, param=param)
+        self.status = status or self.status
+        self.code = code or self.code
 
 
 class ServerError(BatonError):
@@ -199,6 +227,29 @@ class EngineUnavailable(ServerError):
     status = 503
     retryable = True
     default_message = "The engine that serves this model is not available right now."
+
+
+class PluginFailed(ServerError):
+    code = "plugin_failed"
+    default_message = "The plugin that prepares this model's requests failed on this one."
+
+
+class PluginBusy(ServerError):
+    code = "plugin_busy"
+    status = 503
+    retryable = True
+    default_message = (
+        "The plugin that prepares this model's requests has too many at work; try again shortly."
+    )
+
+    def __init__(self, message: str | None = None, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code or self.code
+
+
+class PluginTimeout(ServerError):
+    code = "plugin_timeout"
+    status = 504
 
 
 class OperatorError(BatonError):

@@ -28,7 +28,10 @@ from baton.api import (
     metrics,
     models,
     openapi,
+    plugins,
+    pooling,
     responses,
+    scores,
     tokens,
 )
 from baton.api.auth import AuthMiddleware
@@ -42,13 +45,27 @@ from baton.errors import OperatorError, SettingsError, StartError
 from baton.handoffs.coordinator import Handoffs
 from baton.handoffs.files import RecordFiles
 from baton.handoffs.planner import Planner
+from baton.pooling.runner import Pooling
 from baton.settings import Settings
 from baton.telemetry.metrics import GatewayMetrics, HandoffMetrics
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
 from baton_kv.stores.memory import MemoryStore
 
-ROUTERS = (completions, chat, responses, messages, embeddings, tokens, handoffs, models, health)
+ROUTERS = (
+    completions,
+    chat,
+    responses,
+    messages,
+    embeddings,
+    pooling,
+    scores,
+    tokens,
+    handoffs,
+    models,
+    plugins,
+    health,
+)
 MAX_HEADER_BYTES = 64 * 1024
 
 
@@ -84,17 +101,25 @@ def create_app(
         report: told the phase each engine's start is in.
     """
     counted = GatewayMetrics()
-    gateway = Gateway(settings, fleet, counted, handoffs_of(settings, counted.handoffs), Planner())
+    gateway = Gateway(
+        settings,
+        fleet,
+        counted,
+        handoffs_of(settings, counted.handoffs),
+        Planner(),
+        Pooling(settings.pooling, counted.pooling),
+    )
     keyring = keyring_for(settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with (
-            gateway.handoffs.running(),
-            _metrics_port(gateway, metrics_listener),
-            _running(app, fleet, gateway.metrics, report),
-        ):
-            yield
+        with contextlib.closing(gateway.pooling):
+            async with (
+                gateway.handoffs.running(),
+                _metrics_port(gateway, metrics_listener),
+                _running(app, fleet, gateway.metrics, report),
+            ):
+                yield
 
     app = FastAPI(title="Baton", version=__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.gateway = gateway
@@ -106,7 +131,9 @@ def create_app(
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, invalid_parameters)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimitMiddleware, body_bytes=settings.limits.body_bytes)
+    app.add_middleware(
+        BodyLimitMiddleware, body_bytes=settings.limits.body_bytes, upload_bytes=settings.pooling.upload_bytes
+    )
     app.add_middleware(AuthMiddleware, keyring=keyring)
     app.add_middleware(FaultsMiddleware, metrics=gateway.metrics)
     app.add_middleware(ObserveMiddleware, metrics=gateway.metrics, routes=app.routes)

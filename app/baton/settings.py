@@ -56,6 +56,15 @@ class EngineSettings(Frozen):
     handoff: bool = Field(
         False, description="Requests may leave their KV behind for others, and start from it."
     )
+    io_processor: str | None = Field(
+        None,
+        min_length=1,
+        description="IO processor plugin of a pooling engine; unset: the one its model's config.json names.",
+    )
+    classic_plugin: bool = Field(
+        False,
+        description="The plugin was written for vLLM 0.11 to 0.15: give it what it imports from there.",
+    )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Any of vLLM's AsyncEngineArgs, by its Python name."
     )
@@ -121,6 +130,22 @@ class HandoffSettings(Frozen):
     )
 
 
+class PoolingSettings(Frozen):
+    """`[pooling]`: what IO processor plugins may take, per engine."""
+
+    requests: int = Field(8, ge=1, description="Requests a plugin works on at once; more wait.")
+    waiting: int = Field(64, ge=0, description="Requests that may wait for that; above it: 503.")
+    prompts: int = Field(8, ge=1, le=1024, description="Prompts of one request in the engine at once.")
+    threads: int = Field(16, ge=1, le=256, description="Threads for what a plugin does synchronously.")
+    time_limit_s: float = Field(900.0, gt=0, description="Seconds a request may take; then 504.")
+    upload_bytes: ByteSize = Field(
+        ByteSize(2048 * MIB), ge=1024, description="Largest file sent as it is; above it: 413."
+    )
+    spool_dir: Path | None = Field(
+        None, description="Where files sent as they are wait for the plugin; unset: the system's folder."
+    )
+
+
 def _embedded_engine() -> tuple[EngineSettings, ...]:
     return (EngineSettings(name="smollm2", model="smollm2", handoff=True),)
 
@@ -159,6 +184,7 @@ class Settings(BaseSettings):
     limits: LimitSettings = LimitSettings()
     metrics: MetricsSettings = MetricsSettings()
     handoffs: HandoffSettings = HandoffSettings()
+    pooling: PoolingSettings = PoolingSettings()
     engines: tuple[EngineSettings, ...] = Field(
         default_factory=_embedded_engine,
         description="One table per engine; none given: the embedded model `smollm2`.",
@@ -169,6 +195,13 @@ class Settings(BaseSettings):
         for engine in self.engines:
             if engine.handoff and engine.runner != "generate":
                 raise ValueError(f"engines '{engine.name}': only engines that generate can have `handoff`")
+        return self
+
+    @model_validator(mode="after")
+    def _only_pooling_engines_have_plugins(self) -> Settings:
+        for engine in self.engines:
+            if (engine.io_processor or engine.classic_plugin) and engine.runner != "pooling":
+                raise ValueError(f"engines '{engine.name}': an `io_processor` needs `runner = \"pooling\"`")
         return self
 
     @model_validator(mode="after")
@@ -297,6 +330,7 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
         "limits": LimitSettings,
         "metrics": MetricsSettings,
         "handoffs": HandoffSettings,
+        "pooling": PoolingSettings,
         "engines": EngineSettings,
     }
     model: type[BaseModel] = groups.get(str(loc[0]), Settings) if loc else Settings
@@ -341,6 +375,12 @@ def environment_conflicts(settings: Settings) -> list[str]:
             "unset it and give `kv_cache_memory` per engine"
         )
     return conflicts
+
+
+def allowed_plugins() -> list[str] | None:
+    """The vLLM plugins that `VLLM_PLUGINS` lets in, as vLLM reads it; None: all of them."""
+    value = os.environ.get("VLLM_PLUGINS")
+    return None if value is None else value.split(",")
 
 
 def runs_eager(settings: Settings) -> bool:

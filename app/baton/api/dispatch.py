@@ -28,8 +28,15 @@ async def answer(request: Request, operation: Operation, prepare: Prepare = lamb
     A client that goes away before the answer begins ends the work; after that the answer's own
     stream watches for it.
     """
+    body = await read_json(request, gateway_of(request).settings.limits)
+    return await operate(request, operation, body, prepare)
+
+
+async def operate(
+    request: Request, operation: Operation, body: dict[str, Any], prepare: Prepare = lambda body: body
+) -> Response:
+    """The same for a body that has been read."""
     gateway = gateway_of(request)
-    body = await read_json(request, gateway.settings.limits)
     for field in strip_steering(body):
         gateway.metrics.stripped.labels(field).inc()
     refuse_remote_media(body)

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from baton.engines.fleet import Fleet
 from baton.handoffs.coordinator import Handoffs
 from baton.handoffs.planner import Planner
+from baton.pooling.runner import Pooling
 from baton.settings import Settings
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics
@@ -23,6 +24,7 @@ class Gateway:
     metrics: GatewayMetrics
     handoffs: Handoffs
     planner: Planner
+    pooling: Pooling
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -18,6 +18,19 @@ MEDIA_KEYS = ("image_url", "audio_url", "video_url", "file_url", "source")
 FREE_JSON = frozenset({"tools", "functions", "metadata", "response_format", "input_schema", "parameters"})
 """Fields whose JSON is the client's own: what looks like media there is not."""
 
+UPLOAD_TYPES = frozenset(
+    {
+        "application/octet-stream",
+        "image/geotiff",
+        "image/jpeg",
+        "image/png",
+        "image/tiff",
+        "image/webp",
+    }
+)
+"""Bodies of `POST /pooling` that are a file as it is, not JSON."""
+UPLOAD_PATH = "/pooling"
+
 STEERING_KEYS = ("kv_transfer_params", "ec_transfer_params", "cache_salt")
 """Fields of vLLM's requests that steer its KV cache past the gateway."""
 
@@ -25,30 +38,38 @@ STEERING_KEYS = ("kv_transfer_params", "ec_transfer_params", "cache_salt")
 class BodyLimitMiddleware:
     """Refuses a body above the limit: by its announced length at once, else when it gets there."""
 
-    def __init__(self, app: ASGIApp, *, body_bytes: ByteSize) -> None:
+    def __init__(self, app: ASGIApp, *, body_bytes: ByteSize, upload_bytes: ByteSize) -> None:
         self._app = app
-        self._limit = int(body_bytes)
-        self._message = f"The request body may hold at most {body_bytes.human_readable()}."
+        self._body_bytes = body_bytes
+        self._upload_bytes = upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        upload = scope["path"] == UPLOAD_PATH and media_type_of(Request(scope)) in UPLOAD_TYPES
+        limit = self._upload_bytes if upload else self._body_bytes
+        message = f"The request body may hold at most {limit.human_readable()}."
         for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value) > self._limit:
-                raise BodyTooLarge(self._message)
+            if name == b"content-length" and value.isdigit() and int(value) > limit:
+                raise BodyTooLarge(message)
         seen = 0
 
         async def counted() -> Message:
             nonlocal seen
-            message = await receive()
-            if message["type"] == "http.request":
-                seen += len(message.get("body", b""))
-                if seen > self._limit:
-                    raise BodyTooLarge(self._message)
-            return message
+            event = await receive()
+            if event["type"] == "http.request":
+                seen += len(event.get("body", b""))
+                if seen > limit:
+                    raise BodyTooLarge(message)
+            return event
 
         await self._app(scope, counted, send)
+
+
+def media_type_of(request: Request) -> str:
+    """The body's media type without its parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def read_json(request: Request, limits: LimitSettings) -> dict[str, Any]:
@@ -59,7 +80,7 @@ async def read_json(request: Request, limits: LimitSettings) -> dict[str, Any]:
         InvalidJson: it is no JSON by RFC 8259 (NaN and Infinity are not), or no object.
         InvalidRequest: it is nested too deep.
     """
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    media_type = media_type_of(request)
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaType()
     body = await request.body()

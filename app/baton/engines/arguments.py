@@ -25,6 +25,7 @@ OWNED = {
     "served_model_name": "the engine's `name`",
     "runner": "the engine's `runner`",
     "kv_cache_memory_bytes": "the engine's `kv_cache_memory`",
+    "io_processor_plugin": "the engine's `io_processor`",
     "disable_log_stats": "always on: /metrics reads them",
 }
 """Engine arguments that are set elsewhere, and where."""
@@ -72,6 +73,8 @@ def engine_args(
     try:
         if transfer is not None or given is not None:
             args["kv_transfer_config"] = KVTransferConfig(**((transfer or {}) | (given or {})))
+        if settings.io_processor is not None:
+            args["io_processor_plugin"] = settings.io_processor
         return AsyncEngineArgs(model=model, served_model_name=[settings.name], runner=settings.runner, **args)
     except (ValidationError, ValueError, TypeError, OSError) as error:
         reason = scrub(str(error).partition("\n")[0])
@@ -134,12 +137,19 @@ def settings_from_command_line(arguments: list[str]) -> EngineSettings:
         raise SettingsError("which model? `baton serve MODEL [vLLM engine flags]`")
     names = changed.pop("served_model_name", None) or [model.rstrip("/").rsplit("/", 1)[-1]]
     memory = changed.pop("kv_cache_memory_bytes", None)
-    runner = changed.pop("runner", "generate")
+    plugin = changed.pop("io_processor_plugin", None)
+    runner = changed.pop("runner", "generate" if plugin is None else "pooling")
     serving = {key: changed.pop(key) for key in SERVING_OPTIONS if key in changed}
     _refuse_frontend_flags(changed)
     try:
         return EngineSettings(
-            name=names[0], model=model, runner=runner, kv_cache_memory=memory, args=changed, serving=serving
+            name=names[0],
+            model=model,
+            runner=runner,
+            kv_cache_memory=memory,
+            io_processor=plugin,
+            args=changed,
+            serving=serving,
         )
     except ValidationError as error:
         raise SettingsError("\n".join(f"baton serve: {reason}" for reason in reasons(error))) from None

@@ -90,11 +90,11 @@ class WatchedClient:
             call.deltas = sampling_params.output_kind.name == "DELTA"
             extra = sampling_params.extra_args or {}
             sampling_params.extra_args = extra | {"kv_transfer_params": wanted}
-        return call.watch(self._engine.generate(_salted(prompt, call.salt), sampling_params, *args, **kwargs))
+        return call.watch(self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs))
 
     def encode(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()
-        return call.watch(self._engine.encode(_salted(prompt, call.salt), *args, **kwargs))
+        return call.watch(self._engine.encode(salted(prompt, call.salt), *args, **kwargs))
 
 
 def _require_prompt(call: Call, prompt: Any) -> None:
@@ -129,7 +129,7 @@ def _note(relay: Relay, output: Any, *, deltas: bool) -> None:
         relay.output_ids = list(said)
 
 
-def _salted(prompt: Any, salt: str | None) -> Any:
+def salted(prompt: Any, salt: str | None) -> Any:
     """The rendered prompt with the gateway's salt in place of whatever stood there."""
     if isinstance(prompt, dict):
         prompt.pop("cache_salt", None)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import threading
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,17 +12,28 @@ import structlog
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 from starlette.responses import Response
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from baton.engines import arguments, handlers
-from baton.engines.client import CURRENT_CALL, Call, WatchedClient
+from baton.engines.client import CURRENT_CALL, Call, WatchedClient, salted
 from baton.engines.faults import UNFORESEEN, from_response, scrub, translate
-from baton.engines.port import EngineState, Json, Operation, Relay, Reply, Report, StreamReply, WholeReply
+from baton.engines.plugins import chosen_plugin, make_plugin, plugin_params
+from baton.engines.port import (
+    EngineState,
+    Json,
+    Operation,
+    Plugin,
+    Relay,
+    Reply,
+    Report,
+    StreamReply,
+    WholeReply,
+)
 from baton.engines.series import stat_logger_for
 from baton.engines.speed import Speed
+from baton.engines.thread import EngineThread
 from baton.errors import BatonError, EngineUnavailable, GenerationFailed, OperationUnsupported, StartError
 from baton.models.store import identity
 from baton.settings import EngineSettings
@@ -35,6 +43,7 @@ from baton.telemetry.metrics import FAILURES, OTHER, TransferMetrics
 WARM_UPS: tuple[tuple[Operation, Json], ...] = (
     (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2, "logprobs": 1}),
     (Operation.EMBEDDINGS, {"input": [0]}),
+    (Operation.CLASSIFY, {"input": [0]}),
 )
 WARM_UP_PREFILL = 128
 """Tokens computed once more where handoffs are on, to know how fast this engine does it."""
@@ -42,52 +51,6 @@ CONTENT_HEADERS = ("metadata",)
 """Headers of vLLM's answers that tell how to read them: packed embeddings' ids, shapes and dtypes."""
 LAST_WORDS_WAIT_S = 0.2
 """What a dying engine process printed arrives through a pipe."""
-
-
-TERMINATE_EVERY_S = 0.1
-
-
-class EngineThread(threading.Thread):
-    """Builds one AsyncLLM and lives as long as it does.
-
-    Building blocks for some twenty seconds, so it is not done on the event loop; and the kernel ends
-    an engine's processes when the *thread* that spawned them ends.
-    """
-
-    def __init__(self, args: AsyncEngineArgs, logger: type[PrometheusStatLogger], name: str) -> None:
-        super().__init__(name=f"engine-{name}", daemon=True)
-        self._args = args
-        self._logger = logger
-        self._settled = threading.Event()
-        self._ended = threading.Event()
-        self._foreign = set(multiprocessing.active_children())  # other engines'; they start one by one
-        self.built: Future[AsyncLLM] = Future()
-
-    def run(self) -> None:
-        self.built.set_running_or_notify_cancel()  # whoever stops waiting must not cancel what goes on
-        try:
-            client = AsyncLLM.from_engine_args(self._args, stat_loggers=[self._logger])
-        except BaseException as error:  # noqa: BLE001  # the thread's border: handed to who waits for `built`
-            self._settled.set()
-            self.built.set_exception(error)
-            return
-        self._settled.set()
-        self.built.set_result(client)
-        self._ended.wait()
-        client.shutdown()
-        del client, self.built  # the last references: vLLM's finalizer fails at interpreter exit
-
-    async def end(self) -> None:
-        """Stop the engine, also one that is still being built, and wait until it is gone."""
-        self._ended.set()
-        await asyncio.to_thread(self._end)
-
-    def _end(self) -> None:
-        while not self._settled.wait(TERMINATE_EVERY_S):
-            # The build notices within milliseconds that its process ended, and gives up.
-            for process in set(multiprocessing.active_children()) - self._foreign:
-                process.terminate()
-        self.join()
 
 
 class VllmEngine:
@@ -120,6 +83,7 @@ class VllmEngine:
         self._thread: EngineThread | None = None
         self._client: AsyncLLM | None = None
         self._handlers: handlers.Handlers | None = None
+        self._plugin: Plugin | None = None
         self._weights = identity(model)
         self._speed = Speed()
         self._transfers = TransferMetrics(self._registry, settings.name)
@@ -152,6 +116,37 @@ class VllmEngine:
     @property
     def speed(self) -> Speed:
         return self._speed
+
+    @property
+    def plugin(self) -> Plugin | None:
+        return self._plugin
+
+    async def encode(
+        self, prompt: Any, params: Any, context: RequestContext, *, number: int, priority: int
+    ) -> Any:
+        if self._client is None:
+            raise EngineUnavailable()
+        try:
+            rendered = await self._client.renderer.render_cmpl_async(
+                [parse_model_prompt(self._client.model_config, prompt)]
+            )
+            outputs = self._client.encode(
+                salted(rendered[0], self._salt(context.tenant)),
+                plugin_params(params),
+                f"{context.request_id}-{number}",
+                priority=priority,
+                trace_headers=await self._trace_headers(context),
+            )
+            return await _last(outputs)
+        except Exception as error:  # the border to vLLM, which raises anything at all
+            raise self._translate(error) from error
+
+    async def _trace_headers(self, context: RequestContext) -> dict[str, str] | None:
+        assert self._client is not None
+        if not await self._client.is_tracing_enabled():
+            return None
+        given = {"traceparent": context.traceparent, "tracestate": context.tracestate}
+        return {name: value for name, value in given.items() if value}
 
     def _transferred(self, outcomes: list[Json]) -> None:
         """What the connector reported."""
@@ -193,11 +188,22 @@ class VllmEngine:
         self._thread.start()
         self._client = await asyncio.wrap_future(self._thread.built)
         report("building the request handlers")
-        self._handlers = await handlers.Handlers.build(WatchedClient(self._client), self._namespace)
+        self._plugin = await self._make_plugin(self._client)
+        self._handlers = await handlers.Handlers.build(
+            WatchedClient(self._client), self._namespace, plugin=self._plugin is not None
+        )
         self._cards = await self._handlers.cards()
         report("warming up")
         await self._warm_up()
         self._state = EngineState.READY
+
+    async def _make_plugin(self, client: AsyncLLM) -> Plugin | None:
+        name = chosen_plugin(client.vllm_config)
+        if name is None:
+            return None
+        return await asyncio.to_thread(
+            make_plugin, name, client.vllm_config, client.renderer, classic=self._settings.classic_plugin
+        )
 
     async def _warm_up(self) -> None:
         for operation, body in WARM_UPS:
@@ -321,6 +327,17 @@ def _note_transfer(relay: Relay, outcome: Json) -> None:
         relay.loaded = outcome["tokens"]
     else:
         relay.lost = outcome["tokens"]
+
+
+async def _last(outputs: AsyncGenerator[Any, None]) -> Any:
+    """The final output; closed early, the engine drops the request."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            if output.error is not None:
+                raise GenerationFailed()
+            if output.finished:
+                return output
+    raise GenerationFailed()
 
 
 def _is_error(event: str) -> bool:

@@ -16,7 +16,17 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter
 
 from baton.engines.fake_shapes import CHUNK, KINDS, MAX_MODEL_LEN, WHOLE, event, token_id
-from baton.engines.port import EngineState, Json, Operation, Relay, Reply, Report, StreamReply, WholeReply
+from baton.engines.port import (
+    EngineState,
+    Json,
+    Operation,
+    Plugin,
+    Relay,
+    Reply,
+    Report,
+    StreamReply,
+    WholeReply,
+)
 from baton.engines.speed import Speed
 from baton.errors import (
     BatonError,
@@ -42,6 +52,8 @@ class FakeBehaviour:
         stream_error: raised after `stream_error_after` tokens of a stream.
         stream_error_after: see `stream_error`.
         ends_answers: an answer's last token is one that ends answers.
+        encode_seconds: time one prompt of a plugin takes; a prompt that is a number takes so many.
+        encode_error: raised by every such prompt.
         forgets_answers: its template leaves earlier answers out, as those of some thinking models do.
     """
 
@@ -53,6 +65,8 @@ class FakeBehaviour:
     stream_error_after: int = 2
     forgets_answers: bool = False
     ends_answers: bool = False
+    encode_seconds: float = 0.0
+    encode_error: BatonError | None = None
 
 
 @dataclass
@@ -63,6 +77,7 @@ class FakeEngine:
         name: the word a request's `model` picks it by.
         pooling: it embeds instead of generating.
         relays: handoffs are on; there is no KV, so they are always tokens only.
+        plugin: what does its pooling, if a plugin does.
         weights: what it says of where its weights are.
         behaviour: what is to go wrong or to take time.
         bodies: every request it got, for tests to look at.
@@ -76,6 +91,7 @@ class FakeEngine:
     weights: str = "fake"
     behaviour: FakeBehaviour = field(default_factory=FakeBehaviour)
     state: EngineState = EngineState.STARTING
+    plugin: Plugin | None = None
     speed: Speed = field(default_factory=Speed)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     bodies: list[Json] = field(default_factory=list)
@@ -133,7 +149,7 @@ class FakeEngine:
         self.bodies.append(body)
         if self.behaviour.call_error is not None:
             raise self.behaviour.call_error
-        embeds = operation is Operation.EMBEDDINGS
+        embeds = operation in POOLING
         tokens_only = operation in (Operation.TOKENIZE, Operation.DETOKENIZE)
         if not tokens_only and embeds is not self.pooling:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
@@ -142,10 +158,43 @@ class FakeEngine:
             return StreamReply(answer.events())
         return await answer.whole()
 
+    async def encode(
+        self, prompt: Any, params: Any, context: RequestContext, *, number: int, priority: int
+    ) -> FakeOutput:
+        """The prompt itself is the output."""
+        self.active += 1
+        try:
+            if self.behaviour.encode_error is not None:
+                raise self.behaviour.encode_error
+            takes = prompt if isinstance(prompt, float) else self.behaviour.encode_seconds
+            await asyncio.sleep(takes)
+            return FakeOutput(f"{context.request_id}-{number}", prompt)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.active -= 1
+
     def count(self) -> None:
         self._tokens.inc()
 
 
+@dataclass(frozen=True)
+class FakeOutput:
+    """What a prompt of a plugin comes back as: `vllm.PoolingRequestOutput`, as far as plugins look at it."""
+
+    request_id: str
+    outputs: Any
+    finished: bool = True
+
+
+POOLING = (
+    Operation.EMBEDDINGS,
+    Operation.POOLING,
+    Operation.CLASSIFY,
+    Operation.SCORE,
+    Operation.RERANK,
+)
 STREAMS = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES)
 
 
@@ -238,6 +287,10 @@ _PROMPT_FIELDS = {
     Operation.MESSAGES: "messages",
     Operation.COUNT_TOKENS: "messages",
     Operation.EMBEDDINGS: "input",
+    Operation.POOLING: "input",
+    Operation.CLASSIFY: "input",
+    Operation.SCORE: "queries",
+    Operation.RERANK: "query",
     Operation.TOKENIZE: "prompt",
     Operation.DETOKENIZE: "tokens",
 }

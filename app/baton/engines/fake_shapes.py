@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from baton.engines.port import Json, Operation
 
@@ -18,6 +18,10 @@ KINDS = {
     Operation.RESPONSES: ("resp", "response"),
     Operation.MESSAGES: ("msg", "message"),
     Operation.EMBEDDINGS: ("embd", "list"),
+    Operation.POOLING: ("pooling", "list"),
+    Operation.CLASSIFY: ("classify", "list"),
+    Operation.SCORE: ("score", "list"),
+    Operation.RERANK: ("rerank", "list"),
 }
 
 
@@ -100,6 +104,42 @@ def _whole_embedding(answer: Answer, _text: str) -> Json:
     return answer.head() | {"data": data, "usage": usage}
 
 
+def _inputs(answer: Answer, name: str) -> list[Any]:
+    given = answer.body.get(name)
+    return given if isinstance(given, list) else [given]
+
+
+def _pooled(answer: Answer, rows: list[Json]) -> Json:
+    tokens = len(answer.words)
+    numbered = [{"index": index} | row for index, row in enumerate(rows)]
+    return answer.head() | {"data": numbered, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+
+
+def _whole_pooling(answer: Answer, _text: str) -> Json:
+    texts = _inputs(answer, "input")
+    return _pooled(answer, [{"object": "pooling", "data": [float(len(str(text)))]} for text in texts])
+
+
+def _whole_classes(answer: Answer, _text: str) -> Json:
+    row = {"label": "LABEL_0", "probs": [1.0, 0.0], "num_classes": 2}
+    return _pooled(answer, [row for _ in _inputs(answer, "input")])
+
+
+def _whole_scores(answer: Answer, _text: str) -> Json:
+    return _pooled(answer, [{"object": "score", "score": 0.5} for _ in _inputs(answer, "documents")])
+
+
+def _whole_ranks(answer: Answer, _text: str) -> Json:
+    documents = _inputs(answer, "documents")
+    rows = [
+        {"index": index, "document": {"text": str(text)}, "relevance_score": 0.5}
+        for index, text in enumerate(documents)
+    ]
+    tokens = len(answer.words)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"id": answer.head()["id"], "model": answer.head()["model"], "usage": usage, "results": rows}
+
+
 def token_ids(text: str) -> list[int]:
     """The token ids of a text: one a word."""
     return [token_id(word) for word in text.split()]
@@ -126,6 +166,10 @@ WHOLE = {
     Operation.MESSAGES: _whole_message,
     Operation.COUNT_TOKENS: _whole_count,
     Operation.EMBEDDINGS: _whole_embedding,
+    Operation.POOLING: _whole_pooling,
+    Operation.CLASSIFY: _whole_classes,
+    Operation.SCORE: _whole_scores,
+    Operation.RERANK: _whole_ranks,
     Operation.TOKENIZE: _whole_tokens,
     Operation.DETOKENIZE: _whole_text,
 }

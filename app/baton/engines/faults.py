@@ -25,6 +25,7 @@ from vllm.exceptions import (
 )
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from baton.engines.wording import scrub
 from baton.errors import (
     BatonError,
     ContextTooLong,
@@ -64,18 +65,6 @@ TABLE: tuple[tuple[type[BaseException], type[BatonError]], ...] = (
 UNFORESEEN = (LookupError, AttributeError, AssertionError)
 """The first row that fits an exception decides."""
 
-PATH = re.compile(r"(?:/[\w.\-]+){2,}")
-ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-CLASS_NAME = re.compile(r"\b(?:[\w]+\.)*[A-Z]\w*(?:Error|Exception)\b:? ?")
-FRAME = re.compile(r'\n?\s*File "[^"]*", line \d+.*')
-INTERPRETER = re.compile(
-    r"object is not \w+|object has no attribute|has no attribute '|unsupported operand|not supported between"
-    r"|unhashable type|indices must be|index out of range|keyword argument|positional argument"
-    r"|object does not support|argument of type|not all arguments converted|cannot unpack|values to unpack"
-)
-"""What Python says of a value of the wrong kind: it names our insides, not the client's field."""
-WRONG_KIND = "A field of the request holds a value of the wrong kind; compare it with the API's schema."
-MAX_MESSAGE = 1000
 CONTEXT_WORDS = ("maximum context length", "max_model_len", "maximum model length")
 
 
@@ -146,15 +135,6 @@ def _is_field(part: str) -> bool:
 
 
 _INNER_PARTS = {"str", "int", "float", "bool", "list", "dict", "nullable", "union", "chain"}
-
-
-def scrub(message: str) -> str:
-    """Take file paths, memory addresses, stack frames and class names out of a message."""
-    if INTERPRETER.search(message):
-        return WRONG_KIND
-    for pattern, text in ((FRAME, ""), (ADDRESS, ""), (PATH, "<path>"), (CLASS_NAME, "")):
-        message = pattern.sub(text, message)
-    return message.strip()[:MAX_MESSAGE] or InvalidRequest.default_message
 
 
 __all__ = ["client_error", "create_error_response", "from_response", "from_validation", "scrub", "translate"]

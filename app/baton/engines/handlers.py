@@ -24,7 +24,15 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.pooling.classify.protocol import ClassificationRequest, ClassificationResponse
 from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest, EmbeddingResponse
+from vllm.entrypoints.pooling.pooling.protocol import PoolingRequest, PoolingResponse
+from vllm.entrypoints.pooling.scoring.protocol import (
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize.protocol import (
     DetokenizeRequest,
@@ -33,6 +41,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeResponse,
 )
 from vllm.renderers import merge_kwargs
+from vllm.tasks import POOLING_TASKS
 
 from baton.engines.client import WatchedClient
 from baton.engines.faults import from_response
@@ -92,6 +101,12 @@ ROUTES: dict[Operation, Route] = {
         {"exclude_none": True},
     ),
     Operation.EMBEDDINGS: Route(EmbeddingRequest, EmbeddingResponse, ("serving_embedding", "__call__"), {}),
+    Operation.POOLING: Route(PoolingRequest, PoolingResponse, ("serving_pooling", "__call__"), {}),
+    Operation.CLASSIFY: Route(
+        ClassificationRequest, ClassificationResponse, ("serving_classification", "__call__"), {}
+    ),
+    Operation.SCORE: Route(ScoreRequest, ScoreResponse, ("serving_scores", "__call__"), {}),
+    Operation.RERANK: Route(RerankRequest, RerankResponse, ("serving_scores", "__call__"), {}),
     Operation.TOKENIZE: Route(
         TokenizeRequest, TokenizeResponse, ("serving_tokenization", "create_tokenize"), {}
     ),
@@ -109,10 +124,19 @@ class Handlers:
         self._parsers = {operation: TypeAdapter(route.request) for operation, route in ROUTES.items()}
 
     @classmethod
-    async def build(cls, client: WatchedClient, namespace: Namespace) -> Handlers:
-        """Build them with vLLM's own factory, as its API server does at its start."""
+    async def build(cls, client: WatchedClient, namespace: Namespace, *, plugin: bool = False) -> Handlers:
+        """Build them with vLLM's own factory, as its API server does at its start.
+
+        Args:
+            client: the engine.
+            namespace: vLLM's serving options.
+            plugin: an IO processor plugin does this engine's pooling. vLLM's pooling handlers are left out
+                then: they would make a second instance of it.
+        """
         state = State()
         tasks = await client.get_supported_tasks()
+        if plugin:
+            tasks = tuple(task for task in tasks if task not in POOLING_TASKS)
         # The wrapper answers everything an EngineClient does.
         await init_app_state(client, state, namespace, tasks)
         return cls(state)

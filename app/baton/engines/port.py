@@ -28,6 +28,10 @@ class Operation(StrEnum):
     MESSAGES = "messages"
     COUNT_TOKENS = "count_tokens"
     EMBEDDINGS = "embeddings"
+    POOLING = "pooling"
+    CLASSIFY = "classify"
+    SCORE = "score"
+    RERANK = "rerank"
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
 
@@ -99,6 +103,22 @@ class Relay:
     save_over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(frozen=True)
+class Plugin:
+    """The IO processor plugin of one engine.
+
+    Attributes:
+        name: as its entry point is called.
+        instance: the one instance there is, made by the engine.
+        request: a body as vLLM's `IOProcessorRequest`, which plugins of older vLLM are handed whole; raises
+            `BatonError` where it is none.
+    """
+
+    name: str
+    instance: Any
+    request: Callable[[Json], Any]
+
+
 Reply = WholeReply | StreamReply
 Report = Callable[[str], None]
 """Told the phase a start is in, in words a person understands."""
@@ -145,6 +165,31 @@ class Engine(Protocol):
     @property
     def speed(self) -> Speed:
         """How fast it computes and loads."""
+        ...
+
+    @property
+    def plugin(self) -> Plugin | None:
+        """What makes prompts of `/pooling` requests here and answers of outputs, if a plugin does."""
+        ...
+
+    async def encode(
+        self, prompt: Any, params: Any, context: RequestContext, *, number: int, priority: int
+    ) -> Any:
+        """One prompt's pooled output.
+
+        Args:
+            prompt: as vLLM takes them: a text, token ids, or a dict with multimodal data.
+            params: vLLM's `PoolingParams`; None: those of a plugin's prompt.
+            context: our ids for the request it belongs to.
+            number: of the prompt within its request.
+            priority: lower is sooner.
+
+        Returns:
+            vLLM's `PoolingRequestOutput`.
+
+        Raises:
+            BatonError: whatever went wrong, already translated. Cancelled, the engine drops the prompt.
+        """
         ...
 
     async def render(self, body: Json) -> str:

@@ -87,6 +87,7 @@ class GatewayMetrics:
             registry=registry,
         )
         self.handoffs = HandoffMetrics(registry)
+        self.pooling = PoolingMetrics(registry)
         Info("baton_build", "What is running.", registry=registry).info(
             {"version": __version__, "python": platform.python_version()}
         )
@@ -124,6 +125,43 @@ class HandoffMetrics:
         )
         self.kept = Gauge("baton_handoffs", "Handoffs there are.", registry=registry)
         self.store_bytes = Gauge("baton_store_bytes", "Bytes all entries take.", registry=registry)
+
+
+class PoolingMetrics:
+    """The series of requests that go through an IO processor plugin."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "baton_pooling_requests_total",
+            "Requests through an IO processor plugin, by how they ended.",
+            ("engine", "outcome"),
+            registry=registry,
+        )
+        self.running = Gauge(
+            "baton_pooling_requests_running",
+            "Requests a plugin works on now.",
+            ("engine",),
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "baton_pooling_step_duration_seconds",
+            "Seconds a request spent in one step; encode is with what the plugin does to outputs.",
+            ("engine", "step"),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.prompts = Counter(
+            "baton_pooling_prompts_total",
+            "Prompts that plugins made of requests.",
+            ("engine",),
+            registry=registry,
+        )
+        self.left_behind = Gauge(
+            "baton_pooling_threads_left_behind",
+            "Threads still in a plugin's code though their request is over.",
+            ("engine",),
+            registry=registry,
+        )
 
 
 class TransferMetrics:

@@ -1,0 +1,212 @@
+"""`POST /pooling`: through the engine's IO processor plugin where it has one, else vLLM's own pooling."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+import zipfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic_core import PydanticSerializationError, to_json
+from starlette.responses import FileResponse
+from starlette.types import Receive, Scope, Send
+
+from baton.api.accept import JSON, ZIP, chosen, wanted_types
+from baton.api.dispatch import operate, unless_gone
+from baton.api.gateway import context_of, gateway_of
+from baton.api.limits import UPLOAD_TYPES, media_type_of, read_json, strip_steering
+from baton.engines.port import Engine, Json, Operation
+from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
+from baton.pooling.processor import ResultFile, Upload
+from baton.pooling.runner import Answer, Runner
+from baton.pooling.uploads import Spool
+from baton.telemetry.ids import RequestContext
+
+router = APIRouter()
+QUERY_OURS = ("model", "priority")
+
+
+@router.post("/pooling")
+async def create_pooling(request: Request) -> Response:
+    """Pool texts or tokens, or let the model's IO processor plugin work on what is sent."""
+    if media_type_of(request) in UPLOAD_TYPES:
+        return await _upload(request)
+    gateway = gateway_of(request)
+    body = await read_json(request, gateway.settings.limits)
+    engine = gateway.fleet.pick(body.get("model"))
+    runner = gateway.pooling.runner(engine)
+    if runner is None:
+        _refuse_plugin_body(engine, body)
+        return await operate(request, Operation.POOLING, body)
+    request.scope["baton_model"] = engine.name
+    for field in strip_steering(body):
+        gateway.metrics.stripped.labels(field).inc()
+    _require_data(runner, engine, body)
+    priority = _priority(body.get("priority", 0))
+    wanted = wanted_types(request.headers)
+    return await unless_gone(
+        request, _answered(runner, body, context_of(request), priority, wanted, offers_json_first=True)
+    )
+
+
+def _refuse_plugin_body(engine: Engine, body: Json) -> None:
+    if "data" in body and "input" not in body and "messages" not in body:
+        raise InvalidRequest(
+            f"The model '{engine.name}' has no IO processor plugin for 'data': send 'input' or 'messages'.",
+            param="data",
+        )
+
+
+def _require_data(runner: Runner, engine: Engine, body: Json) -> None:
+    if "data" in body:
+        return
+    given = next((field for field in ("input", "messages") if field in body), None)
+    ours = f"The model '{engine.name}' is used through its IO processor plugin '{runner.plugin.name}'"
+    instead = f", which takes no '{given}'" if given else ""
+    raise InvalidRequest(f'{ours}{instead}: send {{"model": ..., "data": {{...}}}}.', param=given or "data")
+
+
+def _priority(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise InvalidRequest("'priority' must be a whole number; lower is sooner.", param="priority")
+    return value
+
+
+async def _upload(request: Request) -> Response:
+    gateway = gateway_of(request)
+    engine = gateway.fleet.pick(request.query_params.get("model"))
+    request.scope["baton_model"] = engine.name
+    runner = gateway.pooling.runner(engine)
+    if runner is None:
+        raise OperationUnsupported(f"The model '{engine.name}' takes no files; send JSON.")
+    runner.require_uploads()
+    priority = _query_priority(request.query_params.get("priority"))
+    query = {name: value for name, value in request.query_params.items() if name not in QUERY_OURS}
+    wanted = wanted_types(request.headers)
+    spool = Spool(gateway.settings.pooling.spool_dir)
+    await spool.fill(request.stream())
+    try:
+        work = Upload(spool.path, media_type_of(request), query, wanted)
+        return await unless_gone(
+            request, _answered(runner, work, context_of(request), priority, wanted, offers_json_first=False)
+        )
+    finally:
+        spool.close()
+
+
+def _query_priority(value: str | None) -> int:
+    try:
+        return _priority(int(value or 0))
+    except ValueError:
+        raise InvalidRequest(
+            "'priority' must be a whole number; lower is sooner.", param="priority"
+        ) from None
+
+
+async def _answered(
+    runner: Runner,
+    work: Json | Upload,
+    context: RequestContext,
+    priority: int,
+    wanted: list[str],
+    *,
+    offers_json_first: bool,
+) -> Response:
+    answer = await runner.run(work, context, priority=priority)
+    try:
+        if offers_json_first and chosen(wanted, [JSON]):
+            return await _as_json(answer, context)
+        files = await answer.files()
+        return await _as_wanted(answer, files, context, wanted)
+    except BaseException:
+        await answer.close()
+        raise
+
+
+async def _as_wanted(
+    answer: Answer, files: list[ResultFile], context: RequestContext, wanted: list[str]
+) -> Response:
+    offered = [*(file.media_type for file in files), JSON, *([ZIP] if files else [])]
+    kind = chosen(wanted, offered)
+    if kind is None:
+        listed = ", ".join(dict.fromkeys(offered))
+        raise NotAcceptable(
+            f"No answer to this request is of a kind that 'Accept' names. There are: {listed}."
+        )
+    if kind == JSON:
+        return await _as_json(answer, context)
+    if kind == ZIP:
+        return await _as_zip(answer, files)
+    file = next(file for file in files if file.media_type == kind)
+    return LastingFileResponse(
+        file.path, media_type=file.media_type, filename=file.name, release=answer.close
+    )
+
+
+async def _as_json(answer: Answer, context: RequestContext) -> Response:
+    """vLLM's `IOProcessorResponse`."""
+    data = await answer.data()
+    try:
+        body = await asyncio.to_thread(_json, context.request_id, data)
+    except PydanticSerializationError:
+        raise PluginFailed() from None
+    await answer.close()
+    return Response(body, media_type=JSON)
+
+
+def _json(request_id: str, data: Any) -> bytes:
+    whole = {"request_id": request_id, "created_at": int(time.time()), "data": data}
+    return to_json(whole, inf_nan_mode="null")
+
+
+async def _as_zip(answer: Answer, files: list[ResultFile]) -> Response:
+    packed = await asyncio.to_thread(tempfile.NamedTemporaryFile, suffix=".zip")
+
+    async def release() -> None:
+        packed.close()
+        await answer.close()
+
+    try:
+        await asyncio.to_thread(_pack, Path(packed.name), files)
+    except BaseException:
+        packed.close()
+        raise
+    return LastingFileResponse(packed.name, media_type=ZIP, filename="result.zip", release=release)
+
+
+def _pack(target: Path, files: list[ResultFile]) -> None:
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:  # what is inside is compressed already
+        for file in files:
+            archive.write(file.path, file.name)
+
+
+class LastingFileResponse(FileResponse):
+    """A file that is let go of once it has been sent, or the client has gone.
+
+    Args:
+        path: of the file.
+        media_type: of its content.
+        filename: for the person who keeps it.
+        release: lets it go.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        media_type: str,
+        filename: str,
+        release: Callable[[], Awaitable[None]],
+    ) -> None:
+        super().__init__(path, media_type=media_type, filename=filename)
+        self._release = release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._release()

@@ -1,0 +1,209 @@
+"""One plugin behind one interface, whichever vLLM it was written for.
+
+| step      | vLLM 0.11 to 0.15              | vLLM 0.32                | ours, optional                    |
+|-----------|--------------------------------|--------------------------|-----------------------------------|
+| parse     | `parse_request(request)`       | `parse_data(data)`       | `parse_upload`, see `Upload`      |
+| params    | `validate_or_generate_params()`| `merge_pooling_params()` |                                   |
+| prompts   | `pre_process_async`, `pre_process` | the same             | may return an iterator, also async|
+| outputs   | `post_process_async`, `post_process` | the same           |                                   |
+| answer    | `output_to_response(output)`   | the output itself        | `output_to_files(output)`         |
+| afterwards|                                |                          | `forget(request_id)`              |
+
+A hook that a class has from vLLM's own base does nothing of its own: the base's coroutines call the
+synchronous hook on the loop, so for those the synchronous one runs in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from baton.engines.port import Json, Plugin
+from baton.errors import OperationUnsupported, PluginFailed
+from baton.pooling.hooks import HookLoop, HookThreads
+
+VLLM = "vllm."
+_END = object()
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file sent as it is.
+
+    Attributes:
+        file: where it was put; whoever made it removes it.
+        media_type: as the client says.
+        query: the request's other parameters.
+        accept: the media types the answer may have, the client's favourite first.
+    """
+
+    file: Path
+    media_type: str
+    query: Mapping[str, str]
+    accept: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """One file of an answer.
+
+    Attributes:
+        name: for the person who keeps it.
+        media_type: of its content.
+        path: where it is, until `forget`.
+    """
+
+    name: str
+    media_type: str
+    path: Path
+
+
+class Processor:
+    """A plugin's steps, each awaited without touching the gateway's loop.
+
+    Args:
+        plugin: the engine's plugin.
+        threads: how many threads its synchronous hooks may take.
+    """
+
+    def __init__(self, plugin: Plugin, threads: int) -> None:
+        self.name = plugin.name
+        self._plugin = plugin
+        self._instance = plugin.instance
+        self.threads = HookThreads(plugin.name, threads)
+        self._loop = HookLoop(plugin.name)
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def require_uploads(self) -> None:
+        """See to it that the plugin takes files sent as they are.
+
+        Raises:
+            OperationUnsupported: it takes JSON only.
+        """
+        if not self._own("parse_upload"):
+            raise OperationUnsupported(
+                f'The plugin \'{self.name}\' takes JSON only: send {{"model": ..., "data": {{...}}}}.'
+            )
+
+    def _own(self, hook: str) -> bool:
+        """Whether the plugin itself defines `hook`, not vLLM's base class for it."""
+        for cls in type(self._instance).__mro__:
+            if hook in vars(cls):
+                return not cls.__module__.startswith(VLLM)
+        return False
+
+    async def parse(self, body: Json) -> Any:
+        """The plugin's own form of a request's `data`."""
+        if self._own("parse_data"):
+            return await self.threads.run(self._instance.parse_data, body["data"])
+        if self._own("parse_request"):
+            request = self._plugin.request(body)
+            return await self.threads.run(self._instance.parse_request, request)
+        raise PluginFailed(f"The plugin '{self.name}' parses no requests.")
+
+    async def parse_upload(self, upload: Upload) -> Any:
+        """The plugin's own form of a file sent as it is."""
+        self.require_uploads()
+        hook = self._instance.parse_upload
+        return await self.threads.run(
+            hook, upload.file, upload.media_type, dict(upload.query), tuple(upload.accept)
+        )
+
+    async def params(self) -> Any:
+        """vLLM's `PoolingParams` for every prompt; None: the plugin says nothing of them."""
+        for hook in ("merge_pooling_params", "validate_or_generate_params"):
+            if self._own(hook):
+                return await self.threads.run(getattr(self._instance, hook))
+        return None
+
+    async def prompts(self, data: Any, request_id: str) -> AsyncGenerator[Any, None]:
+        """The engine's prompts, each made only when it is asked for where the plugin can."""
+        if self._own("pre_process_async"):
+            made = await self._loop.run(self._instance.pre_process_async(prompt=data, request_id=request_id))
+        else:
+            made = await self.threads.run(
+                lambda: self._instance.pre_process(prompt=data, request_id=request_id)
+            )
+        return self._each(made)
+
+    async def _each(self, made: Any) -> AsyncGenerator[Any, None]:
+        if isinstance(made, AsyncIterator):
+            async for prompt in self._each_async(made):
+                yield prompt
+        elif _is_one_prompt(made):
+            yield made
+        elif isinstance(made, list | tuple):
+            for prompt in made:
+                yield prompt
+        elif isinstance(made, Iterable):
+            prompts: Iterator[Any] = await self.threads.run(iter, made)
+            while (prompt := await self.threads.run(next, prompts, _END)) is not _END:
+                yield prompt
+        else:
+            raise TypeError(f"pre_process of '{self.name}' returned no prompts")
+
+    async def _each_async(self, made: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+        try:
+            while (prompt := await self._loop.run(_next(made))) is not _END:
+                yield prompt
+        finally:
+            if isinstance(made, AsyncGenerator):
+                await self._loop.run(_closed(made))
+
+    async def answer(self, outputs: AsyncIterator[tuple[int, Any]], request_id: str) -> Any:
+        """What the plugin makes of the outputs, handed to it as they come."""
+        if self._own("post_process_async"):
+            pulled = _pulled(outputs, asyncio.get_running_loop())
+            return await self._loop.run(self._instance.post_process_async(pulled, request_id=request_id))
+        in_order = sorted([item async for item in outputs], key=lambda item: item[0])
+        collected = [output for _, output in in_order]
+        return await self.threads.run(partial(self._instance.post_process, collected, request_id=request_id))
+
+    async def data(self, output: Any) -> Any:
+        """What stands in `data` of the answer."""
+        if not self._own("output_to_response"):
+            return output
+        response = await self.threads.run(self._instance.output_to_response, output)
+        return getattr(response, "data", response)
+
+    async def files(self, output: Any) -> list[ResultFile]:
+        """The answer as files; none: the plugin makes none."""
+        if not self._own("output_to_files"):
+            return []
+        made = await self.threads.run(self._instance.output_to_files, output)
+        return [ResultFile(str(name), str(kind), Path(path)) for name, kind, path in made]
+
+    async def forget(self, request_id: str) -> None:
+        """Let go of whatever the plugin keeps for a request; called once, however it ended."""
+        if self._own("forget"):
+            await self.threads.run(self._instance.forget, request_id)
+
+
+def _is_one_prompt(made: Any) -> bool:
+    tokens = isinstance(made, list) and bool(made) and all(isinstance(item, int) for item in made)
+    return isinstance(made, str | bytes | Mapping) or tokens
+
+
+async def _next(iterator: AsyncIterator[Any]) -> Any:
+    return await anext(iterator, _END)
+
+
+async def _pulled(
+    outputs: AsyncIterator[Any], home: asyncio.AbstractEventLoop
+) -> AsyncGenerator[tuple[int, Any], None]:
+    """`outputs`, which live on the loop `home`, as a generator of the loop that runs this."""
+    while True:
+        item = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_next(outputs), home))
+        if item is _END:
+            return
+        yield item
+
+
+async def _closed(generator: AsyncGenerator[Any, None]) -> None:
+    await generator.aclose()

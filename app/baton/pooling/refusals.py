@@ -1,0 +1,62 @@
+"""From what a plugin raises to what its client is told."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import PurePath
+
+from pydantic import ValidationError
+
+from baton.engines.wording import scrub
+from baton.errors import BatonError, InvalidRequest, PluginBusy, PluginFailed, PluginRefusal
+
+PLACES = 3
+CODE = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+def refusal(error: BaseException, *, at_input: bool) -> BatonError:
+    """The `BatonError` for an exception of a plugin.
+
+    An exception with an HTTP `status` and a `code` speaks for itself. While the input is looked at, a
+    `ValueError` says what is wrong with it, as vLLM has it. All else is the plugin's own failure, and its
+    text is for nobody outside.
+
+    Args:
+        error: what was raised.
+        at_input: it was raised while the request was parsed or prepared.
+    """
+    if isinstance(error, BatonError):
+        return error
+    status, code = getattr(error, "status", None), getattr(error, "code", None)
+    if isinstance(status, int) and isinstance(code, str) and CODE.fullmatch(code):
+        return _spoken(error, status, code) or PluginFailed()
+    if at_input and isinstance(error, ValidationError):
+        return _validation(error)
+    if at_input and isinstance(error, ValueError):
+        return InvalidRequest(scrub(str(error)), param="data")
+    return PluginFailed()
+
+
+def _spoken(error: BaseException, status: int, code: str) -> BatonError | None:
+    message = scrub(str(error))
+    if status in (429, 503):
+        return PluginBusy(message, code=code)
+    if not 400 <= status < 500:
+        return None
+    param = getattr(error, "param", None)
+    return PluginRefusal(message, status=status, code=code, param=param if isinstance(param, str) else None)
+
+
+def _validation(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_input=False)[0]
+    field = ".".join(("data", *(str(part) for part in first["loc"])))
+    message = first["msg"].removeprefix("Value error, ")
+    return InvalidRequest(scrub(f"{field}: {message}"), param=field[:200])
+
+
+def where(error: BaseException) -> str:
+    """The last places an exception came through, for the log; its text may hold a client's data."""
+    frames = traceback.extract_tb(error.__traceback__)[-PLACES:]
+    places = [f"{PurePath(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames)]
+    return f"{type(error).__name__} at {', from '.join(places)}" if places else type(error).__name__

@@ -1,0 +1,65 @@
+"""What becomes of a finished scene: files, and the JSON that holds them."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from pathlib import Path
+from baton_geo.card import Card
+from baton_geo.contract import ClassArea, GeoAnswer, GeoFile
+from baton_geo.raster.ask import Products
+from baton_geo.scenes import Running
+
+MEDIA_TYPES = {"mask": "image/tiff", "probabilities": "image/tiff", "preview": "image/png"}
+FILE_NAMES = {"mask": "mask.tif", "probabilities": "probabilities.tif", "preview": "preview.png"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A scene whose mask is written.
+
+    Attributes:
+        running: the request; its files are there until it is dropped.
+        products: what its raster process wrote and counted.
+        card: of the model.
+    """
+
+    running: Running
+    products: Products
+    card: Card
+
+    def files(self) -> list[tuple[str, str, Path]]:
+        """Name, media type and path of each output, in the order they were asked for."""
+        return [
+            (FILE_NAMES[output], MEDIA_TYPES[output], path)
+            for output in self.running.options.outputs
+            if (path := getattr(self.products, output)) is not None
+        ]
+
+    def answer(self) -> GeoAnswer:
+        """The same as JSON holds it."""
+        (_, kind, first), *others = self.files()
+        info = self.running.scene.info
+        areas = tuple(
+            ClassArea(
+                value=value, name=area.name, pixels=area.pixels, share=area.share, hectares=area.hectares
+            )
+            for value, area in enumerate(self.products.areas)
+        )
+        return GeoAnswer(
+            format="png" if kind == "image/png" else "tiff",
+            data=_text(first),
+            request_id=self.running.request_id,
+            crs=info.crs,
+            transform=info.transform,
+            width=info.width,
+            height=info.height,
+            classes=areas,
+            nodata_pixels=self.products.nodata_pixels,
+            notes=info.notes,
+            files=tuple(GeoFile(name=name, media_type=kind, data=_text(path)) for name, kind, path in others),
+        )
+
+
+def _text(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode("ascii")

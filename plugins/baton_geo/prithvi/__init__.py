@@ -1,0 +1,7 @@
+"""The Prithvi-EO family in plain torch: configuration, encoder, FCN decoder, checkpoints."""
+
+from baton_geo.prithvi.checkpoint import load, read_checkpoint
+from baton_geo.prithvi.config import DecoderConfig, PrithviConfig
+from baton_geo.prithvi.model import PrithviSegmenter
+
+__all__ = ["DecoderConfig", "PrithviConfig", "PrithviSegmenter", "load", "read_checkpoint"]

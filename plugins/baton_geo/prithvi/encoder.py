@@ -1,0 +1,149 @@
+"""The Prithvi encoder: a vision transformer over patches of space and time.
+
+Written after the published `prithvi_mae.py` and timm's vision transformer block; parameter names are theirs.
+The masking of the pre-training is left out: every patch is encoded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from baton_geo.prithvi.config import PrithviConfig
+from baton_geo.prithvi.positions import CoordinateEncoder, grid_positions, resized_positions
+
+
+class PatchEmbed(nn.Module):
+    """Cuts a series of images into patches, each a token."""
+
+    def __init__(self, config: PrithviConfig) -> None:
+        super().__init__()
+        size = config.patch_size
+        self.proj = nn.Conv3d(config.in_chans, config.embed_dim, kernel_size=size, stride=size)
+        nn.init.xavier_uniform_(self.proj.weight.view(config.embed_dim, -1))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """(B, C, T, H, W) to (B, patches, D), by time, row and column."""
+        tokens: Tensor = self.proj(pixels).flatten(2).transpose(1, 2)
+        return tokens
+
+
+class Attention(nn.Module):
+    """Self-attention of every token with every token."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, N, D) to (B, N, D)."""
+        batch, count, dim = tokens.shape
+        qkv = self.qkv(tokens).reshape(batch, count, 3, self.heads, dim // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        out: Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, count, dim))
+        return out
+
+
+class Mlp(nn.Module):
+    """The block's two-layer perceptron."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.fc2(functional.gelu(self.fc1(tokens)))
+        return out
+
+
+class Block(nn.Module):
+    """One transformer block, normalised before each half."""
+
+    def __init__(self, config: PrithviConfig) -> None:
+        super().__init__()
+        dim = config.embed_dim
+        self.norm1 = nn.LayerNorm(dim, eps=config.norm_eps)
+        self.attn = Attention(dim, config.num_heads)
+        self.norm2 = nn.LayerNorm(dim, eps=config.norm_eps)
+        self.mlp = Mlp(dim, int(dim * config.mlp_ratio))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens + self.attn(self.norm1(tokens))
+        out: Tensor = tokens + self.mlp(self.norm2(tokens))
+        return out
+
+
+class PrithviEncoder(nn.Module):
+    """Images, and where and when they were taken, to tokens."""
+
+    pos_embed: Tensor
+
+    def __init__(self, config: PrithviConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim = config.embed_dim
+        self.patch_embed = PatchEmbed(config)
+        if config.has_time:
+            self.temporal_embed_enc = CoordinateEncoder(dim, learned_scale=config.coords_scale_learn)
+        if config.has_location:
+            self.location_embed_enc = CoordinateEncoder(dim, learned_scale=config.coords_scale_learn)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
+        nn.init.normal_(self.cls_token, std=0.02)
+        self.register_buffer("pos_embed", grid_positions(dim, config.grid))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(dim, eps=config.norm_eps)
+        self.apply(_initialise)
+
+    def forward(
+        self, pixels: Tensor, temporal_coords: Tensor | None = None, location_coords: Tensor | None = None
+    ) -> Tensor:
+        """Encodes.
+
+        Args:
+            pixels: (B, C, T, H, W), normalised, in the dtype of the parameters. Any T, H and W that the
+                patch size divides: positions are interpolated for sizes other than `img_size`.
+            temporal_coords: (B, T, 2) float32: year, day of the year (1 is 1 January). None, or a model
+                without time encoding: not used.
+            location_coords: (B, 2) float32: latitude, longitude in degrees. None, or a model without
+                location encoding: not used.
+
+        Returns:
+            (B, 1 + t * h * w, D) in the dtype of `pixels`: the class token, then the patches by time, row,
+            column.
+
+        Raises:
+            ValueError: a shape that does not fit.
+        """
+        grid = self.config.grid_of(pixels.shape)
+        tokens = self.patch_embed(pixels)
+        positions = resized_positions(self.pos_embed, self.config.grid, grid)
+        where = positions[:, 1:].expand(len(pixels), -1, -1)
+        if self.config.has_time and temporal_coords is not None:
+            _require(temporal_coords, (len(pixels), grid[0], 2), "temporal_coords")
+            frames: Tensor = self.temporal_embed_enc(temporal_coords)
+            where = where + frames.repeat_interleave(grid[1] * grid[2], dim=1)
+        if self.config.has_location and location_coords is not None:
+            _require(location_coords, (len(pixels), 2), "location_coords")
+            where = where + self.location_embed_enc(location_coords).unsqueeze(1)
+        first = (self.cls_token + positions[:, :1].to(tokens.dtype)).expand(len(pixels), -1, -1)
+        tokens = torch.cat((first, tokens + where.to(tokens.dtype)), dim=1)
+        for block in self.blocks:
+            tokens = block(tokens)
+        out: Tensor = self.norm(tokens)
+        return out
+
+
+def _require(coordinates: Tensor, shape: tuple[int, ...], name: str) -> None:
+    if tuple(coordinates.shape) != shape:
+        raise ValueError(f"{name}: shape {tuple(coordinates.shape)}, must be {shape}")
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,58 @@
+"""The options of an upload: the same as of JSON, written in a query string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from baton_geo.contract import GeoOptions, geo_options
+from baton_geo.errors import RequestInvalid
+
+BY_TYPE: dict[str, tuple[str, ...]] = {
+    "image/tiff": ("mask",),
+    "image/png": ("preview",),
+    "application/zip": ("mask", "preview"),
+}
+"""What a client gets that says what it accepts, and not which outputs it wants."""
+
+
+def options_of_query(query: Mapping[str, str], accept: Sequence[str]) -> GeoOptions:
+    """The options in a query string: lists with commas, a location as `latitude,longitude`.
+
+    Raises:
+        RequestInvalid: an option nobody knows, or a wrong value.
+    """
+    fields: dict[str, Any] = {name: READERS.get(name, str)(value) for name, value in query.items()}
+    if "outputs" not in fields:
+        named = next((BY_TYPE[kind] for kind in accept if kind in BY_TYPE), None)
+        fields["outputs"] = named or ("mask",)
+    return geo_options(fields)
+
+
+def _numbers(value: str) -> list[int]:
+    try:
+        return [int(part) for part in value.split(",")]
+    except ValueError:
+        raise RequestInvalid(
+            "indices: band numbers with commas between, counted from 0, as in 0,1,2", param="indices"
+        ) from None
+
+
+def _words(value: str) -> list[str]:
+    return [part.strip() for part in value.split(",")]
+
+
+def _place(value: str) -> dict[str, float]:
+    try:
+        latitude, longitude = (float(part) for part in value.split(","))
+    except ValueError:
+        raise RequestInvalid("location: latitude,longitude in degrees", param="location") from None
+    return {"latitude": latitude, "longitude": longitude}
+
+
+READERS: dict[str, Callable[[str], Any]] = {
+    "indices": _numbers,
+    "outputs": _words,
+    "dates": _words,
+    "location": _place,
+}

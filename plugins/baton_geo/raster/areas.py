@@ -1,0 +1,74 @@
+"""What a pixel covers on the ground."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+Transform = Sequence[float]  # a, b, c, d, e, f
+HECTARE = 10_000.0  # square metres
+
+
+class PixelArea(Protocol):
+    """Hectares of one pixel in each row of the scene; None where the scale is not known."""
+
+    def row(self, row: int) -> float: ...
+
+
+class PlaneArea:
+    """Pixels of a projected grid: all alike, |det| of the transform times the square of the unit.
+
+    Args:
+        transform: of the scene.
+        metres: length of one unit of the CRS.
+    """
+
+    def __init__(self, transform: Transform, metres: float) -> None:
+        a, b, _, d, e, _ = transform
+        self._hectares = abs(a * e - b * d) * metres**2 / HECTARE
+
+    def row(self, row: int) -> float:
+        return self._hectares
+
+
+class EllipsoidArea:
+    """Cells of a latitude-longitude grid: those of one row alike.
+
+    The area between two parallels is that of the authalic sphere: a**2 * (q2 - q1) * longitudes / 2, with q
+    of J. P. Snyder, Map Projections: A Working Manual (USGS Professional Paper 1395, 1987), equation 3-12.
+
+    Args:
+        transform: of the scene, not rotated.
+        radians: size of one unit of the CRS.
+        semi_major: of the ellipsoid, metres.
+        inverse_flattening: of the ellipsoid; 0 for a sphere.
+    """
+
+    def __init__(
+        self, transform: Transform, radians: float, semi_major: float, inverse_flattening: float
+    ) -> None:
+        self._width = abs(transform[0]) * radians
+        self._top, self._step = transform[5] * radians, transform[4] * radians
+        self._semi_major = semi_major
+        flattening = 1 / inverse_flattening if inverse_flattening else 0.0
+        self._eccentricity = math.sqrt(flattening * (2 - flattening))
+
+    def row(self, row: int) -> float:
+        top, bottom = self._top + row * self._step, self._top + (row + 1) * self._step
+        share = abs(self._q(top) - self._q(bottom)) / 2
+        return self._semi_major**2 * share * self._width / HECTARE
+
+    def _q(self, latitude: float) -> float:
+        sine = math.sin(max(-math.pi / 2, min(math.pi / 2, latitude)))
+        e = self._eccentricity
+        if not e:
+            return 2 * sine
+        return (1 - e * e) * (sine / (1 - (e * sine) ** 2) + math.atanh(e * sine) / e)
+
+
+def ellipsoid(wkt: str) -> tuple[float, float] | None:
+    """Semi-major axis in metres and inverse flattening in a CRS's WKT 1, if it says them."""
+    found = re.search(r'SPHEROID\["[^"]*",([0-9.eE+]+),([0-9.eE+]+)', wkt)
+    return (float(found[1]), float(found[2])) if found else None

@@ -1,0 +1,196 @@
+"""A GeoTIFF, through GDAL and its GTiff driver only, from a file descriptor."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import Any
+
+import numpy as np
+import rasterio
+from rasterio.crs import CRS
+from rasterio.enums import MaskFlags
+from rasterio.errors import CRSError, RasterioError
+from rasterio.warp import transform as reproject
+from rasterio.windows import Window
+
+from baton_geo.errors import RasterBroken
+from baton_geo.raster.areas import EllipsoidArea, PixelArea, PlaneArea, ellipsoid
+from baton_geo.raster.ask import SceneAsk
+from baton_geo.raster.headers import check_tiff
+from baton_geo.raster.source import Georeference
+from baton_geo.raster.tiff import TiffHeader
+from baton_geo.raster.values import Pixels, Valid
+
+DATE_TAGS = (
+    "ACQUISITION_DATE", "ACQUISITIONDATE", "ACQUISITION_DATETIME", "ACQUISITIONDATETIME", "DATE_ACQUIRED",
+    "SENSING_TIME", "PRODUCT_START_TIME", "DATATAKE_SENSING_START", "DATETIME", "TIFFTAG_DATETIME",
+)  # fmt: skip
+DATE = re.compile(r"(\d{4})[:-](\d\d)[:-](\d\d)(?:[T ](\d\d):(\d\d):(\d\d))?")
+BROKEN = (RasterioError, ValueError, OSError)  # what rasterio raises of a damaged file
+
+
+class GeoTiff:
+    """See `Source`.
+
+    Args:
+        fd: the file, kept open by the caller.
+        ask: what is wanted.
+
+    Raises:
+        RasterBroken: damaged or truncated.
+        RasterTooLarge: beyond the limits.
+        RasterUnusable: stored in a way that is not taken.
+    """
+
+    def __init__(self, fd: int, ask: SceneAsk) -> None:
+        size = os.fstat(fd).st_size
+        header = TiffHeader(fd, size)
+        self.dtype: np.dtype[Any] = np.dtype(check_tiff(header, size, ask))
+        try:
+            self._dataset = rasterio.open(f"/proc/self/fd/{fd}", driver="GTiff", sharing=False)
+        except BROKEN:
+            raise RasterBroken("the TIFF structure is damaged: it could not be opened") from None
+        self._check_agreement(header)
+        self.width, self.height = header.width, header.height
+        self.notes: list[str] = []
+        self._alpha = self._find_alpha()
+        shown = [band for band in self._dataset.indexes if band != self._alpha]
+        self._bands = tuple(shown)
+        self.names = tuple(self._dataset.descriptions[band - 1] or None for band in shown)
+        self.nodata: float | None = self._dataset.nodata
+        self.block_height = int(self._dataset.block_shapes[0][0])
+        self.place = self._georeference()
+        self.acquired = self._date()
+        if header.images > 1:
+            self.notes.append(f"the file holds {header.images} images; the first is used")
+        self._note_own_scale()
+
+    def read(self, top: int, left: int, bands: tuple[int, ...], out: Pixels) -> None:
+        """See `Source`."""
+        window = Window(left, top, out.shape[2], out.shape[1])
+        try:
+            self._dataset.read([self._bands[band] for band in bands], window=window, out=out)
+        except BROKEN:
+            raise self._undecodable(top, out.shape[1]) from None
+
+    def hidden(self, top: int, left: int, rows: int, columns: int) -> Valid | None:
+        """See `Source`."""
+        window = Window(left, top, columns, rows)
+        try:
+            if self._alpha is not None:
+                alpha: Valid = self._dataset.read(self._alpha, window=window) == 0
+                return alpha
+            flags = self._dataset.mask_flag_enums[0]
+            if MaskFlags.per_dataset in flags:
+                mask: Valid = self._dataset.read_masks(1, window=window) == 0
+                return mask
+        except BROKEN:
+            raise self._undecodable(top, rows) from None
+        return None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._dataset.close()
+
+    def _undecodable(self, top: int, rows: int) -> RasterBroken:
+        return RasterBroken(f"rows {top + 1} to {top + rows} could not be decoded: damaged or truncated data")
+
+    def _check_agreement(self, header: TiffHeader) -> None:
+        """What was checked is what GDAL sees."""
+        data = self._dataset
+        agreed = (header.width, header.height, header.samples) == (data.width, data.height, data.count)
+        if not agreed or set(data.dtypes) != {str(self.dtype)}:
+            raise RasterBroken("the TIFF header contradicts itself, or its colours are stored in a rare way")
+
+    def _find_alpha(self) -> int | None:
+        """Number from 1 of the alpha band, if it is not the only one."""
+        found = [n for n, kind in enumerate(self._dataset.colorinterp, 1) if kind.name == "alpha"]
+        return found[0] if found and self._dataset.count > 1 else None
+
+    def _note_own_scale(self) -> None:
+        pairs = set(zip(self._dataset.scales, self._dataset.offsets, strict=True)) - {(1.0, 0.0)}
+        if pairs:
+            scale, offset = sorted(pairs)[0]
+            self.notes.append(
+                f"the file states a scale of {scale:g} and an offset of {offset:g}; the model's are used"
+            )
+
+    def _date(self) -> str | None:
+        tags = {str(key).upper(): str(value) for key, value in self._dataset.tags().items()}
+        for name in DATE_TAGS:
+            found = DATE.search(tags.get(name, ""))
+            if found:
+                year, month, day, *clock = found.groups()
+                return f"{year}-{month}-{day}" + ("T" + ":".join(clock) if clock[0] else "")
+        return None
+
+    def _georeference(self) -> Georeference:
+        crs: CRS | None = self._dataset.crs or None
+        affine = self._dataset.transform
+        points, points_crs = self._dataset.gcps
+        if not all(math.isfinite(number) for number in affine[:6]) or not affine.determinant:
+            raise RasterBroken(
+                "the geotransform holds numbers that are infinite or NaN, or pixels without size"
+            )
+        native: dict[str, Any] = {"crs": crs, "transform": affine}
+        if affine.is_identity:
+            native = {"crs": crs}
+            if points:
+                native = {"gcps": points, "crs": points_crs or crs}
+                self.notes.append(
+                    "the file has ground control points only; they are copied, the grid is kept as it is"
+                )
+            else:
+                self.notes.append("the file has no geotransform; the mask has none either")
+        if crs is None and not points:
+            self.notes.append("the file has no CRS; the mask has none either, and areas are in pixels only")
+        transform = (
+            None if affine.is_identity else (affine.a, affine.b, affine.c, affine.d, affine.e, affine.f)
+        )
+        if crs is None or transform is None:
+            return Georeference(_crs_text(crs), transform, native=native)
+        latitude, longitude = self._centre(crs)
+        area = self._pixel_area(crs, transform)
+        return Georeference(_crs_text(crs), transform, latitude, longitude, area, native)
+
+    def _centre(self, crs: CRS) -> tuple[float | None, float | None]:
+        x, y = self._dataset.transform * (self.width / 2, self.height / 2)
+        try:
+            longitudes, latitudes = reproject(crs, CRS.from_epsg(4326), [x], [y])
+        except (RasterioError, ValueError):
+            return None, None
+        longitude, latitude = longitudes[0], latitudes[0]
+        if not (abs(latitude) <= 90 and math.isfinite(longitude)):
+            self.notes.append("the centre of the scene is nowhere on Earth by its CRS and geotransform")
+            return None, None
+        return latitude, (longitude + 180) % 360 - 180
+
+    def _pixel_area(self, crs: CRS, transform: tuple[float, ...]) -> PixelArea | None:
+        if crs.is_geographic:
+            return self._ellipsoid_area(crs, transform)
+        if not crs.is_projected:
+            self.notes.append("the CRS is local, its unit on the ground unknown; areas are in pixels only")
+            return None
+        if crs.to_epsg() == 3857:
+            self.notes.append(
+                "areas in Web Mercator (EPSG:3857) are larger than on the ground away from the equator"
+            )
+        if transform[1] or transform[3]:
+            self.notes.append("the grid is rotated; it is kept as it is")
+        try:
+            return PlaneArea(transform, crs.linear_units_factor[1])
+        except CRSError:
+            return None
+
+    def _ellipsoid_area(self, crs: CRS, transform: tuple[float, ...]) -> PixelArea | None:
+        axes = ellipsoid(crs.to_wkt())
+        if transform[1] or transform[3] or axes is None:
+            self.notes.append("the grid is rotated against the parallels; areas are in pixels only")
+            return None
+        return EllipsoidArea(transform, crs.units_factor[1], *axes)
+
+
+def _crs_text(crs: CRS | None) -> str | None:
+    return None if crs is None else str(crs.to_string())

@@ -1,0 +1,66 @@
+"""Where tiles lie, and what each weighs where they overlap."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+
+def starts(length: int, tile: int, overlap: int) -> list[int]:
+    """First pixels of the tiles along one axis: `tile - overlap` apart, the last one moved back to the edge.
+
+    An axis shorter than a tile has one, which is padded.
+    """
+    if length <= tile:
+        return [0]
+    return [*range(0, length - tile, tile - overlap), length - tile]
+
+
+def weights(length: int, tile: int, overlap: int) -> list[Floats]:
+    """For each tile along an axis what its pixels weigh: shape (min(tile, length),), float32, above 0.
+
+    A linear ramp over the overlap at both ends, divided by the sum over all tiles, so that the weights of a
+    pixel add up to 1; where one tile lies alone its weight is exactly 1.
+    """
+    size = min(tile, length)
+    rise = np.arange(1, size + 1, dtype=np.float64)
+    ramp = np.minimum(np.minimum(rise, rise[::-1]), overlap + 1)
+    places = starts(length, tile, overlap)
+    total = np.zeros(length)
+    for start in places:
+        total[start : start + size] += ramp
+    return [(ramp / total[start : start + size]).astype(np.float32) for start in places]
+
+
+class Grid:
+    """The tiles of a scene, numbered row by row.
+
+    Attributes:
+        width: of the scene, pixels.
+        height: of the scene, pixels.
+        tile: side of a tile, pixels.
+        xs: first columns of the tiles of one row.
+        ys: first rows.
+    """
+
+    def __init__(self, width: int, height: int, tile: int, overlap: int) -> None:
+        self.width, self.height, self.tile, self.overlap = width, height, tile, overlap
+        self.xs, self.ys = starts(width, tile, overlap), starts(height, tile, overlap)
+
+    def __len__(self) -> int:
+        return len(self.xs) * len(self.ys)
+
+    def place(self, tile: int) -> tuple[int, int]:
+        """Row and column of a tile in the grid of tiles."""
+        return divmod(tile, len(self.xs))
+
+
+def count_tiles(width: int, height: int, tile: int, overlap: int) -> int:
+    """`len(Grid(...))`, without building it: the size may be a lie of the header."""
+
+    def along(length: int) -> int:
+        return 1 if length <= tile else -(-(length - tile) // (tile - overlap)) + 1
+
+    return along(width) * along(height)

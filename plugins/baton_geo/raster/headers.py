@@ -1,0 +1,162 @@
+"""What is judged before a single pixel is decoded."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton_geo.card import Card
+from baton_geo.errors import RasterBroken, RasterTooLarge, RasterUnusable
+from baton_geo.raster.ask import SceneAsk
+from baton_geo.raster.grid import count_tiles
+from baton_geo.raster.tiff import TiffHeader
+
+# (sample format, bits) of TIFF: numpy's name
+TYPES = {
+    (1, 8): "uint8",
+    (2, 8): "int8",
+    (1, 16): "uint16",
+    (2, 16): "int16",
+    (1, 32): "uint32",
+    (2, 32): "int32",
+    (3, 32): "float32",
+}
+# Numbers of the TIFF tag; libtiff's list.
+COMPRESSIONS = {
+    1: "none", 5: "LZW", 7: "JPEG", 8: "DEFLATE", 32773: "PackBits", 32946: "DEFLATE", 34887: "LERC",
+    34925: "LZMA", 50000: "ZSTD",
+}  # fmt: skip
+JPEG = 7
+PALETTE = 3
+PHOTOMETRICS = {0, 1, 2, 6}  # grey, grey, RGB, YCbCr
+MEMORY_SHARE = 0.7  # of a decoder's memory that the rows at work may take
+SLACK = 1024 * 1024  # bytes a compressed block may be longer than what it holds
+
+
+def check_size(width: int, height: int, file_bytes: int, ask: SceneAsk) -> int:
+    """The number of tiles of a raster of this size.
+
+    Raises:
+        RasterBroken: it has no pixels.
+        RasterTooLarge: more pixels or tiles than the limits allow, or more than such a short file can mean.
+    """
+    limits, card = ask.limits, ask.card
+    if not width or not height:
+        raise RasterBroken(f"the header says {width} x {height} pixels")
+    if width * height > limits.pixels:
+        raise RasterTooLarge(f"{width} x {height} pixels; at most {limits.pixels} pixels are taken")
+    tiles = count_tiles(width, height, card.tile, card.overlap)
+    if tiles > limits.tiles:
+        raise RasterTooLarge(
+            f"{width} x {height} pixels make {tiles} tiles of {card.tile} pixels; "
+            f"at most {limits.tiles} are taken"
+        )
+    if file_bytes < tiles * limits.tile_bytes:
+        raise RasterTooLarge(
+            f"{file_bytes} bytes claim to hold {width} x {height} pixels, which is {tiles} tiles; "
+            f"a file has to have {limits.tile_bytes} bytes for each tile"
+        )
+    return tiles
+
+
+def check_tiff(header: TiffHeader, file_bytes: int, ask: SceneAsk) -> str:
+    """The type of the pixels, once everything the header says is found acceptable.
+
+    Raises:
+        RasterBroken: damaged or truncated.
+        RasterTooLarge: beyond the limits.
+        RasterUnusable: pixels of a type, or stored in a way, that is not taken.
+    """
+    check_size(header.width, header.height, file_bytes, ask)
+    if header.samples < 1:
+        raise RasterBroken("the header says 0 bands")
+    if header.samples > ask.limits.bands:
+        raise RasterTooLarge(f"{header.samples} bands; at most {ask.limits.bands} are taken")
+    dtype = _dtype(header.sample_types())
+    if header.compression not in COMPRESSIONS:
+        taken = ", ".join(sorted(set(COMPRESSIONS.values()), key=str.casefold))
+        raise RasterUnusable(
+            f"its compression (TIFF number {header.compression}) is not taken; these are: {taken}"
+        )
+    if header.photometric == PALETTE:
+        raise RasterUnusable("its pixels are numbers of a colour table; send the bands themselves")
+    if header.photometric not in PHOTOMETRICS or (header.photometric == 6 and header.compression != JPEG):
+        raise RasterUnusable(
+            f"its colours (TIFF photometric interpretation {header.photometric}) are not taken"
+        )
+    _check_blocks(header, file_bytes, np.dtype(dtype).itemsize, ask)
+    return dtype
+
+
+def _dtype(types: set[tuple[int, int]]) -> str:
+    if len(types) > 1:
+        raise RasterUnusable("its bands are of different types; all have to be of one")
+    kind, bits = next(iter(types))
+    dtype = TYPES.get((1 if kind == 4 else kind, bits))  # 4: the writer did not know
+    if dtype is None:
+        what = {2: "signed integers", 3: "floats", 5: "complex integers", 6: "complex numbers"}
+        raise RasterUnusable(
+            f"its pixels are {bits}-bit {what.get(kind, 'integers')}; taken are integers of 8, 16 or 32 "
+            f"bits, and floats of 32"
+        )
+    return dtype
+
+
+def _check_blocks(header: TiffHeader, file_bytes: int, itemsize: int, ask: SceneAsk) -> None:
+    across, down = header.block
+    offsets, counts = header.blocks()
+    block_bytes = across * down * itemsize * (1 if header.planar else header.samples)
+    # libtiff cuts uncompressed strips into small ones, however they are declared.
+    cut = header.compression == 1 and not header.tiled
+    if block_bytes > ask.limits.block_bytes and not cut:
+        raise RasterTooLarge(
+            f"its {'tiles' if header.tiled else 'strips'} hold {block_bytes} bytes each; at most "
+            f"{int(ask.limits.block_bytes)} are taken: write it anew with tiles of 256 or 512 pixels"
+        )
+    size = np.uint64(file_bytes)
+    beyond = (counts > 0) & ((offsets > size) | (counts > size) | (offsets + counts > size))
+    if beyond.any():
+        raise RasterBroken(
+            f"the file is truncated: {int(beyond.sum())} of its {len(offsets)} strips or tiles lie beyond "
+            f"its end"
+        )
+    if len(counts) and not cut and int(counts.max()) > 4 * block_bytes + SLACK:
+        raise RasterBroken("a strip or tile of it takes many times the bytes it can hold")
+
+
+def check_memory(
+    width: int, height: int, block_height: int, itemsize: int, bands: int, ask: SceneAsk
+) -> None:
+    """Refuse what needs more rows in memory than a decoder may have.
+
+    Args:
+        width: of the scene.
+        height: of the scene.
+        block_height: rows that are decoded together.
+        itemsize: bytes of a number.
+        bands: read from the file.
+        ask: what is wanted.
+
+    Raises:
+        RasterTooLarge: it is too wide, or its strips are too tall.
+    """
+    rows = min(ask.card.tile + block_height, height + block_height)
+    blended = min(2 * ask.card.tile, height) * len(ask.card.classes) * 4
+    if width * (rows * (bands * itemsize + 1) + blended) > MEMORY_SHARE * ask.limits.memory:
+        raise RasterTooLarge(
+            f"a scene {width} pixels wide in strips or tiles {block_height} rows tall needs more memory than "
+            f"a decoder has; cut it into narrower ones, or write it anew with tiles of 256 or 512 pixels"
+        )
+
+
+def check_picture_model(card: Card) -> None:
+    """Refuse PNG and JPEG for a model of other than three bands.
+
+    Raises:
+        RasterUnusable: it takes others.
+    """
+    if len(card.bands) * card.frames != 3:
+        names = ", ".join(band.name for band in card.bands)
+        raise RasterUnusable(
+            f"PNG and JPEG are taken for models of three bands; this one takes "
+            f"{len(card.bands) * card.frames}: {names}; send a GeoTIFF"
+        )

@@ -1,0 +1,104 @@
+"""PNG and JPEG, through Pillow: for models of three bands."""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from baton_geo.errors import RasterBroken, RasterTooLarge, RasterUnusable
+from baton_geo.raster.ask import SceneAsk
+from baton_geo.raster.headers import MEMORY_SHARE, check_picture_model, check_size
+from baton_geo.raster.magic import Kind
+from baton_geo.raster.source import Georeference
+from baton_geo.raster.values import Pixels, Valid
+
+COPIES = 4  # bytes of a pixel times this are in memory while a picture is turned and its alpha split off
+BROKEN = (UnidentifiedImageError, OSError, SyntaxError, ValueError, struct.error, EOFError)  # Pillow's list
+MODES = {"RGB", "RGBA", "P", "PA"}
+TRANSVERSE = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+ORIENTATION = 0x0112
+
+
+class Picture:
+    """See `Source`; pixels are decoded at the first read, whole.
+
+    Pillow and not GDAL: it applies EXIF orientation and tRNS, caps text and profile chunks, and reads the
+    first frame of an animated PNG without looking at the others.
+
+    Args:
+        fd: the file, kept open by the caller.
+        kind: what its first bytes say.
+        ask: what is wanted.
+
+    Raises:
+        RasterBroken: damaged or truncated.
+        RasterTooLarge: beyond the limits.
+        RasterUnusable: not three colours of 8 bits, or not for this model.
+    """
+
+    def __init__(self, fd: int, kind: Kind, ask: SceneAsk) -> None:
+        check_picture_model(ask.card)
+        Image.MAX_IMAGE_PIXELS = None  # this process's own; ours is below
+        self._file = os.fdopen(os.dup(fd), "rb")
+        try:
+            self._image: Image.Image = Image.open(self._file, formats=[kind])
+            turned = self._image.getexif().get(ORIENTATION, 1) in TRANSVERSE
+        except BROKEN:
+            raise RasterBroken(f"the {kind} header is damaged") from None
+        check_size(*self._image.size, os.fstat(fd).st_size, ask)
+        self._check_kind(fd, kind)
+        pixels = self._image.width * self._image.height
+        if pixels * COPIES * 4 > MEMORY_SHARE * ask.limits.memory:
+            raise RasterTooLarge(f"a {kind} of {pixels} pixels does not fit into a decoder; send a GeoTIFF")
+        self.width, self.height = self._image.size[::-1] if turned else self._image.size
+        self.dtype: np.dtype[Any] = np.dtype("uint8")
+        self.names: tuple[str | None, ...] = ("RED", "GREEN", "BLUE")
+        self.nodata: float | None = None
+        self.block_height = 1
+        self.place = Georeference()
+        self.acquired: str | None = None
+        self.notes = [f"a {kind} has no CRS; the mask has none either, and areas are in pixels only"]
+        frames = getattr(self._image, "n_frames", 1)
+        if frames > 1:
+            self.notes.append(f"the {kind} has {frames} frames; the first is used")
+        self._pixels: Pixels | None = None
+        self._clear: Valid | None = None
+
+    def read(self, top: int, left: int, bands: tuple[int, ...], out: Pixels) -> None:
+        """See `Source`."""
+        pixels = self._decode()
+        for place, band in enumerate(bands):
+            out[place] = pixels[top : top + out.shape[1], left : left + out.shape[2], band]
+
+    def hidden(self, top: int, left: int, rows: int, columns: int) -> Valid | None:
+        """See `Source`."""
+        self._decode()
+        return None if self._clear is None else self._clear[top : top + rows, left : left + columns]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._image.close()
+        self._file.close()
+
+    def _check_kind(self, fd: int, kind: Kind) -> None:
+        depth = os.pread(fd, 1, 24)[0] if kind == "PNG" else 8  # IHDR's bit depth
+        if self._image.mode not in MODES or depth > 8:
+            raise RasterUnusable(
+                f"a {kind} of {depth} bits and mode {self._image.mode}; three colours of 8 bits are taken"
+            )
+
+    def _decode(self) -> Pixels:
+        if self._pixels is None:
+            try:
+                image = ImageOps.exif_transpose(self._image)
+                clear = "A" in image.mode or "transparency" in image.info
+                array = np.asarray(image.convert("RGBA" if clear else "RGB"))
+            except BROKEN:
+                raise RasterBroken("the picture could not be decoded: damaged or truncated data") from None
+            self._pixels = array[:, :, :3]
+            self._clear = array[:, :, 3] == 0 if clear else None
+        return self._pixels

@@ -1,0 +1,153 @@
+"""Whole rows of a scene, decoded once each, from top to bottom, with few in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from baton_geo.raster.source import Source
+from baton_geo.raster.values import Pixels, RangeCheck, Valid, find_valid
+
+AT_ONCE = 64  # rows whose nodata and range are looked at together
+
+
+class Sample:
+    """Which pixels of a scene a small picture of it is made of.
+
+    Args:
+        width: of the scene, pixels.
+        height: of the scene.
+        longest: of the picture's sides.
+
+    Attributes:
+        shape: height and width of the picture.
+        columns: of the scene, one for each of the picture's.
+    """
+
+    def __init__(self, width: int, height: int, longest: int) -> None:
+        share = min(1.0, longest / max(width, height))
+        self.shape = max(1, round(height * share)), max(1, round(width * share))
+        self._rows = np.arange(self.shape[0]) * height // self.shape[0]
+        self.columns = np.arange(self.shape[1]) * width // self.shape[1]
+
+    def among(self, top: int, rows: int) -> tuple[slice, npt.NDArray[np.int64]]:
+        """For rows of the scene from `top` on: the picture's rows, and which of the given they are."""
+        first, last = np.searchsorted(self._rows, (top, top + rows))
+        return slice(int(first), int(last)), self._rows[first:last] - top
+
+
+class Thumbnail:
+    """Some pixels of some bands, taken while rows go by.
+
+    Args:
+        sample: which pixels.
+        places: of the bands wanted among those read.
+        dtype: of the file.
+
+    Attributes:
+        pixels: shape (height, bands, width) of the thumbnail, the file's numbers.
+        valid: shape (height, width).
+    """
+
+    def __init__(self, sample: Sample, places: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._sample, self._places = sample, np.array(places, np.intp)
+        height, width = sample.shape
+        self.pixels: Pixels = np.zeros((height, len(places), width), dtype)
+        self.valid: Valid = np.zeros((height, width), np.bool_)
+
+    def take(self, top: int, raw: Pixels, valid: Valid) -> None:
+        """Rows of the scene from `top` on."""
+        place, rows = self._sample.among(top, len(raw))
+        self.valid[place] = valid[np.ix_(rows, self._sample.columns)]
+        self.pixels[place] = raw[np.ix_(rows, self._places, self._sample.columns)]
+
+
+class Rows:
+    """A window of rows that moves down a scene.
+
+    Args:
+        source: the raster.
+        bands: numbers from 0, in the order wanted.
+        nodata: of the file or the model.
+        check: counts values out of range.
+        thumbnail: to fill on the way.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        bands: tuple[int, ...],
+        nodata: float | None,
+        check: RangeCheck,
+        thumbnail: Thumbnail,
+    ) -> None:
+        self._source, self._bands, self._nodata = source, bands, nodata
+        self._check, self._thumbnail = check, thumbnail
+        self._top = self._end = 0  # rows in _raw
+        self._raw: Pixels = np.empty((0, len(bands), source.width), source.dtype)
+        self._valid_top = 0
+        self._valid: Valid = np.empty((0, source.width), np.bool_)
+
+    def tile(self, y: int, x: int, side: int, keep: int) -> tuple[Pixels, Valid]:
+        """Views of (rows, bands, columns) and (rows, columns), fewer than `side` at the scene's edge.
+
+        Args:
+            y: first row.
+            x: first column.
+            side: of the tile.
+            keep: first row that this or a later call needs; those above are forgotten.
+
+        Raises:
+            RasterBroken: rows cannot be decoded.
+            RasterUnusable: too many values are out of range.
+        """
+        stop = min(y + side, self._source.height)
+        self._advance(keep, stop)
+        raw = self._raw[y - self._top : stop - self._top, :, x : x + side]
+        return raw, self._valid[y - self._valid_top : stop - self._valid_top, x : x + side]
+
+    def valid(self, top: int, rows: int) -> Valid:
+        """Shape (rows, width); rows above `top` are forgotten."""
+        self._valid = self._valid[top - self._valid_top :]
+        self._valid_top = top
+        return self._valid[:rows]
+
+    def _advance(self, top: int, stop: int) -> None:
+        """Decode so that `stop` is in memory, whole blocks at a time, and forget what is above `top`."""
+        if stop <= self._end:
+            return
+        height, block = self._source.height, self._source.block_height
+        end = min(-(-stop // block) * block, height)
+        self._shift(top, end)
+        fresh = self._raw[self._end - self._top : end - self._top]
+        self._source.read(self._end, 0, self._bands, fresh.transpose(1, 0, 2))
+        valid = np.empty((len(fresh), self._source.width), np.bool_)
+        hidden = self._source.hidden(self._end, 0, len(fresh), self._source.width)
+        for row in range(0, len(fresh), AT_ONCE):
+            part = slice(row, row + AT_ONCE)
+            valid[part] = find_valid(fresh[part], self._nodata)
+            if hidden is not None:
+                valid[part] &= ~hidden[part]
+            self._check.count(fresh[part], valid[part])
+        self._thumbnail.take(self._end, fresh, valid)
+        self._valid = np.concatenate([self._valid, valid])
+        self._end = end
+        self._judge()
+
+    def _judge(self) -> None:
+        pixels = self._source.width * self._source.height
+        self._check.judge(self._check.valid if self._end == self._source.height else pixels)
+
+    def _shift(self, top: int, end: int) -> None:
+        """Room for rows `top` to `end`, those already decoded at its front."""
+        kept = self._raw[top - self._top : self._end - self._top]
+        if end - top > len(self._raw):
+            grown = np.empty((end - top, *self._raw.shape[1:]), self._raw.dtype)
+            grown[: len(kept)] = kept
+            self._raw = grown
+        else:
+            for row in range(0, len(kept), AT_ONCE):  # overlapping: a few at a time need no copy of all
+                self._raw[row : min(row + AT_ONCE, len(kept))] = kept[row : row + AT_ONCE].copy()
+        self._top = top

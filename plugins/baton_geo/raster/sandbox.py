@@ -1,0 +1,141 @@
+"""What a child may not do: see other files, reach the network, take more memory or time than allowed.
+
+Kernel interfaces: prctl(2); Landlock, https://docs.kernel.org/userspace-api/landlock.html, used where the
+kernel has it, on top of the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import resource
+import signal
+import struct
+import sys
+from pathlib import Path
+
+from baton_geo.settings import GeoLimits
+
+# Configuration options of GDAL and PROJ; the nursery's whole environment besides these is ours too.
+QUIET_LIBRARIES = {
+    "CPL_VSIL_CURL_ALLOWED_FILENAME": "",  # no address is allowed
+    "GDAL_CACHEMAX": "32",  # MB; rows are kept by us
+    "GDAL_DISABLE_READDIR_ON_OPEN": "EMPTY_DIR",  # no file beside the raster is looked for
+    "GDAL_GEOREF_SOURCES": "INTERNAL",
+    "GDAL_NUM_THREADS": "1",
+    "GDAL_PAM_ENABLED": "NO",  # no .aux.xml
+    "GTIFF_IGNORE_READ_ERRORS": "NO",
+    "GTIFF_VIRTUAL_MEM_IO": "NO",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PROJ_NETWORK": "OFF",
+}
+DRIVERS = frozenset({"GTiff", "COG", "MEM"})  # COG writes only
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system calls, the same on every architecture
+VERSION_FLAG, PATH_BENEATH = 1, 1
+EXECUTE, WRITE, READ, READ_FOLDER, REMOVE, MAKE, TRUNCATE = (
+    1 << 0,
+    1 << 1,
+    1 << 2,
+    1 << 3,
+    1 << 5,
+    1 << 8,
+    1 << 14,
+)
+RIGHTS_BY_VERSION = {1: 13, 2: 14, 3: 15, 5: 16}  # the version that brought it: number of rights over files
+CONNECT_AND_BIND, NETWORK_VERSION = 0b11, 4
+SIGNALS_AND_SOCKETS, SCOPE_VERSION = 0b11, 6
+WRITE_SLACK = 64 * 1024 * 1024
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def limit_resources(limits: GeoLimits) -> None:
+    """Cap memory, CPU time, open files and wall time of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    space = pages * resource.getpagesize() + int(limits.memory)
+    seconds = math.ceil(limits.seconds) + 1
+    _limit(resource.RLIMIT_AS, space)
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (seconds, seconds + 2)
+    )  # SIGXCPU, which can be told apart, comes first
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_NOFILE, 64)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(min(seconds + 5, 2**31 - 1))
+    with contextlib.suppress(OSError):  # be the first the kernel takes when memory runs out
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def limit_writing(pixels: int, bytes_each: int) -> None:
+    """Cap the size of the files this process writes."""
+    _limit(resource.RLIMIT_FSIZE, 2 * pixels * bytes_each + WRITE_SLACK)
+
+
+def _limit(what: int, value: int) -> None:
+    _, hard = resource.getrlimit(what)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(what, (value, value))
+
+
+def confine_files(raster: int, folder: Path) -> bool:
+    """Leave this process one raster to read, one folder to write in, its own program, and no TCP.
+
+    Args:
+        raster: descriptor of the file.
+        folder: for the products.
+
+    Returns:
+        whether the kernel could be asked; False: it is older than 5.13 or has Landlock switched off.
+    """
+    call = ctypes.CDLL(None).syscall
+    version = int(call(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION_FLAG))
+    if version < 1:
+        return False
+    rights = max(count for since, count in RIGHTS_BY_VERSION.items() if since <= version)
+    handled = (1 << rights) - 1
+    attributes = struct.pack(
+        "<QQQ",
+        handled,
+        CONNECT_AND_BIND if version >= NETWORK_VERSION else 0,
+        SIGNALS_AND_SOCKETS if version >= SCOPE_VERSION else 0,
+    )
+    length = 24 if version >= SCOPE_VERSION else 16 if version >= NETWORK_VERSION else 8
+    ruleset = int(call(CREATE_RULESET, attributes, ctypes.c_size_t(length), 0))
+    if ruleset < 0:
+        return False
+    _allow(ruleset, raster, READ)
+    for root in _program_folders():
+        _allow_path(ruleset, root, EXECUTE | READ | READ_FOLDER)
+    _allow_path(ruleset, folder, (WRITE | READ | READ_FOLDER | REMOVE | MAKE | TRUNCATE) & handled)
+    ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    done = call(RESTRICT_SELF, ruleset, 0) == 0
+    os.close(ruleset)
+    return bool(done)
+
+
+def _program_folders() -> list[Path]:
+    """Where modules and libraries are that may be loaded late, and PROJ's tables."""
+    here = Path(__file__).resolve().parents[2]
+    roots = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", here / "baton_geo")
+    return [path for root in roots if (path := Path(root)).is_dir() and path != Path("/")]
+
+
+def _allow_path(ruleset: int, path: Path, rights: int) -> None:
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    _allow(ruleset, descriptor, rights)
+    os.close(descriptor)
+
+
+def _allow(ruleset: int, descriptor: int, rights: int) -> None:
+    rule = struct.pack("<Qi", rights, descriptor)  # packed: no padding at the end
+    ctypes.CDLL(None).syscall(ADD_RULE, ruleset, PATH_BENEATH, rule, 0)

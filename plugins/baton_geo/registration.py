@@ -1,0 +1,70 @@
+"""What vLLM has to know before it can load a Prithvi model. The one place that touches its registries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from vllm import ModelRegistry
+from vllm.transformers_utils.config import get_config_parser, register_config_parser
+from vllm.transformers_utils.config_parser_base import ConfigParserBase
+
+MODEL_TYPE = "baton_prithvi"
+ARCHITECTURES = ("BatonPrithviSegmenter", "PrithviGeoSpatialMAE")
+"""Our own name, and the one vLLM had for such models until it handed them to TerraTorch."""
+MODEL_CLASS = "baton_geo.model:PrithviForSegmentation"
+SERIALS = 2**31 - 1
+"""A prompt is one token, a serial number; see `plugin.py`."""
+
+
+class PrithviHfConfig(PretrainedConfig):
+    """A published config.json as transformers reads it; its contents are `PrithviConfig`'s to understand."""
+
+    model_type = MODEL_TYPE
+
+    def __init__(self, pretrained_cfg: dict[str, Any] | None = None, **others: Any) -> None:
+        published = pretrained_cfg or {}
+        others.setdefault("hidden_size", published.get("embed_dim", 1))
+        others.setdefault("num_attention_heads", published.get("num_heads", 1))
+        others.setdefault("num_hidden_layers", published.get("depth", 1))
+        others.setdefault("vocab_size", SERIALS)
+        others.setdefault("max_position_embeddings", 1)
+        self.pretrained_cfg = published
+        super().__init__(**others)
+
+
+class PrithviConfigParser(ConfigParserBase):
+    """`--config-format baton_prithvi`: for published models, whose config.json has no `model_type`.
+
+    transformers takes those for timm's and wants timm.
+    """
+
+    def parse(
+        self,
+        model: str | Path,
+        trust_remote_code: bool,
+        revision: str | None = None,
+        code_revision: str | None = None,
+        **options: Any,
+    ) -> tuple[dict[str, Any], PretrainedConfig]:
+        read, _ = PretrainedConfig.get_config_dict(model, revision=revision)
+        read["model_type"] = MODEL_TYPE
+        return read, PrithviHfConfig.from_dict(read)
+
+
+def register_model() -> None:
+    """Register configuration and model; a second call changes nothing."""
+    CONFIG_MAPPING.register(MODEL_TYPE, PrithviHfConfig, exist_ok=True)
+    if not _parser_known():
+        register_config_parser(MODEL_TYPE)(PrithviConfigParser)
+    for architecture in ARCHITECTURES:
+        if architecture not in ModelRegistry.models:
+            ModelRegistry.register_model(architecture, MODEL_CLASS)
+
+
+def _parser_known() -> bool:
+    try:
+        return isinstance(get_config_parser(MODEL_TYPE), PrithviConfigParser)
+    except ValueError:
+        return False

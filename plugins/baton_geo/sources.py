@@ -1,0 +1,213 @@
+"""Where a request's raster comes from: each kind becomes a file of ours on disk, and nothing else is read.
+
+What decodes rasters is given that file's name, never a client's text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import os
+import re
+import ssl
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+from baton_geo.contract import GeoRequest, quoted
+from baton_geo.errors import RequestInvalid, SourceFailed, SourceRefused
+from baton_geo.fetch import Fetcher, Resolver, system_resolver
+from baton_geo.settings import MIB, GeoSettings
+from baton_geo.spool import Spool, Spooled
+
+# Small enough that decoding one, which holds the interpreter's lock, takes well under a millisecond.
+_BASE64_CHARACTERS = 256 * 1024
+_CHUNK = 1 * MIB
+_DATA_PREFIX = re.compile(r"\s{0,64}data:[^,]{0,200};base64,", re.ASCII | re.IGNORECASE)
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Opening a FIFO or a terminal must neither wait nor change anything.
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+class Sources:
+    """Turns requests into files; may be used by many requests at a time, and keeps nothing of any.
+
+    Args:
+        settings: the operator's.
+        resolver: how names become addresses; see `fetch`.
+        tls: what certificates are trusted; None: the usual authorities.
+
+    Raises:
+        ValueError: an entry of `allowed_hosts` is not a host.
+    """
+
+    def __init__(
+        self,
+        settings: GeoSettings,
+        *,
+        resolver: Resolver = system_resolver,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._settings = settings
+        self._fetcher = Fetcher(settings, resolver=resolver, tls=tls)
+
+    async def open(self, request: GeoRequest) -> Spooled:
+        """The request's raster on disk, its owner's to close; nothing blocks the event loop.
+
+        Cancelled or failed, it leaves no file.
+
+        Raises:
+            RequestInvalid: the base64 is none.
+            RasterTooLarge: over the size limit.
+            SourceRefused: a path or an address that is not allowed.
+            SourceFailed: one that is, and could not be read.
+            DecoderBusy: the disk is full.
+        """
+        if request.data_format == "url":
+            return await self._fetcher.fetch(str(request.data))
+        with self._spool() as spool:
+            await asyncio.to_thread(self._writer(request), spool)
+            return spool.finish()
+
+    def open_sync(self, request: GeoRequest) -> Spooled:
+        """`open` for callers without an event loop; blocks."""
+        if request.data_format == "url":
+            return self._fetcher.fetch_sync(str(request.data))
+        with self._spool() as spool:
+            self._writer(request)(spool)
+            return spool.finish()
+
+    def _spool(self) -> Spool:
+        return Spool(self._settings.spool, self._settings.limits.file_bytes)
+
+    def _writer(self, request: GeoRequest) -> Callable[[Spool], None]:
+        data = request.data
+        if isinstance(data, bytes):
+            return lambda spool: spool.fill(_pieces(data))
+        if request.data_format == "path":
+            return lambda spool: _copy(data, self._settings.allowed_roots, spool)
+        return lambda spool: spool.fill(decoded(data))
+
+
+def decoded(text: str) -> Iterator[bytes]:
+    """What base64 stands for, piece by piece.
+
+    The alphabet of RFC 4648 section 4, padded; white space is skipped, and so is a `data:...;base64,`
+    in front (RFC 2397).
+
+    Raises:
+        RequestInvalid: it is not base64.
+    """
+    prefix = _DATA_PREFIX.match(text)
+    start = prefix.end() if prefix else 0
+    held = b""
+    for place in range(start, len(text), _BASE64_CHARACTERS):
+        held += _characters(text[place : place + _BASE64_CHARACTERS])
+        # The last group is kept back: only there may padding stand, and only the end shows it is the last.
+        whole = max(len(held) - 1, 0) // 4 * 4
+        if b"=" in held[:whole]:
+            raise _not_base64("a '=' before the end")
+        yield _decode(held[:whole])
+        held = held[whole:]
+    if not held:
+        raise _not_base64("nothing in it")
+    yield _decode(held)
+
+
+def _characters(piece: str) -> bytes:
+    try:
+        return piece.encode("ascii").translate(None, b" \t\r\n")
+    except UnicodeEncodeError:
+        raise _not_base64("a character outside its alphabet") from None
+
+
+def _decode(piece: bytes) -> bytes:
+    try:
+        return binascii.a2b_base64(piece, strict_mode=True)
+    except binascii.Error as error:
+        raise _not_base64(str(error).lower()) from None
+
+
+def _not_base64(reason: str) -> RequestInvalid:
+    return RequestInvalid(
+        f"data.data: not base64 ({reason}); for an address or a path, set data_format to url or path",
+        param="data.data",
+    )
+
+
+def _pieces(data: bytes) -> Iterator[memoryview]:
+    view = memoryview(data)
+    for start in range(0, len(view), _CHUNK):
+        yield view[start : start + _CHUNK]
+
+
+def _copy(path: str, roots: tuple[Path, ...], spool: Spool) -> None:
+    """A copy, so that whoever may write the file cannot change it under the decoder."""
+    source = _open_under(path, roots)
+    try:
+        found = os.fstat(source)
+        if not stat.S_ISREG(found.st_mode):
+            raise _refused(f"{quoted(path)} is not a regular file")
+        spool.expect(found.st_size)
+        while piece := os.read(source, _CHUNK):
+            spool.write(piece)
+    except OSError:
+        raise _failed(f"{quoted(path)} could not be read to its end") from None
+    finally:
+        os.close(source)
+
+
+def _open_under(path: str, roots: tuple[Path, ...]) -> int:
+    """A descriptor of a file under one of the roots, however the folders change meanwhile.
+
+    Whether a file outside exists makes no difference to what is answered.
+    """
+    if not roots:
+        raise _refused("this server takes no paths; send the raster itself (data_format b64_json)")
+    if "\0" in path or not path.startswith("/"):
+        raise _refused(f"{quoted(path)} is not an absolute path")
+    try:
+        real = PurePosixPath(os.path.realpath(path))
+    except (OSError, ValueError):
+        raise _outside(path) from None
+    for root in roots:
+        within = PurePosixPath(os.path.realpath(root))
+        if within in real.parents:
+            return _walk(path, within, real.relative_to(within).parts)
+    raise _outside(path)
+
+
+def _walk(path: str, root: PurePosixPath, parts: tuple[str, ...]) -> int:
+    try:
+        folder = os.open(root, _FOLDER_FLAGS)
+        for part in parts[:-1]:
+            parent, folder = folder, _step(folder, part)
+            os.close(parent)
+        try:
+            return os.open(parts[-1], _FILE_FLAGS, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except FileNotFoundError:
+        raise _failed(f"there is no file {quoted(path)}") from None
+    except OSError:
+        raise _failed(f"{quoted(path)} could not be opened") from None
+
+
+def _step(folder: int, part: str) -> int:
+    try:
+        return os.open(part, _FOLDER_FLAGS, dir_fd=folder)
+    except OSError:
+        os.close(folder)
+        raise
+
+
+def _outside(path: str) -> SourceRefused:
+    return _refused(f"{quoted(path)} is not under a folder this server reads from")
+
+
+def _refused(message: str) -> SourceRefused:
+    return SourceRefused(f"data.data: {message}", param="data.data")
+
+
+def _failed(message: str) -> SourceFailed:
+    return SourceFailed(f"data.data: {message}", param="data.data")

@@ -1,0 +1,358 @@
+"""`POST /pooling` through IO processor plugins, over a real socket, with a fake engine behind them (row F5)."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateways import FakeGateway, run_fake
+from sample_plugins import SECRET, Async, Classic, Current, Files, Lazy, Swallowing, plugin
+
+from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.errors import GenerationFailed
+from baton.settings import PoolingSettings
+
+
+@contextmanager
+def served(instance: Any, behaviour: FakeBehaviour | None = None, **pooling: Any) -> Iterator[FakeGateway]:
+    engine = FakeEngine("geo", pooling=True, plugin=plugin(instance), behaviour=behaviour or FakeBehaviour())
+    with run_fake(engine, FakeEngine("other"), pooling=PoolingSettings(**pooling)) as gateway:
+        yield gateway
+
+
+def ask(gateway: FakeGateway, **data: Any) -> httpx.Response:
+    with gateway.client() as client:
+        return client.post("/pooling", json={"model": "geo", "data": {"numbers": [0.03, 0.01, 0.02]} | data})
+
+
+def until(condition: Callable[[], object], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+@pytest.mark.parametrize("kind", [Current, Lazy, Async])
+def test_a_plugin_request_is_answered_in_vllms_shape(kind: type[Current]) -> None:
+    """Synchronous, lazy and asynchronous plugins all answer `{request_id, created_at, data}`."""
+    with served(kind()) as gateway:
+        response = ask(gateway)
+    answer = response.json()
+    assert response.status_code == 200
+    assert set(answer) == {"request_id", "created_at", "data"}
+    assert answer["request_id"] == response.headers["x-request-id"]
+    assert answer["data"]["sum"] == pytest.approx(0.06)
+
+
+def test_a_classic_plugin_answers_by_its_own_contract() -> None:
+    """`parse_request` gets the request, and `output_to_response` says what stands in `data`."""
+    with served(Classic()) as gateway:
+        answer = ask(gateway).json()
+    assert answer["data"] == {"classic": pytest.approx(0.06)}
+    assert answer["request_id"] != "theirs"
+
+
+def test_synchronous_hooks_see_outputs_in_order_and_coroutines_as_they_come() -> None:
+    """A prompt takes as long as its number says: coroutines meet the fastest first."""
+    numbers = [0.3, 0.01, 0.15]
+    with served(Current()) as gateway:
+        assert ask(gateway, numbers=numbers).json()["data"]["order"] == numbers
+    with served(Async()) as gateway:
+        assert ask(gateway, numbers=numbers).json()["data"]["order"] == [1, 2, 0]
+
+
+def test_no_hook_runs_on_the_gateways_loop() -> None:
+    """Every hook meets a thread of its own kind."""
+    for instance in (Current(), Async()):
+        with served(instance) as gateway:
+            assert ask(gateway).status_code == 200
+        assert instance.threads
+        assert all(name.startswith(("hook-", "hooks-")) for name in instance.threads)
+
+
+def test_prompts_are_made_only_as_the_engine_has_room() -> None:
+    """With room for two, a plugin of a hundred prompts has made three when the first is still in the engine."""
+    lazy = Lazy()
+    with served(lazy, FakeBehaviour(), prompts=2) as gateway, ThreadPoolExecutor() as pool:
+        answer = pool.submit(ask, gateway, numbers=[0.5, 0.5, *[0.0] * 98])
+        assert until(lambda: gateway.engine("geo").active == 2)
+        time.sleep(0.1)
+        assert lazy.made <= 3
+        assert answer.result().json()["data"]["sum"] == 1.0
+
+
+@pytest.mark.parametrize("kind", [Current, Async])
+@pytest.mark.parametrize(
+    ("hook", "do", "status", "code"),
+    [
+        ("parse", "raise", 500, "plugin_failed"),
+        ("parse", "value", 400, "invalid_request"),
+        ("parse", "refuse", 422, "too_cloudy"),
+        ("parse", "exit", 500, "plugin_failed"),
+        ("pre", "raise", 500, "plugin_failed"),
+        ("pre", "value", 400, "invalid_request"),
+        ("pre", "refuse", 422, "too_cloudy"),
+        ("pre", "exit", 500, "plugin_failed"),
+    ],
+)
+def test_f5_a_plugin_that_raises_costs_only_its_own_request(
+    kind: type[Current], hook: str, do: str, status: int, code: str
+) -> None:
+    """The request gets the code, the text of a failure stays inside, and the next request is answered."""
+    with served(kind()) as gateway:
+        response = ask(gateway, **{"in": hook, "do": do})
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert SECRET not in response.text
+        assert ask(gateway).status_code == 200
+
+
+def test_f5_junk_from_a_plugin_is_its_failure() -> None:
+    """Prompts that are none, no prompts at all, and answers that are no JSON."""
+    with served(Current()) as gateway:
+        assert ask(gateway, **{"in": "pre", "do": "junk"}).json()["error"]["code"] == "plugin_failed"
+        assert ask(gateway, numbers=[]).json()["error"]["code"] == "plugin_failed"
+
+    class Junk(Current):
+        def post_process(self, model_output: Any, request_id: str | None = None) -> Any:
+            return object()
+
+    with served(Junk()) as gateway:
+        response = ask(gateway)
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "plugin_failed")
+
+
+@pytest.mark.parametrize("kind", [Current, Async])
+def test_f5_a_plugin_that_blocks_costs_only_its_own_request(kind: type[Current]) -> None:
+    """While one request blocks, others of the same plugin are answered; the blocked one ends in time."""
+    with served(kind(), time_limit_s=2.5) as gateway, ThreadPoolExecutor() as pool:
+        blocked = pool.submit(ask, gateway, **{"in": "pre", "do": "block", "seconds": 4.0})
+        time.sleep(1.3)  # long enough for a blocked loop to be noticed
+        began = time.monotonic()
+        assert ask(gateway).status_code == 200
+        assert time.monotonic() - began < 1.0
+        response = blocked.result()
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "plugin_timeout")
+        assert ask(gateway).status_code == 200
+
+
+def test_f5_threads_left_behind_are_counted_and_bounded() -> None:
+    """Two threads stuck: the third request is told to come back, and all is well when they end."""
+    with served(Current(), threads=2, time_limit_s=0.2) as gateway:
+        for _ in range(2):
+            assert ask(gateway, **{"in": "parse", "do": "block", "seconds": 1.5}).status_code == 504
+        page = httpx.get(f"{gateway.url}/metrics").text
+        assert 'baton_pooling_threads_left_behind{engine="geo"} 2.0' in page
+        response = ask(gateway)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "plugin_busy")
+        assert int(response.headers["retry-after"]) >= 1
+        assert until(lambda: ask(gateway).status_code == 200)
+
+
+@pytest.mark.parametrize("kind", [Current, Lazy, Async])
+def test_a_client_that_goes_away_aborts_every_prompt(kind: type[Current]) -> None:
+    """Nothing of the request stays in the engine, in the plugin's generator or in its books."""
+    instance = kind()
+    with served(instance) as gateway:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{gateway.url}/pooling",
+                json={"model": "geo", "data": {"numbers": [30, 30, 30]}},
+                timeout=0.5,
+            )
+        engine = gateway.engine("geo")
+        assert until(lambda: engine.active == 0 and engine.aborted == 3)
+        assert until(lambda: len(instance.forgotten) == 1)
+        if isinstance(instance, Async):
+            assert until(lambda: instance.closed == 1)
+
+
+@pytest.mark.parametrize("kind", [Current, Async, Swallowing])
+def test_an_engine_failure_stands_above_what_the_plugin_makes_of_it(kind: type[Current]) -> None:
+    """Also where the plugin swallows it."""
+    with served(kind(), FakeBehaviour(encode_error=GenerationFailed())) as gateway:
+        response = ask(gateway)
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "generation_failed")
+        assert gateway.engine("geo").active == 0
+
+
+def test_a_prompt_that_cannot_be_made_ends_the_request_and_its_others() -> None:
+    """A lazily raised refusal is the client's answer."""
+    with served(Lazy()) as gateway:
+        response = ask(gateway, numbers=[20, 20, 20], **{"in": "prompt 3", "do": "refuse"})
+        assert (response.status_code, response.json()["error"]["param"]) == (422, "data.clouds")
+        assert until(lambda: gateway.engine("geo").active == 0)
+
+
+def test_admission_comes_before_any_of_the_plugins_code() -> None:
+    """With one place and nobody may wait, the second request is a 503 and never parsed."""
+    instance = Current()
+    with served(instance, requests=1, waiting=0) as gateway, ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, gateway, numbers=[1.0])
+        assert until(lambda: gateway.engine("geo").active == 1)
+        response = ask(gateway, **{"in": "parse", "do": "raise"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_overloaded")
+        assert int(response.headers["retry-after"]) >= 1
+        assert first.result().status_code == 200
+
+
+def test_input_to_a_plugin_model_is_a_clear_400() -> None:
+    """Where vLLM answers an empty 500, the error says what to send."""
+    with served(Current()) as gateway, gateway.client() as client:
+        response = client.post("/pooling", json={"model": "geo", "input": "hello"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
+        assert "IO processor plugin 'current'" in response.json()["error"]["message"]
+        assert client.post("/pooling", json={"model": "geo"}).json()["error"]["param"] == "data"
+        response = client.post("/pooling", json={"model": "geo", "data": {}, "priority": "high"})
+        assert response.json()["error"]["param"] == "priority"
+
+
+def test_data_to_a_model_without_a_plugin_is_a_clear_400() -> None:
+    """And its plain pooling is vLLM's."""
+    with run_fake(FakeEngine("embed", pooling=True)) as gateway, gateway.client() as client:
+        assert client.post("/pooling", json={"data": {"x": 1}}).json()["error"]["param"] == "data"
+        assert client.post("/pooling", json={"input": ["a", "b"]}).json()["data"][1]["object"] == "pooling"
+        sent = client.post("/pooling", content=b"II*", headers={"content-type": "image/tiff"})
+        assert sent.json()["error"]["code"] == "operation_unsupported"
+
+
+def upload(
+    gateway: FakeGateway, accept: str | None = None, query: str = "", content: Any = b"\1\2\3\4"
+) -> Any:
+    headers = {"content-type": "image/tiff"} | ({"accept": accept} if accept else {})
+    with gateway.client() as client:
+        return client.post(f"/pooling?model=geo{query}", content=content, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind", "content"),
+    [
+        (None, "image/tiff", b"sum 0.1"),
+        ("*/*", "image/tiff", b"sum 0.1"),
+        ("image/*", "image/tiff", b"sum 0.1"),
+        ("image/png", "image/png", b"a picture"),
+        ("text/html, image/png;q=0.5, image/tiff;q=0.4", "image/png", b"a picture"),
+    ],
+)
+def test_a_file_sent_as_it_is_comes_back_as_the_file_accept_names(
+    tmp_path: Path, accept: str | None, kind: str, content: bytes
+) -> None:
+    """And nothing of it is left on disk afterwards."""
+    instance = Files(tmp_path)
+    with served(instance) as gateway:
+        response = upload(gateway, accept)
+        assert (response.status_code, response.headers["content-type"], response.content) == (
+            200,
+            kind,
+            content,
+        )
+        assert until(lambda: not list(tmp_path.iterdir()))
+    assert len(instance.forgotten) == 1
+
+
+def test_an_upload_may_be_answered_in_json_or_as_an_archive(tmp_path: Path) -> None:
+    """JSON as of a JSON request; the archive holds every file under its name."""
+    with served(Files(tmp_path)) as gateway:
+        assert upload(gateway, "application/json").json()["data"]["sum"] == pytest.approx(0.1)
+        packed = upload(gateway, "application/zip")
+        assert packed.headers["content-type"] == "application/zip"
+        with zipfile.ZipFile(io.BytesIO(packed.content)) as archive:
+            assert archive.read("mask.tif") == b"sum 0.1"
+            assert archive.read("preview.png") == b"a picture"
+        assert until(lambda: not list(tmp_path.iterdir()))
+
+
+def test_a_json_request_may_be_answered_as_a_file(tmp_path: Path) -> None:
+    """`Accept` decides there too."""
+    with served(Files(tmp_path)) as gateway, gateway.client() as client:
+        body = {"model": "geo", "data": {"numbers": [0.03, 0.01, 0.02]}}
+        assert client.post("/pooling", json=body, headers={"accept": "image/tiff"}).content == b"sum 0.06"
+        refused = client.post("/pooling", json=body, headers={"accept": "text/html"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (406, "not_acceptable")
+        assert "image/tiff" in refused.json()["error"]["message"]
+        assert until(lambda: not list(tmp_path.iterdir()))
+
+
+def test_the_plugin_sees_an_uploads_query_and_what_is_accepted(tmp_path: Path) -> None:
+    """But not the parameters that are the gateway's own."""
+    instance = Files(tmp_path)
+    with served(instance) as gateway:
+        upload(gateway, "image/png", "&priority=2&indices=0,1")
+    (seen,) = instance.uploads
+    assert (seen["type"], seen["query"], seen["accept"]) == ("image/tiff", {"indices": "0,1"}, ("image/png",))
+
+
+def test_an_upload_is_refused_before_it_is_read_where_it_can_be(tmp_path: Path) -> None:
+    """A plugin that takes JSON only, an unknown model, too large a file, an empty one."""
+    with served(Current()) as gateway:
+        assert upload(gateway).json()["error"]["code"] == "operation_unsupported"
+    with served(Files(tmp_path), upload_bytes=2048) as gateway:
+        with gateway.client() as client:
+            unknown = client.post("/pooling?model=x", content=b"1", headers={"content-type": "image/tiff"})
+            assert unknown.status_code == 404
+        assert upload(gateway, content=b"").json()["error"]["code"] == "invalid_request"
+        too_large = upload(gateway, content=b"x" * 4096)
+        assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "body_too_large")
+
+        def drip() -> Iterator[bytes]:
+            yield from [b"x" * 512] * 16
+
+        assert upload(gateway, content=drip()).status_code == 413
+        assert upload(gateway).status_code == 200
+
+
+def test_an_upload_above_the_json_limit_is_taken_and_does_not_stay_in_memory(tmp_path: Path) -> None:
+    """The limit of JSON bodies is not that of files."""
+    instance = Files(tmp_path)
+    with served(instance) as gateway:
+        size = 40 * 1024 * 1024
+        assert upload(gateway, content=b"\1\2\3\4" + bytes(size)).content == b"sum 0.1"
+        assert instance.uploads[0]["size"] == size + 4
+
+
+def test_an_upload_that_breaks_off_reaches_no_plugin(tmp_path: Path) -> None:
+    """A client that goes away in the midst leaves nothing."""
+    instance = Files(tmp_path)
+    with served(instance) as gateway:
+        gone = threading.Event()
+
+        def broken() -> Iterator[bytes]:
+            yield b"x" * 65536
+            gone.set()
+            raise RuntimeError("the cable is out")
+
+        with pytest.raises(RuntimeError, match="cable"):
+            upload(gateway, content=broken())
+        assert gone.is_set()
+        assert upload(gateway).status_code == 200
+        assert len(instance.uploads) == 1
+
+
+def test_metrics_tell_how_plugin_requests_ended() -> None:
+    """One series an outcome, the prompts, and nothing under way in the end."""
+    with served(Current()) as gateway:
+        ask(gateway)
+        ask(gateway, **{"in": "pre", "do": "raise"})
+        ask(gateway, **{"in": "pre", "do": "refuse"})
+        page = httpx.get(f"{gateway.url}/metrics").text
+    for outcome in ("ok", "failed", "refused"):
+        assert f'baton_pooling_requests_total{{engine="geo",outcome="{outcome}"}} 1.0' in page
+    assert 'baton_pooling_prompts_total{engine="geo"} 3.0' in page
+    assert 'baton_pooling_requests_running{engine="geo"} 0.0' in page
+
+
+def test_sixteen_requests_at_once_each_get_their_own_answer() -> None:
+    """The published reference plugin mixes them up; here nothing is shared."""
+    with served(Async(), requests=16) as gateway, ThreadPoolExecutor(16) as pool:
+        asked = [[n / 100, n / 200, n / 50] for n in range(1, 17)]
+        answers = list(pool.map(lambda numbers: ask(gateway, numbers=numbers).json(), asked))
+    for numbers, answer in zip(asked, answers, strict=True):
+        assert answer["data"]["sum"] == pytest.approx(sum(numbers))
