@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import structlog
 from gateways import FakeGateway, RealGateway, run_fake
+from raster_host import RasterHost
 
 from baton.api.keys import create_key
 from baton.engines.fake import FakeEngine
@@ -90,5 +91,42 @@ def relay_gateway(relay_config: Path) -> Iterator[RealGateway]:
     """`baton serve` with three engines that hand over, on SmolLM2's real weights in fp32."""
     path = {"PYTHONPATH": str(ENGINE_TESTS)}  # where the slow connector is
     with RealGateway(["--config", str(relay_config)], relay_config.parent, path) as gateway:
+        gateway.wait_until_ready()
+        yield gateway
+
+
+@pytest.fixture(scope="session")
+def geo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `geo_gateway` has its models, its classic plugin and the rasters it may read."""
+    folder = tmp_path_factory.mktemp("geo")
+    source = ModelStore(load_settings().models_folder).resolve("smollm2")
+    tiny, geo = ENGINE_TESTS / "tiny.py", ENGINE_TESTS / "geo_models.py"
+    subprocess.run([sys.executable, str(tiny), source, str(folder / "text")], check=True, capture_output=True)
+    made = [sys.executable, str(geo), str(folder / "rgb"), "RED,GREEN,BLUE"]
+    subprocess.run(made, check=True, capture_output=True)
+    plugin = str(Path(__file__).parent / "plugins" / "classic_echo")
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(folder / "packages")]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", *options, plugin], check=True, capture_output=True
+    )
+    (folder / "rasters").mkdir()
+    (folder / "spool").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def raster_host() -> Iterator[RasterHost]:
+    """A web server of files, on loopback, that counts who connects."""
+    with RasterHost() as host:
+        yield host
+
+
+@pytest.fixture(scope="session")
+def geo_gateway(geo_folder: Path, raster_host: RasterHost) -> Iterator[RealGateway]:
+    """`baton serve` with the shipped geospatial model, a small random one and a plugin of older vLLM."""
+    text = (ENGINE_TESTS / "geo_engines.toml").read_text()
+    (geo_folder / "baton.toml").write_text(text.format(folder=geo_folder, port=raster_host.port))
+    environment = {"PYTHONPATH": str(geo_folder / "packages"), "TMPDIR": str(geo_folder / "spool")}
+    with RealGateway(["--config", str(geo_folder / "baton.toml")], geo_folder, environment) as gateway:
         gateway.wait_until_ready()
         yield gateway

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -130,6 +131,24 @@ def doctor(config: ConfigOption = None) -> None:
     raise typer.Exit(1 if any(finding.bad for finding in findings) else 0)
 
 
+@app.command()
+def plugins(
+    as_json: Annotated[bool, typer.Option("--json", help="As `GET /v1/plugins` tells them.")] = False,
+) -> None:
+    """Every vLLM plugin that is installed, whether vLLM loads it, and why not."""
+    from baton.engines.installed import installed_plugins
+
+    found = installed_plugins()
+    if as_json:
+        print(json.dumps([plugin.row() for plugin in found], indent=2))
+        return
+    table = Table("group", "name", "value", "distribution", "version", "loaded")
+    for plugin in found:
+        loaded = "yes" if plugin.allowed else f"no: {plugin.reason}"
+        table.add_row(plugin.group, plugin.name, plugin.value, plugin.distribution, plugin.version, loaded)
+    Console().print(table)
+
+
 @keys_app.command("create")
 def create_key(
     tenant: Annotated[str, typer.Argument(help="Whose key it is.")], config: ConfigOption = None
@@ -178,7 +197,7 @@ def list_models(config: ConfigOption = None) -> None:
     table = Table("name", "model", "license", "state", "folder")
     for model in EMBEDDED.values():
         state = "ready" if store.is_ready(model) else "not prepared"
-        table.add_row(model.name, model.title, model.license, state, str(store.folder / model.name))
+        table.add_row(model.name, model.title, model.license, state, str(store.place(model)))
     Console().print(table)
 
 

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import uvicorn
@@ -15,7 +16,7 @@ from baton.api.keys import keyring_for
 from baton.engines.fleet import Fleet
 from baton.engines.version import check_vllm, is_cpu_build
 from baton.errors import StartError
-from baton.models.catalog import EMBEDDED
+from baton.models.catalog import EMBEDDED, FLOOD_TINY
 from baton.models.store import ModelStore
 from baton.server import GatewayServer, create_app, url_of
 from baton.settings import EngineSettings, Settings, apply_environment, environment_conflicts, runs_eager
@@ -122,7 +123,7 @@ def _run(
             progress.done(f"engine {name}")
         progress.close()
         metrics = url if metrics_listener is None else url_of(metrics_listener)
-        progress.console.print(welcome(url, metrics, fleet.names, keyed=keyed), markup=False)
+        progress.console.print(welcome(url, metrics, settings.engines, keyed=keyed), markup=False)
 
     app = create_app(
         settings,
@@ -141,23 +142,42 @@ async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
     await server.serve(sockets=[listener])
 
 
-def welcome(url: str, metrics: str, names: list[str], *, keyed: bool) -> str:
+def welcome(url: str, metrics: str, engines: Sequence[EngineSettings], *, keyed: bool) -> str:
     """What a person can try next; with keys, where theirs goes."""
-    header, key = ("-H 'Authorization: Bearer YOUR_KEY' ", "YOUR_KEY") if keyed else ("", "none")
-    question = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": names[0], "messages": [question], "temperature": 0})
-    return f"""
-Baton is ready on {url}, serving: {", ".join(names)}
+    key = "YOUR_KEY" if keyed else ""
+    speaks = next((engine.name for engine in engines if engine.runner == "generate"), None)
+    sees = next((engine.name for engine in engines if engine.model == FLOOD_TINY.name), None)
+    parts = [f"\nBaton is ready on {url}, serving: {', '.join(engine.name for engine in engines)}"]
+    if speaks is not None:
+        parts.append(_try_chat(url, speaks, key))
+    if sees is not None:
+        parts.append(_try_scene(url, sees, key))
+    parts.append(f"Documentation of the API: {url}/docs    metrics: {metrics}/metrics    stop: Ctrl-C\n")
+    return "\n\n".join(parts)
 
-Try it:
-  curl {url}/v1/chat/completions {header}-H 'Content-Type: application/json' \\
+
+def _header(key: str) -> str:
+    return f"-H 'Authorization: Bearer {key}' " if key else ""
+
+
+def _try_chat(url: str, model: str, key: str) -> str:
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": model, "messages": [question], "temperature": 0})
+    return f"""Try it:
+  curl {url}/v1/chat/completions {_header(key)}-H 'Content-Type: application/json' \\
     -d '{body}'
 
 or in Python (pip install openai):
   from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="{key}")
-  answer = client.completions.create(model="{names[0]}", prompt="The capital of France is", max_tokens=8)
-  print(answer.choices[0].text)
+  client = OpenAI(base_url="{url}/v1", api_key="{key or "none"}")
+  answer = client.completions.create(model="{model}", prompt="The capital of France is", max_tokens=8)
+  print(answer.choices[0].text)"""
 
-Documentation of the API: {url}/docs    metrics: {metrics}/metrics    stop: Ctrl-C
-"""
+
+def _try_scene(url: str, model: str, key: str) -> str:
+    return f"""Where is the water? A made-up scene in, a mask and a picture of it out:
+  {sys.executable} -m baton_geo.flood.scene scene.tif
+  curl '{url}/pooling?model={model}' {_header(key)}-H 'Content-Type: image/tiff' \\
+    --data-binary @scene.tif -o mask.tif
+  curl '{url}/pooling?model={model}' {_header(key)}-H 'Content-Type: image/tiff' \\
+    -H 'Accept: image/png' --data-binary @scene.tif -o preview.png"""

@@ -146,8 +146,11 @@ class PoolingSettings(Frozen):
     )
 
 
-def _embedded_engine() -> tuple[EngineSettings, ...]:
-    return (EngineSettings(name="smollm2", model="smollm2", handoff=True),)
+def _embedded_engines() -> tuple[EngineSettings, ...]:
+    return (
+        EngineSettings(name="smollm2", model="smollm2", handoff=True),
+        EngineSettings(name="flood-tiny", model="flood-tiny", runner="pooling"),
+    )
 
 
 class Settings(BaseSettings):
@@ -186,8 +189,8 @@ class Settings(BaseSettings):
     handoffs: HandoffSettings = HandoffSettings()
     pooling: PoolingSettings = PoolingSettings()
     engines: tuple[EngineSettings, ...] = Field(
-        default_factory=_embedded_engine,
-        description="One table per engine; none given: the embedded model `smollm2`.",
+        default_factory=_embedded_engines,
+        description="One table per engine; none given: the embedded models `smollm2` and `flood-tiny`.",
     )
 
     @model_validator(mode="after")

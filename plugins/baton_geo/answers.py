@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from dataclasses import dataclass
 from pathlib import Path
+
 from baton_geo.card import Card
 from baton_geo.contract import ClassArea, GeoAnswer, GeoFile
 from baton_geo.raster.ask import Products

@@ -8,10 +8,11 @@ stays bounded at any size of scene. Nothing of a request is kept here; see `scen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.entrypoints.pooling.pooling.protocol import IOProcessorResponse
@@ -31,6 +32,9 @@ from baton_geo.settings import geo_settings
 from baton_geo.sources import Sources
 from baton_geo.spool import Spooled
 from baton_geo.tiles import Coordinates, card_of, prompt
+
+OPENERS = 32
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
         self._sources = Sources(self._settings)
         self._decoders = Decoders(self._settings.decoders, self._settings.decoder_wait_s)
         self._scenes = Scenes(self._settings.limits.seconds)
+        self._openers = ThreadPoolExecutor(OPENERS, "geo-open")
+        self._hands = ThreadPoolExecutor(2 * self._settings.decoders, "geo-tile")
 
     def parse_data(self, data: object) -> Ask:
         return geo_request(data)
@@ -92,20 +98,21 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
             raster, options = _borrowed(prompt.file), prompt.options
         else:
             raster, options = await self._sources.open(prompt), prompt
-        opening = asyncio.ensure_future(asyncio.to_thread(self._open, raster, options, request_id))
+        # Opening may wait for a decoder to be free: not in the threads that those at work need to get on.
+        opening = _in(self._openers, self._open, raster, options, request_id)
         try:
             running = await asyncio.shield(opening)
         except asyncio.CancelledError:
             await asyncio.wait({opening})
             if opening.exception() is None:
-                await asyncio.to_thread(self._scenes.drop, opening.result())
+                await _in(self._hands, self._scenes.drop, opening.result())
             raise
         return self._prompts(running)
 
     async def _prompts(self, running: Running) -> AsyncGenerator[dict[str, Any], None]:
         fields = self._fields(running)
         for tile in range(running.scene.info.tiles):
-            pixels = await asyncio.to_thread(running.scene.read, tile)
+            pixels = await _in(self._hands, running.scene.read, tile)
             if pixels is not None:
                 yield prompt(self._scenes.serial(running, tile), pixels, fields)
 
@@ -168,10 +175,10 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
         """What `output_to_files` and `output_to_response` take; kept until `forget`."""
         running = None
         async for _, output in model_output:
-            running = await asyncio.to_thread(self._write, output)
+            running = await _in(self._hands, self._write, output)
         if running is None:
             raise ValueError("no output came back")
-        return await asyncio.to_thread(self._finish, running)
+        return await _in(self._hands, self._finish, running)
 
     def post_process(
         self, model_output: Sequence[PoolingRequestOutput], request_id: str | None = None, **kwargs: Any
@@ -212,3 +219,7 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
 def _borrowed(file: Path) -> Spooled:
     """A file that is somebody else's to remove."""
     return Spooled(file, file.stat().st_size, owned=False)
+
+
+def _in(threads: Executor, work: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
+    return asyncio.get_running_loop().run_in_executor(threads, work, *args)

@@ -20,7 +20,7 @@ from baton.demo.voyage import DAYS, EVENTS, FEW_DAYS, ships_log
 from baton.engines.fake import FakeEngine
 from baton.errors import OperatorError
 from baton.serve import welcome
-from baton.settings import load_settings
+from baton.settings import EngineSettings, load_settings
 from baton.telemetry.progress import PhaseProgress
 
 RELAYED = Way("handoff", "handed on", "a", "b", relays=True)
@@ -139,7 +139,8 @@ def test_what_a_starting_gateway_prints_is_understood() -> None:
     assert (first["name"], first["text"]) == ("engine reader", "loading: the weights")
     assert last["text"] in ARRIVED
     url = "http://127.0.0.1:4711"
-    found = READY.search(welcome(url, url, ["reader", "others"], keyed=True))
+    engines = [EngineSettings(name=name, model="smollm2") for name in ("reader", "others")]
+    found = READY.search(welcome(url, url, engines, keyed=True))
     assert found is not None
     assert found[1] == url
 

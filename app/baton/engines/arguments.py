@@ -15,6 +15,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from baton.engines.faults import scrub
 from baton.errors import SettingsError
+from baton.models.catalog import EMBEDDED
 from baton.settings import MIB, EngineSettings, nearest, reasons
 
 CPU_KV_CACHE_BYTES = 512 * MIB
@@ -66,7 +67,7 @@ def engine_args(
             raise SettingsError(f"{where}: set by {OWNED[key]}")
         if key not in known:
             raise SettingsError(f"{where}: unknown to vLLM{nearest(key, known)}")
-    args: dict[str, Any] = _platform_defaults() | settings.args
+    args: dict[str, Any] = _platform_defaults() | _model_defaults(settings) | settings.args
     if settings.kv_cache_memory is not None:
         args["kv_cache_memory_bytes"] = int(settings.kv_cache_memory)
     given = args.pop("kv_transfer_config", None)
@@ -79,6 +80,20 @@ def engine_args(
     except (ValidationError, ValueError, TypeError, OSError) as error:
         reason = scrub(str(error).partition("\n")[0])
         raise SettingsError(f"engines '{settings.name}': args: vLLM refuses them: {reason}") from None
+
+
+def _model_defaults(settings: EngineSettings) -> dict[str, Any]:
+    """What an embedded model needs.
+
+    Raises:
+        SettingsError: it is to do what it cannot.
+    """
+    known = EMBEDDED.get(settings.model)
+    if known is None:
+        return {}
+    if known.runner != settings.runner:
+        raise SettingsError(f"engines '{settings.name}': {known.name} needs `runner = \"{known.runner}\"`")
+    return dict(known.args)
 
 
 def _platform_defaults() -> dict[str, Any]:
@@ -138,7 +153,8 @@ def settings_from_command_line(arguments: list[str]) -> EngineSettings:
     names = changed.pop("served_model_name", None) or [model.rstrip("/").rsplit("/", 1)[-1]]
     memory = changed.pop("kv_cache_memory_bytes", None)
     plugin = changed.pop("io_processor_plugin", None)
-    runner = changed.pop("runner", "generate" if plugin is None else "pooling")
+    usual = EMBEDDED[model].runner if model in EMBEDDED else "generate" if plugin is None else "pooling"
+    runner = changed.pop("runner", usual)
     serving = {key: changed.pop(key) for key in SERVING_OPTIONS if key in changed}
     _refuse_frontend_flags(changed)
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,9 @@ class EmbeddedModel:
         source: the weights' file inside the package.
         source_sha256: digest of that file; another file is refused.
         license: SPDX identifier of the weights.
+        as_is: the folder that holds `source` is the model; nothing is unpacked.
+        runner: what its engine does.
+        args: vLLM's arguments it needs; the settings stand above them.
     """
 
     name: str
@@ -26,6 +31,9 @@ class EmbeddedModel:
     source: str
     source_sha256: str
     license: str
+    as_is: bool = False
+    runner: Literal["generate", "pooling"] = "generate"
+    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 SMOLLM2 = EmbeddedModel(
@@ -38,4 +46,17 @@ SMOLLM2 = EmbeddedModel(
     license="Apache-2.0",
 )
 
-EMBEDDED: dict[str, EmbeddedModel] = {model.name: model for model in (SMOLLM2,)}
+FLOOD_TINY = EmbeddedModel(
+    name="flood-tiny",
+    title="Prithvi-EO architecture, water in six-band scenes",
+    package="baton_geo",
+    distribution="vllm-baton[geo]",
+    source="flood_tiny/model.safetensors",
+    source_sha256="",
+    license="Apache-2.0",
+    as_is=True,
+    runner="pooling",
+    args={"skip_tokenizer_init": True, "mm_processor_cache_gb": 0, "max_num_seqs": 8},
+)
+
+EMBEDDED: dict[str, EmbeddedModel] = {model.name: model for model in (SMOLLM2, FLOOD_TINY)}

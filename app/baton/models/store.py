@@ -56,8 +56,10 @@ class ModelStore:
         Raises:
             StartError: the package is missing, is not the known one, or cannot be converted.
         """
-        target = self.folder / model.name
+        target = self.place(model)
         report("checking the files")
+        if model.as_is:
+            return _source(model).parent
         if self.is_ready(model):
             return target  # nothing is written: the folder may be read-only
         try:
@@ -73,6 +75,14 @@ class ModelStore:
             ) from None
         return target
 
+    def place(self, model: EmbeddedModel) -> Path:
+        """The folder vLLM is given."""
+        if not model.as_is:
+            return self.folder / model.name
+        spec = importlib.util.find_spec(model.package)
+        package = Path(spec.origin).parent if spec is not None and spec.origin is not None else self.folder
+        return (package / model.source).parent
+
     def _sweep(self, model: EmbeddedModel) -> None:
         """Remove what a killed preparation left; under the lock, so nobody works in it."""
         for scratch in self.folder.glob(f".{model.name}-*"):
@@ -80,8 +90,10 @@ class ModelStore:
 
     def is_ready(self, model: EmbeddedModel) -> bool:
         """Whether every file of the model is there with the digest it was written with."""
-        target = self.folder / model.name
+        target = self.place(model)
         try:
+            if model.as_is:
+                return digest(target / Path(model.source).name) == model.source_sha256
             manifest = json.loads((target / MANIFEST).read_text())
             known = (manifest["format"], manifest["source_sha256"])
             return known == (FORMAT, model.source_sha256) and all(
