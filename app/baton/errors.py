@@ -26,7 +26,7 @@
     │   ├── PluginFailed             500 plugin_failed
     │   ├── EngineOverloaded         503 engine_overloaded     (retryable)
     │   ├── EngineUnavailable        503 engine_unavailable    (retryable)
-    │   ├── PluginBusy               503 plugin_busy           (retryable; or the code the plugin says)
+    │   ├── PluginBusy               503 plugin_busy           (retryable) or the code the plugin says
     │   └── PluginTimeout            504 plugin_timeout
     └── OperatorError                never answered over HTTP: one readable paragraph and an exit code
         ├── SettingsError            exit 2

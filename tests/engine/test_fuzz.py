@@ -22,7 +22,8 @@ from schemathesis.specs.openapi.checks import (
 
 pytestmark = pytest.mark.engine
 EXAMPLES = 100
-INPUT_PATHS = ("/v1/embeddings", "/v1/responses")
+EMBED_PATHS = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank")
+INPUT_PATHS = ("/v1/embeddings", "/v1/responses", "/pooling", "/classify")
 LIMIT_FIELDS = {
     "/v1/chat/completions": "max_completion_tokens",
     "/v1/responses": "max_output_tokens",
@@ -46,7 +47,7 @@ def test_no_request_meets_a_5xx_or_an_undocumented_answer(tiny_gateway: RealGate
         counts[label] = _try(operation, tiny_gateway)
     for label, statuses in counts.items():
         print(f"{label}: {statuses.total()} cases, {dict(sorted(statuses.items()))}")
-    assert len(counts) >= 13
+    assert len(counts) >= 21
     assert all(
         statuses.total() >= (EXAMPLES if label.startswith("POST") else 1)
         for label, statuses in counts.items()
@@ -97,11 +98,14 @@ def _steer(case: Any, data: strategies.DataObject) -> None:
     for field in set(case.body) - kept:
         del case.body[field]
     words = strategies.text(min_size=1, max_size=40)
-    sound: dict[str, Any] = {"model": "embed" if case.path.endswith("/embeddings") else "tiny"}
+    sound: dict[str, Any] = {"model": "embed" if case.path.endswith(EMBED_PATHS) else "tiny"}
     if case.path in LIMIT_FIELDS:  # or most cases would run to the end of the context
         sound[LIMIT_FIELDS[case.path]] = data.draw(strategies.integers(1, 8))
     if "chat" in case.path or "messages" in case.path:
         sound["messages"] = [{"role": "user", "content": data.draw(words)}]
+    elif case.path.endswith(("/score", "/rerank")):
+        sound["queries" if case.path.endswith("/score") else "query"] = data.draw(words)
+        sound["documents"] = data.draw(strategies.lists(words, min_size=1, max_size=3))
     elif case.path == "/detokenize":
         sound["tokens"] = data.draw(strategies.lists(strategies.integers(0, 49151), max_size=9))
     else:

@@ -14,10 +14,10 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_defaults_serve_the_embedded_model_on_loopback() -> None:
+def test_defaults_serve_the_embedded_models_on_loopback() -> None:
     settings = load_settings()
     assert (settings.host, settings.port) == ("127.0.0.1", 8000)
-    assert [engine.model for engine in settings.engines] == ["smollm2"]
+    assert [engine.model for engine in settings.engines] == ["smollm2", "flood-tiny"]
     assert settings.loopback
 
 

@@ -14,9 +14,9 @@ ANYTHING = "*/*"
 def wanted_types(headers: Headers) -> list[str]:
     """The media ranges of `Accept` without their parameters, the favourite first; none given: anything."""
     weighed = [_weighed(part) for part in ",".join(headers.getlist("accept")).split(",")]
-    ranges = [(name, weight) for name, weight in weighed if name and weight > 0]
-    ranges.sort(key=lambda item: -item[1])
-    return [name for name, _ in ranges] or [ANYTHING]
+    named = [(name, weight) for name, weight in weighed if name]
+    named.sort(key=lambda item: -item[1])
+    return [name for name, weight in named if weight > 0] if named else [ANYTHING]
 
 
 def _weighed(part: str) -> tuple[str, float]:

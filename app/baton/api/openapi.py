@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from baton import __version__
 from baton.api import wishes
 from baton.api.auth import PUBLIC_PATHS
+from baton.api.limits import UPLOAD_TYPES
 from baton.engines.port import Operation
 from baton.handoffs.record import HandoffState
 
@@ -24,9 +25,18 @@ PATHS: dict[str, Operation] = {
     "/v1/messages": Operation.MESSAGES,
     "/v1/messages/count_tokens": Operation.COUNT_TOKENS,
     "/v1/embeddings": Operation.EMBEDDINGS,
+    "/pooling": Operation.POOLING,
+    "/classify": Operation.CLASSIFY,
+    "/score": Operation.SCORE,
+    "/v1/score": Operation.SCORE,
+    "/rerank": Operation.RERANK,
+    "/v1/rerank": Operation.RERANK,
+    "/v2/rerank": Operation.RERANK,
     "/tokenize": Operation.TOKENIZE,
     "/detokenize": Operation.DETOKENIZE,
 }
+PACKED = (Operation.EMBEDDINGS, Operation.POOLING)
+"""These may answer in bytes."""
 STREAMING = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES)
 OPERATION_ERRORS = {
     "400": "The request is not valid; `param` names the field.",
@@ -70,6 +80,29 @@ HANDOFF_LIST_SCHEMA: dict[str, Any] = {
         "first_id": TEXT_OR_NULL,
         "last_id": TEXT_OR_NULL,
     },
+}
+BINARY = {"schema": {"type": "string", "format": "binary"}}
+UPLOAD_PARAMETERS = [
+    {
+        "name": "model",
+        "in": "query",
+        "description": "Of a file sent as it is: the model; the plugin's own options stand beside it.",
+        "schema": {"type": "string"},
+    },
+    {"name": "priority", "in": "query", "description": "Lower is sooner.", "schema": {"type": "integer"}},
+]
+PLUGIN_ANSWER: dict[str, Any] = {
+    "type": "object",
+    "required": ["request_id", "created_at", "data"],
+    "properties": {
+        "request_id": {"type": "string"},
+        "created_at": {"type": "integer"},
+        "data": {"description": "The plugin's own."},
+    },
+}
+PLUGIN_ERRORS = {
+    "406": "The plugin makes nothing of a kind that `Accept` names.",
+    "504": "The plugin took too long.",
 }
 UNAUTHORIZED = {"401": "A valid API key is needed."}
 ERROR_SCHEMA: dict[str, Any] = {
@@ -156,10 +189,24 @@ def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any
     content: dict[str, Any] = {"application/json": {"schema": schemas["response"]}}
     if name in STREAMING:
         content["text/event-stream"] = {"schema": EVENT_SCHEMA}
-    if name is Operation.EMBEDDINGS:
-        content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+    if name in PACKED:
+        content["application/octet-stream"] = BINARY
+    if name is Operation.POOLING:
+        _describe_plugins(operation, content)
     operation["responses"]["200"]["content"] = content
     _add_errors(operation["responses"], OPERATION_ERRORS)
+
+
+def _describe_plugins(operation: dict[str, Any], content: dict[str, Any]) -> None:
+    """What `/pooling` takes and gives where an IO processor plugin does the work."""
+    content["application/json"] = {
+        "schema": {"anyOf": [content["application/json"]["schema"], PLUGIN_ANSWER]}
+    }
+    content |= dict.fromkeys(("image/*", "application/zip"), BINARY)
+    taken = operation["requestBody"]["content"]
+    taken |= dict.fromkeys(sorted(UPLOAD_TYPES), BINARY)
+    operation["parameters"] = UPLOAD_PARAMETERS
+    _add_errors(operation["responses"], PLUGIN_ERRORS)
 
 
 def _describe_handoffs(path: str, method: str, operation: dict[str, Any]) -> None:

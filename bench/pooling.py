@@ -1,0 +1,300 @@
+"""Scenes through Baton, through plain vLLM's server with the same plugin, and torch's forward of their tiles.
+
+`make bench-pooling`, minutes. All three are up the whole time; rounds alternate, so that a machine whose
+speed drifts is fair to all. Printed are medians, ratios, how `/health` answered meanwhile, and memory.
+`--full` sends one whole Sentinel-2 tile (10,980 x 10,980, six bands) to Baton and watches its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import httpx
+import numpy as np
+import psutil
+import rasterio
+from rasterio import Affine
+from rich.console import Console
+from rich.progress import track
+from servers import ENVIRONMENT, Server, free_port
+
+from baton.models.catalog import FLOOD_TINY
+from baton.models.store import ModelStore
+from baton_geo.flood.scenes import make_scene
+from baton_geo.raster.grid import Grid
+
+MODEL = "flood-tiny"
+BATCH = 8
+BIG, SMALL, MANY = 2048, 512, 8
+FULL = 10_980
+PROBE_S = 0.01
+BODY = "256MiB"
+
+
+class Torch:
+    """`torch_tiles.py` in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        script = str(Path(__file__).parent / "torch_tiles.py")
+        self._command = [sys.executable, script, str(folder), str(BATCH)]
+
+    def __enter__(self) -> Torch:
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | ENVIRONMENT,
+        )
+        self._pipe().readline()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+    def _pipe(self) -> IO[str]:
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def seconds(self, tiles: int) -> float:
+        """How long the forwards of so many tiles take."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{tiles}\n")
+        self._process.stdin.flush()
+        return float(self._pipe().readline())
+
+
+def baton(folder: Path) -> Server:
+    """Baton with the shipped model alone."""
+    config = folder / "pooling.toml"
+    config.write_text(
+        f'limits = {{ body_bytes = "{BODY}" }}\n'
+        f'[[engines]]\nname = "{MODEL}"\nmodel = "{MODEL}"\nrunner = "pooling"\n'
+    )
+    port = free_port()
+    command = [str(Path(sys.executable).parent / "baton"), "serve", "--config", str(config)]
+    return Server("Baton", [*command, "--port", str(port)], f"http://127.0.0.1:{port}")
+
+
+def plain_vllm(model: Path) -> Server:
+    """vLLM's own server with the same plugin and engine settings."""
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), "--runner", "pooling"),
+        *("--skip-tokenizer-init", "--enforce-eager", "--mm-processor-cache-gb", "0"),
+        *("--max-num-seqs", str(FLOOD_TINY.args["max_num_seqs"]), "--kv-cache-memory-bytes", str(2**26)),
+    ]
+    return Server("plain vLLM", command, f"http://127.0.0.1:{port}")
+
+
+def scene(size: int, seed: int, folder: Path) -> Path:
+    """A made-up scene as a tiled GeoTIFF."""
+    path = folder / f"scene-{size}-{seed}.tif"
+    part = make_scene(seed, SMALL, SMALL).pixels
+    repeats = -(-size // SMALL)
+    pixels = np.tile(part, (1, repeats, repeats))[:, :size, :size]
+    profile = {"driver": "GTiff", "width": size, "height": size, "count": len(pixels), "dtype": "int16"}
+    profile |= {"tiled": True, "blockxsize": 512, "blockysize": 512, "compress": "deflate", "nodata": -9999}
+    with rasterio.open(
+        path, "w", crs="EPSG:32633", transform=Affine(10, 0, 5e5, 0, -10, 5e6), **profile
+    ) as file:
+        file.write(pixels)
+    return path
+
+
+def tiles_of(size: int, card: dict[str, int]) -> int:
+    """Tiles a scene of `size` x `size` is cut into."""
+    return len(Grid(size, size, card["tile"], card["overlap"]))
+
+
+def post_json(client: httpx.Client, path: Path) -> None:
+    """As vLLM's own server takes it."""
+    encoded = base64.b64encode(path.read_bytes()).decode()
+    data = {"data": encoded, "data_format": "b64_json", "image_format": "tiff", "out_data_format": "b64_json"}
+    client.post("/pooling", json={"model": MODEL, "data": data}).raise_for_status()
+
+
+def post_file(client: httpx.Client, path: Path) -> None:
+    """As Baton takes it too."""
+    with open(path, "rb") as stream:
+        headers = {"content-type": "image/tiff"}
+        client.post(f"/pooling?model={MODEL}", content=stream, headers=headers).raise_for_status()
+
+
+Post = Callable[[httpx.Client, Path], None]
+
+
+def timed(url: str, paths: list[Path], post: Post) -> float:
+    """Seconds until all of them are answered, sent at once."""
+    with httpx.Client(base_url=url, timeout=1800) as client, ThreadPoolExecutor(len(paths)) as pool:
+        began = time.perf_counter()
+        list(pool.map(lambda path: post(client, path), paths))
+        return time.perf_counter() - began
+
+
+class Probe:
+    """Asks `/health` all the time, and looks at the memory of the front end and its raster processes."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.waits: list[float] = []
+        self.peak_mib = 0.0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        over = threading.Event()
+        threads = [threading.Thread(target=watch, args=(over,)) for watch in (self._ask, self._look)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+    def _ask(self, over: threading.Event) -> None:
+        with httpx.Client(base_url=self._server.url, timeout=60) as client:
+            while not over.is_set():
+                began = time.perf_counter()
+                client.get("/health").raise_for_status()
+                self.waits.append((time.perf_counter() - began) * 1000)
+                time.sleep(PROBE_S)
+
+    def _look(self, over: threading.Event) -> None:
+        while not over.is_set():
+            self.peak_mib = max(self.peak_mib, front_end_mib(self._server.process.pid))
+            time.sleep(0.1)
+
+    def row(self) -> str:
+        """p50, p99, most, in milliseconds; peak memory in MiB."""
+        p50, p99 = np.percentile(self.waits, [50, 99])
+        return f"{p50:.1f} | {p99:.1f} | {max(self.waits):.0f} | {self.peak_mib:.0f}"
+
+
+def front_end_mib(pid: int) -> float:
+    """Proportional memory of a server's process and of its raster processes, without its engine's."""
+    front = psutil.Process(pid)
+    raster = [child for child in front.children(recursive=True) if "nursery" in " ".join(_words(child))]
+    return sum(_pss(process) for process in (front, *raster)) / 2**20
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
+def _pss(process: psutil.Process) -> float:
+    try:
+        return float(process.memory_full_info().pss)
+    except psutil.Error:
+        return 0.0
+
+
+def compare(
+    ours: Server, theirs: Server, torch: Torch, paths: list[Path], tiles: int, rounds: int
+) -> list[str]:
+    """One table: the same scenes every way, `rounds` times."""
+    ways: dict[str, Callable[[], float]] = {
+        "torch forward": lambda: torch.seconds(tiles),
+        "Baton, JSON": lambda: timed(ours.url, paths, post_json),
+        "Baton, upload": lambda: timed(ours.url, paths, post_file),
+        "plain vLLM, JSON": lambda: timed(theirs.url, paths, post_json),
+    }
+    probes = {"Baton, JSON": Probe(ours), "Baton, upload": Probe(ours), "plain vLLM, JSON": Probe(theirs)}
+    seen: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        way()  # warm
+    for number in track(range(rounds), f"{len(paths)} scenes", console=Console(stderr=True)):
+        for name in list(ways) if number % 2 == 0 else list(ways)[::-1]:
+            if name in probes:
+                with probes[name].watching():
+                    seen[name].append(ways[name]())
+            else:
+                seen[name].append(ways[name]())
+    return rows(seen, probes, paths)
+
+
+def rows(seen: dict[str, list[float]], probes: dict[str, Probe], paths: list[Path]) -> list[str]:
+    """A Markdown table of medians."""
+    with rasterio.open(paths[0]) as file:
+        megapixels = file.width * file.height / 1e6 * len(paths)
+    medians = {name: statistics.median(times) for name, times in seen.items()}
+    table = [
+        "| way | s | megapixels/s | of torch | of plain vLLM | /health p50 ms | p99 | most | MiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, seconds in medians.items():
+        forward, plain = medians["torch forward"] / seconds, medians["plain vLLM, JSON"] / seconds
+        probed = probes[name].row() if name in probes else "- | - | - | -"
+        pace = f"{seconds:.2f} | {megapixels / seconds:.3f}"
+        table.append(f"| {name} | {pace} | {forward:.2f} | {plain:.2f} | {probed} |")
+    return table
+
+
+def whole_tile(ours: Server, folder: Path) -> list[str]:
+    """One 10,980 x 10,980 scene of six bands through Baton, and what its memory did."""
+    path = scene(FULL, 7, folder)
+    idle = front_end_mib(ours.process.pid)
+    probe = Probe(ours)
+    with probe.watching():
+        seconds = timed(ours.url, [path], post_file)
+    return [
+        f"{FULL} x {FULL}, six bands of int16 ({FULL**2 * 12 / 1e9:.2f} GB; "
+        f"{path.stat().st_size / 1e9:.2f} GB sent): {seconds:.0f} s, "
+        f"{FULL**2 / 1e6 / seconds:.2f} megapixels/s.",
+        f"Memory of gateway and raster processes: {idle:.0f} MiB idle, {probe.peak_mib:.0f} MiB at most: "
+        f"+{probe.peak_mib - idle:.0f} MiB. /health p50, p99, most (ms), MiB: {probe.row()}.",
+    ]
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--full", action="store_true", help="only the whole Sentinel-2 tile, through Baton")
+    options = parser.parse_args()
+    model = ModelStore(Path("/nowhere")).prepare(FLOOD_TINY)
+    card = json.loads((model / "config.json").read_text())["baton_geo"]
+    print(f"{datetime.date.today()}, {len(os.sched_getaffinity(0))} cores, {options.rounds} rounds\n")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.full:
+            with baton(folder) as ours:
+                print("\n".join(whole_tile(ours, folder)))
+            return
+        big, small = [scene(BIG, 1, folder)], [scene(SMALL, 2 + n, folder) for n in range(MANY)]
+        with baton(folder) as ours, plain_vllm(model) as theirs, Torch(model) as torch:
+            for paths, size in ((big, BIG), (small, SMALL)):
+                tiles = tiles_of(size, card) * len(paths)
+                print(f"### {len(paths)} x {size} x {size}, {tiles} tiles\n")
+                print("\n".join(compare(ours, theirs, torch, paths, tiles, options.rounds)), "\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""An upload's query says the same as a JSON request's fields."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from baton_geo.errors import RequestInvalid
+from baton_geo.queries import options_of_query
+
+
+def test_every_option_has_its_spelling() -> None:
+    """Lists with commas, a place as two numbers."""
+    query = {
+        "indices": "3,2,1",
+        "outputs": "mask,preview",
+        "dates": "2024-05-01,2024-06-01",
+        "location": "47.5,-8.25",
+        "image_format": "tiff",
+        "out_data_format": "b64_json",
+    }
+    options = options_of_query(query, ())
+    assert options.indices == (3, 2, 1)
+    assert options.outputs == ("mask", "preview")
+    assert options.dates == (datetime.date(2024, 5, 1), datetime.date(2024, 6, 1))
+    assert options.location is not None
+    assert (options.location.latitude, options.location.longitude) == (47.5, -8.25)
+
+
+@pytest.mark.parametrize(
+    ("accept", "outputs"),
+    [
+        ((), ("mask",)),
+        (("*/*",), ("mask",)),
+        (("image/png", "image/tiff"), ("preview",)),
+        (("application/zip",), ("mask", "preview")),
+        (("application/json",), ("mask",)),
+    ],
+)
+def test_what_is_accepted_decides_where_the_query_does_not(
+    accept: tuple[str, ...], outputs: tuple[str, ...]
+) -> None:
+    """A client that wants a picture need not say it twice."""
+    assert options_of_query({}, accept).outputs == outputs
+    assert options_of_query({"outputs": "probabilities"}, accept).outputs == ("probabilities",)
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ({"indices": "a"}, "0,1,2"),
+        ({"indices": ""}, "0,1,2"),
+        ({"location": "1"}, "latitude,longitude"),
+        ({"location": "95,0"}, "latitude"),
+        ({"outputs": "maks"}, "mask"),
+        ({"dates": "yesterday"}, "YYYY-MM-DD"),
+        ({"indizes": "1"}, "indices"),
+        ({"data": "/etc/passwd"}, "not a field"),
+        ({"data_format": "path"}, "not a field"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_the_right_one(query: dict[str, str], words: str) -> None:
+    """And a body is a body: no query turns it into a path."""
+    with pytest.raises(RequestInvalid, match=words):
+        options_of_query(query, ())
