@@ -52,7 +52,7 @@ def fake_gateway() -> Iterator[FakeGateway]:
 
 @pytest.fixture(scope="session")
 def real_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
-    """`baton serve` with two engines on SmolLM2's real weights, shared by the whole run."""
+    """`baton serve` with two engines on SmolLM2's real weights and the shipped geospatial one, for the whole run."""
     config = ENGINE_TESTS / "two_engines.toml"
     folder = tmp_path_factory.mktemp("gateway")
     store = {"BATON_HANDOFFS__STORE": f"file:{folder / 'handoffs'}"}
@@ -123,7 +123,7 @@ def raster_host() -> Iterator[RasterHost]:
 
 @pytest.fixture(scope="session")
 def geo_gateway(geo_folder: Path, raster_host: RasterHost) -> Iterator[RealGateway]:
-    """`baton serve` with the shipped geospatial model, a small random one and a plugin of older vLLM."""
+    """`baton serve` with a small random geospatial model and a plugin of older vLLM."""
     text = (ENGINE_TESTS / "geo_engines.toml").read_text()
     (geo_folder / "baton.toml").write_text(text.format(folder=geo_folder, port=raster_host.port))
     environment = {"PYTHONPATH": str(geo_folder / "packages"), "TMPDIR": str(geo_folder / "spool")}

@@ -102,7 +102,9 @@ def test_the_two_commands_come_first_and_exist() -> None:
 
 def test_every_file_named_is_there() -> None:
     step_by_step = README[README.index("## A request") :]
-    for name in re.findall(r"`((?:api|engines|handoffs|models|telemetry)/\w+\.py|\w+\.py)`", step_by_step):
+    for name in re.findall(
+        r"`((?:api|engines|handoffs|models|pooling|telemetry)/\w+\.py|\w+\.py)`", step_by_step
+    ):
         assert (ROOT / "app/baton" / name).is_file(), name
 
 
@@ -113,7 +115,10 @@ def test_the_code_shown_runs_on_a_real_gateway(real_gateway: RealGateway, tmp_pa
     assert len(shown) >= 3
     for block in blocks("bash"):
         script = "set -e\n" + block.replace(here, real_gateway.url).replace("curl ", "curl --fail -sS ")
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+        script = script.replace(".venv/bin/python", sys.executable)
+        done = subprocess.run(
+            ["bash", "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path
+        )
         assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
         assert done.stdout.strip()
     assert "Paris" in _last_output(blocks("bash")[0], real_gateway.url)

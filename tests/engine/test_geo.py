@@ -33,6 +33,13 @@ FORBIDDEN = re.compile(r"/tmp|/home|/root|/proc|Traceback|\w+(Error|Exception)\b
 
 
 @pytest.fixture
+def shipped(real_gateway: RealGateway) -> Iterator[httpx.Client]:
+    """A client of the gateway that serves the shipped model."""
+    with real_gateway.client() as client:
+        yield client
+
+
+@pytest.fixture
 def client(geo_gateway: RealGateway) -> Iterator[httpx.Client]:
     with geo_gateway.client() as client:
         yield client
@@ -77,10 +84,10 @@ def until(condition: Callable[[], object], seconds: float = 10.0) -> bool:
     return bool(condition())
 
 
-def test_the_shipped_model_finds_the_water(client: httpx.Client) -> None:
+def test_the_shipped_model_finds_the_water(shipped: httpx.Client) -> None:
     """A made-up scene it has not seen: the mask's water is the scene's."""
     scene = make_scene(9001, 512, 512)
-    response = send(client, geotiff(scene.pixels, nodata=-9999), "flood")
+    response = send(shipped, geotiff(scene.pixels, nodata=-9999), "flood-tiny")
     assert response.status_code == 200
     mask, _ = opened(response.content)
     known = scene.label != 255
@@ -88,11 +95,11 @@ def test_the_shipped_model_finds_the_water(client: httpx.Client) -> None:
     assert (water & found).sum() / (water | found).sum() > 0.93
 
 
-def test_the_mask_equals_a_plain_torch_pipeline_on_every_pixel(client: httpx.Client) -> None:
+def test_the_mask_equals_a_plain_torch_pipeline_on_every_pixel(shipped: httpx.Client) -> None:
     """Decoding, tiles, engine, blending and nodata, against the same in a page of torch."""
     scene = make_scene(9002, 430, 610)
     content = geotiff(scene.pixels, nodata=-9999, compress="deflate")
-    mask, profile = opened(send(client, content, "flood").content)
+    mask, profile = opened(send(shipped, content, "flood-tiny").content)
     assert np.array_equal(mask[0], torch_mask(flood_folder(), content))
     assert (profile["crs"].to_epsg(), profile["nodata"]) == (32633, 255)
     assert (profile["transform"].a, profile["transform"].c, profile["transform"].f) == (
@@ -269,13 +276,13 @@ def test_f6_a_redirect_out_of_the_allowed_hosts_is_not_followed(
     assert raster_host.connects == before + 1
 
 
-def test_the_shipped_model_takes_neither_addresses_nor_paths(client: httpx.Client, geo_folder: Path) -> None:
+def test_the_shipped_model_takes_neither_addresses_nor_paths(shipped: httpx.Client, geo_folder: Path) -> None:
     """Nobody allowed them there."""
     for data in (
         {"data": "https://example.org/x.tif", "data_format": "url"},
         {"data": str(geo_folder / "rasters"), "data_format": "path"},
     ):
-        assert code_of(client.post("/pooling", json={"model": "flood", "data": data})) == (
+        assert code_of(shipped.post("/pooling", json={"model": "flood-tiny", "data": data})) == (
             400,
             "source_refused",
         )
@@ -346,14 +353,14 @@ def test_f5_a_classic_plugin_that_raises_costs_only_its_own_request(client: http
 
 def test_input_to_a_plugin_model_is_a_400(client: httpx.Client) -> None:
     """Plain vLLM answers an empty 500."""
-    response = client.post("/pooling", json={"model": "flood", "input": "where is the water?"})
+    response = client.post("/pooling", json={"model": "rgb", "input": "where is the water?"})
     assert code_of(response) == (400, "invalid_request")
 
 
 def test_the_plugins_are_listed_with_who_runs_them(client: httpx.Client) -> None:
     """The shipped one, and the test's."""
     rows = {(row["group"], row["name"]): row for row in client.get("/v1/plugins").json()["data"]}
-    assert rows["vllm.io_processor_plugins", "baton_geo"]["engines"] == ["flood", "rgb"]
+    assert rows["vllm.io_processor_plugins", "baton_geo"]["engines"] == ["rgb"]
     assert rows["vllm.io_processor_plugins", "classic_echo"]["distribution"] == "classic-echo"
     assert rows["vllm.general_plugins", "baton_geo"]["loaded"] is True
 
