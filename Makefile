@@ -14,12 +14,12 @@ TORCH_INDEX ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve demo test lint format bench bench-handoff bench-transfer chaos soak lock schemas clean
+.PHONY: help serve demo test lint format bench bench-handoff bench-transfer bench-pooling chaos soak lock schemas clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-serve: $(VENV)/.serve ## Install, prepare the embedded model, start the gateway (PORT=, HOST=, CONFIG=, ARGS=)
+serve: $(VENV)/.serve ## Install, prepare the embedded models, start the gateway (PORT=, HOST=, CONFIG=, ARGS=)
 	@exec $(BIN)/baton serve $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 
 demo: $(VENV)/.serve ## Watch agents hand their context to one another (two minutes)
@@ -46,6 +46,9 @@ bench-handoff: $(VENV)/.dev ## Measure what handoffs save and cost (ten minutes)
 
 bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory (seconds)
 	$(BIN)/python bench/transfer.py $(ARGS)
+
+bench-pooling: $(VENV)/.dev ## Measure scenes beside plain vLLM's server and torch alone (minutes; ARGS=--full: a whole Sentinel-2 tile)
+	$(BIN)/python bench/pooling.py $(ARGS)
 
 chaos: $(VENV)/.dev ## Break engines on purpose (minutes)
 	$(BIN)/python -m pytest -m chaos $(ARGS)

@@ -110,11 +110,14 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
         return self._prompts(running)
 
     async def _prompts(self, running: Running) -> AsyncGenerator[dict[str, Any], None]:
-        fields = self._fields(running)
+        fields, empty = self._fields(running), True
         for tile in range(running.scene.info.tiles):
             pixels = await _in(self._hands, running.scene.read, tile)
             if pixels is not None:
+                empty = False
                 yield prompt(self._scenes.serial(running, tile), pixels, fields)
+        if empty:
+            await _in(self._hands, running.scene.finish)  # says that every pixel is nodata
 
     def pre_process(
         self, prompt: Ask, request_id: str | None = None, **kwargs: Any
@@ -139,11 +142,14 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
             )
         fields = self._fields(running)
         read = ((tile, running.scene.read(tile)) for tile in range(tiles))
-        return [
+        prompts = [
             prompt(self._scenes.serial(running, tile), pixels, fields)
             for tile, pixels in read
             if pixels is not None
         ]
+        if not prompts:
+            running.scene.finish()  # says that every pixel is nodata
+        return prompts
 
     def _open(self, raster: Spooled, options: GeoOptions, request_id: str | None) -> Running:
         ask = SceneAsk(
@@ -209,6 +215,12 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
     def output_to_response(self, output: Finished) -> IOProcessorResponse[GeoAnswer]:
         """The JSON answer."""
         return IOProcessorResponse(request_id=output.running.request_id, data=output.answer())
+
+    def close(self) -> None:
+        """End the raster processes; for servers that say when they are done."""
+        self._decoders.close()
+        self._openers.shutdown(wait=False)
+        self._hands.shutdown(wait=False)
 
     def forget(self, request_id: str) -> None:
         """Let go of a request's scene, whatever became of it."""

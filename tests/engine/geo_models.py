@@ -56,6 +56,9 @@ def make(folder: Path, bands: tuple[str, ...]) -> None:
     torch.manual_seed(len(bands))
     described = config(bands)
     model = PrithviSegmenter(PrithviConfig.from_hf(described))
+    for name, parameter in model.head.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.zeros_(parameter)  # or one class would win nearly everywhere
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described))
     save_file(

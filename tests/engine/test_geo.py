@@ -69,6 +69,13 @@ def colourful(height: int, width: int, seed: int = 0) -> Any:
     return (smooth + random.integers(0, 20, smooth.shape)).clip(0, 255).astype(np.uint8)
 
 
+def nearly_all_the_same(mask: Any, reference: Any) -> bool:
+    """Random weights leave classes close to a tie, which the last bit of a float decides: it depends on how many
+    tiles, of whatever scenes, the engine computes at once.
+    """
+    return mask.shape == reference.shape and bool((mask != reference).mean() < 1e-3)
+
+
 def decoders(gateway: RealGateway) -> list[psutil.Process]:
     """The processes that decode rasters for scenes now."""
     nurseries = [
@@ -123,11 +130,13 @@ def test_sixteen_scenes_at_once_each_get_their_own_answer(client: httpx.Client, 
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda content: send(client, content), asked))
     for content, answer in zip(asked, answers, strict=True):
+        assert answer.status_code == 200, answer.text
         mask, profile = opened(answer.content)
         _, wanted = opened(content)
         for key in ("crs", "transform", "width", "height"):
             assert profile[key] == wanted[key]
-        assert np.array_equal(mask[0], torch_mask(geo_folder / "rgb", content))
+        assert nearly_all_the_same(mask[0], torch_mask(geo_folder / "rgb", content))
+        assert len(np.unique(mask)) > 1
 
 
 def test_the_published_client_works_unmodified(client: httpx.Client, raster_host: RasterHost) -> None:
@@ -190,7 +199,7 @@ def test_a_photo_is_taken_by_a_model_of_three_bands(client: httpx.Client, geo_fo
     assert answer["notes"]
     assert all(area["hectares"] is None for area in answer["classes"])
     mask, _ = opened(base64.b64decode(answer["data"]))
-    assert np.array_equal(mask[0], torch_mask(geo_folder / "rgb", geotiff(pixels, RGB)))
+    assert nearly_all_the_same(mask[0], torch_mask(geo_folder / "rgb", geotiff(pixels, RGB)))
 
 
 def test_f4_orientation_in_a_photo_is_applied(client: httpx.Client) -> None:

@@ -19,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from baton.engines import arguments, handlers
 from baton.engines.client import CURRENT_CALL, Call, WatchedClient, salted
 from baton.engines.faults import UNFORESEEN, from_response, scrub, translate
-from baton.engines.plugins import chosen_plugin, make_plugin, plugin_params
+from baton.engines.plugins import chosen_plugin, close_plugin, make_plugin, plugin_params
 from baton.engines.port import (
     EngineState,
     Json,
@@ -228,7 +228,10 @@ class VllmEngine:
         thread, self._thread = self._thread, None
         if self._client is not None and self._client.output_handler is not None:
             self._client.output_handler.cancel()  # or it would log the end of its engine as a failure
+        plugin, self._plugin = self._plugin, None
         self._client = self._handlers = None
+        if plugin is not None:
+            await close_plugin(plugin)
         if thread is not None:
             await thread.end()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import structlog
 from pydantic import TypeAdapter, ValidationError
 from vllm import PoolingParams
 from vllm.entrypoints.pooling.pooling.protocol import IOProcessorRequest
@@ -87,6 +89,17 @@ def _request(body: Json) -> Any:
         return _REQUEST.validate_python(body)
     except ValidationError as error:
         raise from_validation(error) from None
+
+
+async def close_plugin(plugin: Plugin) -> None:
+    """Let go of what the instance holds, where it has a `close` of its own."""
+    close = getattr(plugin.instance, "close", None)
+    if close is None:
+        return
+    try:
+        await asyncio.to_thread(close)
+    except Exception as error:  # noqa: BLE001  # the border to the plugin; its engine ends anyway
+        structlog.get_logger("baton.engine").error("plugin_close_failed", plugin=plugin.name, exc_info=error)
 
 
 def plugin_params(params: Any) -> PoolingParams:

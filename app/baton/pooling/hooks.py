@@ -120,12 +120,8 @@ class HookLoop:
         self._name = name
         self._current: _LoopThread | None = None
 
-    async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Await `coroutine` on the plugin's loop; cancelled, it is cancelled there."""
-        future = asyncio.run_coroutine_threadsafe(_contained(coroutine), self._loop())
-        return await asyncio.wrap_future(future)
-
-    def _loop(self) -> asyncio.AbstractEventLoop:
+    def home(self) -> asyncio.AbstractEventLoop:
+        """The loop for what begins now; what has begun stays on its own."""
         if self._current is not None and self._current.stalled:
             log.warning("plugin_blocks_its_loop", plugin=self._name)
             self._current.retire()
@@ -139,6 +135,11 @@ class HookLoop:
         if self._current is not None:
             self._current.retire()
             self._current = None
+
+
+async def run_on(home: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Await `coroutine` on another thread's loop; cancelled, it is cancelled there."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_contained(coroutine), home))
 
 
 async def _contained(coroutine: Coroutine[Any, Any, Result]) -> Result:

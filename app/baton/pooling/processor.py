@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 from baton.engines.port import Json, Plugin
 from baton.errors import OperationUnsupported, PluginFailed
-from baton.pooling.hooks import HookLoop, HookThreads
+from baton.pooling.hooks import HookLoop, HookThreads, run_on
 
 VLLM = "vllm."
 _END = object()
@@ -124,18 +125,21 @@ class Processor:
 
     async def prompts(self, data: Any, request_id: str) -> AsyncGenerator[Any, None]:
         """The engine's prompts, each made only when it is asked for where the plugin can."""
+        home = self._loop.home()
         if self._own("pre_process_async"):
-            made = await self._loop.run(self._instance.pre_process_async(prompt=data, request_id=request_id))
+            hook = self._instance.pre_process_async(prompt=data, request_id=request_id)
+            made = await run_on(home, hook)
         else:
             made = await self.threads.run(
-                lambda: self._instance.pre_process(prompt=data, request_id=request_id)
+                partial(self._instance.pre_process, prompt=data, request_id=request_id)
             )
-        return self._each(made)
+        return self._each(made, home)
 
-    async def _each(self, made: Any) -> AsyncGenerator[Any, None]:
+    async def _each(self, made: Any, home: asyncio.AbstractEventLoop) -> AsyncGenerator[Any, None]:
         if isinstance(made, AsyncIterator):
-            async for prompt in self._each_async(made):
-                yield prompt
+            async with aclosing(_each_async(made, home)) as theirs:
+                async for prompt in theirs:
+                    yield prompt
         elif _is_one_prompt(made):
             yield made
         elif isinstance(made, list | tuple):
@@ -148,19 +152,12 @@ class Processor:
         else:
             raise TypeError(f"pre_process of '{self.name}' returned no prompts")
 
-    async def _each_async(self, made: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-        try:
-            while (prompt := await self._loop.run(_next(made))) is not _END:
-                yield prompt
-        finally:
-            if isinstance(made, AsyncGenerator):
-                await self._loop.run(_closed(made))
-
     async def answer(self, outputs: AsyncIterator[tuple[int, Any]], request_id: str) -> Any:
         """What the plugin makes of the outputs, handed to it as they come."""
         if self._own("post_process_async"):
             pulled = _pulled(outputs, asyncio.get_running_loop())
-            return await self._loop.run(self._instance.post_process_async(pulled, request_id=request_id))
+            hook = self._instance.post_process_async(pulled, request_id=request_id)
+            return await run_on(self._loop.home(), hook)
         in_order = sorted([item async for item in outputs], key=lambda item: item[0])
         collected = [output for _, output in in_order]
         return await self.threads.run(partial(self._instance.post_process, collected, request_id=request_id))
@@ -188,6 +185,15 @@ class Processor:
 def _is_one_prompt(made: Any) -> bool:
     tokens = isinstance(made, list) and bool(made) and all(isinstance(item, int) for item in made)
     return isinstance(made, str | bytes | Mapping) or tokens
+
+
+async def _each_async(made: AsyncIterator[Any], home: asyncio.AbstractEventLoop) -> AsyncGenerator[Any, None]:
+    try:
+        while (prompt := await run_on(home, _next(made))) is not _END:
+            yield prompt
+    finally:
+        if isinstance(made, AsyncGenerator):
+            await run_on(home, _closed(made))
 
 
 async def _next(iterator: AsyncIterator[Any]) -> Any:
