@@ -37,7 +37,7 @@ def torch_mask(model_folder: Path, content: bytes) -> npt.NDArray[np.uint8]:
         (height, width) uint8.
     """
     chances, valid = torch_chances(model_folder, content)
-    mask = chances.argmax(axis=0).astype(np.uint8)
+    mask: npt.NDArray[np.uint8] = chances.argmax(axis=0).astype(np.uint8)
     mask[~valid] = _card(model_folder).mask_nodata
     return mask
 
@@ -77,7 +77,8 @@ def _card(folder: Path) -> Card:
 def _model(folder: Path) -> PrithviSegmenter:
     model = PrithviSegmenter(PrithviConfig.from_hf(json.loads((folder / "config.json").read_text())))
     load(model, read_checkpoint(folder / "model.safetensors").items())
-    return model.eval().float()
+    model.eval().float()
+    return model
 
 
 def _scene(card: Card, content: bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:

@@ -8,6 +8,7 @@ stays bounded at any size of scene. Nothing of a request is kept here; see `scen
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
         self._sources = Sources(self._settings)
         self._decoders = Decoders(self._settings.decoders, self._settings.decoder_wait_s)
         self._scenes = Scenes(self._settings.limits.seconds)
+        weakref.finalize(self, self._scenes.close)  # at the end of the process too
         self._openers = ThreadPoolExecutor(OPENERS, "geo-open")
         self._hands = ThreadPoolExecutor(2 * self._settings.decoders, "geo-tile")
 
@@ -128,10 +130,13 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
             raster, options = self._sources.open_sync(prompt), prompt
         running = self._open(raster, options, request_id)
         try:
-            return self._all_prompts(running)
+            prompts = self._all_prompts(running)
         except BaseException:
             self._scenes.drop(running)
             raise
+        # vLLM's server calls this on its event loop: waiting here for a place, none would ever become free.
+        running.scene.step_aside()
+        return prompts
 
     def _all_prompts(self, running: Running) -> list[dict[str, Any]]:
         tiles, most = running.scene.info.tiles, self._settings.limits.tiles_at_once
@@ -217,7 +222,8 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
         return IOProcessorResponse(request_id=output.running.request_id, data=output.answer())
 
     def close(self) -> None:
-        """End the raster processes; for servers that say when they are done."""
+        """End every scene and raster process; for servers that say when they are done."""
+        self._scenes.close()
         self._decoders.close()
         self._openers.shutdown(wait=False)
         self._hands.shutdown(wait=False)

@@ -102,6 +102,11 @@ class Scenes:
             running.serials.clear()
         running.close()
 
+    def close(self) -> None:
+        """Drop them all."""
+        for running in list(self._running):
+            self.drop(running)
+
     def of_request(self, request_id: str) -> Iterator[Running]:
         """The scenes of a server's request."""
         with self._lock:

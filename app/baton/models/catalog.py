@@ -52,11 +52,16 @@ FLOOD_TINY = EmbeddedModel(
     package="baton_geo",
     distribution="vllm-baton[geo]",
     source="flood_tiny/model.safetensors",
-    source_sha256="",
+    source_sha256="8fbe24466af82ce2c8d917ebf90b94c2003b8615db300f3df50c7eb083a854bc",
     license="Apache-2.0",
     as_is=True,
     runner="pooling",
-    args={"skip_tokenizer_init": True, "mm_processor_cache_gb": 0, "max_num_seqs": 8},
+    args={
+        "dtype": "float32",  # vLLM halves it otherwise
+        "skip_tokenizer_init": True,
+        "mm_processor_cache_gb": 0,
+        "max_num_seqs": 8,
+    },
 )
 
 EMBEDDED: dict[str, EmbeddedModel] = {model.name: model for model in (SMOLLM2, FLOOD_TINY)}

@@ -223,6 +223,10 @@ class Scene:
     def close(self) -> None:
         """End the child, wait until it is gone, and remove the files. May be called more than once."""
         self.abandon()
+        self.step_aside()
+
+    def step_aside(self) -> None:
+        """Give its place among the open scenes to another; the child stays until `close`."""
         with self._closing:
             release, self._release = self._release, None
         if release is not None:

@@ -1,0 +1,125 @@
+"""`LLM.encode` with only the distribution installed, each case in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from rasters import RGB, geotiff, opened
+from safetensors.torch import load_file
+from torch_pipeline import torch_mask
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+SCRIPT = Path(__file__).parent / "offline_geo.py"
+TESTS = Path(__file__).parents[2]
+
+
+def offline(folder: Path, *args: str, plugins: str | None = None) -> subprocess.CompletedProcess[str]:
+    (folder / "spool").mkdir()
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    quiet |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "TMPDIR": str(folder / "spool"), "PYTHONPATH": str(TESTS)}
+    quiet |= {"VLLM_LOGGING_LEVEL": "WARNING"} | ({} if plugins is None else {"VLLM_PLUGINS": plugins})
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *args],
+        cwd=folder,
+        env=os.environ | quiet,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
+def scenes(folder: Path) -> dict[str, bytes]:
+    """Of several sizes, one with nodata, by the name of the file they are written to."""
+    made = {}
+    for number, (height, width) in enumerate([(100, 130), (40, 64), (200, 90)]):
+        pixels = np.random.default_rng(number).integers(1, 256, (3, height, width)).astype(np.uint8)
+        pixels[:, 10:20, 30:50] = 0
+        made[f"scene{number or ''}.tif"] = geotiff(pixels, RGB, nodata=0)
+    for name, content in made.items():
+        (folder / name).write_bytes(content)
+    return made
+
+
+def told_by(folder: Path, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: dict[str, Any] = json.loads((folder / "told.json").read_text())
+    return told
+
+
+def assert_right(folder: Path, model: Path, told: dict[str, Any], classes: list[str]) -> None:
+    """Every scene has its own mask, and nothing of any is left."""
+    for name in sorted(folder.glob("scene*.tif")):
+        (mask,), _ = opened(name.with_suffix(".mask").read_bytes())
+        assert np.array_equal(mask, torch_mask(model, name.read_bytes()))
+    assert told["answers"] == [{"kind": "GeoAnswer", "format": "png", "classes": classes}] * 3
+    assert all("truncated or damaged" in refusal for refusal in told["refusals"])
+    assert len(told["nurseries"]) == 1
+    assert (told["children"], told["files"]) == (0, [])
+    assert [path for kind in ("scene-*", "baton-geo-*") for path in (folder / "spool").glob(kind)] == []
+    deadline = time.monotonic() + 5
+    while any(psutil.pid_exists(pid) for pid in told["nurseries"]):
+        assert time.monotonic() < deadline, "a process is left behind"
+        time.sleep(0.05)
+
+
+def test_the_code_shown_runs_and_more_scenes_after_it(rgb: Path, tmp_path: Path) -> None:
+    """Entry points called again and again, VLLM_PLUGINS naming ours: each scene's mask is plain torch's."""
+    made = scenes(tmp_path)
+    done = offline(tmp_path, str(rgb), plugins="baton_geo")
+    told = told_by(tmp_path, done)
+    assert_right(tmp_path, rgb, told, ["kind 0", "kind 1", "kind 2"])
+    (mask,), _ = opened((tmp_path / "mask.tif").read_bytes())
+    assert np.array_equal(mask, torch_mask(rgb, made["scene.tif"]))
+    assert "ClassArea(value=0, name='kind 0'" in done.stdout
+
+
+def test_a_published_config_and_a_pt_checkpoint_load(rgb: Path, tmp_path: Path) -> None:
+    """TerraTorch's layout, no model_type, no card, weights as Lightning saves them."""
+    model = tmp_path / "published"
+    model.mkdir()
+    config = json.loads((rgb / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(as_published(config)))
+    weights = {f"model.{name}": tensor for name, tensor in load_file(rgb / "model.safetensors").items()}
+    torch.save({"state_dict": weights}, model / "Prithvi_fine_tuned.pt")
+    scenes(tmp_path)
+    args = {"config_format": "baton_prithvi", "io_processor_plugin": "baton_geo", "dtype": "float32"}
+    told = told_by(tmp_path, offline(tmp_path, str(model), json.dumps(args)))
+    assert_right(tmp_path, rgb, told, ["class 0", "class 1", "class 2"])
+
+
+def as_published(config: dict[str, Any]) -> dict[str, Any]:
+    """The same model as TerraTorch describes one; its means and deviations, and no card of ours."""
+    sizes, bands = config["pretrained_cfg"], config["baton_geo"]["bands"]
+    decoder = sizes["segmentation"]
+    kept = ("img_size", "num_frames", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio")
+    model_args = {f"backbone_{name}": sizes[name] for name in kept} | {
+        "backbone": "prithvi_eo_tiny",
+        "backbone_bands": [band["name"] for band in bands],
+        "decoder": decoder["decoder"],
+        "decoder_channels": decoder["channels"],
+        "head_channel_list": decoder["head_channels"],
+        "num_classes": decoder["num_classes"],
+    }
+    scaling = {name: [band[name] for band in bands] for name in ("mean", "std")}
+    published = {"model_args": model_args, **scaling}
+    return {"architectures": ["PrithviGeoSpatialMAE"], "num_classes": 0, "pretrained_cfg": published}
+
+
+def test_vllm_plugins_filters_ours(rgb: Path, tmp_path: Path) -> None:
+    """Where it names another plugin, vLLM does not know the model and says so."""
+    done = offline(tmp_path, str(rgb), json.dumps({"dtype": "float32"}), plugins="elsewhere")
+    assert done.returncode != 0
+    assert "baton_prithvi" in done.stderr
+    assert "does not recognize this architecture" in done.stderr

@@ -1,0 +1,265 @@
+"""Plain vLLM's own server with only the distribution installed: the command and the clients of the plugin's README."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from geo_readme import blocks, server_command
+from numpy.typing import NDArray
+from raster_host import RasterHost
+from rasters import RGB, geotiff, opened
+from torch_pipeline import torch_mask
+
+from baton_geo.settings import GeoSettings
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+READY_WITHIN_S = 120
+ADDRESS = "http://127.0.0.1:8000"
+
+
+class PlainServer:
+    """What the README's command starts.
+
+    Attributes:
+        url: where it answers.
+        folder: its log, and where it keeps files under way.
+    """
+
+    def __init__(self, folder: Path, model: Path, host: RasterHost) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url, self.folder = f"http://127.0.0.1:{port}", folder
+        self._log = folder / "server.log"
+        (folder / "spool").mkdir()
+        command = [part.replace("MODEL", str(model)) for part in server_command()]
+        command = [part.replace('"data.example.org"', allowed(host)) for part in command]
+        quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        quiet |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "TMPDIR": str(folder / "spool")}
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command[1:], "--host", "127.0.0.1", "--port", str(port)],
+                stdout=log,
+                stderr=log,
+                env=os.environ | quiet,
+            )
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_WITHIN_S
+        while True:
+            assert self.process.poll() is None, self._log.read_text()[-3000:]
+            assert time.monotonic() < deadline, self._log.read_text()[-3000:]
+            try:
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.2)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+
+    def ask(self, content: bytes, **fields: object) -> httpx.Response:
+        """What vLLM's example client sends, but for the raster itself in place of its address."""
+        data = {"data": base64.b64encode(content).decode(), "data_format": "b64_json"}
+        data |= {"image_format": "tiff", "out_data_format": "b64_json"}
+        body = {"data": data | fields, "priority": 0, "softmax": False}
+        return httpx.post(f"{self.url}/pooling", json=body, timeout=120)
+
+    def hang_up(self, content: bytes) -> bool:
+        """Ask, and go before the answer; whether it was so."""
+        body = {"data": {"data": base64.b64encode(content).decode(), "data_format": "b64_json"}}
+        try:
+            httpx.post(f"{self.url}/pooling", json=body, timeout=httpx.Timeout(60, read=0.3))
+        except httpx.ReadTimeout:
+            return True
+        return False
+
+    def scenes(self) -> list[str]:
+        """The files and processes of scenes under way."""
+        nurseries = [
+            process
+            for process in psutil.Process(self.process.pid).children()
+            if "baton_geo.raster.nursery" in process.cmdline()
+        ]
+        children = [str(child.pid) for nursery in nurseries for child in nursery.children()]
+        return children + self.files()
+
+    def files(self) -> list[str]:
+        """The files of scenes under way."""
+        return [
+            path.name for kind in ("scene-*", "baton-geo-*") for path in self.folder.glob(f"spool/{kind}")
+        ]
+
+
+def allowed(host: RasterHost) -> str:
+    """The list of hosts that the README shows, with the test's own; and its scheme allowed."""
+    return f'"127.0.0.1:{host.port}"], "allow_http": true, "allowed_roots": ["/nowhere"'
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, rgb: Path, raster_host: RasterHost
+) -> Iterator[PlainServer]:
+    """One server for all of this file."""
+    server = PlainServer(tmp_path_factory.mktemp("plain"), rgb, raster_host)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+    assert server.files() == []
+
+
+def noise(height: int, width: int, seed: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (3, height, width)).astype(np.uint8)
+
+
+def mask_of(answer: httpx.Response) -> tuple[NDArray[Any], dict[str, Any]]:
+    assert answer.status_code == 200, answer.text
+    (mask,), profile = opened(base64.b64decode(answer.json()["data"]["data"]))
+    return mask, profile
+
+
+def refusal(answer: httpx.Response) -> str:
+    assert answer.status_code == 400, answer.text
+    return str(answer.json()["error"]["message"])
+
+
+def test_the_example_client_gets_its_mask(server: PlainServer, raster_host: RasterHost, rgb: Path) -> None:
+    """vLLM's published request, an address and all; the answer equals plain torch on every pixel."""
+    pixels = noise(300, 250, 1)
+    pixels[:, 100:150, :60] = 0
+    content = geotiff(pixels, RGB, nodata=0)
+    raster_host.files["/scene.tif"] = content
+    body = {
+        "data": {
+            "data": f"{raster_host.url}/scene.tif",
+            "data_format": "url",
+            "image_format": "tiff",
+            "out_data_format": "b64_json",
+        },
+        "priority": 0,
+        "model": str(rgb),
+        "softmax": False,
+    }
+    answer = httpx.post(f"{server.url}/pooling", json=body, timeout=120)
+    mask, profile = mask_of(answer)
+    assert np.array_equal(mask, torch_mask(rgb, content))
+    assert set(np.unique(mask)) == {0, 1, 2, 255}
+    assert (profile["crs"].to_epsg(), profile["nodata"]) == (32633, 255)
+    assert answer.json().keys() == {"request_id", "created_at", "data"}
+    assert answer.json()["data"]["request_id"] == answer.json()["request_id"]
+
+
+def test_concurrent_requests_each_get_their_own_answer(server: PlainServer, rgb: Path) -> None:
+    """Scenes of different sizes and places, one smaller than a tile, all at once."""
+    sizes = [(40, 50), (64, 64), (130, 70), (90, 200), (256, 256), (310, 100)]
+    asked = [
+        geotiff(noise(height, width, 10 + n), RGB, crs=f"EPSG:{32601 + n}", origin=(400_000.0 + n, 1e6))
+        for n, (height, width) in enumerate(sizes)
+    ]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        futures = [pool.submit(server.ask, content) for content in asked]
+        seen: set[str] = set()
+        while not all(future.done() for future in futures):
+            seen.update(server.scenes())
+        answers = [future.result() for future in futures]
+    assert len(seen) >= len(asked)  # they were there to be seen
+    for content, answer in zip(asked, answers, strict=True):
+        mask, profile = mask_of(answer)
+        _, given = opened(content)
+        assert np.array_equal(mask, torch_mask(rgb, content))
+        assert (profile["crs"], profile["transform"]) == (given["crs"], given["transform"])
+    assert server.scenes() == []
+
+
+def test_more_scenes_than_decoders_are_all_answered(server: PlainServer, rgb: Path) -> None:
+    """None waits for a place that only the others' end would free: vLLM would never come to end them."""
+    asked = [geotiff(noise(400, 400, 30 + n), RGB) for n in range(GeoSettings().decoders + 4)]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(server.ask, asked))
+    for content, answer in zip(asked, answers, strict=True):
+        assert np.array_equal(mask_of(answer)[0], torch_mask(rgb, content))
+    assert server.scenes() == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"data": "!!"}, "not base64"),
+        ({"data": "AAAA"}, "this is no raster format we know"),
+        (
+            {"data_format": "url", "data": "https://example.com/x.tif"},
+            "host 'example.com' is not one this server fetches from",
+        ),
+        ({"data_format": "path", "data": "/etc/passwd"}, "not under a folder this server reads from"),
+        ({"indices": [0, 1, 9]}, "band 10, which indices asks for as 'BLUE', is missing"),
+        ({"out_path": "/tmp"}, "this server writes no files for clients"),
+        ({"image_fromat": "tiff"}, "did you mean 'image_format'"),
+        ({"out_data_format": "path"}, "ask for b64_json"),
+    ],
+)
+def test_a_bad_request_is_a_400_with_our_reason(
+    server: PlainServer, fields: dict[str, object], said: str
+) -> None:
+    """vLLM answers any ValueError so."""
+    assert re.search(said, refusal(server.ask(geotiff(noise(30, 30, 2), RGB), **fields)))
+    assert server.scenes() == []
+
+
+def test_an_unusable_scene_is_a_400_with_our_reason(server: PlainServer) -> None:
+    """A missing band; nothing but nodata; more tiles than are held at once here."""
+    one = geotiff(noise(30, 30, 3)[:1], ("RED",))
+    assert "band 2 'GREEN' is missing; the file has 1 band: 1 'RED'" in refusal(server.ask(one))
+    for side in (100, 900):
+        empty = geotiff(np.full((3, side, side), 7, np.uint8), RGB, nodata=7)
+        assert "every pixel is nodata" in refusal(server.ask(empty))
+    large = geotiff(noise(1000, 1000, 4), RGB)
+    assert "324 tiles; this server takes them all at once, and at most 256" in refusal(server.ask(large))
+    assert server.scenes() == []
+
+
+def test_the_clients_shown_run(server: PlainServer, rgb: Path, tmp_path: Path) -> None:
+    """curl and Python, as the README has them, each leave the mask in a file."""
+    content = geotiff(noise(100, 90, 5), RGB)
+    (tmp_path / "scene.tif").write_bytes(content)
+    (curl,) = [block for block in blocks("bash") if "request.json" in block]
+    (python,) = [block for block in blocks("python") if "httpx" in block]
+    for command in (["bash", "-ec", curl], [sys.executable, "-c", python]):
+        command[-1] = command[-1].replace(ADDRESS, server.url)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        (mask,), _ = opened((tmp_path / "mask.tif").read_bytes())
+        assert np.array_equal(mask, torch_mask(rgb, content))
+        (tmp_path / "mask.tif").unlink()
+    assert "kind 0" in done.stdout
+
+
+def test_clients_that_hang_up_take_no_place(server: PlainServer, rgb: Path) -> None:
+    """vLLM does not tell the plugin; others are answered all the same, and files go with the server."""
+    large = geotiff(noise(800, 800, 50), RGB)
+    with ThreadPoolExecutor(GeoSettings().decoders + 2) as pool:
+        hung_up = list(pool.map(server.hang_up, [large] * (GeoSettings().decoders + 2)))
+    assert sum(hung_up) > GeoSettings().decoders
+    assert server.scenes() != []
+    content = geotiff(noise(70, 80, 51), RGB)
+    began = time.monotonic()
+    assert np.array_equal(mask_of(server.ask(content))[0], torch_mask(rgb, content))
+    assert time.monotonic() - began < GeoSettings().decoder_wait_s / 2
