@@ -68,7 +68,9 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
         self._coordinates = Coordinates(PrithviConfig.from_hf(hf_config))
         self._settings = geo_settings(vllm_config.additional_config)
         self._sources = Sources(self._settings)
-        self._decoders = Decoders(self._settings.decoders, self._settings.decoder_wait_s)
+        self._decoders = Decoders(
+            self._settings.decoders, self._settings.decoder_wait_s, self._settings.spool
+        )
         self._scenes = Scenes(self._settings.limits.seconds)
         weakref.finalize(self, self._scenes.close)  # at the end of the process too
         self._openers = ThreadPoolExecutor(OPENERS, "geo-open")

@@ -38,7 +38,9 @@ class GeoLimits(Frozen):
     file_bytes: ByteSize = Field(ByteSize(2048 * MIB), description="Size of the file.")
     memory: ByteSize = Field(ByteSize(1024 * MIB), description="Address space of a decoder beyond its start.")
     seconds: float = Field(900, gt=0, description="A request's time from its first byte to its answer.")
-    open_seconds: float = Field(2.0, gt=0, description="Time to look at a file and say whether it is usable.")
+    open_seconds: float = Field(
+        2.0, gt=0, description="Processor time to look at a file and say whether it is usable."
+    )
 
 
 class GeoSettings(Frozen):

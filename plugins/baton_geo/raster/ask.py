@@ -44,7 +44,7 @@ class SceneInfo(Message):
     Attributes:
         width: pixels.
         height: pixels.
-        count: bands of the file.
+        count: bands of the file, its alpha band left out.
         dtype: of its pixels, as numpy calls it.
         crs: `EPSG:...` or WKT; None: the file says none.
         transform: a, b, c, d, e, f of x = a * column + b * row + c, y = d * column + e * row + f; None: the

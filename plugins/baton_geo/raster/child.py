@@ -53,7 +53,8 @@ class Child:
             sandbox.limit_resources(ask.limits)
             sandbox.limit_writing(ask.limits.pixels, len(card.classes) * BYTES_EACH)
             sandbox.confine_files(self._raster, folder)
-            job = Job(self._raster, folder, ask)
+            with sandbox.limit_opening(ask.limits.open_seconds):
+                job = Job(self._raster, folder, ask)
         except Exception as error:  # noqa: BLE001  # the process's border: whatever a hostile file provokes is told
             self._refuse(error)
             return None

@@ -32,6 +32,7 @@ Answer = TypeVar("Answer", SceneInfo, Tally)
 Floats = npt.NDArray[np.float32]
 ATTEMPTS = 2  # a nursery that died is replaced once a request
 UNREAD, READ, DONE = 0, 1, 2  # what became of a tile
+PATIENCE = 10  # of the clock's seconds for a second of processor time that opening may take
 TOO_SLOW = (signal.SIGXCPU, signal.SIGALRM)
 OUT_OF_MEMORY = (signal.SIGKILL, signal.SIGABRT)  # the kernel's, and C++'s when an allocation fails
 
@@ -135,10 +136,9 @@ class Scene:
     def begin(self) -> None:
         """Have the child open the raster; `Decoders.open` calls this."""
         limits = self._ask.limits
-        deadline = min(self._started + limits.open_seconds, self._deadline)
-        late = f"the raster's header could not be read within {limits.open_seconds:g} s"
+        deadline = min(self._started + PATIENCE * limits.open_seconds, self._deadline)
         question = {"ask": self._ask.model_dump_json(), "folder": str(self._folder)}
-        with self._lock, self._translated(RasterBroken(late)):
+        with self._lock, self._translated(self._too_slow_to_open()):
             wire.send(self._line.sock, question, deadline=deadline)
             self.info = self._parsed(SceneInfo, "info", self._receive(deadline))
         if self.info.tiles > limits.tiles:
@@ -291,6 +291,10 @@ class Scene:
         except (EOFError, OSError):
             raise self._obituary() from None
 
+    def _too_slow_to_open(self) -> RasterBroken:
+        seconds = self._ask.limits.open_seconds
+        return RasterBroken(f"the raster's header could not be read within {seconds:g} s")
+
     def _obituary(self) -> Exception:
         """Why the child is gone."""
         if self._closed:
@@ -300,6 +304,8 @@ class Scene:
         status = self._line.status()
         if status is None:
             return NurseryLost() if not self._tiles else DecoderBusy("the decoder was restarted; try again")
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+            return self._too_slow_to_open()
         logger.warning("a raster child ended with wait status %d", status)
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) in TOO_SLOW:
             return RasterTooLarge(f"the raster took longer than the {self._ask.limits.seconds:g} s allowed")

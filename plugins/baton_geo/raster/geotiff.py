@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 import rasterio
+from rasterio._err import CPLE_BaseError, CPLE_OutOfMemoryError
 from rasterio.crs import CRS
 from rasterio.enums import MaskFlags
-from rasterio.errors import CRSError, RasterioError
+from rasterio.errors import RasterioError
 from rasterio.warp import transform as reproject
 from rasterio.windows import Window
 
-from baton_geo.errors import RasterBroken
+from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.areas import EllipsoidArea, PixelArea, PlaneArea, ellipsoid
 from baton_geo.raster.ask import SceneAsk
-from baton_geo.raster.headers import check_tiff
+from baton_geo.raster.headers import UNCOMPRESSED, check_tiff
 from baton_geo.raster.source import Georeference
 from baton_geo.raster.tiff import TiffHeader
 from baton_geo.raster.values import Pixels, Valid
@@ -28,7 +29,7 @@ DATE_TAGS = (
     "SENSING_TIME", "PRODUCT_START_TIME", "DATATAKE_SENSING_START", "DATETIME", "TIFFTAG_DATETIME",
 )  # fmt: skip
 DATE = re.compile(r"(\d{4})[:-](\d\d)[:-](\d\d)(?:[T ](\d\d):(\d\d):(\d\d))?")
-BROKEN = (RasterioError, ValueError, OSError)  # what rasterio raises of a damaged file
+BROKEN = (RasterioError, CPLE_BaseError, ValueError, OSError)  # what rasterio raises of a damaged file
 
 
 class GeoTiff:
@@ -50,21 +51,29 @@ class GeoTiff:
         self.dtype: np.dtype[Any] = np.dtype(check_tiff(header, size, ask))
         try:
             self._dataset = rasterio.open(f"/proc/self/fd/{fd}", driver="GTiff", sharing=False)
-        except BROKEN:
-            raise RasterBroken("the TIFF structure is damaged: it could not be opened") from None
+        except BROKEN as error:
+            raise _refusal(error, "the TIFF structure is damaged: it could not be opened") from None
         self._check_agreement(header)
         self.width, self.height = header.width, header.height
         self.notes: list[str] = []
+        if header.images > 1:
+            self.notes.append(f"the file holds {header.images} images; the first is used")
+        try:
+            self._read_tags(header)
+        except GeoError:
+            raise
+        except BROKEN as error:
+            raise _refusal(error, "the tags that say what it shows and where it lies are damaged") from None
+
+    def _read_tags(self, header: TiffHeader) -> None:
         self._alpha = self._find_alpha()
         shown = [band for band in self._dataset.indexes if band != self._alpha]
         self._bands = tuple(shown)
         self.names = tuple(self._dataset.descriptions[band - 1] or None for band in shown)
         self.nodata: float | None = self._dataset.nodata
-        self.block_height = int(self._dataset.block_shapes[0][0])
+        self.block_height, self.first_look = self._block(header)
         self.place = self._georeference()
         self.acquired = self._date()
-        if header.images > 1:
-            self.notes.append(f"the file holds {header.images} images; the first is used")
         self._note_own_scale()
 
     def read(self, top: int, left: int, bands: tuple[int, ...], out: Pixels) -> None:
@@ -72,8 +81,8 @@ class GeoTiff:
         window = Window(left, top, out.shape[2], out.shape[1])
         try:
             self._dataset.read([self._bands[band] for band in bands], window=window, out=out)
-        except BROKEN:
-            raise self._undecodable(top, out.shape[1]) from None
+        except BROKEN as error:
+            raise _refusal(error, _undecodable(top, out.shape[1])) from None
 
     def hidden(self, top: int, left: int, rows: int, columns: int) -> Valid | None:
         """See `Source`."""
@@ -86,16 +95,24 @@ class GeoTiff:
             if MaskFlags.per_dataset in flags:
                 mask: Valid = self._dataset.read_masks(1, window=window) == 0
                 return mask
-        except BROKEN:
-            raise self._undecodable(top, rows) from None
+        except BROKEN as error:
+            raise _refusal(error, _undecodable(top, rows)) from None
         return None
 
     def close(self) -> None:
         """Close the file."""
         self._dataset.close()
 
-    def _undecodable(self, top: int, rows: int) -> RasterBroken:
-        return RasterBroken(f"rows {top + 1} to {top + rows} could not be decoded: damaged or truncated data")
+    def _block(self, header: TiffHeader) -> tuple[int, int]:
+        """See `block_height` and `first_look` of `Source`.
+
+        GDAL calls one compressed strip of the whole image many of one row, and decodes it anew from its top
+        for each turn to another band.
+        """
+        rows, columns = self._dataset.block_shapes[0]
+        if header.compression != UNCOMPRESSED:
+            columns, rows = header.block
+        return int(rows), int(rows) * int(columns) * self.dtype.itemsize * header.samples
 
     def _check_agreement(self, header: TiffHeader) -> None:
         """What was checked is what GDAL sees."""
@@ -137,29 +154,31 @@ class GeoTiff:
         native: dict[str, Any] = {"crs": crs, "transform": affine}
         if affine.is_identity:
             native = {"crs": crs}
-            if points:
-                native = {"gcps": points, "crs": points_crs or crs}
+            points_crs = points_crs or crs
+            if points and points_crs is not None:
+                native = {"gcps": points, "crs": points_crs}
                 self.notes.append(
                     "the file has ground control points only; they are copied, the grid is kept as it is"
                 )
             else:
                 self.notes.append("the file has no geotransform; the mask has none either")
-        if crs is None and not points:
+        if crs is None and points_crs is None:
             self.notes.append("the file has no CRS; the mask has none either, and areas are in pixels only")
         transform = (
             None if affine.is_identity else (affine.a, affine.b, affine.c, affine.d, affine.e, affine.f)
         )
         if crs is None or transform is None:
             return Georeference(_crs_text(crs), transform, native=native)
-        latitude, longitude = self._centre(crs)
+        latitude, longitude = self._centre(crs, transform)
         area = self._pixel_area(crs, transform)
         return Georeference(_crs_text(crs), transform, latitude, longitude, area, native)
 
-    def _centre(self, crs: CRS) -> tuple[float | None, float | None]:
-        x, y = self._dataset.transform * (self.width / 2, self.height / 2)
+    def _centre(self, crs: CRS, transform: tuple[float, ...]) -> tuple[float | None, float | None]:
+        a, b, c, d, e, f = transform
+        x, y = (a * self.width + b * self.height) / 2 + c, (d * self.width + e * self.height) / 2 + f
         try:
             longitudes, latitudes = reproject(crs, CRS.from_epsg(4326), [x], [y])
-        except (RasterioError, ValueError):
+        except BROKEN:
             return None, None
         longitude, latitude = longitudes[0], latitudes[0]
         if not (abs(latitude) <= 90 and math.isfinite(longitude)):
@@ -181,7 +200,7 @@ class GeoTiff:
             self.notes.append("the grid is rotated; it is kept as it is")
         try:
             return PlaneArea(transform, crs.linear_units_factor[1])
-        except CRSError:
+        except BROKEN:
             return None
 
     def _ellipsoid_area(self, crs: CRS, transform: tuple[float, ...]) -> PixelArea | None:
@@ -194,3 +213,17 @@ class GeoTiff:
 
 def _crs_text(crs: CRS | None) -> str | None:
     return None if crs is None else str(crs.to_string())
+
+
+def _undecodable(top: int, rows: int) -> str:
+    return f"rows {top + 1} to {top + rows} could not be decoded: damaged or truncated data"
+
+
+def _refusal(error: BaseException, message: str) -> GeoError:
+    """GDAL's own words name paths of ours and are not passed on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, CPLE_OutOfMemoryError):
+            return RasterTooLarge("the raster could not be decoded within the memory allowed")
+        cause = cause.__cause__
+    return RasterBroken(message)

@@ -25,11 +25,22 @@ COMPRESSIONS = {
     1: "none", 5: "LZW", 7: "JPEG", 8: "DEFLATE", 32773: "PackBits", 32946: "DEFLATE", 34887: "LERC",
     34925: "LZMA", 50000: "ZSTD",
 }  # fmt: skip
-JPEG = 7
+UNCOMPRESSED, JPEG = 1, 7
 PALETTE = 3
 PHOTOMETRICS = {0, 1, 2, 6}  # grey, grey, RGB, YCbCr
+FREE_TILES = 64  # a sound small scene of one value is only a header long
 MEMORY_SHARE = 0.7  # of a decoder's memory that the rows at work may take
 SLACK = 1024 * 1024  # bytes a compressed block may be longer than what it holds
+
+
+def check_file(file_bytes: int, ask: SceneAsk) -> None:
+    """Refuse a file that is too large, whatever is in it.
+
+    Raises:
+        RasterTooLarge: it is.
+    """
+    if file_bytes > ask.limits.file_bytes:
+        raise RasterTooLarge(f"{file_bytes} bytes; at most {int(ask.limits.file_bytes)} are taken")
 
 
 def check_size(width: int, height: int, file_bytes: int, ask: SceneAsk) -> int:
@@ -50,10 +61,10 @@ def check_size(width: int, height: int, file_bytes: int, ask: SceneAsk) -> int:
             f"{width} x {height} pixels make {tiles} tiles of {card.tile} pixels; "
             f"at most {limits.tiles} are taken"
         )
-    if file_bytes < tiles * limits.tile_bytes:
+    if file_bytes < (tiles - FREE_TILES) * limits.tile_bytes:
         raise RasterTooLarge(
             f"{file_bytes} bytes claim to hold {width} x {height} pixels, which is {tiles} tiles; "
-            f"a file has to have {limits.tile_bytes} bytes for each tile"
+            f"a file has to have {limits.tile_bytes} bytes for each tile beyond {FREE_TILES}"
         )
     return tiles
 
@@ -106,7 +117,7 @@ def _check_blocks(header: TiffHeader, file_bytes: int, itemsize: int, ask: Scene
     offsets, counts = header.blocks()
     block_bytes = across * down * itemsize * (1 if header.planar else header.samples)
     # libtiff cuts uncompressed strips into small ones, however they are declared.
-    cut = header.compression == 1 and not header.tiled
+    cut = header.compression == UNCOMPRESSED and not header.tiled
     if block_bytes > ask.limits.block_bytes and not cut:
         raise RasterTooLarge(
             f"its {'tiles' if header.tiled else 'strips'} hold {block_bytes} bytes each; at most "

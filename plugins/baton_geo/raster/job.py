@@ -14,7 +14,7 @@ from baton_geo.raster.ask import PREVIEW, SceneAsk, SceneInfo, Tally
 from baton_geo.raster.bands import choose_bands
 from baton_geo.raster.geotiff import GeoTiff
 from baton_geo.raster.grid import Floats, Grid
-from baton_geo.raster.headers import check_memory
+from baton_geo.raster.headers import check_file, check_memory
 from baton_geo.raster.magic import LOOKED_AT, recognise
 from baton_geo.raster.mosaic import Mosaic
 from baton_geo.raster.picture import Picture
@@ -25,8 +25,10 @@ from baton_geo.raster.source import Source
 from baton_geo.raster.values import RangeCheck, Scaling, find_valid
 
 SMALL = 2_000_000  # numbers of a scene that is looked at whole before it is accepted
+NAME_LENGTH = 200  # letters of a band's name that are told
 GLANCES = 4  # along each axis of a larger scene
 GLANCE = 64  # side of one, pixels
+COSTLY_LOOK = 8 * 1024 * 1024  # bytes to decode for one; then it is left to the reading
 GLANCE_SECONDS = 0.4
 GLANCE_SHARE = 0.5  # of what was glanced at; the exact rule is applied while the scene is read
 
@@ -36,8 +38,10 @@ def open_source(fd: int, ask: SceneAsk) -> Source:
 
     Raises:
         NotARaster: it is something else.
+        RasterTooLarge: beyond the limit on files.
         RasterBroken, RasterTooLarge, RasterUnusable: see `GeoTiff` and `Picture`.
     """
+    check_file(os.fstat(fd).st_size, ask)
     kind = recognise(os.pread(fd, LOOKED_AT, 0))
     return GeoTiff(fd, ask) if kind == "TIFF" else Picture(fd, kind, ask)
 
@@ -75,14 +79,8 @@ class Job:
         self._rows = Rows(source, choice.bands, nodata, self._check, self._thumbnail)
         self._unread = [len(self._grid.xs)] * len(self._grid.ys)
         self._mosaic = Mosaic(self._grid, len(card.classes))
-        self._products = ProductWriter(
-            folder,
-            card,
-            source.place,
-            size=(source.width, source.height),
-            probabilities=ask.probabilities,
-            sample=sample,
-        )
+        size = source.width, source.height
+        self._products = ProductWriter(folder, ask, source.place, size, sample)
         self.info = self._describe(choice.bands, nodata)
 
     def read(self, tile: int) -> Floats | None:
@@ -136,6 +134,8 @@ class Job:
         source = self._source
         check = RangeCheck(self._ask.card, source.dtype)
         whole = source.width * source.height * len(bands) <= SMALL
+        if source.first_look > COSTLY_LOOK and not whole:
+            return
         until = time.monotonic() + GLANCE_SECONDS
         for top, left, rows, columns in _spots(source.width, source.height, whole):
             raw = np.empty((rows, len(bands), columns), source.dtype)
@@ -162,7 +162,7 @@ class Job:
             crs=source.place.crs,
             transform=source.place.transform,
             nodata=nodata,
-            names=source.names,
+            names=tuple(name and name[:NAME_LENGTH] for name in source.names),
             bands=bands,
             tiles=len(self._grid),
             latitude=source.place.latitude,

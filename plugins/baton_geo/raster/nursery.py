@@ -77,12 +77,16 @@ class Nursery:
         self._control = control
         self._poll = select.poll()
         self._on_event: dict[int, Callable[[], None]] = {}
+        self._charges: dict[int, Charge] = {}
         self._pid = os.getpid()
 
     def run(self) -> None:
         """Serve until the control socket closes."""
         self._watch(self._control.fileno(), self._give_birth)
-        self._control.sendall(READY)
+        try:
+            self._control.sendall(READY)
+        except BrokenPipeError:  # the gateway has no use for us any more
+            return
         while True:
             for descriptor, _ in self._poll.poll():
                 react = self._on_event.get(descriptor)
@@ -100,7 +104,7 @@ class Nursery:
     def _give_birth(self) -> None:
         byte, descriptors, _, _ = socket.recv_fds(self._control, 1, 3)
         if not byte:
-            sys.exit(0)  # children die with us
+            self._end()
         if len(descriptors) != 3:
             raise RuntimeError("a request without its descriptors")
         sock, raster, leash = descriptors
@@ -116,8 +120,17 @@ class Nursery:
         for descriptor in (sock, raster, beating):
             os.close(descriptor)
         charge = Charge(pid, pulse, socket.socket(fileno=leash))
+        self._charges[pid] = charge
         self._watch(pulse, lambda: self._bury(charge))
         self._watch(leash, lambda: self._kill(charge))
+
+    def _end(self) -> None:
+        """Kill and reap: nobody else may do it where process 1 is no init."""
+        for charge in self._charges.values():
+            os.kill(charge.pid, signal.SIGKILL)
+        for charge in self._charges.values():
+            os.waitpid(charge.pid, 0)
+        sys.exit(0)
 
     def _kill(self, charge: Charge) -> None:
         """The gateway let go; the child is not reaped yet, so its number is still its own."""
@@ -126,6 +139,7 @@ class Nursery:
 
     def _bury(self, charge: Charge) -> None:
         _, status = os.waitpid(charge.pid, 0)
+        del self._charges[charge.pid]
         self._unwatch(charge.pulse)
         self._unwatch(charge.leash.fileno())
         os.close(charge.pulse)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import socket
 import struct
 import subprocess
@@ -13,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton_geo.raster.sandbox import QUIET_LIBRARIES
+
+logger = logging.getLogger(__name__)
 
 START_SECONDS = 60.0  # half a second as a rule; a loaded machine may take long
 BURIAL_SECONDS = 10.0
@@ -77,17 +81,19 @@ class NurseryProcess:
             raster: descriptor, open for reading; stays the caller's.
 
         Raises:
-            NurseryLost: it died, and has been started anew.
-            RuntimeError: closed, or it cannot be started.
+            NurseryLost: it died, and so did another one.
+            RuntimeError: closed.
         """
         with self._lock:
             if self._closed:
                 raise RuntimeError("the decoders are closed")
             try:
-                self._running.wait_until_ready()
                 return self._running.ask(raster)
             except (OSError, EOFError):
                 self._renew()
+            try:
+                return self._running.ask(raster)
+            except (OSError, EOFError):
                 raise NurseryLost from None
 
     def close(self) -> None:
@@ -98,6 +104,9 @@ class NurseryProcess:
 
     def _renew(self) -> None:
         self._finalizer()
+        logger.warning(
+            "the raster nursery ended with code %s; starting another", self._running.process.returncode
+        )
         self._running = _Running()
         self._finalizer = weakref.finalize(self, _Running.stop, self._running)
 
@@ -119,9 +128,9 @@ class _Running:
                 start_new_session=True,  # an interrupt from the terminal is the gateway's to act on
             )
         self._ready = False
+        self._owner = os.getpid()
 
-    def wait_until_ready(self) -> None:
-        """Raises EOFError or OSError if it died, TimeoutError if it takes too long."""
+    def _wait_until_ready(self) -> None:
         if self._ready:
             return
         self._control.settimeout(START_SECONDS)
@@ -131,6 +140,8 @@ class _Running:
         self._ready = True
 
     def ask(self, raster: int) -> Line:
+        """A child; EOFError or OSError if the nursery died, TimeoutError if it takes too long to start."""
+        self._wait_until_ready()
         ours, theirs = socket.socketpair()
         leash, their_leash = socket.socketpair()
         with theirs, their_leash:
@@ -143,6 +154,9 @@ class _Running:
         return Line(ours, leash)
 
     def stop(self) -> None:
+        """End it; not from a process forked off the gateway, which only seems to own it."""
+        if os.getpid() != self._owner:
+            return
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()

@@ -21,10 +21,11 @@ BROKEN = (UnidentifiedImageError, OSError, SyntaxError, ValueError, struct.error
 MODES = {"RGB", "RGBA", "P", "PA"}
 TRANSVERSE = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 ORIENTATION = 0x0112
+UNDECODABLE = "the picture could not be decoded: damaged or truncated data"
 
 
 class Picture:
-    """See `Source`; pixels are decoded at the first read, whole.
+    """See `Source`; pixels are decoded whole, and no earlier than they have to be.
 
     Pillow and not GDAL: it applies EXIF orientation and tRNS, caps text and profile chunks, and reads the
     first frame of an animated PNG without looking at the others.
@@ -46,7 +47,6 @@ class Picture:
         self._file = os.fdopen(os.dup(fd), "rb")
         try:
             self._image: Image.Image = Image.open(self._file, formats=[kind])
-            turned = self._image.getexif().get(ORIENTATION, 1) in TRANSVERSE
         except BROKEN:
             raise RasterBroken(f"the {kind} header is damaged") from None
         check_size(*self._image.size, os.fstat(fd).st_size, ask)
@@ -54,11 +54,11 @@ class Picture:
         pixels = self._image.width * self._image.height
         if pixels * COPIES * 4 > MEMORY_SHARE * ask.limits.memory:
             raise RasterTooLarge(f"a {kind} of {pixels} pixels does not fit into a decoder; send a GeoTIFF")
-        self.width, self.height = self._image.size[::-1] if turned else self._image.size
+        self.width, self.height = self._upright_size()
         self.dtype: np.dtype[Any] = np.dtype("uint8")
         self.names: tuple[str | None, ...] = ("RED", "GREEN", "BLUE")
         self.nodata: float | None = None
-        self.block_height = 1
+        self.block_height, self.first_look = 1, pixels * 3
         self.place = Georeference()
         self.acquired: str | None = None
         self.notes = [f"a {kind} has no CRS; the mask has none either, and areas are in pixels only"]
@@ -84,6 +84,15 @@ class Picture:
         self._image.close()
         self._file.close()
 
+    def _upright_size(self) -> tuple[int, int]:
+        """Width and height as a viewer shows it. A PNG may say which way is up after its pixels only."""
+        try:
+            turned = self._image.getexif().get(ORIENTATION, 1) in TRANSVERSE
+        except BROKEN:
+            raise RasterBroken(UNDECODABLE) from None
+        width, height = self._image.size
+        return (height, width) if turned else (width, height)
+
     def _check_kind(self, fd: int, kind: Kind) -> None:
         depth = os.pread(fd, 1, 24)[0] if kind == "PNG" else 8  # IHDR's bit depth
         if self._image.mode not in MODES or depth > 8:
@@ -98,7 +107,7 @@ class Picture:
                 clear = "A" in image.mode or "transparency" in image.info
                 array = np.asarray(image.convert("RGBA" if clear else "RGB"))
             except BROKEN:
-                raise RasterBroken("the picture could not be decoded: damaged or truncated data") from None
+                raise RasterBroken(UNDECODABLE) from None
             self._pixels = array[:, :, :3]
             self._clear = array[:, :, 3] == 0 if clear else None
         return self._pixels

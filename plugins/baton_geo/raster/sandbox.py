@@ -14,6 +14,7 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from baton_geo.settings import GeoLimits
@@ -76,6 +77,20 @@ def limit_resources(limits: GeoLimits) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
+@contextlib.contextmanager
+def limit_opening(seconds: float) -> Iterator[None]:
+    """End this process by SIGPROF when what is inside takes more processor time than that.
+
+    Not more time on the clock: on a busy machine a sound raster would be refused.
+    """
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 def limit_writing(pixels: int, bytes_each: int) -> None:
     """Cap the size of the files this process writes."""
     _limit(resource.RLIMIT_FSIZE, 2 * pixels * bytes_each + WRITE_SLACK)
@@ -125,9 +140,8 @@ def confine_files(raster: int, folder: Path) -> bool:
 
 def _program_folders() -> list[Path]:
     """Where modules and libraries are that may be loaded late, and PROJ's tables."""
-    here = Path(__file__).resolve().parents[2]
-    roots = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", here / "baton_geo")
-    return [path for root in roots if (path := Path(root)).is_dir() and path != Path("/")]
+    roots = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", *sys.path} - {"", "/"}
+    return [path for root in sorted(roots) if (path := Path(root)).is_dir()]
 
 
 def _allow_path(ruleset: int, path: Path, rights: int) -> None:

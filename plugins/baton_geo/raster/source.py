@@ -42,6 +42,7 @@ class Source(Protocol):
         names: of the bands that are pictures, not masks.
         nodata: the file's, None if it says none.
         block_height: rows that are decoded together.
+        first_look: bytes to decode before a single pixel is seen.
         place: where it lies.
         acquired: ISO 8601, if known.
         notes: what the client should know.
@@ -53,6 +54,7 @@ class Source(Protocol):
     names: tuple[str | None, ...]
     nodata: float | None
     block_height: int
+    first_look: int
     place: Georeference
     acquired: str | None
     notes: list[str]

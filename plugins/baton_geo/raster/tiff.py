@@ -101,6 +101,8 @@ class TiffHeader:
                 f"the file is cut into {wanted} strips or tiles; at most {BLOCKS_LIMIT} are taken"
             )
         tags = (TILE_OFFSETS, TILE_COUNTS) if self.tiled else (STRIP_OFFSETS, STRIP_COUNTS)
+        if not set(tags) <= self._tags.keys():
+            raise RasterBroken("the TIFF header does not say where its strips or tiles lie")
         offsets, counts = (self._numbers(tag, wanted, 0) for tag in tags)
         if len(offsets) < wanted or len(counts) < wanted:
             raise RasterBroken(f"the TIFF header says where {len(offsets)} of {wanted} strips or tiles lie")

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+from geo.raster.made import make_card
+
+from baton_geo.card import Band, Card
+from baton_geo.errors import RasterUnusable, RequestInvalid
+from baton_geo.raster.bands import choose_bands
+
+RGB = (
+    Band(name="BLUE", aliases=("B02",), mean=0, std=1),
+    Band(name="GREEN", aliases=("B03",), mean=0, std=1),
+    Band(name="RED", aliases=("B04",), mean=0, std=1),
+)
+CARD = make_card(tile=32, overlap=8).model_copy(update={"bands": RGB})
+TWO_STEPS = CARD.model_copy(update={"frames": 2})
+
+
+@pytest.mark.parametrize(
+    ("card", "names", "indices", "expected"),
+    [
+        (CARD, ("RED", "GREEN", "BLUE"), None, (2, 1, 0)),
+        (CARD, ("b04", " b03 ", "B02", "B08"), None, (2, 1, 0)),
+        (CARD, (None, None, None), None, (0, 1, 2)),
+        (CARD, ("x", "y", None), None, (0, 1, 2)),
+        (CARD, ("BLUE", "GREEN", "RED"), (2, 2, 0), (2, 2, 0)),
+        (TWO_STEPS, (None,) * 6, None, (0, 1, 2, 3, 4, 5)),
+        (TWO_STEPS, ("RED", "GREEN", "BLUE", "RED", "GREEN", "BLUE"), None, (2, 1, 0, 5, 4, 3)),
+    ],
+)
+def test_chosen(
+    card: Card, names: tuple[str | None, ...], indices: tuple[int, ...] | None, expected: tuple[int, ...]
+) -> None:
+    """Indices win, then names and aliases without case, then the order."""
+    assert choose_bands(names, card, indices).bands == expected
+
+
+def test_strange_names_are_told() -> None:
+    """When names are there and none is known, the client hears that the order decided."""
+    assert "taken in order as BLUE, GREEN, RED" in choose_bands(("x", "y", "z"), CARD, None).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("card", "names", "indices", "message"),
+    [
+        (
+            CARD,
+            ("BLUE", "GREEN"),
+            None,
+            "band 3 'RED' is missing; the file has 2 bands: 1 'BLUE', 2 'GREEN'; the model takes BLUE, GREEN, RED",
+        ),
+        (
+            CARD,
+            (None,),
+            None,
+            "band 2 'GREEN' is missing; the file has 1 band without names; the model takes BLUE, GREEN, RED",
+        ),
+        (TWO_STEPS, (None,) * 4, None, "band 5 'GREEN' of time step 2 is missing"),
+        (
+            CARD,
+            (None,) * 13,
+            None,
+            "the file has 13 bands without names; name them as the model does, or say which with indices",
+        ),
+        (
+            CARD,
+            ("BLUE", "GREEN", "RED", "red"),
+            None,
+            "band 'RED' is in the file 2 times, the model takes it 1 times",
+        ),
+        (
+            CARD,
+            ("BLUE", "GREEN", "RED"),
+            (0, 1, 12),
+            "band 13, which indices asks for as 'RED', is missing; the file has 3 bands",
+        ),
+        (CARD, ("BLUE", "GREEN", "RED"), (0, 1, -1), "band 0, which indices asks for as 'RED', is missing"),
+    ],
+)
+def test_refused(
+    card: Card, names: tuple[str | None, ...], indices: tuple[int, ...] | None, message: str
+) -> None:
+    """What is missing is named, and what the file has."""
+    with pytest.raises(RasterUnusable) as caught:
+        choose_bands(names, card, indices)
+    assert message in caught.value.message
+
+
+def test_wrong_number_of_indices() -> None:
+    """A list of the wrong length is the request's fault, and says which field."""
+    with pytest.raises(
+        RequestInvalid, match=r"indices names 2 bands; the model takes 3: BLUE, GREEN, RED"
+    ) as caught:
+        choose_bands((None,) * 13, CARD, (1, 2))
+    assert caught.value.param == "indices"
+
+
+def test_a_name_cannot_break_the_message() -> None:
+    """A name of a thousand letters with a line break in it is shown short and on one line."""
+    with pytest.raises(RasterUnusable) as caught:
+        choose_bands(("BLUE", "a\n\x1b[31mb" + "c" * 1000), CARD, None)
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 300

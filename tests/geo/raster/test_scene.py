@@ -1,0 +1,456 @@
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import rasterio
+from geo.raster.made import (
+    NORTH_UP,
+    make_card,
+    raw_tiff,
+    read_tiff,
+    run,
+    sign_model,
+    write_strips,
+    write_tiff,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rasterio.errors import NotGeoreferencedWarning
+
+from baton_geo.card import Band, Card
+from baton_geo.errors import RasterUnusable
+from baton_geo.raster.ask import SceneAsk
+from baton_geo.raster.decoders import Decoders
+from baton_geo.raster.grid import Grid
+from baton_geo.settings import GeoLimits
+
+DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "float32")
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"compress": "deflate", "interleave": "pixel"},
+    {"compress": "lzw", "interleave": "band"},
+    {"tiled": True, "blockxsize": 16, "blockysize": 16, "compress": "zstd"},
+    {"tiled": True, "blockxsize": 64, "blockysize": 32, "interleave": "pixel", "bigtiff": "YES"},
+    {"tiled": True, "blockxsize": 48, "blockysize": 48, "endianness": "BIG"},
+)
+
+
+def plain_tile(
+    pixels: npt.NDArray[Any], nodata: float | None, grid: Grid, tile: int
+) -> npt.NDArray[np.float64] | None:
+    """What a tile of (bands, height, width) should be, said another way: None, or (bands, tile, tile)."""
+    row, column = grid.place(tile)
+    y, x, side = grid.ys[row], grid.xs[column], grid.tile
+    part = pixels[:, y : y + side, x : x + side].astype(np.float64)
+    missing = ~np.isfinite(part)
+    if nodata is not None:
+        missing |= part == nodata
+    hidden = missing.any(axis=0)
+    if hidden.all():
+        return None
+    part[:, hidden] = 0
+    return np.pad(part, [(0, 0), (0, side - part.shape[1]), (0, side - part.shape[2])], mode="edge")
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_tiles_are_the_file(decoders: Decoders, tmp_path: Path, data: st.DataObject) -> None:
+    """Whatever the size, type, layout, nodata and overlap: each tile holds the file's pixels, the mask their signs."""
+    width, height = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 150))
+    dtype, layout = np.dtype(data.draw(st.sampled_from(DTYPES))), data.draw(st.sampled_from(LAYOUTS))
+    nodata = data.draw(st.sampled_from([None, 0.0, 3.0]))
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    pixels = random.integers(0 if dtype.kind == "u" else -3, 4, (2, height, width)).astype(dtype)
+    pixels[:, : height // 3, : width // 2] = 0 if nodata is None else nodata
+    if dtype.kind == "f":
+        pixels[1, height // 2 :, width // 2] = data.draw(st.sampled_from([np.nan, np.inf, 1.0]))
+    card = make_card(2, tile=data.draw(st.sampled_from([16, 32, 64])), overlap=data.draw(st.integers(0, 8)))
+    path = write_tiff(tmp_path / "scene.tif", pixels, nodata=nodata, **layout)
+    grid = Grid(width, height, card.tile, card.overlap)
+    valid = np.isfinite(pixels).all(axis=0) & ((pixels != nodata).all(axis=0) if nodata is not None else True)
+    ask = SceneAsk(card=card)
+    if not valid.any():
+        with pytest.raises(RasterUnusable, match="every pixel is nodata"):
+            decoders.open(path, ask)
+        return
+    with decoders.open(path, ask) as scene:
+        assert scene.info.tiles == len(grid)
+        for tile in range(scene.info.tiles):
+            got, expected = scene.read(tile), plain_tile(pixels, nodata, grid, tile)
+            assert (got is None) == (expected is None)
+            if got is not None and expected is not None:
+                np.testing.assert_array_equal(got[:, 0], expected)
+                scene.write(tile, sign_model(got))
+        products = scene.finish()
+        assert products.mask is not None
+        mask = read_tiff(products.mask)[0]
+    np.testing.assert_array_equal(mask, np.where(valid, pixels[0] > 0, 255))
+    assert products.nodata_pixels == (~valid).sum()
+    assert sum(area.pixels for area in products.areas) == valid.sum()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_against_rasterio_on_windows(decoders: Decoders, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """A tile is what rasterio reads in its window."""
+    pixels = np.random.default_rng(5).integers(-2000, 9000, (6, 200, 330)).astype("int16")
+    path = write_tiff(tmp_path / "scene.tif", pixels, **layout)
+    card = make_card(6, tile=64, overlap=20)
+    grid = Grid(330, 200, 64, 20)
+    with decoders.open(path, SceneAsk(card=card)) as scene, rasterio.open(path) as file:
+        for tile in range(scene.info.tiles):
+            row, column = grid.place(tile)
+            window = rasterio.windows.Window(grid.xs[column], grid.ys[row], 64, 64)
+            got = scene.read(tile)
+            assert got is not None
+            np.testing.assert_array_equal(got[:, 0], file.read(window=window))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 100, 333, 1000])
+def test_strips_of_any_height(decoders: Decoders, tmp_path: Path, rows: int) -> None:
+    """Strips lower and higher than a tile, and one of the whole scene, give the same tiles and mask."""
+    pixels = np.random.default_rng(5).integers(-2000, 9000, (2, 333, 90)).astype("int16")
+    path = write_strips(tmp_path / "scene.tif", pixels, rows)
+    grid = Grid(90, 333, 32, 8)
+    with decoders.open(path, SceneAsk(card=make_card(2), limits=GeoLimits(tile_bytes=0))) as scene:
+        for tile in range(scene.info.tiles):
+            got, expected = scene.read(tile), plain_tile(pixels, None, grid, tile)
+            assert got is not None
+            assert expected is not None
+            np.testing.assert_array_equal(got[:, 0], expected)
+            scene.write(tile, sign_model(got))
+        products = scene.finish()
+        assert products.mask is not None
+        np.testing.assert_array_equal(read_tiff(products.mask)[0], pixels[0] > 0)
+
+
+def test_scaling_by_hand(decoders: Decoders, tmp_path: Path) -> None:
+    """A raw 5000 at scale 0.0001, offset -0.1, mean 0.2 and deviation 0.05 is 4; nodata is 0.0 in every band."""
+    pixels = np.full((2, 16, 16), 5000, "int16")
+    pixels[1, 0, 3] = -9999
+    bands = (Band(name="A", mean=0.2, std=0.05), Band(name="B", mean=0.0, std=0.5))
+    card = Card(
+        bands=bands, classes=make_card().classes, tile=16, overlap=4, scale=1e-4, offset=-0.1, nodata=-9999
+    )
+    with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneAsk(card=card)) as scene:
+        tile = scene.read(0)
+    assert tile is not None
+    assert tile.shape == (2, 1, 16, 16)
+    assert tile.dtype == np.float32
+    assert tile[0, 0, 5, 5] == pytest.approx(4.0, rel=1e-6)
+    assert tile[1, 0, 5, 5] == pytest.approx(0.8, rel=1e-6)
+    assert tile[0, 0, 0, 3] == tile[1, 0, 0, 3] == 0.0
+
+
+def test_float_files_have_a_scale_of_their_own(decoders: Decoders, tmp_path: Path) -> None:
+    """Floats are taken at `float_scale`, integers at `scale`."""
+    card = make_card(scale=1e-4, float_scale=2.0)
+    path = write_tiff(tmp_path / "a.tif", np.full((1, 16, 16), 3, "float32"))
+    with decoders.open(path, SceneAsk(card=card)) as scene:
+        tile = scene.read(0)
+    assert tile is not None
+    assert (tile[0, 0] == 6.0).all()
+
+
+def test_time_steps(decoders: Decoders, tmp_path: Path) -> None:
+    """A file holds the bands of step after step; the model gets bands first, then steps."""
+    pixels = np.arange(6, dtype="uint8")[:, None, None] + np.zeros((6, 32, 32), "uint8")
+    card = make_card(3, frames=2)
+    with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneAsk(card=card)) as scene:
+        tile = scene.read(0)
+    assert tile is not None
+    np.testing.assert_array_equal(tile[:, :, 0, 0], [[0, 3], [1, 4], [2, 5]])
+
+
+def test_bands_by_name_and_by_index(decoders: Decoders, tmp_path: Path) -> None:
+    """The file's descriptions choose the bands; the request's indices choose others."""
+    pixels = np.arange(3, dtype="uint8")[:, None, None] + np.zeros((3, 16, 16), "uint8")
+    path = write_tiff(tmp_path / "a.tif", pixels, names=("b2", "other", "b1"))
+    card = make_card(2)
+    for indices, expected in ((None, [2, 0]), ((1, 1), [1, 1])):
+        with decoders.open(path, SceneAsk(card=card, indices=indices)) as scene:
+            tile = scene.read(0)
+            assert scene.info.names == ("b2", "other", "b1")
+        assert tile is not None
+        np.testing.assert_array_equal(tile[:, 0, 0, 0], expected)
+
+
+def test_an_alpha_band_is_nodata(decoders: Decoders, tmp_path: Path) -> None:
+    """Where alpha is 0 there is nothing, and alpha is no band of the picture."""
+    pixels = np.full((4, 40, 40), 200, "uint8")
+    pixels[3] = 255
+    pixels[3, :10] = 0
+    path = write_tiff(tmp_path / "a.tif", pixels, photometric="RGB", alpha="YES")
+    with decoders.open(path, SceneAsk(card=make_card(3))) as scene:
+        assert scene.info.count == 3
+        products = run(scene, sign_model)
+    assert products.nodata_pixels == 400
+
+
+def test_an_internal_mask_is_nodata(decoders: Decoders, tmp_path: Path) -> None:
+    """A mask inside the file says where there is nothing."""
+    path = tmp_path / "a.tif"
+    profile = {
+        "driver": "GTiff",
+        "width": 40,
+        "height": 40,
+        "count": 1,
+        "dtype": "uint8",
+        "crs": "EPSG:32633",
+    }
+    mask = np.full((40, 40), 255, "uint8")
+    mask[30:] = 0
+    with (
+        rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True),
+        rasterio.open(path, "w", transform=NORTH_UP, **profile) as file,
+    ):
+        file.write(np.full((1, 40, 40), 7, "uint8"))
+        file.write_mask(mask)
+    with decoders.open(path, SceneAsk(card=make_card())) as scene:
+        assert run(scene, sign_model).nodata_pixels == 400
+
+
+@pytest.mark.parametrize("order", ["backwards", "rows swapped"])
+def test_tiles_in_any_order(decoders: Decoders, tmp_path: Path, order: str) -> None:
+    """Tiles read and written out of turn make the same mask."""
+    pixels = np.random.default_rng(0).integers(-9, 9, (1, 100, 100)).astype("int16")
+    with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneAsk(card=make_card())) as scene:
+        tiles = list(range(scene.info.tiles))
+        tiles = tiles[::-1] if order == "backwards" else [tile ^ 4 for tile in tiles if tile ^ 4 < len(tiles)]
+        assert sorted(tiles) == list(range(scene.info.tiles))
+        read = {tile: scene.read(tile) for tile in tiles}
+        for tile, values in sorted(read.items(), key=lambda item: -item[0]):
+            assert values is not None
+            scene.write(tile, sign_model(values))
+        products = scene.finish()
+        assert products.mask is not None
+        np.testing.assert_array_equal(read_tiff(products.mask)[0], pixels[0] > 0)
+
+
+def test_misuse_is_an_error_here(decoders: Decoders, tmp_path: Path) -> None:
+    """A tile twice, an unread tile, scores of the wrong shape or NaN, and an early finish never reach the child."""
+    pixels = np.ones((1, 40, 40), "uint8")
+    with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneAsk(card=make_card())) as scene:
+        scores = np.zeros((2, 32, 32), np.float32)
+        with pytest.raises(ValueError, match="not in turn"):
+            scene.write(0, scores)
+        scene.read(0)
+        for tile in (0, 4, -1):
+            with pytest.raises(ValueError, match=f"tile {tile}"):
+                scene.read(tile)
+        with pytest.raises(ValueError, match="shape"):
+            scene.write(0, scores[:1])
+        with pytest.raises(RuntimeError, match="not finite"):
+            scene.write(0, scores * np.nan)
+        scene.write(0, scores)
+        with pytest.raises(ValueError, match="3 of 4 tiles are not done"):
+            scene.finish()
+
+
+class TestInfo:
+    """What a scene says of itself."""
+
+    def test_georeference(self, decoders: Decoders, tmp_path: Path) -> None:
+        """CRS, transform and the centre in degrees: 500 km east in zone 33 is 15° east."""
+        pixels = np.ones((1, 200, 2), "uint8")
+        transform = rasterio.Affine(10, 0, 499_990, 0, -10, 5_000_000)
+        path = write_tiff(tmp_path / "a.tif", pixels, transform=transform)
+        with decoders.open(path, SceneAsk(card=make_card())) as scene:
+            info = scene.info
+        assert info.crs == "EPSG:32633"
+        assert list(info.transform or ()) == [10, 0, 499_990, 0, -10, 5_000_000]
+        assert info.longitude == pytest.approx(15.0, abs=1e-9)
+        assert info.latitude == pytest.approx(45.144, abs=1e-3)
+        assert info.notes == ()
+
+    @pytest.mark.parametrize(
+        ("tags", "expected"),
+        [
+            ({"TIFFTAG_DATETIME": "2024:05:06 10:11:12"}, "2024-05-06T10:11:12"),
+            ({"ACQUISITION_DATE": "2023-01-02", "TIFFTAG_DATETIME": "2024:05:06 10:11:12"}, "2023-01-02"),
+            ({"TIFFTAG_DATETIME": "yesterday"}, None),
+            ({}, None),
+        ],
+    )
+    def test_date(
+        self, decoders: Decoders, tmp_path: Path, tags: dict[str, str], expected: str | None
+    ) -> None:
+        """The date of acquisition goes before the date the file was written."""
+        path = write_tiff(tmp_path / "a.tif", np.ones((1, 16, 16), "uint8"))
+        with rasterio.open(path, "r+") as file:
+            file.update_tags(**tags)
+        with decoders.open(path, SceneAsk(card=make_card())) as scene:
+            assert scene.info.acquired == expected
+
+    @pytest.mark.parametrize(
+        ("options", "note"),
+        [
+            ({"crs": None}, "the file has no CRS"),
+            ({"crs": None, "transform": None}, "the file has no geotransform"),
+            ({"crs": "EPSG:3857"}, "Web Mercator"),
+            ({"transform": NORTH_UP @ rasterio.Affine.rotation(30)}, "the grid is rotated"),
+            ({"crs": 'LOCAL_CS["site",UNIT["metre",1]]'}, "the CRS is local"),
+        ],
+    )
+    def test_notes(self, decoders: Decoders, tmp_path: Path, options: dict[str, Any], note: str) -> None:
+        """What is odd about the grid is accepted and said; the mask is on the same grid."""
+        path = write_tiff(tmp_path / "a.tif", np.ones((1, 20, 20), "uint8"), **options)
+        with decoders.open(path, SceneAsk(card=make_card())) as scene:
+            assert any(note in said for said in scene.info.notes)
+            products = run(scene, sign_model)
+            assert products.mask is not None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NotGeoreferencedWarning)
+                with rasterio.open(path) as before, rasterio.open(products.mask) as after:
+                    assert before.crs == after.crs
+                    assert before.transform.almost_equals(after.transform)
+
+    def test_control_points_are_copied(self, decoders: Decoders, tmp_path: Path) -> None:
+        """A file with ground control points only gives a mask with the same ones."""
+        points = [
+            rasterio.control.GroundControlPoint(row, column, 15 + column, 45 - row)
+            for row, column in ((0, 0), (0, 9), (9, 0), (9, 9))
+        ]
+        path = write_tiff(
+            tmp_path / "a.tif", np.ones((1, 20, 20), "uint8"), crs="EPSG:4326", transform=None, gcps=points
+        )
+        with decoders.open(path, SceneAsk(card=make_card())) as scene:
+            assert any("ground control points" in note for note in scene.info.notes)
+            products = run(scene, sign_model)
+            assert products.mask is not None
+            with rasterio.open(products.mask) as file:
+                copied, crs = file.gcps
+        assert [(point.row, point.col, point.x, point.y) for point in copied] == [
+            (point.row, point.col, point.x, point.y) for point in points
+        ]
+        assert crs.to_epsg() == 4326
+
+    def test_several_images(self, decoders: Decoders, tmp_path: Path) -> None:
+        """Of several images in a file the first is used, and that is said."""
+        first = write_tiff(tmp_path / "two.tif", np.ones((1, 20, 20), "uint8"))
+        with rasterio.open(
+            first,
+            "w",
+            driver="GTiff",
+            width=9,
+            height=9,
+            count=1,
+            dtype="uint8",
+            crs="EPSG:32633",
+            transform=NORTH_UP,
+            APPEND_SUBDATASET="YES",
+        ) as file:
+            file.write(np.full((1, 9, 9), 5, "uint8"))
+        with decoders.open(first, SceneAsk(card=make_card())) as scene:
+            assert any("2 images; the first is used" in note for note in scene.info.notes)
+            assert (scene.info.width, scene.info.height) == (20, 20)
+
+    def test_its_own_scale_is_told(self, decoders: Decoders, tmp_path: Path) -> None:
+        """A file that states a scale is told that the model's is used."""
+        path = write_tiff(tmp_path / "a.tif", np.ones((1, 20, 20), "uint8"))
+        with rasterio.open(path, "r+") as file:
+            file.scales, file.offsets = (0.5,), (2.0,)
+        with decoders.open(path, SceneAsk(card=make_card())) as scene:
+            assert any("scale of 0.5 and an offset of 2" in note for note in scene.info.notes)
+
+
+class TestRange:
+    """Values the model cannot know."""
+
+    CARD = make_card(scale=1e-4, valid_range=(0.0, 1.5))
+
+    @pytest.mark.parametrize("side", [60, 1500])
+    def test_wrong_units(self, decoders: Decoders, tmp_path: Path, side: int) -> None:
+        """Reflectance x 100 000 is refused at once, with band, range and scale."""
+        pixels = np.random.default_rng(0).integers(20_000, 60_000, (1, side, side)).astype("int32")
+        path = write_tiff(tmp_path / "a.tif", pixels)
+        with pytest.raises(
+            RasterUnusable, match=r"band 'B1': .* outside 0 to 1.5 after multiplying by 0.0001"
+        ):
+            decoders.open(path, SceneAsk(card=self.CARD))
+
+    @pytest.mark.parametrize(("rows", "refused"), [(1, False), (2, True)])
+    def test_one_percent(self, decoders: Decoders, tmp_path: Path, rows: int, refused: bool) -> None:
+        """One percent of the pixels may be outside, more may not."""
+        pixels = np.full((1, 100, 100), 15_000, "uint16")
+        pixels[:, :rows] = 15_001
+        path = write_tiff(tmp_path / "a.tif", pixels)
+        if refused:
+            with pytest.raises(RasterUnusable, match=r"2\.0% of the pixels"):
+                decoders.open(path, SceneAsk(card=self.CARD))
+        else:
+            decoders.open(path, SceneAsk(card=self.CARD)).close()
+
+    def test_found_while_reading(self, decoders: Decoders, tmp_path: Path) -> None:
+        """In a large scene two percent at the very bottom are found when they are read."""
+        pixels = np.zeros((1, 1500, 1500), "uint16")
+        pixels[:, -30:] = 60_000
+        path = write_tiff(tmp_path / "a.tif", pixels)
+        card = self.CARD.model_copy(update={"tile": 512, "overlap": 0})
+        with (
+            decoders.open(path, SceneAsk(card=card)) as scene,
+            pytest.raises(RasterUnusable, match="band 'B1'"),
+        ):
+            run(scene, lambda tile: np.zeros((2, 512, 512), np.float32))
+
+    def test_nodata_is_not_outside(self, decoders: Decoders, tmp_path: Path) -> None:
+        """A scene that is half nodata is judged by the other half."""
+        pixels = np.full((1, 60, 60), 5000, "int16")
+        pixels[:, :30] = -9999
+        decoders.open(write_tiff(tmp_path / "a.tif", pixels, nodata=-9999), SceneAsk(card=self.CARD)).close()
+        with pytest.raises(RasterUnusable, match="nodata value marked"):
+            decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneAsk(card=self.CARD))
+
+
+def test_a_large_scene_of_nodata(decoders: Decoders, tmp_path: Path) -> None:
+    """All tiles are None, and `finish` says that there is nothing to classify."""
+    path = write_tiff(tmp_path / "a.tif", np.zeros((1, 1500, 1500), "uint8"), nodata=0, compress="deflate")
+    with decoders.open(path, SceneAsk(card=make_card(tile=512))) as scene:
+        assert all(scene.read(tile) is None for tile in range(scene.info.tiles))
+        with pytest.raises(RasterUnusable, match="every pixel is nodata"):
+            scene.finish()
+
+
+def test_one_pixel(decoders: Decoders, tmp_path: Path) -> None:
+    """A scene of one pixel is one tile, all of it that pixel."""
+    path = write_tiff(tmp_path / "a.tif", np.full((1, 1, 1), 7, "uint8"))
+    with decoders.open(path, SceneAsk(card=make_card())) as scene:
+        tile = scene.read(0)
+        assert tile is not None
+        assert (tile == 7).all()
+        scene.write(0, sign_model(tile))
+        assert [area.pixels for area in scene.finish().areas] == [0, 1]
+
+
+def test_a_foreign_byte_order(decoders: Decoders, tmp_path: Path) -> None:
+    """A Motorola-order TIFF made byte by byte reads as written."""
+    tags: dict[int, tuple[int, list[int]]] = {
+        256: (3, [2]),
+        257: (3, [2]),
+        258: (3, [16]),
+        259: (3, [1]),
+        262: (3, [1]),
+        273: (4, [-1]),
+        277: (3, [1]),
+        278: (3, [2]),
+        279: (4, [8]),
+    }
+    path = tmp_path / "a.tif"
+    path.write_bytes(raw_tiff(tags, b"\0\1\0\2\0\3\1\0", order=">"))
+    with decoders.open(path, SceneAsk(card=make_card(), limits=GeoLimits(tile_bytes=0))) as scene:
+        tile = scene.read(0)
+    assert tile is not None
+    np.testing.assert_array_equal(tile[0, 0, :2, :2], [[1, 2], [3, 256]])
+
+
+def test_a_small_scene_of_one_value(decoders: Decoders, tmp_path: Path) -> None:
+    """A sound file of a few hundred bytes and some tens of tiles is no bomb."""
+    path = write_tiff(tmp_path / "a.tif", np.ones((1, 180, 180), "uint8"), compress="deflate", tiled=True)
+    assert path.stat().st_size < 64 * 49
+    with decoders.open(path, SceneAsk(card=make_card())) as scene:
+        assert scene.info.tiles == 64
+        assert run(scene, sign_model).areas[1].pixels == 180 * 180
