@@ -87,16 +87,16 @@ def _river(rng: np.random.Generator, fine: Shape, middle: Field) -> Field:
     """Depth of the river in metres, with bars and narrows; negative beyond its banks."""
     if rng.random() < 0.12:
         return np.full(fine, -9.0)
-    width = rng.uniform(3, 16) * np.exp(
+    width = rng.uniform(5, 16) * np.exp(
         0.25 * fractal(rng, fine, largest=FINE * 150, smallest=FINE * 40, slope=4)
     )
-    bars = 0.4 * fractal(rng, fine, largest=FINE * 60, smallest=FINE * 10, slope=3.6)
+    bars = 0.4 * fractal(rng, fine, largest=FINE * 60, smallest=FINE * 14, slope=3.8)
     return np.asarray(rng.uniform(1, 4) * (1 - (middle / width) ** 2) + np.minimum(bars, 0.3))
 
 
 def _lakes(rng: np.random.Generator, fine: Shape) -> Field:
     """Depth of lakes and ponds in metres; negative on land."""
-    hollows = fractal(rng, fine, largest=FINE * rng.uniform(80, 220), smallest=FINE * 14, slope=4.2)
+    hollows = fractal(rng, fine, largest=FINE * rng.uniform(80, 220), smallest=FINE * 22, slope=4.4)
     shore = np.quantile(hollows, 1 - rng.uniform(0.01, 0.08))
     return np.asarray((hollows - shore) * rng.uniform(3, 10))
 
@@ -110,16 +110,16 @@ def _flood(rng: np.random.Generator, fine: Shape, across: Field, relief: Field) 
         across: distance from the valley's middle in half widths of the plain.
         relief: terrain height, metres.
     """
-    uneven = fractal(rng, fine, largest=FINE * 120, smallest=FINE * 9, slope=4.0)
-    surface = 4.0 * np.minimum(across, 3) ** 2 + rng.uniform(0.5, 1.4) * uneven + relief
-    return np.asarray(np.quantile(surface, rng.uniform(0.09, 0.36)) - surface)
+    uneven = fractal(rng, fine, largest=FINE * 140, smallest=FINE * 16, slope=4.2)
+    surface = 4.0 * np.minimum(across, 3) ** 2 + rng.uniform(0.4, 1.1) * uneven + relief
+    return np.asarray(np.quantile(surface, rng.uniform(0.15, 0.36)) - surface)
 
 
 def _plants(chance: Chance, shape: Shape, depth: Field) -> Field:
     """Share of the water hidden by plants standing in it, where it is shallow; 0..1."""
-    if not chance.strikes("emergent", 0.6):
+    if not chance.strikes("emergent", 0.5):
         return np.zeros(shape)
     rng = chance.of("emergent")
-    patches = fractal(rng, shape, largest=70, smallest=7, slope=3.8)
-    start = float(np.quantile(patches, rng.uniform(0.82, 0.96)))
+    patches = fractal(rng, shape, largest=80, smallest=14, slope=4.0)
+    start = float(np.quantile(patches, rng.uniform(0.92, 0.98)))
     return np.asarray(0.9 * smoothstep(patches, start, start + 0.25) * (1 - smoothstep(depth, 0.5, 1.0)))

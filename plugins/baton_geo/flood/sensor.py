@@ -36,8 +36,8 @@ def seams(chance: Chance, light: Field) -> Field:
     for _ in range(int(rng.integers(1, 3))):
         beyond = _side(rng, shape) > 0
         gain, offset = (
-            rng.uniform(0.88, 1.12) + rng.normal(0, 0.02, (6, 1, 1)),
-            rng.normal(0, 0.004, (6, 1, 1)),
+            rng.uniform(0.92, 1.08) + rng.normal(0, 0.015, (6, 1, 1)),
+            rng.normal(0, 0.003, (6, 1, 1)),
         )
         light = np.where(beyond, light * gain + offset, light)
     return light

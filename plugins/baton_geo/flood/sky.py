@@ -32,7 +32,7 @@ class Sun:
 def draw_sun(chance: Chance) -> Sun:
     """In the south-east to south, as at a mid-morning overpass of the northern hemisphere."""
     rng = chance.of("sun")
-    azimuth, elevation = np.radians(rng.uniform(110, 180)), np.radians(rng.uniform(26, 60))
+    azimuth, elevation = np.radians(rng.uniform(110, 180)), np.radians(rng.uniform(32, 60))
     return Sun(-float(np.cos(azimuth)), float(np.sin(azimuth)), float(np.tan(elevation)))
 
 
@@ -73,7 +73,7 @@ def haze(chance: Chance, surface: Field) -> Field:
     rng = chance.of("haze")
     shape = (surface.shape[1], surface.shape[2])
     veil = fractal(rng, shape, largest=300, smallest=30, slope=3.2)
-    thick = rng.uniform(0.1, 1.2) * smoothstep(veil, rng.uniform(-2.0, 0.3), 1.8)
+    thick = rng.uniform(0.1, 0.8) * smoothstep(veil, rng.uniform(-2.0, 0.3), 1.8)
     ice = rng.random()
     path = (1 - ice) * spectra.HAZE_PATH + ice * spectra.CIRRUS_PATH
     return np.asarray(surface * (1 - 0.25 * thick) + path[:, None, None] * thick)
@@ -84,9 +84,9 @@ def cloud_opacity(chance: Chance, shape: Shape) -> Field:
     if not chance.strikes("cloud", 0.75):
         return np.zeros(shape)
     rng = chance.of("cloud")
-    mass = fractal(rng, shape, largest=rng.uniform(60, 180), smallest=5, slope=3.8)
-    edge = float(np.quantile(mass, 1 - rng.uniform(0.03, 0.16)))
-    return smoothstep(mass, edge - 0.05, edge + 0.11)
+    mass = fractal(rng, shape, largest=rng.uniform(90, 200), smallest=10, slope=4.0)
+    edge = float(np.quantile(mass, 1 - rng.uniform(0.02, 0.10)))
+    return smoothstep(mass, edge - 0.04, edge + 0.08)
 
 
 def cloud_shadow(chance: Chance, surface: Field, opacity: Field, sun: Sun) -> Field:

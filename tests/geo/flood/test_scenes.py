@@ -20,7 +20,7 @@ from baton_geo.flood.scenes import (
     make_scene,
 )
 
-DIGEST = "9dd0b0018a5f7aea2ffaeae783a62c98dd84cfde2197fb41b8ee7d3acb54b0ea"
+DIGEST = "cc64bf4e25742d99a2cb2fe872bfa956c2fda907b1a6299e387de4519e6e3252"
 SEEDS = range(7, 13)  # between them they have everything
 
 

@@ -1,0 +1,106 @@
+"""A scene to a mask with plain torch, as it is served: normalised, tiled, blended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from baton_geo.card import Card
+from baton_geo.flood.measure import Mask
+from baton_geo.flood.scenes import WATER
+from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load, read_checkpoint
+
+SHIPPED: Final = Path(__file__).parent.parent / "flood_tiny"
+
+
+class Predictor:
+    """A model and the rasters it takes. A `measure.Method` when called.
+
+    Args:
+        model: with one time step; computes in the dtype of its parameters.
+        card: the rasters it takes; integer files.
+    """
+
+    def __init__(self, model: PrithviSegmenter, card: Card) -> None:
+        self.model = model.eval()
+        self.card = card
+
+    @classmethod
+    def of_folder(cls, folder: Path = SHIPPED) -> Predictor:
+        """The model whose config.json and model.safetensors lie in a folder, computing in float32.
+
+        Raises:
+            ValueError: a configuration or weights that do not fit.
+            OSError: a file is missing.
+        """
+        config = json.loads((folder / "config.json").read_text())
+        model = PrithviSegmenter(PrithviConfig.from_hf(config))
+        load(model, read_checkpoint(folder / "model.safetensors").items())
+        return cls(model, Card.model_validate(config["baton_geo"]))
+
+    def __call__(self, pixels: npt.NDArray[np.int16]) -> Mask:
+        """Where water is: (6, height, width) to (height, width)."""
+        return np.asarray(self.probabilities(pixels).argmax(axis=0) == WATER)
+
+    def probabilities(self, pixels: npt.NDArray[np.int16]) -> npt.NDArray[np.float32]:
+        """Class probabilities of each pixel: the mean over the tiles it is in, weighted by ramps.
+
+        Args:
+            pixels: (bands, height, width), at least a tile high and wide.
+
+        Returns:
+            (classes, height, width); adds up to 1 over the classes.
+        """
+        tile, overlap = self.card.tile, self.card.overlap
+        image = normalised(pixels, self.card)
+        total = torch.zeros(len(self.card.classes), *image.shape[1:])
+        weight = torch.zeros(image.shape[1:])
+        ramp = _ramp(tile, overlap)
+        for top in _starts(image.shape[1], tile, overlap):
+            for left in _starts(image.shape[2], tile, overlap):
+                where = (..., slice(top, top + tile), slice(left, left + tile))
+                total[where] += self._tile(image[where]) * ramp
+                weight[where] += ramp
+        return np.asarray((total / weight).numpy())
+
+    def _tile(self, tile: Tensor) -> Tensor:
+        """Probabilities (classes, height, width) of one tile (bands, height, width)."""
+        with torch.inference_mode():
+            scores: Tensor = self.model(tile[None, :, None])
+        return scores.softmax(dim=1)[0]
+
+
+def normalised(pixels: npt.NDArray[np.int16], card: Card) -> Tensor:
+    """Digital numbers as the model sees them: each band's mean 0 and deviation 1, and 0 where nodata.
+
+    Args:
+        pixels: (bands, height, width).
+        card: says scale, means and deviations.
+
+    Returns:
+        float32 of the same shape.
+    """
+    mean = torch.tensor([band.mean for band in card.bands])[:, None, None]
+    std = torch.tensor([band.std for band in card.bands])[:, None, None]
+    values = torch.from_numpy(pixels.astype(np.float32)) * card.scale + card.offset
+    missing = torch.from_numpy((pixels == card.nodata).any(axis=0))
+    return ((values - mean) / std).masked_fill(missing, 0.0)
+
+
+def _starts(length: int, tile: int, overlap: int) -> list[int]:
+    """Where tiles start along one axis; the last ends with the scene."""
+    starts = list(range(0, length - tile, tile - overlap))
+    return [*starts, length - tile]
+
+
+def _ramp(tile: int, overlap: int) -> Tensor:
+    """Weights of a tile's pixels, (tile, tile): 1 inside, falling in a line to its edges over `overlap`."""
+    rise = torch.arange(1, tile + 1) / (overlap + 1)
+    line = torch.minimum(rise, rise.flip(0)).clamp(max=1)
+    return line[:, None] * line[None, :]

@@ -1,0 +1,63 @@
+"""One made-up scene as a GeoTIFF, for trying the model out.
+
+python -m baton_geo.flood.scene scene.tif --seed 9001 --size 512
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import rasterio
+import typer
+from rasterio.transform import from_origin
+
+from baton_geo.flood.scenes import HELD_OUT_SEEDS, Scene, make_scene
+from baton_geo.flood.sensor import NODATA
+from baton_geo.flood.sky import PIXEL_M
+from baton_geo.flood.spectra import BANDS
+
+CRS: Final = "EPSG:32633"
+WEST, NORTH = 399_960.0, 5_100_000.0  # metres; as good a place as any in UTM zone 33 N
+
+
+def write_geotiff(scene: Scene, path: Path) -> None:
+    """Writes the six bands, int16, tiled and deflated, georeferenced, named, with their nodata value.
+
+    Raises:
+        rasterio.errors.RasterioIOError: the file cannot be written.
+    """
+    count, height, width = scene.pixels.shape
+    with rasterio.open(
+        path,
+        "w",
+        driver="GTiff",
+        dtype="int16",
+        count=count,
+        height=height,
+        width=width,
+        crs=CRS,
+        transform=from_origin(WEST, NORTH, PIXEL_M, PIXEL_M),
+        nodata=NODATA,
+        tiled=True,
+        blockxsize=256,
+        blockysize=256,
+        compress="deflate",
+        predictor=2,
+    ) as file:
+        file.write(scene.pixels)
+        file.descriptions = BANDS
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="File to write.")],
+    seed: Annotated[int, typer.Option(min=0, help="Which scene.")] = HELD_OUT_SEEDS[1],
+    size: Annotated[int, typer.Option(min=16, max=8192, help="Height and width, pixels.")] = 512,
+) -> None:
+    """Write a made-up satellite scene of a flood: six bands, 10 m pixels."""
+    write_geotiff(make_scene(seed, size, size), out)
+    print(f"{out}: six bands of {size} x {size} pixels, {CRS}, seed {seed}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
