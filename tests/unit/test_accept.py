@@ -24,6 +24,8 @@ OFFERED = ["image/tiff", "image/png", "application/json"]
         ("text/html", None),
         ("image/png;q=lots", None),
         ("image/png; level=1", "image/png"),
+        ("*/*, image/tiff;q=0", "image/png"),
+        ("image/*;q=0.5, image/png;q=0.9, */*;q=0.1", "image/png"),
     ],
 )
 def test_the_clients_favourite_that_is_offered_is_chosen(accept: str | None, found: str | None) -> None:

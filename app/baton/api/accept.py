@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from starlette.datastructures import Headers
 
 JSON = "application/json"
 ZIP = "application/zip"
 ANYTHING = "*/*"
+Wanted: TypeAlias = list[tuple[str, float]]
+"""Media ranges with their weights, as they stand in the header."""
 
 
-def wanted_types(headers: Headers) -> list[str]:
-    """The media ranges of `Accept` without their parameters, the favourite first; none given: anything."""
-    weighed = [_weighed(part) for part in ",".join(headers.getlist("accept")).split(",")]
-    named = [(name, weight) for name, weight in weighed if name]
-    named.sort(key=lambda item: -item[1])
-    return [name for name, weight in named if weight > 0] if named else [ANYTHING]
+def wanted_types(headers: Headers) -> Wanted:
+    """The media ranges of `Accept` without their parameters; none given: anything."""
+    parts = ",".join(headers.getlist("accept")).split(",")
+    return [(name, weight) for name, weight in map(_weighed, parts) if name] or [(ANYTHING, 1.0)]
+
+
+def names_of(wanted: Wanted) -> list[str]:
+    """The ranges that are wanted at all, the favourite first."""
+    return [name for name, weight in sorted(wanted, key=lambda item: -item[1]) if weight > 0]
 
 
 def _weighed(part: str) -> tuple[str, float]:
@@ -31,16 +37,20 @@ def _weighed(part: str) -> tuple[str, float]:
     return name, 1.0
 
 
-def chosen(wanted: Sequence[str], offered: Sequence[str]) -> str | None:
-    """The first offered media type that the client's favourite range covers; None: no range covers any."""
-    for media_range in wanted:
-        for media_type in offered:
-            if covers(media_range, media_type):
-                return media_type
-    return None
+def chosen(wanted: Wanted, offered: Sequence[str]) -> str | None:
+    """The offered media type with the greatest weight; among equals what the header names first, then what is
+    offered first. None: none is wanted.
+    """
+    ranked = [(*_rank(wanted, media_type), media_type) for media_type in offered]
+    best = min(ranked, key=lambda item: (-item[0], item[1]), default=None)
+    return best[2] if best is not None and best[0] > 0 else None
 
 
-def covers(media_range: str, media_type: str) -> bool:
-    """Whether `image/*`, say, covers `image/tiff`."""
-    main, _, sub = media_range.partition("/")
-    return media_range in (ANYTHING, media_type) or (sub == "*" and media_type.startswith(f"{main}/"))
+def _rank(wanted: Wanted, media_type: str) -> tuple[float, int]:
+    """Weight and place of the range that says most precisely what `media_type` is worth."""
+    main = media_type.partition("/")[0]
+    for precise in (media_type, f"{main}/*", ANYTHING):
+        for place, (name, weight) in enumerate(wanted):
+            if name == precise:
+                return weight, place
+    return 0.0, len(wanted)

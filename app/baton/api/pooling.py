@@ -7,17 +7,19 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic_core import PydanticSerializationError, to_json
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
-from baton.api.accept import JSON, ZIP, chosen, wanted_types
+from baton.api.accept import JSON, ZIP, Wanted, chosen, names_of, wanted_types
 from baton.api.dispatch import operate, unless_gone
-from baton.api.gateway import context_of, gateway_of
+from baton.api.gateway import Gateway, context_of, gateway_of
 from baton.api.limits import UPLOAD_TYPES, media_type_of, read_json, strip_steering
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
@@ -48,9 +50,7 @@ async def create_pooling(request: Request) -> Response:
     _require_data(runner, engine, body)
     priority = _priority(body.get("priority", 0))
     wanted = wanted_types(request.headers)
-    return await unless_gone(
-        request, _answered(runner, body, context_of(request), priority, wanted, offers_json_first=True)
-    )
+    return await unless_gone(request, _answered(gateway, runner, body, context_of(request), priority, wanted))
 
 
 def _refuse_plugin_body(engine: Engine, body: Json) -> None:
@@ -83,19 +83,19 @@ async def _upload(request: Request) -> Response:
     runner = gateway.pooling.runner(engine)
     if runner is None:
         raise OperationUnsupported(f"The model '{engine.name}' takes no files; send JSON.")
-    runner.require_uploads()
     priority = _query_priority(request.query_params.get("priority"))
     query = {name: value for name, value in request.query_params.items() if name not in QUERY_OURS}
-    wanted = wanted_types(request.headers)
     spool = Spool(gateway.settings.pooling.spool_dir)
-    await spool.fill(request.stream())
+    async with runner.receiving():
+        await spool.fill(request.stream())
     try:
-        work = Upload(spool.path, media_type_of(request), query, wanted)
+        wanted = wanted_types(request.headers)
+        work = Upload(spool.path, media_type_of(request), query, names_of(wanted))
         return await unless_gone(
-            request, _answered(runner, work, context_of(request), priority, wanted, offers_json_first=False)
+            request, _answered(gateway, runner, work, context_of(request), priority, wanted)
         )
     finally:
-        spool.close()
+        await spool.close()
 
 
 def _query_priority(value: str | None) -> int:
@@ -108,43 +108,41 @@ def _query_priority(value: str | None) -> int:
 
 
 async def _answered(
+    gateway: Gateway,
     runner: Runner,
     work: Json | Upload,
     context: RequestContext,
     priority: int,
-    wanted: list[str],
-    *,
-    offers_json_first: bool,
+    wanted: Wanted,
 ) -> Response:
     answer = await runner.run(work, context, priority=priority)
     try:
-        if offers_json_first and chosen(wanted, [JSON]):
+        if not isinstance(work, Upload) and names_of(wanted) in (["*/*"], [JSON]):
             return await _as_json(answer, context)
         files = await answer.files()
-        return await _as_wanted(answer, files, context, wanted)
+        kinds = [file.media_type for file in files]
+        offered = [*kinds, JSON] if isinstance(work, Upload) else [JSON, *kinds]
+        kind = chosen(wanted, [*offered, *([ZIP] if files else [])])
+        if kind is None:
+            raise _nothing_of_that_kind([*offered, *([ZIP] if files else [])])
+        if kind == JSON:
+            return await _as_json(answer, context)
+        return await _as_file(answer, files, kind, gateway.settings.pooling.spool_dir)
     except BaseException:
         await answer.close()
         raise
 
 
-async def _as_wanted(
-    answer: Answer, files: list[ResultFile], context: RequestContext, wanted: list[str]
-) -> Response:
-    offered = [*(file.media_type for file in files), JSON, *([ZIP] if files else [])]
-    kind = chosen(wanted, offered)
-    if kind is None:
-        listed = ", ".join(dict.fromkeys(offered))
-        raise NotAcceptable(
-            f"No answer to this request is of a kind that 'Accept' names. There are: {listed}."
-        )
-    if kind == JSON:
-        return await _as_json(answer, context)
+def _nothing_of_that_kind(offered: list[str]) -> NotAcceptable:
+    listed = ", ".join(dict.fromkeys(offered))
+    return NotAcceptable(f"No answer to this request is of a kind that 'Accept' names. There are: {listed}.")
+
+
+async def _as_file(answer: Answer, files: list[ResultFile], kind: str, folder: Path | None) -> Response:
     if kind == ZIP:
-        return await _as_zip(answer, files)
+        return await _as_zip(answer, files, folder)
     file = next(file for file in files if file.media_type == kind)
-    return LastingFileResponse(
-        file.path, media_type=file.media_type, filename=file.name, release=answer.close
-    )
+    return LastingFileResponse(file.path, kind, file.name, answer.close, answer.time_limit_s)
 
 
 async def _as_json(answer: Answer, context: RequestContext) -> Response:
@@ -163,11 +161,11 @@ def _json(request_id: str, data: Any) -> bytes:
     return to_json(whole, inf_nan_mode="null")
 
 
-async def _as_zip(answer: Answer, files: list[ResultFile]) -> Response:
-    packed = await asyncio.to_thread(tempfile.NamedTemporaryFile, suffix=".zip")
+async def _as_zip(answer: Answer, files: list[ResultFile], folder: Path | None) -> Response:
+    packed = await asyncio.to_thread(partial(tempfile.NamedTemporaryFile, suffix=".zip", dir=folder))
 
     async def release() -> None:
-        packed.close()
+        await asyncio.to_thread(packed.close)
         await answer.close()
 
     try:
@@ -175,7 +173,7 @@ async def _as_zip(answer: Answer, files: list[ResultFile]) -> Response:
     except BaseException:
         packed.close()
         raise
-    return LastingFileResponse(packed.name, media_type=ZIP, filename="result.zip", release=release)
+    return LastingFileResponse(Path(packed.name), ZIP, "result.zip", release, answer.time_limit_s)
 
 
 def _pack(target: Path, files: list[ResultFile]) -> None:
@@ -185,28 +183,33 @@ def _pack(target: Path, files: list[ResultFile]) -> None:
 
 
 class LastingFileResponse(FileResponse):
-    """A file that is let go of once it has been sent, or the client has gone.
+    """A file that is let go of once it has been sent, or the client has gone or is too slow.
 
     Args:
         path: of the file.
         media_type: of its content.
         filename: for the person who keeps it.
         release: lets it go.
+        seconds: that sending may take.
     """
 
     def __init__(
         self,
-        path: Path | str,
-        *,
+        path: Path,
         media_type: str,
         filename: str,
         release: Callable[[], Awaitable[None]],
+        seconds: float,
     ) -> None:
         super().__init__(path, media_type=media_type, filename=filename)
         self._release = release
+        self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            async with asyncio.timeout(self._seconds):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            raise ClientDisconnect() from None
         finally:
             await self._release()

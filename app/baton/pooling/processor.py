@@ -16,16 +16,26 @@ synchronous hook on the loop, so for those the synchronous one runs in a thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+import inspect
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from baton.engines.port import Json, Plugin
-from baton.errors import OperationUnsupported, PluginFailed
-from baton.pooling.hooks import HookLoop, HookThreads, run_on
+from baton.errors import OperationUnsupported, PluginBusy, PluginFailed
+from baton.pooling.hooks import Home, HookLoop, HookThreads
 
 VLLM = "vllm."
 _END = object()
@@ -75,11 +85,27 @@ class Processor:
         self.name = plugin.name
         self._plugin = plugin
         self._instance = plugin.instance
-        self.threads = HookThreads(plugin.name, threads)
-        self._loop = HookLoop(plugin.name)
+        self._limit = threads
+        self._threads = HookThreads(plugin.name, threads)
+        self._last_threads = HookThreads(plugin.name, None)
+        self._loop = HookLoop(plugin.name, threads)
 
     def close(self) -> None:
         self._loop.close()
+
+    @property
+    def left_behind(self) -> int:
+        """Threads still in the plugin's code though their request is over."""
+        return self._threads.left_behind + self._loop.stuck
+
+    def require_threads(self) -> None:
+        """See to it that there is a thread to work in.
+
+        Raises:
+            PluginBusy: too many are stuck in what ended requests left behind.
+        """
+        if self.left_behind >= self._limit:
+            raise PluginBusy()
 
     def require_uploads(self) -> None:
         """See to it that the plugin takes files sent as they are.
@@ -99,20 +125,29 @@ class Processor:
                 return not cls.__module__.startswith(VLLM)
         return False
 
+    @contextmanager
+    def at_home(self) -> Iterator[Home | None]:
+        """The loop that one request's coroutines run on, where the plugin has any."""
+        if not (self._own("pre_process_async") or self._own("post_process_async")):
+            yield None
+            return
+        with self._loop.borrowed() as home:
+            yield home
+
     async def parse(self, body: Json) -> Any:
         """The plugin's own form of a request's `data`."""
         if self._own("parse_data"):
-            return await self.threads.run(self._instance.parse_data, body["data"])
+            return await self._threads.run(self._instance.parse_data, body["data"])
         if self._own("parse_request"):
             request = self._plugin.request(body)
-            return await self.threads.run(self._instance.parse_request, request)
+            return await self._threads.run(self._instance.parse_request, request)
         raise PluginFailed(f"The plugin '{self.name}' parses no requests.")
 
     async def parse_upload(self, upload: Upload) -> Any:
         """The plugin's own form of a file sent as it is."""
         self.require_uploads()
         hook = self._instance.parse_upload
-        return await self.threads.run(
+        return await self._threads.run(
             hook, upload.file, upload.media_type, dict(upload.query), tuple(upload.accept)
         )
 
@@ -120,23 +155,22 @@ class Processor:
         """vLLM's `PoolingParams` for every prompt; None: the plugin says nothing of them."""
         for hook in ("merge_pooling_params", "validate_or_generate_params"):
             if self._own(hook):
-                return await self.threads.run(getattr(self._instance, hook))
+                return await self._threads.run(getattr(self._instance, hook))
         return None
 
-    async def prompts(self, data: Any, request_id: str) -> AsyncGenerator[Any, None]:
+    async def prompts(self, data: Any, request_id: str, home: Home | None) -> AsyncGenerator[Any, None]:
         """The engine's prompts, each made only when it is asked for where the plugin can."""
-        home = self._loop.home()
-        if self._own("pre_process_async"):
-            hook = self._instance.pre_process_async(prompt=data, request_id=request_id)
-            made = await run_on(home, hook)
+        if home is not None and self._own("pre_process_async"):
+            hook = partial(self._instance.pre_process_async, prompt=data, request_id=request_id)
+            made = await home.run_here(_called(hook))
         else:
-            made = await self.threads.run(
+            made = await self._threads.run(
                 partial(self._instance.pre_process, prompt=data, request_id=request_id)
             )
         return self._each(made, home)
 
-    async def _each(self, made: Any, home: asyncio.AbstractEventLoop) -> AsyncGenerator[Any, None]:
-        if isinstance(made, AsyncIterator):
+    async def _each(self, made: Any, home: Home | None) -> AsyncGenerator[Any, None]:
+        if home is not None and isinstance(made, AsyncIterator):
             async with aclosing(_each_async(made, home)) as theirs:
                 async for prompt in theirs:
                     yield prompt
@@ -146,40 +180,69 @@ class Processor:
             for prompt in made:
                 yield prompt
         elif isinstance(made, Iterable):
-            prompts: Iterator[Any] = await self.threads.run(iter, made)
-            while (prompt := await self.threads.run(next, prompts, _END)) is not _END:
-                yield prompt
+            async with aclosing(self._each_in_threads(made)) as theirs:
+                async for prompt in theirs:
+                    yield prompt
         else:
             raise TypeError(f"pre_process of '{self.name}' returned no prompts")
 
-    async def answer(self, outputs: AsyncIterator[tuple[int, Any]], request_id: str) -> Any:
+    async def _each_in_threads(self, made: Iterable[Any]) -> AsyncGenerator[Any, None]:
+        prompts: Iterator[Any] = await self._threads.run(iter, made)
+        try:
+            while (prompt := await self._threads.run(next, prompts, _END)) is not _END:
+                yield prompt
+        finally:
+            if isinstance(prompts, Generator):
+                await self._last_threads.run(prompts.close)
+
+    async def answer(
+        self, outputs: AsyncIterator[tuple[int, Any]], request_id: str, home: Home | None
+    ) -> Any:
         """What the plugin makes of the outputs, handed to it as they come."""
-        if self._own("post_process_async"):
+        if home is not None and self._own("post_process_async"):
             pulled = _pulled(outputs, asyncio.get_running_loop())
-            hook = self._instance.post_process_async(pulled, request_id=request_id)
-            return await run_on(self._loop.home(), hook)
+            hook = partial(self._instance.post_process_async, pulled, request_id=request_id)
+            return await home.run_here(_called(hook))
         in_order = sorted([item async for item in outputs], key=lambda item: item[0])
         collected = [output for _, output in in_order]
-        return await self.threads.run(partial(self._instance.post_process, collected, request_id=request_id))
+        return await self._threads.run(partial(self._instance.post_process, collected, request_id=request_id))
 
     async def data(self, output: Any) -> Any:
         """What stands in `data` of the answer."""
         if not self._own("output_to_response"):
             return output
-        response = await self.threads.run(self._instance.output_to_response, output)
+        response = await self._threads.run(self._instance.output_to_response, output)
         return getattr(response, "data", response)
 
     async def files(self, output: Any) -> list[ResultFile]:
-        """The answer as files; none: the plugin makes none."""
+        """The answer as files; none: the plugin makes none.
+
+        Raises:
+            Exception: whatever the plugin raises, or it names a file that is not there.
+        """
         if not self._own("output_to_files"):
             return []
-        made = await self.threads.run(self._instance.output_to_files, output)
-        return [ResultFile(str(name), str(kind), Path(path)) for name, kind, path in made]
+        return await self._threads.run(_result_files, self._instance.output_to_files, output)
 
     async def forget(self, request_id: str) -> None:
         """Let go of whatever the plugin keeps for a request; called once, however it ended."""
         if self._own("forget"):
-            await self.threads.run(self._instance.forget, request_id)
+            await self._last_threads.run(self._instance.forget, request_id)
+
+
+def _result_files(hook: Callable[[Any], Iterable[tuple[str, str, Path]]], output: Any) -> list[ResultFile]:
+    files = [ResultFile(str(name), str(kind), Path(path)) for name, kind, path in hook(output)]
+    for file in files:
+        sound_name = file.name.isascii() and file.name.isprintable() and PurePath(file.name).name == file.name
+        if not sound_name or "/" not in file.media_type or not file.path.is_file():
+            raise LookupError("a file of the answer is not there, or has no proper name")
+    return files
+
+
+async def _called(hook: Callable[[], Any]) -> Any:
+    """Call a hook on the loop this runs on; one that is no coroutine function gives what it gives."""
+    given = hook()
+    return await given if inspect.isawaitable(given) else given
 
 
 def _is_one_prompt(made: Any) -> bool:
@@ -187,13 +250,13 @@ def _is_one_prompt(made: Any) -> bool:
     return isinstance(made, str | bytes | Mapping) or tokens
 
 
-async def _each_async(made: AsyncIterator[Any], home: asyncio.AbstractEventLoop) -> AsyncGenerator[Any, None]:
+async def _each_async(made: AsyncIterator[Any], home: Home) -> AsyncGenerator[Any, None]:
     try:
-        while (prompt := await run_on(home, _next(made))) is not _END:
+        while (prompt := await home.run_here(_next(made))) is not _END:
             yield prompt
     finally:
         if isinstance(made, AsyncGenerator):
-            await run_on(home, _closed(made))
+            await home.run_here(_closed(made))
 
 
 async def _next(iterator: AsyncIterator[Any]) -> Any:

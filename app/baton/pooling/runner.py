@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -14,28 +13,47 @@ import structlog
 from baton.engines.port import Engine, Json, Plugin
 from baton.errors import BatonError, EngineOverloaded, PluginFailed, PluginTimeout
 from baton.pooling.encoding import Encoding
+from baton.pooling.hooks import Home
 from baton.pooling.processor import Processor, ResultFile, Upload
 from baton.pooling.refusals import refusal, where
+from baton.pooling.uploads import require_folder
 from baton.settings import PoolingSettings
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import PoolingMetrics
 
 log = structlog.get_logger("baton.pooling")
 
+RETRY_AFTER_S = 5
+FORGET_WAIT_S = 1.0
+"""How long an answer waits for the plugin to forget its request; the forgetting goes on."""
 
-@dataclass
+
 class Answer:
-    """What a plugin made of one request; kept until it is closed."""
+    """What a plugin made of one request; kept until it is closed.
 
-    _processor: Processor
-    _output: Any
-    _request_id: str
+    Args:
+        processor: the plugin's.
+        output: of its last hook.
+        request_id: ours.
+        deadline: by the loop's clock, for what is still to be made of it.
+        time_limit_s: what that came from.
+    """
+
+    def __init__(
+        self, processor: Processor, output: Any, request_id: str, *, deadline: float, time_limit_s: float
+    ) -> None:
+        self._processor = processor
+        self._output = output
+        self._request_id = request_id
+        self._deadline = deadline
+        self._closed = False
+        self.time_limit_s = time_limit_s
 
     async def data(self) -> Any:
         """What stands in `data` of a JSON answer.
 
         Raises:
-            BatonError: the plugin failed.
+            BatonError: the plugin failed, or took too long.
         """
         return await self._step(self._processor.data(self._output))
 
@@ -43,19 +61,25 @@ class Answer:
         """The answer as files; none: the plugin makes none.
 
         Raises:
-            BatonError: the plugin failed.
+            BatonError: the plugin failed, or took too long.
         """
         files: list[ResultFile] = await self._step(self._processor.files(self._output))
         return files
 
     async def _step(self, step: Any) -> Any:
         try:
-            return await step
-        except Exception as error:  # the border to the plugin
+            async with asyncio.timeout_at(self._deadline):
+                return await step
+        except TimeoutError:
+            raise _too_long(self.time_limit_s) from None
+        except Exception as error:
             raise _told(error, self._processor.name, "answer", at_input=False) from error
 
     async def close(self) -> None:
-        await _forget(self._processor, self._request_id)
+        """Let the plugin forget the request; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            await _forget(self._processor, self._request_id)
 
 
 class Runner:
@@ -78,24 +102,39 @@ class Runner:
         self._processor = Processor(plugin, settings.threads)
         self._slots = asyncio.Semaphore(settings.requests)
         self._waiting = 0
-        metrics.left_behind.labels(engine.name).set_function(lambda: self._processor.threads.left_behind)
+        self._receiving = 0
+        metrics.left_behind.labels(engine.name).set_function(lambda: self._processor.left_behind)
 
     def close(self) -> None:
         self._processor.close()
 
-    def require_uploads(self) -> None:
-        """See to it that a file sent as it is has somewhere to go, before it is read.
+    @contextlib.asynccontextmanager
+    async def receiving(self) -> AsyncIterator[None]:
+        """A place for a file on its way in, and the time it may take; before it is read.
 
         Raises:
             OperationUnsupported: the plugin takes JSON only.
-            EngineOverloaded: too many requests wait already.
+            EngineOverloaded: as many files as requests may run and wait come in already.
+            PluginTimeout: it took too long to come.
         """
         self._processor.require_uploads()
         self._require_room()
+        if self._receiving >= self._settings.requests + self._settings.waiting:
+            raise EngineOverloaded(retry_after_s=RETRY_AFTER_S)
+        self._receiving += 1
+        try:
+            async with asyncio.timeout(self._settings.time_limit_s):
+                yield
+        except TimeoutError:
+            limit = self._settings.time_limit_s
+            raise PluginTimeout(f"The file had not arrived after {limit:g} seconds.") from None
+        finally:
+            self._receiving -= 1
 
     def _require_room(self) -> None:
+        self._processor.require_threads()
         if self._slots.locked() and self._waiting >= self._settings.waiting:
-            raise EngineOverloaded(retry_after_s=5)
+            raise EngineOverloaded(retry_after_s=RETRY_AFTER_S)
 
     @contextlib.asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
@@ -125,56 +164,66 @@ class Runner:
         Raises:
             BatonError: whatever went wrong; nothing of the request is left.
         """
-        outcome = "failed"
-        async with self._admitted():
-            try:
-                async with asyncio.timeout(self._settings.time_limit_s):
-                    answer = await self._run(work, context, priority)
-                outcome = "ok"
-                return answer
-            except TimeoutError:
-                outcome = "timeout"
-                raise PluginTimeout(
-                    f"The request was not done within {self._settings.time_limit_s:g} seconds."
-                ) from None
-            except asyncio.CancelledError:
-                outcome = "cancelled"
-                raise
-            except BatonError as error:
-                outcome = "refused" if error.status < 500 else "failed"
-                raise
-            finally:
-                self._metrics.requests.labels(self._engine.name, outcome).inc()
-                if outcome != "ok":
-                    await _forget(self._processor, context.request_id)
+        outcome, limit = "failed", self._settings.time_limit_s
+        try:
+            async with self._admitted():
+                deadline = asyncio.get_running_loop().time() + limit
+                async with asyncio.timeout_at(deadline):
+                    output = await self._run(work, context, priority)
+            outcome = "ok"
+            return Answer(self._processor, output, context.request_id, deadline=deadline, time_limit_s=limit)
+        except TimeoutError:
+            outcome = "timeout"
+            raise _too_long(limit) from None
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        except BatonError as error:
+            outcome = "refused" if error.status < 500 else "failed"
+            raise
+        finally:
+            self._metrics.requests.labels(self._engine.name, outcome).inc()
+            if outcome != "ok":
+                await _forget(self._processor, context.request_id)
 
-    async def _run(self, work: Json | Upload, context: RequestContext, priority: int) -> Answer:
+    async def _run(self, work: Json | Upload, context: RequestContext, priority: int) -> Any:
+        with self._processor.at_home() as home:
+            try:
+                with self._timed("parse"):
+                    data = await self._parse(work)
+                    params = await self._processor.params()
+                with self._timed("prepare"):
+                    prompts = await self._processor.prompts(data, context.request_id, home)
+            except Exception as error:
+                raise _told(error, self._processor.name, "prepare", at_input=True) from error
+            encoding = Encoding(
+                self._engine, prompts, params, context, priority=priority, room=self._settings.prompts
+            )
+            with self._timed("encode"):
+                return await self._encoded(encoding, context, home)
+
+    async def _encoded(self, encoding: Encoding, context: RequestContext, home: Home | None) -> Any:
         name = self._processor.name
         try:
-            with self._timed("parse"):
-                data = await self._parse(work)
-                params = await self._processor.params()
-            with self._timed("prepare"):
-                prompts = await self._processor.prompts(data, context.request_id)
-        except Exception as error:  # the border to the plugin
-            raise _told(error, name, "prepare", at_input=True) from error
-        encoding = Encoding(
-            self._engine, prompts, params, context, priority=priority, room=self._settings.prompts
-        )
-        try:
-            with self._timed("encode"):
-                output = await self._processor.answer(encoding, context.request_id)
+            output = await self._processor.answer(encoding, context.request_id, home)
             if encoding.failure is not None:  # a plugin may have swallowed it
                 raise encoding.failure
-        except Exception as error:  # the border to the plugin, and to the engine behind it
+        except Exception as error:
             lazily = encoding.failure is not None  # by the engine, or while a prompt was made
             raise _told(encoding.failure or error, name, "encode", at_input=lazily) from error
         finally:
-            await encoding.close()
             self._metrics.prompts.labels(self._engine.name).inc(encoding.count)
+            await self._close(encoding)
         if output is None:
             raise _told(PluginFailed(), name, "answer", at_input=False)
-        return Answer(self._processor, output, context.request_id)
+        return output
+
+    async def _close(self, encoding: Encoding) -> None:
+        """What a plugin does while its prompts are closed changes nothing of the answer."""
+        try:
+            await encoding.close()
+        except Exception as error:  # noqa: BLE001  # the border to the plugin
+            log.error("plugin_failed", plugin=self._processor.name, step="close", cause=where(error))
 
     async def _parse(self, work: Json | Upload) -> Any:
         if isinstance(work, Upload):
@@ -190,6 +239,10 @@ class Runner:
             self._metrics.seconds.labels(self._engine.name, step).observe(time.perf_counter() - began)
 
 
+def _too_long(limit: float) -> PluginTimeout:
+    return PluginTimeout(f"The request was not done within {limit:g} seconds.")
+
+
 def _told(error: BaseException, plugin: str, step: str, *, at_input: bool) -> BatonError:
     told = refusal(error, at_input=at_input)
     if told.status >= 500 and not told.retryable:
@@ -199,10 +252,14 @@ def _told(error: BaseException, plugin: str, step: str, *, at_input: bool) -> Ba
 
 
 async def _forget(processor: Processor, request_id: str) -> None:
-    """Shielded: what a request leaves goes, also when the request is cancelled once more."""
-    forgetting = asyncio.ensure_future(processor.forget(request_id))
+    """Have the plugin forget a request; waits a moment for it, no more."""
+    forgetting = asyncio.ensure_future(_forgotten(processor, request_id))
+    await asyncio.wait({forgetting}, timeout=FORGET_WAIT_S)
+
+
+async def _forgotten(processor: Processor, request_id: str) -> None:
     try:
-        await asyncio.shield(forgetting)
+        await processor.forget(request_id)
     except Exception as error:  # noqa: BLE001  # the border to the plugin; the request is over anyway
         log.error("plugin_failed", plugin=processor.name, step="forget", cause=where(error))
 
@@ -213,11 +270,15 @@ class Pooling:
     Args:
         settings: what requests may take.
         metrics: where to count.
+
+    Raises:
+        SettingsError: files cannot be put where the settings say.
     """
 
     def __init__(self, settings: PoolingSettings, metrics: PoolingMetrics) -> None:
         self.settings = settings
         self._metrics = metrics
+        require_folder(settings.spool_dir)
         self._runners: dict[str, Runner] = {}
 
     def runner(self, engine: Engine) -> Runner | None:
