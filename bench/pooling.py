@@ -102,7 +102,7 @@ def plain_vllm(model: Path) -> Server:
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), "--runner", "pooling"),
-        *("--skip-tokenizer-init", "--enforce-eager", "--mm-processor-cache-gb", "0"),
+        *("--dtype", "float32", "--skip-tokenizer-init", "--enforce-eager", "--mm-processor-cache-gb", "0"),
         *("--max-num-seqs", str(FLOOD_TINY.args["max_num_seqs"]), "--kv-cache-memory-bytes", str(2**26)),
     ]
     return Server("plain vLLM", command, f"http://127.0.0.1:{port}")

@@ -69,6 +69,11 @@ class BatonError(Exception):
         self.retry_after_s = (retry_after_s or 1) if self.retryable else None
         super().__init__(self.message)
 
+    @property
+    def reason(self) -> str:
+        """The code as a metrics label: of the closed list above, also where `code` is a plugin's own."""
+        return type(self).code
+
     def body(self, request_id: str) -> dict[str, Any]:
         """The JSON body of this error, in OpenAI's shape plus `request_id`."""
         return {

@@ -12,6 +12,7 @@ from baton_geo.raster.ask import Products
 from baton_geo.scenes import Running
 
 MEDIA_TYPES = {"mask": "image/tiff", "probabilities": "image/tiff", "preview": "image/png"}
+PIECE = 3 * 128 * 1024
 FILE_NAMES = {"mask": "mask.tif", "probabilities": "probabilities.tif", "preview": "preview.png"}
 
 
@@ -63,4 +64,8 @@ class Finished:
 
 
 def _text(path: Path) -> str:
-    return base64.b64encode(path.read_bytes()).decode("ascii")
+    """The file in base64, encoded piece by piece: one large piece would hold the interpreter's lock."""
+    with open(path, "rb") as file:
+        return "".join(
+            base64.b64encode(piece).decode("ascii") for piece in iter(lambda: file.read(PIECE), b"")
+        )

@@ -213,7 +213,9 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
         return running
 
     def _finish(self, running: Running) -> Finished:
-        return Finished(running, running.scene.finish(), self._card)
+        products = running.scene.finish()
+        running.scene.dismiss()  # whoever reads the answer slowly keeps its files, and nobody's decoder
+        return Finished(running, products, self._card)
 
     def output_to_files(self, output: Finished) -> list[tuple[str, str, Path]]:
         """Name, media type and path of each output."""

@@ -26,7 +26,11 @@ def options_of_query(query: Mapping[str, str], accept: Sequence[str]) -> GeoOpti
     if "outputs" not in fields:
         named = next((BY_TYPE[kind] for kind in accept if kind in BY_TYPE), None)
         fields["outputs"] = named or ("mask",)
-    return geo_options(fields)
+    try:
+        return geo_options(fields)
+    except RequestInvalid as error:
+        said = error.message.removeprefix("data.")  # which is where the same option stands in JSON
+        raise RequestInvalid(said, param=(error.param or "").removeprefix("data.")) from None
 
 
 def _numbers(value: str) -> list[int]:

@@ -6,39 +6,19 @@ import io
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
-from sample_plugins import SECRET, Async, Classic, Current, Files, Lazy, Swallowing, plugin
+from gateways import run_fake
+from plugin_gateways import ask, served, until, upload
+from sample_plugins import SECRET, Async, Classic, Current, Files, Lazy, Swallowing
 
 from baton.engines.fake import FakeBehaviour, FakeEngine
 from baton.errors import GenerationFailed
-from baton.settings import PoolingSettings
-
-
-@contextmanager
-def served(instance: Any, behaviour: FakeBehaviour | None = None, **pooling: Any) -> Iterator[FakeGateway]:
-    engine = FakeEngine("geo", pooling=True, plugin=plugin(instance), behaviour=behaviour or FakeBehaviour())
-    with run_fake(engine, FakeEngine("other"), pooling=PoolingSettings(**pooling)) as gateway:
-        yield gateway
-
-
-def ask(gateway: FakeGateway, **data: Any) -> httpx.Response:
-    with gateway.client() as client:
-        return client.post("/pooling", json={"model": "geo", "data": {"numbers": [0.03, 0.01, 0.02]} | data})
-
-
-def until(condition: Callable[[], object], seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(condition())
 
 
 @pytest.mark.parametrize("kind", [Current, Lazy, Async])
@@ -222,14 +202,6 @@ def test_data_to_a_model_without_a_plugin_is_a_clear_400() -> None:
         assert client.post("/pooling", json={"input": ["a", "b"]}).json()["data"][1]["object"] == "pooling"
         sent = client.post("/pooling", content=b"II*", headers={"content-type": "image/tiff"})
         assert sent.json()["error"]["code"] == "operation_unsupported"
-
-
-def upload(
-    gateway: FakeGateway, accept: str | None = None, query: str = "", content: Any = b"\1\2\3\4"
-) -> Any:
-    headers = {"content-type": "image/tiff"} | ({"accept": accept} if accept else {})
-    with gateway.client() as client:
-        return client.post(f"/pooling?model=geo{query}", content=content, headers=headers)
 
 
 @pytest.mark.parametrize(

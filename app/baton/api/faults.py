@@ -90,7 +90,7 @@ async def invalid_parameters(request: Request, error: Exception) -> Response:
 
 def error_response(error: BatonError, scope: Scope) -> Response:
     """The answer to an error, with its code noted for metrics and log."""
-    scope["baton_error"] = error.code
+    scope["baton_error"], scope["baton_reason"] = error.code, error.reason
     response = JSONResponse(error_body(error, scope), status_code=error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
@@ -114,5 +114,5 @@ def error_body(error: BatonError, scope: Scope) -> dict[str, object]:
 
 def error_event(error: BatonError, scope: Scope) -> str:
     """The last event of a stream that fails midway."""
-    scope["baton_error"] = error.code
+    scope["baton_error"], scope["baton_reason"] = error.code, error.reason
     return f"event: error\ndata: {json.dumps(error_body(error, scope))}\n\n"

@@ -31,6 +31,9 @@ UPLOAD_TYPES = frozenset(
 """Bodies of `POST /pooling` that are a file as it is, not JSON."""
 UPLOAD_PATH = "/pooling"
 
+LARGE_BODY = 1024 * 1024
+"""A body above this is seldom deep, and counting its brackets takes longer than walking what it holds."""
+
 STEERING_KEYS = ("kv_transfer_params", "ec_transfer_params", "cache_salt")
 """Fields of vLLM's requests that steer its KV cache past the gateway."""
 
@@ -92,7 +95,8 @@ async def read_json(request: Request, limits: LimitSettings) -> dict[str, Any]:
         raise InvalidJson(f"The request body is not valid JSON: {error}.") from None
     if not isinstance(parsed, dict):
         raise InvalidJson("The request body must be a JSON object.")
-    if body.count(b"{") + body.count(b"[") > limits.body_depth and _depth(parsed) > limits.body_depth:
+    shallow = len(body) < LARGE_BODY and body.count(b"{") + body.count(b"[") <= limits.body_depth
+    if not shallow and _depth(parsed) > limits.body_depth:
         raise _too_deep(limits)
     return parsed
 

@@ -74,7 +74,7 @@ class ObserveMiddleware:
         self._metrics.duration.labels(route).observe(seconds)
         error = scope.get("baton_error")
         if error is not None:
-            self._metrics.rejections.labels(error).inc()
+            self._metrics.rejections.labels(scope["baton_reason"]).inc()
         line = {
             "request_id": context.request_id,
             "client_request_id": context.client_request_id,

@@ -34,7 +34,14 @@ from baton.engines.port import (
 from baton.engines.series import stat_logger_for
 from baton.engines.speed import Speed
 from baton.engines.thread import EngineThread
-from baton.errors import BatonError, EngineUnavailable, GenerationFailed, OperationUnsupported, StartError
+from baton.errors import (
+    BatonError,
+    EngineUnavailable,
+    GenerationFailed,
+    OperationUnsupported,
+    PluginFailed,
+    StartError,
+)
 from baton.models.store import identity
 from baton.settings import EngineSettings
 from baton.telemetry.ids import RequestContext
@@ -127,12 +134,18 @@ class VllmEngine:
         if self._client is None:
             raise EngineUnavailable()
         try:
-            rendered = await self._client.renderer.render_cmpl_async(
-                [parse_model_prompt(self._client.model_config, prompt)]
+            parsed, pooling_params = (
+                parse_model_prompt(self._client.model_config, prompt),
+                plugin_params(params),
             )
+        except Exception as error:  # no client made these
+            self._log.error("plugin_prompt_invalid", exc_info=error)
+            raise PluginFailed() from error
+        try:
+            rendered = await self._client.renderer.render_cmpl_async([parsed])
             outputs = self._client.encode(
                 salted(rendered[0], self._salt(context.tenant)),
-                plugin_params(params),
+                pooling_params,
                 f"{context.request_id}-{number}",
                 priority=priority,
                 trace_headers=await self._trace_headers(context),

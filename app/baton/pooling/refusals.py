@@ -40,7 +40,7 @@ def refusal(error: BaseException, *, at_input: bool) -> BatonError:
 
 def _spoken(error: BaseException, status: int, code: str) -> BatonError | None:
     message = scrub(str(error))
-    if status in (429, 503):
+    if status == 503:
         return PluginBusy(message, code=code)
     if not 400 <= status < 500:
         return None

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from safetensors.torch import save_file
+from safetensors.torch import save as serialised
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -160,7 +160,8 @@ def save(model: PrithviSegmenter, rasters: Card, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_json(rasters), indent=1) + "\n")
     weights = {name: tensor.to(torch.float16).contiguous() for name, tensor in model.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    # Not `save_file`: what that writes only its owner may read.
+    (folder / "model.safetensors").write_bytes(serialised(weights, metadata={"format": "pt"}))
 
 
 def main(

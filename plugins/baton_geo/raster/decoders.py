@@ -232,15 +232,23 @@ class Scene:
         if release is not None:
             release()
 
+    def dismiss(self) -> None:
+        """End the child and give up its place; the files that `finish` told of stay until `close`."""
+        self._end_child()
+        self.step_aside()
+
     def abandon(self) -> None:
         """As `close`, and keep the place among the open scenes."""
         self._closed = True
+        self._end_child()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end_child(self) -> None:
         self._line.hang_up()
         with self._lock:
             if not self._ended:
                 self._ended = True
                 self._line.close()
-                shutil.rmtree(self._folder, ignore_errors=True)
 
     def _expect(self, tile: int, state: int) -> None:
         if not 0 <= tile < len(self._tiles) or self._tiles[tile] != state:
@@ -280,7 +288,7 @@ class Scene:
     @contextmanager
     def _translated(self, late: GeoError | None = None) -> Iterator[None]:
         """What happens to the socket, as what it means for the request."""
-        if self._closed:
+        if self._closed or self._ended:
             raise SceneClosed
         try:
             yield

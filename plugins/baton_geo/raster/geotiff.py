@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,24 @@ from baton_geo.raster.source import Georeference
 from baton_geo.raster.tiff import TiffHeader
 from baton_geo.raster.values import Pixels, Valid
 
+# Not TIFFTAG_DATETIME: that is when the file was written.
 DATE_TAGS = (
     "ACQUISITION_DATE", "ACQUISITIONDATE", "ACQUISITION_DATETIME", "ACQUISITIONDATETIME", "DATE_ACQUIRED",
-    "SENSING_TIME", "PRODUCT_START_TIME", "DATATAKE_SENSING_START", "DATETIME", "TIFFTAG_DATETIME",
+    "SENSING_TIME", "PRODUCT_START_TIME", "DATATAKE_SENSING_START",
 )  # fmt: skip
 DATE = re.compile(r"(\d{4})[:-](\d\d)[:-](\d\d)(?:[T ](\d\d):(\d\d):(\d\d))?")
 BROKEN = (RasterioError, CPLE_BaseError, ValueError, OSError)  # what rasterio raises of a damaged file
+
+
+def _iso(*parts: str | None) -> str | None:
+    """Year to second as ISO 8601; None: there is no such day or hour, as in `0000:00:00`."""
+    numbers = [part for part in parts if part is not None]
+    said = "-".join(numbers[:3]) + ("T" + ":".join(numbers[3:]) if numbers[3:] else "")
+    try:
+        datetime.fromisoformat(said)
+        return said
+    except ValueError:
+        return None
 
 
 class GeoTiff:
@@ -138,9 +151,8 @@ class GeoTiff:
         tags = {str(key).upper(): str(value) for key, value in self._dataset.tags().items()}
         for name in DATE_TAGS:
             found = DATE.search(tags.get(name, ""))
-            if found:
-                year, month, day, *clock = found.groups()
-                return f"{year}-{month}-{day}" + ("T" + ":".join(clock) if clock[0] else "")
+            if found and (said := _iso(*found.groups())) is not None:
+                return said
         return None
 
     def _georeference(self) -> Georeference:

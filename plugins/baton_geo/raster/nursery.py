@@ -138,6 +138,7 @@ class Nursery:
         os.kill(charge.pid, signal.SIGKILL)
 
     def _bury(self, charge: Charge) -> None:
+        os.kill(charge.pid, signal.SIGKILL)  # a child that closed its end of the pipe need not have ended
         _, status = os.waitpid(charge.pid, 0)
         del self._charges[charge.pid]
         self._unwatch(charge.pulse)

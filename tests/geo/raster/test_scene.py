@@ -270,9 +270,11 @@ class TestInfo:
     @pytest.mark.parametrize(
         ("tags", "expected"),
         [
-            ({"TIFFTAG_DATETIME": "2024:05:06 10:11:12"}, "2024-05-06T10:11:12"),
+            ({"SENSING_TIME": "2024:05:06 10:11:12"}, "2024-05-06T10:11:12"),
             ({"ACQUISITION_DATE": "2023-01-02", "TIFFTAG_DATETIME": "2024:05:06 10:11:12"}, "2023-01-02"),
-            ({"TIFFTAG_DATETIME": "yesterday"}, None),
+            ({"TIFFTAG_DATETIME": "2024:05:06 10:11:12"}, None),  # when the file was written
+            ({"ACQUISITION_DATE": "0000:00:00 00:00:00"}, None),
+            ({"ACQUISITION_DATE": "yesterday"}, None),
             ({}, None),
         ],
     )

@@ -1,0 +1,42 @@
+"""Gateways with one plugin engine, and what tests ask of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+from gateways import FakeGateway, run_fake
+from sample_plugins import plugin
+
+from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.settings import PoolingSettings
+
+
+@contextmanager
+def served(instance: Any, behaviour: FakeBehaviour | None = None, **pooling: Any) -> Iterator[FakeGateway]:
+    engine = FakeEngine("geo", pooling=True, plugin=plugin(instance), behaviour=behaviour or FakeBehaviour())
+    with run_fake(engine, FakeEngine("other"), pooling=PoolingSettings(**pooling)) as gateway:
+        yield gateway
+
+
+def ask(gateway: FakeGateway, **data: Any) -> httpx.Response:
+    with gateway.client() as client:
+        return client.post("/pooling", json={"model": "geo", "data": {"numbers": [0.03, 0.01, 0.02]} | data})
+
+
+def until(condition: Callable[[], object], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def upload(
+    gateway: FakeGateway, accept: str | None = None, query: str = "", content: Any = b"\1\2\3\4"
+) -> Any:
+    headers = {"content-type": "image/tiff"} | ({"accept": accept} if accept else {})
+    with gateway.client() as client:
+        return client.post(f"/pooling?model=geo{query}", content=content, headers=headers)

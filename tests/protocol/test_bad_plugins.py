@@ -1,0 +1,292 @@
+"""Plugins that misbehave in ways their authors did not think of cost only their own request (row F5)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from gateways import FakeGateway
+from plugin_gateways import ask, served, until, upload
+from sample_plugins import Async, Current, Files
+
+NUMBERS = [0.03, 0.01, 0.02]
+
+
+def code_of(response: httpx.Response) -> tuple[int, str]:
+    error = response.json()["error"]
+    assert error["request_id"] == response.headers["x-request-id"]
+    return response.status_code, error["code"]
+
+
+def test_f5_stop_iteration_in_a_hook_fails_at_once_and_takes_no_thread() -> None:
+    """A `next` without a default; with two threads, the third request is answered."""
+
+    class Stops(Current):
+        def pre_process(self, prompt: Any, request_id: str | None = None) -> Any:
+            if prompt.get("bad"):
+                return next(iter([]))
+            return super().pre_process(prompt, request_id)
+
+    with served(Stops(), threads=2) as gateway:
+        for _ in range(3):
+            assert code_of(ask(gateway, bad=True)) == (500, "plugin_failed")
+        assert ask(gateway).status_code == 200
+
+
+def test_f5_a_blocked_loop_costs_nobody_else_anything() -> None:
+    """One request is in the engine, one blocks the loop, a third comes: all three are answered."""
+    with served(Async()) as gateway, ThreadPoolExecutor() as pool:
+        encoding = pool.submit(ask, gateway, numbers=[3.0, 0.1])
+        assert until(lambda: gateway.engine("geo").active > 0)
+        blocking = pool.submit(ask, gateway, **{"in": "pre", "do": "block", "seconds": 1.8})
+        time.sleep(1.4)
+        assert ask(gateway).status_code == 200
+        assert blocking.result().status_code == 200
+        assert encoding.result().status_code == 200
+
+
+def test_f5_a_plugin_that_stops_its_loop_goes_on_working() -> None:
+    """`loop.stop()` in a hook."""
+
+    class Stops(Async):
+        async def pre_process_async(self, prompt: Any, request_id: str | None = None) -> AsyncIterator[float]:
+            asyncio.get_running_loop().stop()
+            return await super().pre_process_async(prompt, request_id)
+
+    with served(Stops()) as gateway:
+        for _ in range(3):
+            assert ask(gateway).status_code == 200
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit])
+def test_f5_a_coroutine_that_raises_what_ends_tasks_is_a_plugin_failure(kind: type[BaseException]) -> None:
+    """In our shape, and not as a client that went away."""
+
+    class Raises(Async):
+        async def pre_process_async(self, prompt: Any, request_id: str | None = None) -> AsyncIterator[float]:
+            raise kind
+
+    with served(Raises()) as gateway:
+        assert code_of(ask(gateway)) == (500, "plugin_failed")
+
+
+def test_f5_what_a_plugin_does_while_its_prompts_are_closed_changes_no_answer() -> None:
+    """An exception in a generator's `finally`, and a plugin that takes the first output only."""
+
+    class Careless(Async):
+        async def _prompts(self, prompt: Any) -> AsyncGenerator[float, None]:
+            try:
+                for number in prompt["numbers"]:
+                    yield float(number)
+            finally:
+                raise RuntimeError("in the end")
+
+        async def post_process_async(self, model_output: Any, request_id: str | None = None) -> Any:
+            async for _, output in model_output:
+                return {"first": output.outputs}
+            return None
+
+    with served(Careless()) as gateway:
+        response = ask(gateway, numbers=[0.01, 20, 20, 20])
+        assert response.json()["data"] == {"first": 0.01}
+        assert until(lambda: gateway.engine("geo").active == 0)
+
+
+def test_f5_the_last_hooks_have_the_requests_time_limit_too() -> None:
+    """And a hook that never ends is counted as left behind."""
+
+    class Slow(Files):
+        def output_to_response(self, output: Any) -> Any:
+            time.sleep(2)
+
+    with served(Slow(Path("/nowhere")), time_limit_s=0.5) as gateway:
+        began = time.monotonic()
+        assert code_of(ask(gateway)) == (504, "plugin_timeout")
+        assert time.monotonic() - began < 1.5
+        assert 'threads_left_behind{engine="geo"} 1.0' in httpx.get(f"{gateway.url}/metrics").text
+
+
+def test_f5_a_plugin_that_takes_long_to_forget_holds_up_nobody() -> None:
+    """Its request is answered after a moment, and its place is free at once."""
+
+    class Slow(Current):
+        def forget(self, request_id: str) -> None:
+            time.sleep(4)
+            super().forget(request_id)
+
+    plugin = Slow()
+    with served(plugin, requests=1, waiting=0) as gateway, ThreadPoolExecutor() as pool:
+        failing = pool.submit(ask, gateway, **{"in": "pre", "do": "raise"})
+        time.sleep(0.3)
+        began = time.monotonic()
+        assert ask(gateway).status_code == 200
+        assert failing.result().status_code == 500
+        assert time.monotonic() - began < 2.5
+        assert until(lambda: len(plugin.forgotten) == 2)
+
+
+def test_f5_a_request_is_forgotten_also_when_no_thread_is_free() -> None:
+    """What the plugin keeps for it goes, although the plugin's threads are all stuck."""
+    plugin = Current()
+    with served(plugin, threads=1, time_limit_s=0.3) as gateway:
+        assert ask(gateway, **{"in": "pre", "do": "block", "seconds": 1.5}).status_code == 504
+        assert until(lambda: len(plugin.forgotten) == 1, 1.0)
+
+
+def test_f5_generators_of_files_and_prompts_never_run_on_the_gateways_loop(tmp_path: Path) -> None:
+    """Neither while they give, nor while they are closed."""
+    where: set[str] = set()
+
+    class Generates(Files):
+        def pre_process(self, prompt: Any, request_id: str | None = None) -> Iterator[float]:
+            try:
+                yield from (float(number) for number in prompt["numbers"])
+            finally:
+                where.add(threading.current_thread().name)
+
+        def output_to_files(self, output: Any) -> Any:
+            where.add(threading.current_thread().name)
+            yield from super().output_to_files(output)
+
+    with served(Generates(tmp_path)) as gateway:
+        assert upload(gateway).status_code == 200
+        body = {"model": "geo", "data": {"numbers": [30.0] * 20}}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{gateway.url}/pooling", json=body, timeout=0.5)
+        assert until(lambda: gateway.engine("geo").active == 0)
+    assert where
+    assert all(name.startswith("hook-") for name in where)
+
+
+def test_f5_a_plain_function_that_returns_a_coroutine_is_called_on_the_plugins_loop() -> None:
+    """It may block before it does."""
+    where: set[str] = set()
+
+    class Plain(Async):
+        def pre_process_async(self, prompt: Any, request_id: str | None = None) -> Any:
+            where.add(threading.current_thread().name)
+            return super().pre_process_async(prompt, request_id)
+
+    with served(Plain()) as gateway:
+        assert ask(gateway).status_code == 200
+    assert where == {"hooks-plain"}
+
+
+def test_an_async_generator_function_may_be_the_hook() -> None:
+    """What a person would write first."""
+
+    class Yields(Async):
+        async def pre_process_async(self, prompt: Any, request_id: str | None = None) -> Any:
+            for number in prompt["numbers"]:
+                yield float(number)
+
+    with served(Yields()) as gateway:
+        assert ask(gateway).json()["data"]["sum"] == pytest.approx(sum(NUMBERS))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [("mask.tif", "image/tiff", Path("/nowhere/mask.tif"))],
+        [("../mask.tif", "image/tiff", Path(__file__))],
+        [("ma\nsk.tif", "image/tiff", Path(__file__))],
+        [("mask.tif", "tiff", Path(__file__))],
+        7,
+    ],
+)
+def test_f5_a_result_file_that_is_not_there_or_has_no_name_is_a_plugin_failure(files: Any) -> None:
+    """Asked for as it is and packed."""
+
+    class Wrong(Files):
+        def output_to_files(self, output: Any) -> Any:
+            return files
+
+    with served(Wrong(Path("/nowhere"))) as gateway:
+        for accept in ("image/tiff", "application/zip"):
+            assert code_of(upload(gateway, accept)) == (500, "plugin_failed")
+
+
+def test_a_hook_that_outlives_its_request_cannot_read_anothers_upload(tmp_path: Path) -> None:
+    """The path it was given leads to nothing any more."""
+    seen: list[object] = []
+
+    class Late(Files):
+        def parse_upload(self, file: Path, media_type: str, query: Any, accept: Any) -> Any:
+            if query.get("late"):
+                time.sleep(1.2)
+                with contextlib.suppress(FileNotFoundError):
+                    seen.append(file.read_bytes())
+                seen.append("over")
+            return super().parse_upload(file, media_type, query, accept) if file.exists() else {}
+
+    with served(Late(tmp_path)) as gateway:
+        url = f"{gateway.url}/pooling?model=geo&late=1"
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, content=b"mine", headers={"content-type": "image/tiff"}, timeout=0.3)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: upload(gateway, content=b"\1\2\3 tenant B's secret"), range(8)))
+        assert until(lambda: seen == ["over"])
+
+
+def drip(gateway: FakeGateway) -> socket.socket:
+    """An upload that has begun and does not go on."""
+    where = urlsplit(gateway.url)
+    line = socket.create_connection((str(where.hostname), int(where.port or 0)))
+    head = f"POST /pooling?model=geo HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: image/tiff\r\n"
+    line.sendall(head.encode() + b"Content-Length: 1000\r\n\r\nabc")
+    return line
+
+
+def test_uploads_under_way_are_bounded_in_number_and_time(tmp_path: Path) -> None:
+    """As many as may run and wait; then 503. One that does not come in time ends."""
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    with served(Files(tmp_path), requests=1, waiting=1, time_limit_s=1.5, spool_dir=spool) as gateway:
+        lines = [drip(gateway) for _ in range(2)]
+        assert until(lambda: len(list(spool.iterdir())) == 2)
+        assert code_of(upload(gateway)) == (503, "engine_overloaded")
+        answers = [line.recv(4096).split()[1] for line in lines]
+        assert answers == [b"504", b"504"]
+        assert until(lambda: not list(spool.iterdir()))
+        assert upload(gateway).status_code == 200
+        for line in lines:
+            line.close()
+
+
+def test_a_reader_that_stalls_does_not_keep_its_files_for_ever(tmp_path: Path) -> None:
+    """Sending has a time limit too."""
+
+    class Large(Files):
+        def output_to_files(self, output: Any) -> Any:
+            path = tmp_path / "large.tif"
+            path.write_bytes(bytes(60_000_000))
+            self.files["large"] = path
+            return [("large.tif", "image/tiff", path)]
+
+    plugin = Large(tmp_path)
+    with served(plugin, time_limit_s=1.0) as gateway:
+        where = urlsplit(gateway.url)
+        with socket.create_connection((str(where.hostname), int(where.port or 0))) as line:
+            head = f"POST /pooling?model=geo HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: image/tiff\r\n"
+            line.sendall(head.encode() + b"Content-Length: 3\r\n\r\n\1\2\3")
+            assert line.recv(1000).startswith(b"HTTP/1.1 200")
+            assert until(lambda: len(plugin.forgotten) == 1)
+
+
+def test_a_plugins_own_codes_grow_no_metric() -> None:
+    """The answer has the plugin's code, the label is ours."""
+    with served(Current()) as gateway:
+        assert code_of(ask(gateway, **{"in": "pre", "do": "refuse"})) == (422, "too_cloudy")
+        page = httpx.get(f"{gateway.url}/metrics").text
+    assert 'baton_rejections_total{reason="plugin_refusal"} 1.0' in page
+    assert "too_cloudy" not in page

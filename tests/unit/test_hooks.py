@@ -1,0 +1,168 @@
+"""Where plugins' code runs: threads and loops that come back, whatever a plugin does to them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from baton.errors import PluginBusy
+from baton.pooling.hooks import STALLED_S, HookEscape, HookLoop, HookThreads
+
+
+async def idle(seconds: float = 0.0) -> str:
+    await asyncio.sleep(seconds)
+    return threading.current_thread().name
+
+
+async def block(seconds: float) -> None:
+    time.sleep(seconds)  # noqa: ASYNC251  # what plugins do by mistake
+
+
+async def until(condition: Any, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110  # of threads, which set no events
+        await asyncio.sleep(0.01)
+    return bool(condition())
+
+
+@pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt])
+def test_what_no_future_can_hold_is_told_all_the_same(kind: type[BaseException]) -> None:
+    """A `next` without a default in a hook must not leave its request waiting."""
+
+    def hook() -> None:
+        raise kind
+
+    async def main() -> None:
+        threads = HookThreads("x", 1)
+        for _ in range(3):
+            with pytest.raises(HookEscape):
+                await asyncio.wait_for(threads.run(hook), 5)
+        assert await threads.run(lambda: 7) == 7
+
+    asyncio.run(main())
+
+
+def test_a_cancel_that_meets_a_finished_hook_leaves_nobody_behind() -> None:
+    """The count would never fall again, and in the end every request would be refused."""
+
+    async def main() -> None:
+        threads = HookThreads("x", 2)
+        over = threading.Event()
+        task = asyncio.ensure_future(threads.run(over.set))
+        await asyncio.sleep(0)
+        over.wait(5)
+        time.sleep(0.05)  # noqa: ASYNC251  # the result is on its way to the loop, which is busy here
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert threads.left_behind == 0
+
+    asyncio.run(main())
+
+
+def test_a_hook_left_behind_is_counted_until_it_comes_back() -> None:
+    """And no longer."""
+
+    async def main() -> None:
+        threads = HookThreads("x", 1)
+        release = threading.Event()
+        task = asyncio.ensure_future(threads.run(release.wait))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert threads.left_behind == 1
+        release.set()
+        assert await until(lambda: threads.left_behind == 0)
+
+    asyncio.run(main())
+
+
+def test_a_blocked_loop_is_left_to_those_on_it_and_others_get_a_fresh_one() -> None:
+    """Those on it go on when it comes round; then its thread ends."""
+
+    async def main() -> None:
+        loop = HookLoop("x", 4)
+        with loop.borrowed() as first:
+            blocking = asyncio.ensure_future(first.run_here(block(STALLED_S + 1.0)))
+            await asyncio.sleep(STALLED_S + 0.5)
+            with loop.borrowed() as second:
+                assert second is not first
+                assert await second.run_here(idle())
+                assert loop.stuck == 1
+            await blocking
+            assert await first.run_here(idle())
+        assert await until(lambda: not first.is_alive())
+        assert loop.stuck == 0
+        loop.close()
+
+    asyncio.run(main())
+
+
+def test_stuck_loops_are_bounded() -> None:
+    """Like threads."""
+
+    async def main() -> None:
+        loop = HookLoop("x", 1)
+        with loop.borrowed() as home:
+            blocking = asyncio.ensure_future(home.run_here(block(STALLED_S + 1.5)))
+            await asyncio.sleep(STALLED_S + 0.5)
+            with pytest.raises(PluginBusy), loop.borrowed():
+                pass
+            await blocking
+        with loop.borrowed() as fresh:
+            assert await fresh.run_here(idle())
+        loop.close()
+
+    asyncio.run(main())
+
+
+def test_a_plugin_that_stops_its_loop_has_it_back() -> None:
+    """And one whose own task ends the interpreter, elsewhere."""
+
+    async def stop() -> None:
+        asyncio.get_running_loop().stop()
+
+    async def leave_a_task() -> None:
+        async def end() -> None:
+            raise SystemExit(1)
+
+        asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(end()))
+
+    async def main() -> None:
+        loop = HookLoop("x", 4)
+        for harm in (stop, leave_a_task):
+            with loop.borrowed() as home:
+                await asyncio.wait_for(home.run_here(harm()), 5)
+                await asyncio.sleep(0.05)
+                assert await asyncio.wait_for(home.run_here(idle()), 5)
+        loop.close()
+        assert await until(lambda: not home.is_alive())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit, SystemExit])
+def test_a_coroutine_that_raises_what_ends_tasks_only_fails(kind: type[BaseException]) -> None:
+    """A cancelled request looks the same, and is not."""
+
+    async def hook() -> None:
+        raise kind
+
+    async def main() -> None:
+        loop = HookLoop("x", 4)
+        with loop.borrowed() as home:
+            with pytest.raises(HookEscape):
+                await home.run_here(hook())
+            task = asyncio.ensure_future(home.run_here(idle(30)))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        loop.close()
+
+    asyncio.run(main())
