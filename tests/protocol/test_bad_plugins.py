@@ -97,7 +97,7 @@ def test_f5_what_a_plugin_does_while_its_prompts_are_closed_changes_no_answer() 
             return None
 
     with served(Careless()) as gateway:
-        response = ask(gateway, numbers=[0.01, 20, 20, 20])
+        response = ask(gateway, numbers=[0.01, *[20] * 20])
         assert response.json()["data"] == {"first": 0.01}
         assert until(lambda: gateway.engine("geo").active == 0)
 
@@ -233,8 +233,8 @@ def test_a_hook_that_outlives_its_request_cannot_read_anothers_upload(tmp_path: 
         url = f"{gateway.url}/pooling?model=geo&late=1"
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url, content=b"mine", headers={"content-type": "image/tiff"}, timeout=0.3)
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda _: upload(gateway, content=b"\1\2\3 tenant B's secret"), range(8)))
+        for _ in range(8):
+            assert upload(gateway, content=b"\1\2\3 tenant B's secret").status_code == 200
         assert until(lambda: seen == ["over"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from typing import Any
@@ -127,15 +128,12 @@ def test_a_plugin_that_stops_its_loop_has_it_back() -> None:
     async def stop() -> None:
         asyncio.get_running_loop().stop()
 
-    async def leave_a_task() -> None:
-        async def end() -> None:
-            raise SystemExit(1)
-
-        asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(end()))
+    async def leave_the_interpreter() -> None:
+        asyncio.get_running_loop().call_soon(sys.exit, 1)
 
     async def main() -> None:
         loop = HookLoop("x", 4)
-        for harm in (stop, leave_a_task):
+        for harm in (stop, leave_the_interpreter):
             with loop.borrowed() as home:
                 await asyncio.wait_for(home.run_here(harm()), 5)
                 await asyncio.sleep(0.05)
