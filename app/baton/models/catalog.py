@@ -60,7 +60,7 @@ FLOOD_TINY = EmbeddedModel(
         "dtype": "float32",  # vLLM halves it otherwise
         "skip_tokenizer_init": True,
         "mm_processor_cache_gb": 0,
-        "max_num_seqs": 8,
+        "max_num_seqs": 4,  # a CPU gains nothing by more, and others can be prepared meanwhile
     },
 )
 
