@@ -53,10 +53,13 @@ class Spool:
             raise InvalidRequest("The request has no body: send the file's bytes.")
 
     def _open(self) -> None:
-        sweep(self._folder)
-        self._descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=self._folder)
-        self.path = Path(name)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # until it is closed, also by the end of this process
+        while self._descriptor is None:
+            descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=self._folder)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed, also by the end of this process
+            if os.fstat(descriptor).st_nlink:
+                self._descriptor, self.path = descriptor, Path(name)
+            else:  # another gateway swept it before it was locked
+                os.close(descriptor)
 
     async def _write(self, chunks: AsyncIterator[bytes]) -> int:
         held = bytearray()
@@ -98,10 +101,11 @@ def sweep(folder: Path | None) -> None:
 
 
 def require_folder(folder: Path | None) -> None:
-    """See to it that files can be put there.
+    """See to it that files can be put there, and that those of killed gateways are gone.
 
     Raises:
         SettingsError: it is no folder, or may not be written.
     """
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise SettingsError(f"pooling.spool_dir: {folder} is no folder that can be written")
+    sweep(folder)
