@@ -8,6 +8,7 @@ stays bounded at any size of scene. Nothing of a request is kept here; see `scen
 from __future__ import annotations
 
 import asyncio
+import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -34,7 +35,6 @@ from baton_geo.sources import Sources
 from baton_geo.spool import Spooled
 from baton_geo.tiles import Coordinates, card_of, prompt
 
-OPENERS = 32
 Result = TypeVar("Result")
 
 
@@ -73,7 +73,7 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
         )
         self._scenes = Scenes(self._settings.limits.seconds)
         weakref.finalize(self, self._scenes.close)  # at the end of the process too
-        self._openers = ThreadPoolExecutor(OPENERS, "geo-open")
+        self._openers = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "geo-open")
         self._hands = ThreadPoolExecutor(2 * self._settings.decoders, "geo-tile")
 
     def parse_data(self, data: object) -> Ask:
@@ -102,7 +102,8 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
             raster, options = _borrowed(prompt.file), prompt.options
         else:
             raster, options = await self._sources.open(prompt), prompt
-        # Opening may wait for a decoder to be free: not in the threads that those at work need to get on.
+        # Opening may wait for a decoder to be free: not in the threads that those at work need to get on. And
+        # it is work for a processor: opened one after the other, the first scenes reach the engine sooner.
         opening = _in(self._openers, self._open, raster, options, request_id)
         try:
             running = await asyncio.shield(opening)

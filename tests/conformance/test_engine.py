@@ -11,6 +11,7 @@ import pytest
 from gateways import run_fake
 
 from baton.engines.fake import FakeEngine
+from baton.engines.port import Plugin
 
 MESSAGES = [{"role": "user", "content": "Say a few words about the sea."}]
 REQUESTS = {
@@ -22,11 +23,21 @@ REQUESTS = {
 PATHS = sorted(REQUESTS)
 
 
+def fakes() -> list[FakeEngine]:
+    """Engines of the names that the real gateway's have."""
+    geo = Plugin("baton_geo", None, lambda body: body)
+    return [
+        FakeEngine("smollm2"),
+        FakeEngine("smollm2-fp32"),
+        FakeEngine("flood-tiny", pooling=True, plugin=geo),
+    ]
+
+
 @pytest.fixture(scope="module", params=["fake", pytest.param("vllm", marks=pytest.mark.engine)])
 def client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     if request.param == "fake":
         with (
-            run_fake(FakeEngine("smollm2"), FakeEngine("smollm2-fp32")) as gateway,
+            run_fake(*fakes()) as gateway,
             gateway.client() as client,
         ):
             yield client
@@ -133,8 +144,9 @@ def test_an_embedding_from_a_text_model_is_refused(client: httpx.Client) -> None
     assert (response.status_code, response.json()["error"]["code"]) == (400, "operation_unsupported")
 
 
-def test_both_models_are_listed_and_answer_under_their_own_names(client: httpx.Client) -> None:
-    assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["smollm2", "smollm2-fp32"]
+def test_every_model_is_listed_and_answers_under_its_own_name(client: httpx.Client) -> None:
+    listed = [card["id"] for card in client.get("/v1/models").json()["data"]]
+    assert listed == ["smollm2", "smollm2-fp32", "flood-tiny"]
     for name in ("smollm2", "smollm2-fp32"):
         assert (
             client.post("/v1/completions", json=body("/v1/completions", model=name)).json()["model"] == name
@@ -165,3 +177,17 @@ def test_an_engine_s_metrics_carry_its_name(client: httpx.Client) -> None:
         assert f'baton_engine_up{{engine="{name}"}} 1.0' in page
         assert f'vllm:generation_tokens_total{{engine="0",model_name="{name}"}}' in page
     assert page.count("# TYPE vllm:generation_tokens_total counter") == 1
+
+
+def test_a_plugins_model_takes_data_and_says_so(client: httpx.Client) -> None:
+    refused = client.post("/pooling", json={"model": "flood-tiny", "input": "where is the water?"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    for path in ("/v1/embeddings", "/classify"):
+        refused = client.post(path, json={"model": "flood-tiny", "input": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "operation_unsupported")
+    (row,) = [
+        row
+        for row in client.get("/v1/plugins").json()["data"]
+        if (row["group"], row["name"]) == ("vllm.io_processor_plugins", "baton_geo")
+    ]
+    assert row["engines"] == ["flood-tiny"]

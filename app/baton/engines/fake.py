@@ -150,6 +150,8 @@ class FakeEngine:
         if self.behaviour.call_error is not None:
             raise self.behaviour.call_error
         embeds = operation in POOLING
+        if embeds and self.plugin is not None:
+            raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
         tokens_only = operation in (Operation.TOKENIZE, Operation.DETOKENIZE)
         if not tokens_only and embeds is not self.pooling:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
