@@ -171,7 +171,8 @@ def test_json_tells_what_is_where_and_how_much(client: httpx.Client, geo_folder:
     assert (answer["crs"], answer["width"], answer["height"]) == ("EPSG:32633", 110, 90)
     files = {file["name"]: base64.b64decode(file["data"]) for file in answer["files"]}
     chances, _ = opened(files["probabilities.tif"])
-    assert np.array_equal(chances.argmax(axis=0), mask[0])
+    of_the_mask = np.take_along_axis(chances, mask.astype(np.int64), axis=0)[0].astype(int)
+    assert (of_the_mask >= chances.max(axis=0).astype(int) - 1).all()  # a byte of probability rounds ties
     assert Image.open(io.BytesIO(files["preview.png"])).format == "PNG"
 
 
