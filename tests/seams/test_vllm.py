@@ -22,7 +22,7 @@ from vllm.v1.metrics import loggers  # after the skip
 from vllm.v1.metrics.loggers import PrometheusStatLogger  # after the skip
 
 from baton import errors  # after the skip
-from baton.engines import arguments, faults, handlers, version  # after the skip
+from baton.engines import arguments, faults, handlers, version, wording  # after the skip
 from baton.engines.client import CURRENT_CALL, Call, WatchedClient  # after the skip
 from baton.engines.port import Operation  # after the skip
 from baton.engines.series import FAMILIES, HELPERS, stat_logger_for  # after the skip
@@ -58,7 +58,7 @@ def test_every_exception_of_vllm_has_a_row_of_its_own_kind(foreign: type[Excepti
 
 def test_a_message_loses_paths_addresses_and_class_names() -> None:
     message = "ValueError: bad <Thing at 0x7f12ab34cd56> in /root/.cache/x/y.json: vllm.SomeError: no"
-    text = faults.scrub(message)
+    text = wording.scrub(message)
     for leak in ("/root", "0x7f", "ValueError", "SomeError"):
         assert leak not in text
 
@@ -69,7 +69,7 @@ def test_a_message_loses_paths_addresses_and_class_names() -> None:
 def test_what_python_says_of_our_insides_stays_inside(code: str) -> None:
     with pytest.raises((TypeError, AttributeError, IndexError)) as caught:
         eval(code)  # the interpreter's own words
-    assert faults.scrub(str(caught.value)) == faults.WRONG_KIND
+    assert wording.scrub(str(caught.value)) == wording.WRONG_KIND
 
 
 def test_a_template_error_is_the_client_s() -> None:
@@ -95,7 +95,10 @@ def test_every_operation_has_a_handler_that_vllm_has() -> None:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.entrypoints.pooling.classify.serving import ServingClassification
     from vllm.entrypoints.pooling.embed.serving import ServingEmbedding
+    from vllm.entrypoints.pooling.pooling.serving import ServingPooling
+    from vllm.entrypoints.pooling.scoring.serving import ServingScores
     from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 
     classes = {
@@ -104,6 +107,9 @@ def test_every_operation_has_a_handler_that_vllm_has() -> None:
         "openai_serving_responses": OpenAIServingResponses,
         "anthropic_serving_messages": AnthropicServingMessages,
         "serving_embedding": ServingEmbedding,
+        "serving_pooling": ServingPooling,
+        "serving_classification": ServingClassification,
+        "serving_scores": ServingScores,
         "serving_tokenization": ServingTokenization,
     }
     assert set(handlers.ROUTES) == set(Operation)
@@ -111,9 +117,9 @@ def test_every_operation_has_a_handler_that_vllm_has() -> None:
     for route in handlers.ROUTES.values():
         attribute, method = route.handler
         assert hasattr(classes[attribute], method)
-        assert f"state.{attribute}" in source or attribute in ("serving_embedding",)
+        assert f"state.{attribute}" in source or attribute.startswith("serving_")
         parameters = list(inspect.signature(getattr(classes[attribute], method)).parameters)
-        assert parameters[:3] == ["self", "request", "raw_request"]
+        assert parameters[:3] in (["self", "request", "raw_request"], ["self", "args", "kwargs"])
 
 
 def _factories() -> object:

@@ -188,6 +188,7 @@ def test_the_published_clients_can_read_the_answer() -> None:
         width=2,
         height=2,
         classes=(ClassArea(value=1, name="water", pixels=4, share=1.0, hectares=0.04),),
+        nodata_pixels=0,
         files=(GeoFile(name="preview.png", media_type="image/png", data="AAAA"),),
     )
     response = json.loads(json.dumps({"data": answer.model_dump(mode="json")}))
