@@ -6,7 +6,6 @@ import base64
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton_geo.card import Card
 from baton_geo.contract import ClassArea, GeoAnswer, GeoFile
 from baton_geo.raster.ask import Products
 from baton_geo.scenes import Running
@@ -23,12 +22,10 @@ class Finished:
     Attributes:
         running: the request; its files are there until it is dropped.
         products: what its raster process wrote and counted.
-        card: of the model.
     """
 
     running: Running
     products: Products
-    card: Card
 
     def files(self) -> list[tuple[str, str, Path]]:
         """Name, media type and path of each output, in the order they were asked for."""

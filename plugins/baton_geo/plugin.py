@@ -216,7 +216,7 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
     def _finish(self, running: Running) -> Finished:
         products = running.scene.finish()
         running.scene.dismiss()  # whoever reads the answer slowly keeps its files, and nobody's decoder
-        return Finished(running, products, self._card)
+        return Finished(running, products)
 
     def output_to_files(self, output: Finished) -> list[tuple[str, str, Path]]:
         """Name, media type and path of each output."""

@@ -10,12 +10,12 @@ from vllm import ModelRegistry
 from vllm.transformers_utils.config import get_config_parser, register_config_parser
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
+from baton_geo.scenes import SERIALS
+
 MODEL_TYPE = "baton_prithvi"
 ARCHITECTURES = ("BatonPrithviSegmenter", "PrithviGeoSpatialMAE")
 """Our own name, and the one vLLM had for such models until it handed them to TerraTorch."""
 MODEL_CLASS = "baton_geo.model:PrithviForSegmentation"
-SERIALS = 2**31 - 1
-"""A prompt is one token, a serial number; see `plugin.py`."""
 
 
 class PrithviHfConfig(PretrainedConfig):
@@ -28,7 +28,7 @@ class PrithviHfConfig(PretrainedConfig):
         others.setdefault("hidden_size", published.get("embed_dim", 1))
         others.setdefault("num_attention_heads", published.get("num_heads", 1))
         others.setdefault("num_hidden_layers", published.get("depth", 1))
-        others.setdefault("vocab_size", SERIALS)
+        others.setdefault("vocab_size", SERIALS + 1)  # a prompt is one token, a serial number
         others.setdefault("max_position_embeddings", 1)
         self.pretrained_cfg = published
         super().__init__(**others)

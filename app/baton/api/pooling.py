@@ -86,9 +86,9 @@ async def _upload(request: Request) -> Response:
     priority = _query_priority(request.query_params.get("priority"))
     query = {name: value for name, value in request.query_params.items() if name not in QUERY_OURS}
     spool = Spool(gateway.settings.pooling.spool_dir)
-    async with runner.receiving():
-        await spool.fill(request.stream())
     try:
+        async with runner.receiving():
+            await spool.fill(request.stream())
         wanted = wanted_types(request.headers)
         work = Upload(spool.path, media_type_of(request), query, names_of(wanted))
         return await unless_gone(
