@@ -115,6 +115,7 @@ def test_stuck_loops_are_bounded() -> None:
             with pytest.raises(PluginBusy), loop.borrowed():
                 pass
             await blocking
+        assert await until(lambda: loop.stuck == 0)
         with loop.borrowed() as fresh:
             assert await fresh.run_here(idle())
         loop.close()

@@ -30,6 +30,12 @@ def engine_of_the_readme(model: str) -> Any:
     return names["llm"]
 
 
+def end(llm: Any) -> None:
+    """As the README says."""
+    (code,) = [block for block in blocks("python") if "shutdown()" in block]
+    exec(code, {"llm": llm})
+
+
 def engine_of(model: str, engine_args: str) -> Any:
     from vllm import LLM
 
@@ -74,6 +80,7 @@ def main() -> None:
     made = Path(tempfile.gettempdir())
     told["files"] = [path.name for kind in ("scene-*", "baton-geo-*") for path in made.glob(kind)]
     Path("told.json").write_text(json.dumps(told))
+    end(llm)
 
 
 if __name__ == "__main__":
