@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import BatchFeature
 from vllm.config.multimodal import MultiModalDummyOptions
@@ -60,7 +61,7 @@ class TileShapes:
                 raise ValueError(f"{name}: must be a tensor of shape {shape}, not {given}")
             if value.dtype != torch.float32:
                 raise ValueError(f"{name}: must be float32, not {str(value.dtype).removeprefix('torch.')}")
-            if not torch.isfinite(value).all():
+            if not np.isfinite(value.detach().cpu().numpy()).all():  # torch would start a team of threads
                 raise ValueError(f"{name}: holds NaN or infinity")
 
 
