@@ -25,7 +25,8 @@ from baton.engines.fake import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.serve import listen, listen_for_metrics
 from baton.server import GatewayServer, create_app, url_of
-from baton.settings import EngineSettings, Settings, load_settings
+from baton.setting_groups import EngineSettings
+from baton.settings import Settings, load_settings
 
 READY_WITHIN_S = 240
 BATON = str(Path(sys.executable).parent / "baton")

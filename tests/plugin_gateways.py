@@ -12,7 +12,7 @@ from gateways import FakeGateway, run_fake
 from sample_plugins import plugin
 
 from baton.engines.fake import FakeBehaviour, FakeEngine
-from baton.settings import PoolingSettings
+from baton.setting_groups import PoolingSettings
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from baton.errors import StartError
 from baton.models.catalog import EMBEDDED, FLOOD_TINY
 from baton.models.store import ModelStore
 from baton.server import GatewayServer, create_app, url_of
-from baton.settings import EngineSettings, Settings, apply_environment, environment_conflicts, runs_eager
+from baton.setting_groups import EngineSettings
+from baton.settings import Settings, apply_environment, environment_conflicts, runs_eager
 from baton.telemetry.logs import EngineOutput, configure_logs
 from baton.telemetry.progress import PhaseProgress
 

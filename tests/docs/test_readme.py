@@ -15,7 +15,8 @@ from gateways import RealGateway, run_fake
 from markdown_it import MarkdownIt
 
 from baton.engines.fake import FakeEngine
-from baton.settings import EngineSettings, Frozen, Settings, load_settings
+from baton.setting_groups import EngineSettings, Frozen
+from baton.settings import Settings, load_settings
 from baton.telemetry.metrics import GatewayMetrics, TransferMetrics
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from baton.engines.arguments import engine_args
 from baton.engines.launch import transfer_config
-from baton.settings import EngineSettings, load_settings
+from baton.setting_groups import EngineSettings
+from baton.settings import load_settings
 from baton_kv import connector
 from baton_kv.fingerprint import fingerprint, weights_digest
 from baton_kv.messages import Outcome

@@ -26,7 +26,7 @@ from baton.engines import arguments, faults, handlers, version, wording  # after
 from baton.engines.client import CURRENT_CALL, Call, WatchedClient  # after the skip
 from baton.engines.port import Operation  # after the skip
 from baton.engines.series import FAMILIES, HELPERS, stat_logger_for  # after the skip
-from baton.settings import EngineSettings  # after the skip
+from baton.setting_groups import EngineSettings  # after the skip
 from baton.telemetry.ids import RequestContext  # after the skip
 
 FOREIGN = [

@@ -20,7 +20,8 @@ from baton.demo.voyage import DAYS, EVENTS, FEW_DAYS, ships_log
 from baton.engines.fake import FakeEngine
 from baton.errors import OperatorError
 from baton.serve import welcome
-from baton.settings import EngineSettings, load_settings
+from baton.setting_groups import EngineSettings
+from baton.settings import load_settings
 from baton.telemetry.progress import PhaseProgress
 
 RELAYED = Way("handoff", "handed on", "a", "b", relays=True)

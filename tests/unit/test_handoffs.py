@@ -19,7 +19,7 @@ from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.handoffs.coordinator import ORPHANED_AFTER_S, Handoffs
 from baton.handoffs.files import RecordFiles
 from baton.handoffs.record import HandoffRecord, HandoffState
-from baton.settings import HandoffSettings
+from baton.setting_groups import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from baton.api.limits import read_json, strip_steering
 from baton.errors import BatonError, InvalidJson, InvalidRequest, UnsupportedMediaType
-from baton.settings import LimitSettings
+from baton.setting_groups import LimitSettings
 
 LIMITS = LimitSettings(body_depth=8)
 

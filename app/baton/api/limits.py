@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BodyTooLarge, InvalidJson, InvalidRequest, UnsupportedMediaType
-from baton.settings import LimitSettings
+from baton.setting_groups import LimitSettings
 
 MEDIA_KEYS = ("image_url", "audio_url", "video_url", "file_url", "source")
 """Where OpenAI's, Anthropic's and vLLM's requests name media."""

@@ -16,7 +16,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from baton.engines.faults import scrub
 from baton.errors import SettingsError
 from baton.models.catalog import EMBEDDED
-from baton.settings import MIB, EngineSettings, nearest, reasons
+from baton.setting_groups import MIB, EngineSettings
+from baton.settings import nearest, reasons
 
 CPU_KV_CACHE_BYTES = 512 * MIB
 """So that two engines live on a laptop: 23,000 tokens of SmolLM2's KV."""

@@ -43,7 +43,7 @@ from baton.errors import (
     StartError,
 )
 from baton.models.store import identity
-from baton.settings import EngineSettings
+from baton.setting_groups import EngineSettings
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import FAILURES, OTHER, TransferMetrics
 

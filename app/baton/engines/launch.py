@@ -13,7 +13,8 @@ from prometheus_client import REGISTRY
 from baton.engines.arguments import settings_from_command_line
 from baton.engines.engine import VllmEngine
 from baton.engines.fleet import Fleet
-from baton.settings import EngineSettings, Settings
+from baton.setting_groups import EngineSettings
+from baton.settings import Settings
 
 
 def build_fleet(

@@ -21,7 +21,7 @@ from baton.errors import (
 from baton.handoffs.files import RecordFiles
 from baton.handoffs.record import HandoffRecord, HandoffState, is_ours
 from baton.handoffs.shelf import Shelf
-from baton.settings import HandoffSettings
+from baton.setting_groups import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.base import EntryMissing, Store, StoreError
 

@@ -17,7 +17,7 @@ from baton.pooling.hooks import Home
 from baton.pooling.processor import Processor, ResultFile, Upload
 from baton.pooling.refusals import refusal, where
 from baton.pooling.uploads import require_folder
-from baton.settings import PoolingSettings
+from baton.setting_groups import PoolingSettings
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import PoolingMetrics
 

@@ -1,0 +1,127 @@
+"""The groups of the settings file: one class a table, every key with what it means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field
+
+MIB = 1024 * 1024
+
+EngineName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
+
+
+class Frozen(BaseModel):
+    """A group of settings: read-only, and closed to keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineSettings(Frozen):
+    """One `[[engines]]` table: one vLLM engine."""
+
+    name: EngineName = Field(description="The word a request's `model` picks this engine by.")
+    model: str = Field(
+        min_length=1,
+        description="Where the weights are: an embedded model, a local folder, or a hub id.",
+    )
+    runner: Literal["generate", "pooling"] = Field(
+        "generate", description="What the engine does: text generation, or pooling (embeddings)."
+    )
+    kv_cache_memory: ByteSize | None = Field(
+        None,
+        ge=16 * MIB,
+        description="KV pool of this engine; unset: 512 MiB on CPU, vLLM's own choice on a GPU.",
+    )
+    handoff: bool = Field(
+        False, description="Requests may leave their KV behind for others, and start from it."
+    )
+    io_processor: str | None = Field(
+        None,
+        min_length=1,
+        description="IO processor plugin of a pooling engine; unset: the one its model's config.json names.",
+    )
+    classic_plugin: bool = Field(
+        False,
+        description="The plugin was written for vLLM 0.11 to 0.15: give it what it imports from there.",
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Any of vLLM's AsyncEngineArgs, by its Python name."
+    )
+    serving: dict[str, Any] = Field(
+        default_factory=dict,
+        description="vLLM's serving options by their Python name: chat_template, tool_call_parser, ...",
+    )
+
+
+class AuthSettings(Frozen):
+    """`[auth]`: who may call."""
+
+    keys_file: Path | None = Field(
+        None,
+        description="File of hashed API keys, made by `baton keys create`; unset: "
+        "keys.json in the configuration folder, used when it exists.",
+    )
+    allow_unauthenticated: bool = Field(
+        False, description="Serve a non-loopback address without keys. Say so only if you mean it."
+    )
+
+
+class LimitSettings(Frozen):
+    """`[limits]`: what a request may weigh before it is read."""
+
+    body_bytes: ByteSize = Field(
+        ByteSize(32 * MIB), ge=1024, description="Largest request body; above it: 413."
+    )
+    body_depth: int = Field(64, ge=4, le=190, description="Deepest nesting of a JSON body; above it: 400.")
+
+
+class MetricsSettings(Frozen):
+    """`[metrics]`: where `/metrics` answers when the gateway itself is not on loopback."""
+
+    host: str = Field("127.0.0.1", description="Address of the separate metrics port.")
+    port: int = Field(8001, ge=0, le=65535, description="The separate metrics port; 0 picks one.")
+
+
+class HandoffSettings(Frozen):
+    """`[handoffs]`: where KV waits for the next request, and for how long."""
+
+    store: str | None = Field(
+        None,
+        pattern=r"^file:/",
+        description="`file:` and a folder; unset: a folder of this user in shared memory, else in the cache.",
+    )
+    budget: ByteSize = Field(
+        ByteSize(2048 * MIB), ge=MIB, description="Bytes of KV kept; the least recently used go first."
+    )
+    fsync: bool = Field(
+        False,
+        description="Wait for the device before KV is kept: for a store that is to outlive a power cut.",
+    )
+    verify: bool = Field(
+        True,
+        description="Prove every chunk of KV before it is used; off, only what it says of itself is proved.",
+    )
+    ttl_s: int = Field(
+        3600, ge=1, le=30 * 86400, description="Seconds a handoff lives unless it asks for fewer."
+    )
+    wait_s: float = Field(
+        10.0, ge=0, le=600, description="Seconds a request waits for a pending handoff; then 409."
+    )
+
+
+class PoolingSettings(Frozen):
+    """`[pooling]`: what IO processor plugins may take, per engine."""
+
+    requests: int = Field(8, ge=1, description="Requests a plugin works on at once; more wait.")
+    waiting: int = Field(64, ge=0, description="Requests that may wait for that; above it: 503.")
+    prompts: int = Field(16, ge=1, le=1024, description="Prompts of one request in the engine at once.")
+    threads: int = Field(16, ge=1, le=256, description="Threads for what a plugin does synchronously.")
+    time_limit_s: float = Field(900.0, gt=0, description="Seconds a request may take; then 504.")
+    upload_bytes: ByteSize = Field(
+        ByteSize(2048 * MIB), ge=1024, description="Largest file sent as it is; above it: 413."
+    )
+    spool_dir: Path | None = Field(
+        None, description="Where files sent as they are wait for the plugin; unset: the system's folder."
+    )
