@@ -26,11 +26,14 @@
     │   ├── PluginFailed             500 plugin_failed
     │   ├── EngineOverloaded         503 engine_overloaded     (retryable)
     │   ├── EngineUnavailable        503 engine_unavailable    (retryable)
+    │   │   └── EngineRestarting     503 engine_restarting     (retryable)
+    │   ├── ShuttingDown             503 shutting_down         (retryable)
     │   ├── PluginBusy               503 plugin_busy           (retryable) or the code the plugin says
     │   └── PluginTimeout            504 plugin_timeout
     └── OperatorError                never answered over HTTP: one readable paragraph and an exit code
         ├── SettingsError            exit 2
-        └── StartError               exit 1
+        ├── StartError               exit 1
+        └── FleetLost                exit 1
 
 `code` is stable: clients may branch on it. `kind` is OpenAI's `type`. `retryable` errors carry a
 `Retry-After`. The message of an error is written for the person who reads it and never holds an
@@ -234,6 +237,20 @@ class EngineUnavailable(ServerError):
     default_message = "The engine that serves this model is not available right now."
 
 
+class EngineRestarting(EngineUnavailable):
+    code = "engine_restarting"
+    default_message = (
+        "The engine was lost while it worked on this request and is being started anew; try again."
+    )
+
+
+class ShuttingDown(ServerError):
+    code = "shutting_down"
+    status = 503
+    retryable = True
+    default_message = "The server is being shut down; send the request again, to whoever takes its place."
+
+
 class PluginFailed(ServerError):
     code = "plugin_failed"
     default_message = "The plugin that prepares this model's requests failed on this one."
@@ -269,3 +286,7 @@ class SettingsError(OperatorError):
 
 class StartError(OperatorError):
     pass
+
+
+class FleetLost(OperatorError):
+    """Every engine failed too often while the gateway ran."""

@@ -14,6 +14,7 @@ import uvicorn
 
 from baton.api.keys import keyring_for
 from baton.engines.fleet import Fleet
+from baton.engines.keeper import MARK, Keeper
 from baton.engines.version import check_vllm, is_cpu_build
 from baton.errors import StartError
 from baton.models.catalog import EMBEDDED, FLOOD_TINY
@@ -41,10 +42,11 @@ def serve(settings: Settings) -> None:
         listen(settings.host, settings.port, "--port") as listener,
         listen_for_metrics(settings) as metrics_listener,
         EngineOutput() as output,
+        Keeper() as keeper,
     ):
         configure_logs(settings.log_level, settings.log_format, output.terminal)
         with PhaseProgress(output.terminal) as progress:
-            fleet = _build(settings, progress, output, tenants=keyring is not None)
+            fleet = _build(settings, progress, output, keeper, tenants=keyring is not None)
             _run(settings, fleet, listener, metrics_listener, progress, keyed=keyring is not None)
 
 
@@ -82,7 +84,9 @@ def listen_for_metrics(settings: Settings) -> Iterator[socket.socket | None]:
         yield listener
 
 
-def _build(settings: Settings, progress: PhaseProgress, output: EngineOutput, *, tenants: bool) -> Fleet:
+def _build(
+    settings: Settings, progress: PhaseProgress, output: EngineOutput, keeper: Keeper, *, tenants: bool
+) -> Fleet:
     store = ModelStore(settings.models_folder)
     models = {}
     for engine in settings.engines:
@@ -92,7 +96,7 @@ def _build(settings: Settings, progress: PhaseProgress, output: EngineOutput, *,
             progress.done(row, "files verified")
     offline = not any(_may_need_hub(engine) for engine in settings.engines)
     compiles = not (is_cpu_build() and runs_eager(settings))
-    apply_environment(settings, offline=offline, compiles=compiles)
+    apply_environment(settings, offline=offline, compiles=compiles, marks={MARK: keeper.mark})
     check_vllm()
     progress.phase("vllm", "importing")
     from baton.engines.launch import build_fleet  # seconds of vLLM, and the environment must be set

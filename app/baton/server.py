@@ -8,6 +8,7 @@ import gc
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,20 @@ from baton.api import (
     tokens,
 )
 from baton.api.auth import AuthMiddleware
+from baton.api.drain import LAST_WORDS_S, Drain, DrainMiddleware
 from baton.api.faults import FaultsMiddleware, http_exception, invalid_parameters
 from baton.api.gateway import Gateway
 from baton.api.keys import keyring_for
 from baton.api.limits import BodyLimitMiddleware
 from baton.api.observe import ObserveMiddleware
 from baton.engines.fleet import Fleet, FleetReport
-from baton.errors import OperatorError, SettingsError, StartError
+from baton.errors import FleetLost, OperatorError, SettingsError, StartError
 from baton.handoffs.coordinator import Handoffs
 from baton.handoffs.files import RecordFiles
 from baton.handoffs.planner import Planner
 from baton.pooling.runner import Pooling
 from baton.settings import Settings
-from baton.telemetry.metrics import GatewayMetrics, HandoffMetrics
+from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
 from baton_kv.stores.memory import MemoryStore
@@ -100,7 +102,7 @@ def create_app(
         metrics_listener: where `/metrics` answers; None: on the gateway's own port.
         report: told the phase each engine's start is in.
     """
-    counted = GatewayMetrics()
+    counted = fleet.metrics
     gateway = Gateway(
         settings,
         fleet,
@@ -108,6 +110,7 @@ def create_app(
         handoffs_of(settings, counted.handoffs),
         Planner(),
         Pooling(settings.pooling, counted.pooling),
+        Drain(),
     )
     keyring = keyring_for(settings)
 
@@ -117,7 +120,7 @@ def create_app(
             async with (
                 gateway.handoffs.running(),
                 _metrics_port(gateway, metrics_listener),
-                _running(app, fleet, gateway.metrics, report),
+                _running(app, fleet, report),
             ):
                 yield
 
@@ -136,16 +139,15 @@ def create_app(
     )
     app.add_middleware(AuthMiddleware, keyring=keyring)
     app.add_middleware(FaultsMiddleware, metrics=gateway.metrics)
+    app.add_middleware(DrainMiddleware, drain=gateway.drain)
     app.add_middleware(ObserveMiddleware, metrics=gateway.metrics, routes=app.routes)
     return app
 
 
 @contextlib.asynccontextmanager
-async def _running(
-    app: FastAPI, fleet: Fleet, metrics: GatewayMetrics, report: FleetReport
-) -> AsyncIterator[None]:
+async def _running(app: FastAPI, fleet: Fleet, report: FleetReport) -> AsyncIterator[None]:
     """Engines start while the port already answers `/livez`; who wants to wait awaits `started`."""
-    started = asyncio.create_task(fleet.start(report, metrics), name="fleet-start")
+    started = asyncio.create_task(fleet.start(report), name="fleet-start")
     app.state.started = started
     try:
         yield
@@ -219,10 +221,11 @@ class GatewayServer(uvicorn.Server):
             _uvicorn_config(
                 app,
                 lifespan="on",
-                timeout_graceful_shutdown=settings.drain_timeout_s,
+                timeout_graceful_shutdown=settings.drain_timeout_s + ceil(LAST_WORDS_S) + 1,
             )
         )
         self._app = app
+        self._settings = settings
         self._on_ready = on_ready
         self.handle_signals = True
         self.failure: OperatorError | None = None
@@ -244,10 +247,40 @@ class GatewayServer(uvicorn.Server):
             for number in signals:
                 loop.remove_signal_handler(number)
 
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """The first signal lets what runs finish, the second cuts it off."""
+        drain, loop = self._gateway.drain, asyncio.get_running_loop()
+        if drain.begun:
+            self.should_exit = True
+            drain.cut()
+            return
+        drain.begin()
+        delay = self._settings.drain_delay_s if sig == signal.SIGTERM and self._gateway.fleet.ready else 0.0
+        self._log.info("draining", delay_s=delay, timeout_s=self._settings.drain_timeout_s)
+        loop.call_later(delay, setattr, self, "should_exit", True)
+        loop.call_later(delay + self._settings.drain_timeout_s, drain.cut)
+
+    @property
+    def _gateway(self) -> Gateway:
+        gateway: Gateway = self._app.state.gateway
+        return gateway
+
     async def startup(self, *args: Any, **kwargs: Any) -> None:
         await super().startup(*args, **kwargs)
         if not self.should_exit:
             self._app.state.started.add_done_callback(self._fleet_started)
+            self._watch = asyncio.create_task(self._until_lost(), name="fleet-lost")
+
+    async def _until_lost(self) -> None:
+        await self._gateway.fleet.lost.wait()
+        self.failure = FleetLost("Every engine failed too often; the log lines above say how each was lost.")
+        self._log.error("fleet_lost")
+        self._gateway.drain.begin()
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._watch.cancel()
+        await super().shutdown(sockets)
 
     @property
     def url(self) -> str:

@@ -77,6 +77,25 @@ class LimitSettings(Frozen):
     body_depth: int = Field(64, ge=4, le=190, description="Deepest nesting of a JSON body; above it: 400.")
 
 
+class SupervisionSettings(Frozen):
+    """`[supervision]`: what happens to an engine that dies or hangs."""
+
+    hang_s: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds an engine with work may make no progress; then it is ended and started anew. "
+        "Never less than four times its longest step so far; 0: never.",
+    )
+    restarts: int = Field(
+        5, ge=0, description="Restarts of one engine within `window_s`; above it: it stays down, as `failed`."
+    )
+    window_s: float = Field(600.0, gt=0, description="Seconds within which restarts are counted.")
+    backoff_s: float = Field(
+        1.0, ge=0, description="Seconds before the second restart in a row, doubled for each one after it."
+    )
+    backoff_max_s: float = Field(60.0, ge=0, description="Longest wait before a restart.")
+
+
 class MetricsSettings(Frozen):
     """`[metrics]`: where `/metrics` answers when the gateway itself is not on loopback."""
 

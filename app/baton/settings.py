@@ -10,6 +10,7 @@ import difflib
 import ipaddress
 import os
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from baton.setting_groups import (
     LimitSettings,
     MetricsSettings,
     PoolingSettings,
+    SupervisionSettings,
 )
 
 ENV_PREFIX = "BATON_"
@@ -71,12 +73,19 @@ class Settings(BaseSettings):
         pattern=r"^(auto|nobind|[0-9,|:-]+)$",
         description="CPU cores all engines share, in vLLM's notation (`0-3`); auto: all of ours.",
     )
+    drain_delay_s: float = Field(
+        0.0,
+        ge=0,
+        le=3600,
+        description="Seconds after SIGTERM in which requests are still accepted; `/readyz` already says 503.",
+    )
     drain_timeout_s: int = Field(
-        30, ge=0, le=3600, description="Seconds running requests get to finish after SIGTERM."
+        30, ge=0, le=3600, description="Seconds running requests then get to finish."
     )
     auth: AuthSettings = AuthSettings()
     limits: LimitSettings = LimitSettings()
     metrics: MetricsSettings = MetricsSettings()
+    supervision: SupervisionSettings = SupervisionSettings()
     handoffs: HandoffSettings = HandoffSettings()
     pooling: PoolingSettings = PoolingSettings()
     engines: tuple[EngineSettings, ...] = Field(
@@ -223,6 +232,7 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
         "auth": AuthSettings,
         "limits": LimitSettings,
         "metrics": MetricsSettings,
+        "supervision": SupervisionSettings,
         "handoffs": HandoffSettings,
         "pooling": PoolingSettings,
         "engines": EngineSettings,
@@ -282,12 +292,15 @@ def runs_eager(settings: Settings) -> bool:
     return all(engine.args.get("enforce_eager", True) for engine in settings.engines)
 
 
-def apply_environment(settings: Settings, *, offline: bool, compiles: bool) -> None:
+def apply_environment(
+    settings: Settings, *, offline: bool, compiles: bool, marks: Mapping[str, str] | None = None
+) -> None:
     """Set what vLLM reads from the environment, before it is imported; what is set already stays.
 
     Args:
         settings: the settings of this process.
         offline: every model is on this machine, so no hub is to be asked.
+        marks: what every process this one starts is to carry.
         compiles: some engine uses torch.compile. Where none does, vLLM would still compile small
             helpers at the first request that needs one (log probabilities, say): up to 18 s in which
             every client waits, and the engine's death where there is no C++ compiler.
@@ -307,5 +320,6 @@ def apply_environment(settings: Settings, *, offline: bool, compiles: bool) -> N
         wanted["TORCHDYNAMO_DISABLE"] = "1"
     if offline:
         wanted["HF_HUB_OFFLINE"] = "1"
+    os.environ.update(marks or {})
     for variable, value in wanted.items():
         os.environ.setdefault(variable, value)

@@ -10,7 +10,6 @@ import sys
 from importlib.resources import files
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 pytest.importorskip("vllm")
 
@@ -25,7 +24,7 @@ from baton import errors  # after the skip
 from baton.engines import arguments, faults, handlers, version, wording  # after the skip
 from baton.engines.client import CURRENT_CALL, Call, WatchedClient  # after the skip
 from baton.engines.port import Operation  # after the skip
-from baton.engines.series import FAMILIES, HELPERS, stat_logger_for  # after the skip
+from baton.engines.series import FAMILIES, HELPERS, EngineSeries  # after the skip
 from baton.setting_groups import EngineSettings  # after the skip
 from baton.telemetry.ids import RequestContext  # after the skip
 
@@ -171,14 +170,25 @@ def test_series_of_two_engines_live_side_by_side() -> None:
         assert hasattr(PrometheusStatLogger, name), f"{name} moved"
     own = {name for name in vars(PrometheusStatLogger) if name.startswith("_") and name.endswith("_cls")}
     assert own == {*FAMILIES, *HELPERS}, "a new kind of series would be kept process-wide"
-    registries = [CollectorRegistry(), CollectorRegistry()]
-    for registry in registries:
-        logger = stat_logger_for(registry)
+    several = [EngineSeries(), EngineSeries()]
+    for series in several:
+        logger = series.stat_logger()
         assert issubclass(logger, loggers.AggregateStatLoggerBase)
         logger._gauge_cls("vllm:x", "X.", labelnames=["engine"]).labels("0").set(1)
         helper = logger._spec_decoding_cls
         assert helper._counter_cls is logger._counter_cls
-    assert all(registry.get_sample_value("vllm:x", {"engine": "0"}) == 1 for registry in registries)
+    assert all(series.registry.get_sample_value("vllm:x", {"engine": "0"}) == 1 for series in several)
+
+
+def test_series_go_on_when_an_engine_is_started_anew() -> None:
+    series = EngineSeries()
+    for _ in range(2):
+        logger = series.stat_logger()
+        logger._counter_cls(name="vllm:y", documentation="Y.", labelnames=["engine"]).labels("0").inc()
+        logger._gauge_cls(name="vllm:z", documentation="Z.", labelnames=["engine"]).labels("0").set(3)
+    assert series.registry.get_sample_value("vllm:y_total", {"engine": "0"}) == 2
+    series.forget_levels()
+    assert series.registry.get_sample_value("vllm:z", {"engine": "0"}) is None
 
 
 def test_arguments_are_checked_against_vllm_s_with_the_nearest_name() -> None:

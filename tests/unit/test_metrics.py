@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.engines.fake import FakeEngine
 from baton.engines.fleet import Fleet
-from baton.telemetry.metrics import GatewayMetrics, MergedRegistry
+from baton.telemetry.metrics import MergedRegistry
 
 
 def test_two_registries_with_the_same_family_give_one_family() -> None:
@@ -29,6 +29,6 @@ def test_foreign_series_stay_out() -> None:
 
 def test_the_page_of_a_fleet_names_every_engine() -> None:
     fleet = Fleet([FakeEngine("a"), FakeEngine("b")])
-    page = fleet.metrics_page(GatewayMetrics()).decode()
+    page = fleet.metrics_page().decode()
     assert 'baton_engine_up{engine="a"} 0.0' in page
     assert 'vllm:generation_tokens_total{engine="0",model_name="b"} 0.0' in page

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from baton import __version__
-from baton.api.gateway import gateway_of
-from baton.engines.fleet import Fleet
+from baton.api.gateway import Gateway, gateway_of
 
 router = APIRouter()
 
@@ -21,28 +17,39 @@ async def livez() -> dict[str, str]:
     return {"status": "alive"}
 
 
-@router.get("/readyz", responses={503: {"description": "An engine is not ready."}})
+@router.get("/readyz", responses={503: {"description": "No engine is ready."}})
 async def readyz(request: Request) -> Response:
-    """Every engine answers. The states are counted, not named: this route is public."""
-    fleet = gateway_of(request).fleet
-    states: dict[str, Any] = dict(Counter(engine.state.value for engine in fleet.engines))
-    body = {"status": "ready" if fleet.ready else "not ready", "engines": states}
-    return JSONResponse(body, status_code=_status(fleet), headers=_retry(fleet))
+    """Requests are welcome: all engines were started, one at least answers, and no end is near.
+
+    An engine that is lost is being started anew and costs only its own requests, so `degraded` is a 200.
+    The states are counted, not named: this route is public.
+    """
+    gateway = gateway_of(request)
+    body = {"status": _condition(gateway), "engines": gateway.fleet.count_states()}
+    return JSONResponse(body, status_code=_status(gateway), headers=_retry(gateway))
 
 
-@router.get("/health", response_class=Response, responses={503: {"description": "An engine is not ready."}})
+@router.get("/health", response_class=Response, responses={503: {"description": "No engine is ready."}})
 async def health(request: Request) -> Response:
-    """As vLLM's clients know it: an empty 200, or 503."""
-    fleet = gateway_of(request).fleet
-    return Response(status_code=_status(fleet), headers=_retry(fleet))
+    """As vLLM's clients know it: an empty 200, or 503; the same as `/readyz`."""
+    gateway = gateway_of(request)
+    return Response(status_code=_status(gateway), headers=_retry(gateway))
 
 
-def _status(fleet: Fleet) -> int:
-    return 200 if fleet.ready else 503
+def _condition(gateway: Gateway) -> str:
+    if gateway.drain.begun:
+        return "draining"
+    if not gateway.fleet.ready:
+        return "not ready"
+    return "ready" if gateway.fleet.whole else "degraded"
 
 
-def _retry(fleet: Fleet) -> dict[str, str]:
-    return {} if fleet.ready else {"Retry-After": "5"}
+def _status(gateway: Gateway) -> int:
+    return 200 if _condition(gateway) in ("ready", "degraded") else 503
+
+
+def _retry(gateway: Gateway) -> dict[str, str]:
+    return {} if _status(gateway) == 200 else {"Retry-After": "5"}
 
 
 @router.get("/version")

@@ -14,4 +14,4 @@ router = APIRouter()
 async def metrics(request: Request) -> Response:
     """Every series, in Prometheus' text format."""
     gateway = gateway_of(request)
-    return Response(gateway.fleet.metrics_page(gateway.metrics), media_type=CONTENT_TYPE_LATEST)
+    return Response(gateway.fleet.metrics_page(), media_type=CONTENT_TYPE_LATEST)

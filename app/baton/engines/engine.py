@@ -31,7 +31,8 @@ from baton.engines.port import (
     StreamReply,
     WholeReply,
 )
-from baton.engines.series import stat_logger_for
+from baton.engines.progress import Progress
+from baton.engines.series import EngineSeries
 from baton.engines.speed import Speed
 from baton.engines.thread import EngineThread
 from baton.errors import (
@@ -85,7 +86,8 @@ class VllmEngine:
         self._namespace = arguments.serving_namespace(settings)
         self._salt = salt
         self._last_words = last_words
-        self._registry = CollectorRegistry()
+        self._series = EngineSeries()
+        self._progress = Progress()
         self._state = EngineState.STARTING
         self._thread: EngineThread | None = None
         self._client: AsyncLLM | None = None
@@ -93,7 +95,7 @@ class VllmEngine:
         self._plugin: Plugin | None = None
         self._weights = identity(model)
         self._speed = Speed()
-        self._transfers = TransferMetrics(self._registry, settings.name)
+        self._transfers = TransferMetrics(self._series.registry, settings.name)
         self._relays: WeakValueDictionary[str, Relay] = WeakValueDictionary()
         self._cards: list[Json] = []
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
@@ -104,7 +106,7 @@ class VllmEngine:
 
     @property
     def registry(self) -> CollectorRegistry:
-        return self._registry
+        return self._series.registry
 
     @property
     def state(self) -> EngineState:
@@ -196,7 +198,7 @@ class VllmEngine:
 
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
-        logger = stat_logger_for(self._registry, self._transferred, self._speed.prefilled)
+        logger = self._series.stat_logger(self._transferred, self._speed.prefilled, self._progress.made)
         self._thread = EngineThread(self._args, logger, self.name)
         self._thread.start()
         self._client = await asyncio.wrap_future(self._thread.built)
@@ -208,6 +210,7 @@ class VllmEngine:
         self._cards = await self._handlers.cards()
         report("warming up")
         await self._warm_up()
+        self._progress.begin()
         self._state = EngineState.READY
 
     async def _make_plugin(self, client: AsyncLLM) -> Plugin | None:
@@ -247,6 +250,22 @@ class VllmEngine:
             await close_plugin(plugin)
         if thread is not None:
             await thread.end()
+        self._series.forget_levels()
+
+    async def kill(self) -> None:
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.kill)
+
+    def stalled_s(self) -> float:
+        busy = self._state is EngineState.READY and self._client is not None
+        if busy and self._client is not None and self._client.get_num_unfinished_requests():
+            return self._progress.since()
+        self._progress.rest()
+        return 0.0
+
+    @property
+    def longest_step_s(self) -> float:
+        return self._progress.longest_s
 
     async def call(
         self, operation: Operation, body: Json, context: RequestContext, relay: Relay | None = None

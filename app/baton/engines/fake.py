@@ -31,6 +31,7 @@ from baton.engines.speed import Speed
 from baton.errors import (
     BatonError,
     ContextTooLong,
+    EngineRestarting,
     InvalidRequest,
     OperationUnsupported,
     StartError,
@@ -54,6 +55,7 @@ class FakeBehaviour:
         ends_answers: an answer's last token is one that ends answers.
         encode_seconds: time one prompt of a plugin takes; a prompt that is a number takes so many.
         encode_error: raised by every such prompt.
+        stalled_seconds: what it says of how long it has made no progress.
         forgets_answers: its template leaves earlier answers out, as those of some thinking models do.
     """
 
@@ -67,6 +69,7 @@ class FakeBehaviour:
     ends_answers: bool = False
     encode_seconds: float = 0.0
     encode_error: BatonError | None = None
+    stalled_seconds: float = 0.0
 
 
 @dataclass
@@ -83,6 +86,9 @@ class FakeEngine:
         bodies: every request it got, for tests to look at.
         active: requests under way now.
         aborted: requests that were ended from outside.
+        starts: how often it was started.
+        kills: how often it was ended without being asked.
+        longest_step_s: what it says of its longest step.
     """
 
     name: str
@@ -97,6 +103,9 @@ class FakeEngine:
     bodies: list[Json] = field(default_factory=list)
     active: int = 0
     aborted: int = 0
+    starts: int = 0
+    kills: int = 0
+    longest_step_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._tokens = Counter(
@@ -108,6 +117,7 @@ class FakeEngine:
 
     async def start(self, report: Report) -> None:
         self.state = EngineState.STARTING
+        self.starts += 1
         report("pretending to load")
         await asyncio.sleep(self.behaviour.start_seconds)
         if self.behaviour.start_error is not None:
@@ -117,6 +127,18 @@ class FakeEngine:
 
     async def stop(self) -> None:
         self.state = EngineState.STOPPED
+
+    async def kill(self) -> None:
+        self.kills += 1
+        self.die()
+
+    def die(self) -> None:
+        """Be lost: running streams end with the error the real engine's end with."""
+        self.state = EngineState.FAILED
+        self.behaviour.stalled_seconds = 0.0
+
+    def stalled_s(self) -> float:
+        return self.behaviour.stalled_seconds
 
     async def render(self, body: Json) -> str:
         """One line a message, a system line first as many models' templates have it."""
@@ -229,6 +251,8 @@ class Answer:
         try:
             for word in self._said:
                 await asyncio.sleep(engine.behaviour.token_seconds)
+                if engine.state is EngineState.FAILED:
+                    raise EngineRestarting()
                 engine.count()
                 self._relay.output_ids.append(token_id(word.strip()))
                 yield word

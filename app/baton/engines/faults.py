@@ -30,6 +30,7 @@ from baton.errors import (
     BatonError,
     ContextTooLong,
     EngineOverloaded,
+    EngineRestarting,
     EngineUnavailable,
     GenerationFailed,
     InternalError,
@@ -41,7 +42,7 @@ from baton.errors import (
 )
 
 TABLE: tuple[tuple[type[BaseException], type[BatonError]], ...] = (
-    (EngineDeadError, EngineUnavailable),
+    (EngineDeadError, EngineRestarting),
     (RetryableRequestError, EngineUnavailable),
     (EngineGenerateError, GenerationFailed),
     (GenerationError, GenerationFailed),

@@ -1,9 +1,9 @@
-"""The engines of one gateway: started in order, picked by name, stopped together."""
+"""The engines of one gateway: started in order, kept alive, picked by name, stopped together."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -11,8 +11,12 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from baton.engines.port import Engine, EngineState
-from baton.errors import EngineUnavailable, InvalidRequest, ModelNotFound
+from baton.engines.supervisor import Supervisor
+from baton.errors import InvalidRequest, ModelNotFound
+from baton.setting_groups import SupervisionSettings
 from baton.telemetry.metrics import GatewayMetrics, MergedRegistry
+
+log = structlog.get_logger("baton.fleet")
 
 FleetReport = Callable[[str, str], None]
 """Told an engine's name and the phase its start is in."""
@@ -22,44 +26,89 @@ class Fleet:
     """Named engines with one owner.
 
     Engines start one after the other: vLLM's start changes process-wide state while it runs.
+
+    Args:
+        engines: what is served.
+        metrics: the gateway's series, where the engines' states and restarts are told.
+        supervision: when an engine counts as hung, and how often it is started anew.
+        shared_registries: series that belong to no engine of ours alone.
+
+    Attributes:
+        lost: set when every engine failed too often to be started anew.
     """
 
     def __init__(
         self,
         engines: Sequence[Engine],
         *,
+        metrics: GatewayMetrics | None = None,
+        supervision: SupervisionSettings | None = None,
         shared_registries: tuple[CollectorRegistry, ...] = (),
     ) -> None:
-        self._engines = {engine.name: engine for engine in engines}
+        self.metrics = metrics or GatewayMetrics()
+        supervision = supervision or SupervisionSettings()
+        turn = asyncio.Lock()
+        self._supervisors = {
+            engine.name: Supervisor(engine, supervision, turn, self.metrics) for engine in engines
+        }
         self._shared_registries = shared_registries
-        self._log = structlog.get_logger("baton.fleet")
+        self._keepers: list[asyncio.Task[None]] = []
+        self._started = False
+        self.lost = asyncio.Event()
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        return tuple(self._engines.values())
+        return tuple(supervisor.engine for supervisor in self._supervisors.values())
 
     @property
     def names(self) -> list[str]:
-        return list(self._engines)
+        return list(self._supervisors)
+
+    @property
+    def states(self) -> dict[str, EngineState]:
+        return {name: supervisor.state for name, supervisor in self._supervisors.items()}
 
     @property
     def ready(self) -> bool:
-        return all(engine.state is EngineState.READY for engine in self.engines)
+        """Every engine has been started, and one at least answers: what is lost is being started anew."""
+        return self._started and EngineState.READY in self.states.values()
 
-    async def start(self, report: FleetReport, metrics: GatewayMetrics) -> None:
-        """Start every engine.
+    @property
+    def whole(self) -> bool:
+        return all(state is EngineState.READY for state in self.states.values())
+
+    def count_states(self) -> dict[str, int]:
+        return dict(Counter(state.value for state in self.states.values()))
+
+    async def start(self, report: FleetReport) -> None:
+        """Start every engine, and keep them alive from then on.
 
         Raises:
             StartError: the first engine that cannot run.
         """
-        for engine in self.engines:
-            began = time.monotonic()
-            await engine.start(partial(report, engine.name))
-            seconds = time.monotonic() - began
-            metrics.engine_start.labels(engine.name).set(seconds)
-            self._log.info("engine_ready", engine=engine.name, seconds=round(seconds, 1))
+        for name, supervisor in self._supervisors.items():
+            await supervisor.start(partial(report, name))
+        self._started = True
+        self._keepers = [
+            asyncio.create_task(self._keep(supervisor), name=f"supervise-{name}")
+            for name, supervisor in self._supervisors.items()
+        ]
+
+    async def _keep(self, supervisor: Supervisor) -> None:
+        while not supervisor.given_up:
+            try:
+                await supervisor.keep_alive()
+            except Exception as error:  # the border of a background task: it must not end unseen
+                log.error("supervision_failed", engine=supervisor.engine.name, exc_info=error)
+                await asyncio.sleep(1)
+        if all(other.given_up for other in self._supervisors.values()):
+            self.lost.set()
 
     async def stop(self) -> None:
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
     def pick(self, model: object) -> Engine:
@@ -70,33 +119,25 @@ class Fleet:
             ModelNotFound: nothing of that name is served.
             EngineUnavailable: it is served, but not ready.
         """
-        served = ", ".join(self._engines)
-        if model is None and len(self._engines) == 1:
+        served = ", ".join(self._supervisors)
+        if model is None and len(self._supervisors) == 1:
             model = self.names[0]
         if not isinstance(model, str) or not model:
             raise InvalidRequest(f"'model' must name one of: {served}.", param="model")
-        engine = self._engines.get(model)
-        if engine is None:
+        supervisor = self._supervisors.get(model)
+        if supervisor is None:
             raise ModelNotFound(
                 f"The model '{model[:128]}' is not served here. Served are: {served}.", param="model"
             )
-        if engine.state is not EngineState.READY:
-            raise _not_ready(engine)
-        return engine
+        if supervisor.state is not EngineState.READY:
+            raise supervisor.refusal()
+        return supervisor.engine
 
-    def metrics_page(self, metrics: GatewayMetrics) -> bytes:
+    def metrics_page(self) -> bytes:
         """The `/metrics` page: the gateway's series and every engine's."""
-        for engine in self.engines:
-            metrics.engine_up.labels(engine.name).set(engine.state is EngineState.READY)
-        registries = (metrics.registry, *self._shared_registries)
+        for name, current in self.states.items():
+            self.metrics.engine_up.labels(name).set(current is EngineState.READY)
+            for state in EngineState:
+                self.metrics.engine_state.labels(name, state.value).set(state is current)
+        registries = (self.metrics.registry, *self._shared_registries)
         return MergedRegistry((*registries, *(engine.registry for engine in self.engines))).page()
-
-
-def _not_ready(engine: Engine) -> EngineUnavailable:
-    if engine.state is EngineState.STARTING:
-        return EngineUnavailable(
-            f"The engine for '{engine.name}' is still starting; try again shortly.", retry_after_s=5
-        )
-    return EngineUnavailable(
-        f"The engine for '{engine.name}' is not running; try again later.", retry_after_s=30
-    )

@@ -46,7 +46,7 @@ def build_fleet(
         )
         for engine in settings.engines
     ]
-    return Fleet(engines, shared_registries=(REGISTRY,))
+    return Fleet(engines, supervision=settings.supervision, shared_registries=(REGISTRY,))
 
 
 def transfer_config(settings: Settings) -> dict[str, Any]:

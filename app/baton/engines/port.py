@@ -39,6 +39,7 @@ class Operation(StrEnum):
 class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"
+    RESTARTING = "restarting"
     FAILED = "failed"
     STOPPED = "stopped"
 
@@ -149,7 +150,20 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None:
-        """End the engine and everything it started. Safe to call twice."""
+        """End the engine and everything it started. Safe to call twice; it may be started again."""
+        ...
+
+    async def kill(self) -> None:
+        """End the processes of an engine that no longer listens, without asking; its requests fail."""
+        ...
+
+    def stalled_s(self) -> float:
+        """Seconds since it last got on with its work; 0.0 while it has none. Asked again and again."""
+        ...
+
+    @property
+    def longest_step_s(self) -> float:
+        """The longest time it has gone without a sign of progress and then went on."""
         ...
 
     @property

@@ -1,13 +1,14 @@
 """vLLM's own Prometheus series, kept per engine.
 
 Every `PrometheusStatLogger` first removes all `vllm:*` collectors from the process-wide registry, so
-a second engine would erase the first one's series. A subclass made per engine writes to a registry
-of its own; the same is done for the metric families its helpers make.
+a second engine would erase the first one's series, and so would the same engine started anew. A subclass made
+per engine keeps its series in a registry of its own; so do the helpers it makes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -24,32 +25,59 @@ Transferred = Callable[[list[dict[str, Any]]], None]
 Prefilled = Callable[[int, float], None]
 
 
-def stat_logger_for(
-    registry: CollectorRegistry,
-    transferred: Transferred = lambda _outcomes: None,
-    prefilled: Prefilled = lambda _tokens, _seconds: None,
-) -> type[PrometheusStatLogger]:
-    """A `PrometheusStatLogger` whose series live in `registry`.
+class EngineSeries:
+    """One engine's series. They go on where they were when the engine is started anew.
 
-    Args:
-        registry: the engine's.
-        transferred: told what the KV connector reports, on the event loop.
-        prefilled: told of every finished request how many tokens of its prompt were computed, in how long.
-
-    vLLM wants a class here: anything else it takes for a per-engine logger and adds its own too.
+    Attributes:
+        registry: where they are read.
     """
-    families = {name: _in_registry(family, registry) for name, family in FAMILIES.items()}
-    members: dict[str, Any] = dict(families)
-    for name in HELPERS:
-        helper = getattr(PrometheusStatLogger, name)
-        own = {key: families[key] for key in families if hasattr(helper, key)}
-        members[name] = type(helper.__name__, (helper,), own)
-    members["record"] = _record(transferred, prefilled)
-    return type("EnginePrometheusStatLogger", (PrometheusStatLogger,), members)
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._made: dict[str, Any] = {}
+
+    def stat_logger(
+        self,
+        transferred: Transferred = lambda _outcomes: None,
+        prefilled: Prefilled = lambda _tokens, _seconds: None,
+        progressed: Callable[[], None] = lambda: None,
+    ) -> type[PrometheusStatLogger]:
+        """A `PrometheusStatLogger` that keeps these series.
+
+        Args:
+            transferred: told what the KV connector reports, on the event loop.
+            prefilled: told of every finished request how many tokens were prefilled, in how long.
+            progressed: told of every step.
+
+        vLLM wants a class here: anything else it takes for a per-engine logger and adds its own too.
+        """
+        families = {name: staticmethod(partial(self._one, family)) for name, family in FAMILIES.items()}
+        members: dict[str, Any] = dict(families)
+        for name in HELPERS:
+            helper = getattr(PrometheusStatLogger, name)
+            own = {key: families[key] for key in families if hasattr(helper, key)}
+            members[name] = type(helper.__name__, (helper,), own)
+        members["record"] = _record(transferred, prefilled, progressed)
+        return type("EnginePrometheusStatLogger", (PrometheusStatLogger,), members)
+
+    def _one(self, family: type[Any], name: str, *args: Any, **options: Any) -> Any:
+        """The collector of this name, made once."""
+        if name not in self._made:
+            self._made[name] = family(name, *args, **(options | {"registry": self.registry}))
+        return self._made[name]
+
+    def forget_levels(self) -> None:
+        """Drop what the gauges say: of an engine that is gone nothing is running, waiting or in use."""
+        for collector in self._made.values():
+            if isinstance(collector, Gauge):
+                collector.clear()
 
 
-def _record(transferred: Transferred, prefilled: Prefilled) -> Callable[..., None]:
+def _record(
+    transferred: Transferred, prefilled: Prefilled, progressed: Callable[[], None]
+) -> Callable[..., None]:
     def record(self: Any, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        progressed()
         PrometheusStatLogger.record(self, scheduler_stats, iteration_stats, *args, **kwargs)
         for request in iteration_stats.finished_requests if iteration_stats is not None else ():
             prefilled(request.num_prompt_tokens - request.num_cached_tokens, request.prefill_time)
@@ -58,10 +86,3 @@ def _record(transferred: Transferred, prefilled: Prefilled) -> Callable[..., Non
             transferred(reported.get("outcomes", []))
 
     return record
-
-
-def _in_registry(family: type[Any], registry: CollectorRegistry) -> type[Any]:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        family.__init__(self, *args, **(kwargs | {"registry": registry}))
-
-    return type(family.__name__, (family,), {"__init__": init})

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import threading
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from multiprocessing import resource_tracker
+from pathlib import Path
 
+import psutil
+import structlog
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 TERMINATE_EVERY_S = 0.1
+SWEEP_AFTER_S = 5.0
+"""An engine's processes end by themselves when one of them is lost; those that have not by then are ended."""
+SHARED_MEMORY = Path("/dev/shm")
+SEGMENTS = {"psm_": ("/psm_", "shared_memory"), "sem.mp-": ("/mp-", "semaphore")}
+"""How Python names shared memory and semaphores as files, and what its resource tracker calls them."""
+
+log = structlog.get_logger("baton.engine")
 
 
 class EngineThread(threading.Thread):
@@ -27,6 +40,8 @@ class EngineThread(threading.Thread):
         self._logger = logger
         self._settled = threading.Event()
         self._ended = threading.Event()
+        self._processes: list[psutil.Process] = []
+        self._segments: list[Path] = []
         self._foreign = set(multiprocessing.active_children())  # other engines'; they start one by one
         self.built: Future[AsyncLLM] = Future()
 
@@ -39,10 +54,29 @@ class EngineThread(threading.Thread):
             self.built.set_exception(error)
             return
         self._settled.set()
+        self._processes = processes_of(client)
+        self._segments = list(segments_of(self._processes))
         self.built.set_result(client)
         self._ended.wait()
         client.shutdown()
+        self._sweep()
         del client, self.built  # the last references: vLLM's finalizer fails at interpreter exit
+
+    def kill(self) -> None:
+        """End the engine's processes at once; one that is stopped hears nothing else."""
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _sweep(self) -> None:
+        """End what outlived the engine, and give back the shared memory that nobody else will."""
+        _gone, left = psutil.wait_procs(self._processes, timeout=SWEEP_AFTER_S)
+        if left:
+            log.warning("engine_processes_left", count=len(left))
+            self.kill()
+            psutil.wait_procs(left, timeout=SWEEP_AFTER_S)
+        for segment in self._segments:
+            release(segment)
 
     async def end(self) -> None:
         """Stop the engine, also one that is still being built, and wait until it is gone."""
@@ -55,3 +89,31 @@ class EngineThread(threading.Thread):
             for process in set(multiprocessing.active_children()) - self._foreign:
                 process.terminate()
         self.join()
+
+
+def processes_of(client: AsyncLLM) -> list[psutil.Process]:
+    """The processes an engine is made of: its core and the core's workers."""
+    manager = client.engine_core.resources.engine_manager
+    cores = [psutil.Process(process.pid) for process in manager.processes]
+    return [found for core in cores for found in (core, *core.children(recursive=True))]
+
+
+def segments_of(processes: Iterable[psutil.Process]) -> Iterator[Path]:
+    """The shared memory that these processes have open, as files."""
+    known: set[Path] = set()
+    for process in processes:
+        for mapped in process.memory_maps():
+            path = Path(mapped.path)
+            if path.parent == SHARED_MEMORY and path.name.startswith(tuple(SEGMENTS)) and path not in known:
+                known.add(path)
+                yield path
+
+
+def release(segment: Path) -> None:
+    """Give shared memory back whose owner was killed; else it would stay until this process ends."""
+    if not segment.exists():
+        return
+    for prefix, (tracked, kind) in SEGMENTS.items():
+        if segment.name.startswith(prefix):
+            segment.unlink(missing_ok=True)
+            resource_tracker.unregister(tracked + segment.name.removeprefix(prefix), kind)

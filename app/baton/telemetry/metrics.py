@@ -80,6 +80,24 @@ class GatewayMetrics:
         self.engine_up = Gauge(
             "baton_engine_up", "1 while the engine answers.", ("engine",), registry=registry
         )
+        self.engine_state = Gauge(
+            "baton_engine_state",
+            "1 for the state the engine is in, 0 for the others.",
+            ("engine", "state"),
+            registry=registry,
+        )
+        self.engine_restarts = Counter(
+            "baton_engine_restarts_total",
+            "Attempts to start an engine anew, by what it was lost to.",
+            ("engine", "reason"),
+            registry=registry,
+        )
+        self.engine_stalled = Gauge(
+            "baton_engine_last_progress_seconds",
+            "Seconds since an engine with work last got on with it; 0 without work.",
+            ("engine",),
+            registry=registry,
+        )
         self.engine_start = Gauge(
             "baton_engine_start_seconds",
             "Seconds the engine's last start took.",

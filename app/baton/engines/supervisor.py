@@ -1,0 +1,155 @@
+"""Keeps one engine alive: finds out that it died or hangs, and starts it anew, but not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import structlog
+
+from baton.engines.port import Engine, EngineState
+from baton.errors import EngineRestarting, EngineUnavailable, StartError
+from baton.setting_groups import SupervisionSettings
+from baton.telemetry.metrics import GatewayMetrics
+
+POLL_S = 0.2
+STEPS_OF_PATIENCE = 4
+"""An engine may take so many times as long as its longest step so far before it counts as hung."""
+
+
+class Supervisor:
+    """One engine, from its first start to its end.
+
+    Args:
+        engine: what is looked after.
+        settings: when it counts as hung, and how often it is started anew.
+        turn: held while it starts; vLLM's start changes process-wide state.
+        metrics: where restarts are counted.
+        clock: seconds on a monotonic clock.
+
+    Attributes:
+        given_up: it failed too often and stays down.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: SupervisionSettings,
+        turn: AbstractAsyncContextManager[object],
+        metrics: GatewayMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._turn = turn
+        self._metrics = metrics
+        self._clock = clock
+        self._restarts: deque[float] = deque()
+        self._start_s = 0.0
+        self._down_since = 0.0
+        self._log = structlog.get_logger("baton.fleet").bind(engine=engine.name)
+        self.given_up = False
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    @property
+    def state(self) -> EngineState:
+        """The engine's, but `restarting` while it is down and will be back."""
+        state = self._engine.state
+        if self.given_up or state is EngineState.READY or not self._start_s:
+            return EngineState.FAILED if self.given_up else state
+        return EngineState.RESTARTING
+
+    def refusal(self) -> EngineUnavailable:
+        """Why the engine takes no request now, and when to ask again."""
+        name, state = self._engine.name, self.state
+        if state is EngineState.STARTING:
+            return EngineUnavailable(
+                f"The engine for '{name}' is still starting; try again shortly.", retry_after_s=5
+            )
+        if state is EngineState.RESTARTING:
+            left = self._start_s - (self._clock() - self._down_since) if self._down_since else self._start_s
+            return EngineRestarting(
+                f"The engine for '{name}' is being started anew; try again shortly.",
+                retry_after_s=max(1, round(left)),
+            )
+        return EngineUnavailable(
+            f"The engine for '{name}' is not running; try again later.", retry_after_s=30
+        )
+
+    async def start(self, report: Callable[[str], None] = lambda _phase: None) -> None:
+        """Start the engine.
+
+        Raises:
+            StartError: it cannot run.
+        """
+        async with self._turn:
+            began = self._clock()
+            await self._engine.start(report)
+        self._start_s = max(self._clock() - began, 1e-3)
+        self._metrics.engine_start.labels(self._engine.name).set(self._start_s)
+        self._log.info("engine_ready", seconds=round(self._start_s, 1))
+
+    async def keep_alive(self) -> None:
+        """Watch the engine, and start it anew whenever it is lost; returns when that is given up."""
+        while not self.given_up:
+            reason = await self._trouble()
+            self._down_since = self._clock()
+            self._log.error("engine_lost", reason=reason)
+            while not await self._restarted(reason):
+                reason = "start"
+            self._down_since = 0.0
+
+    async def _trouble(self) -> str:
+        suspected = False
+        while True:
+            await asyncio.sleep(POLL_S)
+            if self._engine.state is EngineState.FAILED:
+                return "died"
+            hangs = self._hangs()
+            if hangs and suspected:  # twice, since the loop itself may have been away
+                await self._engine.kill()
+                return "hung"
+            suspected = hangs
+
+    def _hangs(self) -> bool:
+        stalled = self._engine.stalled_s()
+        self._metrics.engine_stalled.labels(self._engine.name).set(stalled)
+        limit = max(self._settings.hang_s, STEPS_OF_PATIENCE * self._engine.longest_step_s)
+        return bool(self._settings.hang_s) and stalled > limit
+
+    async def _restarted(self, reason: str) -> bool:
+        """One attempt; True also when no further one is to be made."""
+        await self._engine.stop()
+        if self._too_often():
+            self.given_up = True
+            self._log.error("engine_given_up", restarts=len(self._restarts), within_s=self._settings.window_s)
+            return True
+        delay = self._delay()
+        self._restarts.append(self._clock() + delay)
+        await asyncio.sleep(delay)
+        self._metrics.engine_restarts.labels(self._engine.name, reason).inc()
+        self._log.warning("engine_restarting", reason=reason, attempt=len(self._restarts))
+        try:
+            await self.start()
+        except StartError as error:
+            self._log.error("engine_restart_failed", cause=error.message)
+            return False
+        return True
+
+    def _too_often(self) -> bool:
+        while self._restarts and self._restarts[0] <= self._clock() - self._settings.window_s:
+            self._restarts.popleft()
+        return len(self._restarts) >= self._settings.restarts
+
+    def _delay(self) -> float:
+        """Nothing before the first restart, then `backoff_s`, twice that, and so on."""
+        if not self._restarts:
+            return 0.0
+        doubled: float = self._settings.backoff_s * 2 ** (len(self._restarts) - 1)
+        return min(doubled, self._settings.backoff_max_s)
