@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -155,3 +156,46 @@ class RealGateway:
         """An HTTP client, with the key of `tenant` if one is named."""
         headers = {"Authorization": f"Bearer {self.keys[tenant]}"} if tenant else {}
         return httpx.Client(base_url=self.url, headers=headers, **({"timeout": 120} | options))
+
+
+class FakeProcess:
+    """`fake_serve.py`: a gateway with fake engines in a process of its own, for what a signal does to one.
+
+    Args:
+        folder: where its log goes.
+        behaviour: of its engines, fields of `FakeBehaviour`.
+        overrides: settings.
+    """
+
+    def __init__(self, folder: Path, behaviour: dict[str, Any] | None = None, **overrides: Any) -> None:
+        self._command = [sys.executable, str(Path(__file__).parent / "fake_serve.py")]
+        self._command += [json.dumps(overrides), json.dumps(behaviour or {})]
+        self.output = folder / "fake.log"
+
+    def __enter__(self) -> FakeProcess:
+        self._stream = open(self.output, "w")  # closed in __exit__
+        self.process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, stderr=self._stream, text=True, cwd=self.output.parent
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+        assert self.url, self.log
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._stream.close()
+
+    @property
+    def log(self) -> str:
+        return self.output.read_text()
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30)

@@ -1,0 +1,161 @@
+"""How a gateway ends when it is told to: rows A6 and A7, and what its clients read meanwhile."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+from gateways import FakeProcess
+
+STREAMS = 50
+LONG = {"model": "alpha", "prompt": "one two three", "stream": True}
+CUT_WITHIN_S = 3
+
+
+def read(gateway: FakeProcess, body: dict[str, object], begun: threading.Semaphore) -> list[str]:
+    """The events of one stream, until it ends, however that is."""
+    events = []
+    with gateway.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
+        for line in stream.iter_lines():
+            if line and not events:
+                begun.release()
+            if line:
+                events.append(line)
+    return events
+
+
+def ended_well(events: list[str]) -> bool:
+    return events[-1] == "data: [DONE]"
+
+
+def error_of(events: list[str]) -> str:
+    assert events[-2] == "event: error", events[-3:]
+    code: str = json.loads(events[-1].removeprefix("data: "))["error"]["code"]
+    return code
+
+
+def run_streams(
+    gateway: FakeProcess, bodies: list[dict[str, object]], then: Callable[[], None]
+) -> list[list[str]]:
+    """Open a stream for each body, do `then` once all have begun, and read them to their ends."""
+    begun = threading.Semaphore(0)
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        running = [pool.submit(read, gateway, body, begun) for body in bodies]
+        for _ in bodies:
+            assert begun.acquire(timeout=20)
+        then()
+        return [future.result(60) for future in running]
+
+
+def status_of(url: str) -> int:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=5).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def test_a6_a_signal_under_load_loses_nothing_that_can_finish(tmp_path: Path) -> None:
+    """Half the streams can finish in time, half cannot; requests within the delay are answered."""
+    took: dict[str, float] = {}
+    accepted: list[int] = []
+
+    def stop() -> None:
+        began = time.monotonic()
+        gateway.signal()
+        while status_of(gateway.url) != 503:
+            time.sleep(0.005)
+        took["readyz"] = time.monotonic() - began
+        while time.monotonic() < began + 0.8:
+            short = {"model": "beta", "prompt": "x", "max_tokens": 1}
+            answer = httpx.post(f"{gateway.url}/v1/completions", json=short, timeout=5)
+            accepted.append(answer.status_code)
+            assert answer.headers["connection"] == "close"
+
+    with FakeProcess(tmp_path, {"token_seconds": 0.05}, drain_delay_s=1, drain_timeout_s=3) as gateway:
+        began = time.monotonic()
+        bodies = [LONG | {"max_tokens": 40 if number % 2 else 1000} for number in range(STREAMS)]
+        streams = run_streams(gateway, bodies, stop)
+        code = gateway.process.wait(10)
+        seconds = time.monotonic() - began
+    completed = [events for events in streams if ended_well(events)]
+    aborted = [events for events in streams if not ended_well(events)]
+    print(
+        f"A6: readyz 503 after {took['readyz'] * 1000:.0f} ms, {len(accepted)} accepted in the delay, "
+        f"{len(completed)} completed, {len(aborted)} aborted, 0 hung, exit {code} after {seconds:.1f} s"
+    )
+    assert took["readyz"] < 0.5
+    assert accepted
+    assert set(accepted) == {200}
+    assert len(completed) == STREAMS // 2
+    assert {error_of(events) for events in aborted} == {"shutting_down"}
+    assert code == 0
+    assert "Traceback" not in gateway.log
+
+
+def test_a6_without_a_delay_the_port_closes_at_once_and_an_idle_gateway_ends(tmp_path: Path) -> None:
+    with FakeProcess(tmp_path) as gateway:
+        began = time.monotonic()
+        gateway.signal()
+        assert gateway.process.wait(5) == 0
+        print(f"A6: idle, exit after {time.monotonic() - began:.2f} s")
+
+
+def test_a6_a_request_without_an_answer_yet_is_cut_with_a_503(tmp_path: Path) -> None:
+    with (
+        FakeProcess(tmp_path, {"token_seconds": 0.2}, drain_timeout_s=1) as gateway,
+        ThreadPoolExecutor(1) as pool,
+        gateway.client() as client,
+    ):
+        body = LONG | {"stream": False, "max_tokens": 1000}
+        waiting = pool.submit(client.post, "/v1/completions", json=body)
+        time.sleep(0.5)
+        gateway.signal()
+        answer = waiting.result(10)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert gateway.process.wait(5) == 0
+
+
+def test_a7_a_second_signal_ends_at_once_with_error_events(tmp_path: Path) -> None:
+    """Also within the delay, and with Ctrl-C as well as with SIGTERM."""
+    for first, second in ((signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)):
+        began = 0.0
+
+        def stop(first: int = first, second: int = second) -> None:
+            nonlocal began
+            gateway.signal(first)
+            time.sleep(0.3)
+            began = time.monotonic()
+            gateway.signal(second)
+
+        settings = {"drain_delay_s": 30, "drain_timeout_s": 60}
+        with FakeProcess(tmp_path, {"token_seconds": 0.05}, **settings) as gateway:
+            streams = run_streams(gateway, [LONG | {"max_tokens": 1000}] * 8, stop)
+            code = gateway.process.wait(10)
+            seconds = time.monotonic() - began
+        print(f"A7: exit {code} after {seconds:.2f} s")
+        assert {error_of(events) for events in streams} == {"shutting_down"}
+        assert (code, seconds < CUT_WITHIN_S) == (0, True)
+
+
+def test_a7_a_client_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None:
+    with FakeProcess(tmp_path, drain_timeout_s=1) as gateway:
+        host, port = gateway.url.removeprefix("http://").split(":")
+        body = json.dumps(LONG | {"max_tokens": 3500, "prompt": "x" * 20_000 + " y"}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect((host, int(port)))
+            deaf.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            time.sleep(1)
+            began = time.monotonic()
+            gateway.signal()
+            assert gateway.process.wait(15) == 0
+        print(f"A7: a deaf client, exit after {time.monotonic() - began:.1f} s")

@@ -1,0 +1,193 @@
+"""When an engine counts as lost, how often it is started anew, and what its clients are told meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.engines.fleet import Fleet
+from baton.engines.port import EngineState
+from baton.engines.progress import Progress
+from baton.errors import EngineRestarting, EngineUnavailable, StartError
+from baton.setting_groups import SupervisionSettings
+
+QUICK = SupervisionSettings(hang_s=0.5, restarts=3, window_s=60, backoff_s=0.05, backoff_max_s=0.2)
+
+
+async def until(condition: Callable[[], object], within_s: float = 10) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def running(*engines: FakeEngine, supervision: SupervisionSettings = QUICK) -> Any:
+    fleet = Fleet(engines, supervision=supervision)
+    await fleet.start(lambda _name, _phase: None)
+    try:
+        yield fleet
+    finally:
+        await fleet.stop()
+
+
+def sample(fleet: Fleet, name: str, **labels: str) -> float | None:
+    fleet.metrics_page()
+    return fleet.metrics.registry.get_sample_value(name, labels)
+
+
+def test_an_engine_that_died_is_back_and_the_other_was_never_away() -> None:
+    async def main() -> None:
+        alpha, beta = FakeEngine("alpha", behaviour=FakeBehaviour(start_seconds=0.3)), FakeEngine("beta")
+        async with running(alpha, beta) as fleet:
+            alpha.die()
+            assert (fleet.ready, fleet.whole) == (True, False)
+            with pytest.raises(EngineRestarting) as refused:
+                fleet.pick("alpha")
+            assert refused.value.retry_after_s == 1
+            assert fleet.pick("beta") is beta
+            await until(lambda: fleet.states["alpha"] is EngineState.READY)
+            assert (alpha.starts, beta.starts) == (2, 1)
+            assert sample(fleet, "baton_engine_restarts_total", engine="alpha", reason="died") == 1
+            assert sample(fleet, "baton_engine_state", engine="alpha", state="ready") == 1
+            assert sample(fleet, "baton_engine_state", engine="alpha", state="restarting") == 0
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_hangs_is_ended_and_started_anew() -> None:
+    async def main() -> None:
+        alpha = FakeEngine("alpha")
+        async with running(alpha) as fleet:
+            alpha.behaviour.stalled_seconds = 0.4
+            await asyncio.sleep(0.7)
+            assert (alpha.kills, alpha.starts) == (0, 1), "it was given less time than it has"
+            alpha.behaviour.stalled_seconds = 0.6
+            await until(lambda: alpha.starts == 2)
+            assert alpha.kills == 1
+            assert sample(fleet, "baton_engine_restarts_total", engine="alpha", reason="hung") == 1
+
+    asyncio.run(main())
+
+
+def test_an_engine_known_for_long_steps_has_more_patience() -> None:
+    async def main() -> None:
+        alpha = FakeEngine("alpha", longest_step_s=1.0)
+        alpha.behaviour.stalled_seconds = 3.9
+        async with running(alpha):
+            await asyncio.sleep(1)
+            assert alpha.kills == 0
+            alpha.behaviour.stalled_seconds = 4.1
+            await until(lambda: alpha.kills == 1)
+
+    asyncio.run(main())
+
+
+def test_no_patience_set_means_never() -> None:
+    async def main() -> None:
+        alpha = FakeEngine("alpha")
+        alpha.behaviour.stalled_seconds = 1e6
+        async with running(alpha, supervision=SupervisionSettings(hang_s=0)):
+            await asyncio.sleep(0.7)
+            assert alpha.kills == 0
+
+    asyncio.run(main())
+
+
+def test_a4_a_crash_loop_opens_the_breaker_and_the_others_serve() -> None:
+    """Attempts are spread out, bounded, and the state is there to see."""
+
+    async def main() -> None:
+        alpha, beta = FakeEngine("alpha"), FakeEngine("beta")
+        async with running(alpha, beta) as fleet:
+            alpha.behaviour.start_error = StartError("the weights are gone")
+            alpha.die()
+            await until(lambda: fleet.states["alpha"] is EngineState.FAILED)
+            attempts = alpha.starts - 1
+            await asyncio.sleep(0.5)
+            assert alpha.starts - 1 == attempts == QUICK.restarts
+            assert sample(fleet, "baton_engine_state", engine="alpha", state="failed") == 1
+            with pytest.raises(EngineUnavailable) as refused:
+                fleet.pick("alpha")
+            assert (refused.value.code, refused.value.retry_after_s) == ("engine_unavailable", 30)
+            assert fleet.pick("beta") is beta
+            assert fleet.ready
+            assert not fleet.lost.is_set()
+
+    asyncio.run(main())
+
+
+def test_restarts_long_ago_are_forgotten() -> None:
+    async def main() -> None:
+        alpha = FakeEngine("alpha")
+        patient = QUICK.model_copy(update={"restarts": 1, "window_s": 0.5})
+        async with running(alpha, supervision=patient) as fleet:
+            for starts in (2, 3):
+                alpha.die()
+                await until(lambda starts=starts: alpha.starts == starts and fleet.ready)
+                await asyncio.sleep(0.6)
+            alpha.die()
+            await until(lambda: alpha.starts == 4 and fleet.ready)
+
+    asyncio.run(main())
+
+
+def test_a_fleet_that_lost_every_engine_says_so() -> None:
+    async def main() -> None:
+        engines = [FakeEngine("alpha"), FakeEngine("beta")]
+        async with running(*engines) as fleet:
+            for engine in engines:
+                engine.behaviour.start_error = StartError("gone")
+                engine.die()
+            await asyncio.wait_for(fleet.lost.wait(), 10)
+            assert not fleet.ready
+
+    asyncio.run(main())
+
+
+def test_what_goes_wrong_in_supervision_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        alpha = FakeEngine("alpha")
+        failures = iter([RuntimeError("unforeseen")])
+        whole = FakeEngine.stop
+
+        async def stop(self: FakeEngine) -> None:
+            for failure in failures:
+                raise failure
+            await whole(self)
+
+        monkeypatch.setattr(FakeEngine, "stop", stop)
+        async with running(alpha) as fleet:
+            alpha.die()
+            await until(lambda: fleet.ready and alpha.starts == 2)
+
+    asyncio.run(main())
+
+
+def test_a_stop_ends_a_restart_under_way() -> None:
+    async def main() -> None:
+        alpha = FakeEngine("alpha")
+        async with running(alpha):
+            alpha.behaviour.start_seconds = 60
+            alpha.die()
+            await until(lambda: alpha.starts == 2)
+        assert alpha.state is EngineState.STOPPED
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_progress_knows_its_longest_step() -> None:
+    times = iter([0.0, 5.0, 6.5, 6.5, 7.0, 7.0, 9.0, 10.0, 10.0])
+    progress = Progress(lambda: next(times))
+    progress.rest()
+    progress.made()
+    progress.made()
+    assert (progress.longest_s, progress.since()) == (1.5, 2.0)
+    progress.begin()
+    assert (progress.longest_s, progress.since()) == (0.0, 0.0)
