@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import threading
-from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -17,13 +15,11 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from baton.engines.segments import release, segments_of
+
 TERMINATE_EVERY_S = 0.1
 SWEEP_AFTER_S = 5.0
 """An engine's processes end by themselves when one of them is lost; those that have not by then are ended."""
-SHARED_MEMORY = Path("/dev/shm")
-SEGMENTS = {"psm_": ("/psm_", "shared_memory"), "sem.mp-": ("/mp-", "semaphore")}
-"""How Python names shared memory and semaphores as files, and what its resource tracker calls them."""
-
 log = structlog.get_logger("baton.engine")
 
 
@@ -96,24 +92,3 @@ def processes_of(client: AsyncLLM) -> list[psutil.Process]:
     manager = client.engine_core.resources.engine_manager
     cores = [psutil.Process(process.pid) for process in manager.processes]
     return [found for core in cores for found in (core, *core.children(recursive=True))]
-
-
-def segments_of(processes: Iterable[psutil.Process]) -> Iterator[Path]:
-    """The shared memory that these processes have open, as files."""
-    known: set[Path] = set()
-    for process in processes:
-        for mapped in process.memory_maps():
-            path = Path(mapped.path)
-            if path.parent == SHARED_MEMORY and path.name.startswith(tuple(SEGMENTS)) and path not in known:
-                known.add(path)
-                yield path
-
-
-def release(segment: Path) -> None:
-    """Give shared memory back whose owner was killed; else it would stay until this process ends."""
-    if not segment.exists():
-        return
-    for prefix, (tracked, kind) in SEGMENTS.items():
-        if segment.name.startswith(prefix):
-            segment.unlink(missing_ok=True)
-            resource_tracker.unregister(tracked + segment.name.removeprefix(prefix), kind)

@@ -1,0 +1,187 @@
+"""Engines that die, hang and fail again and again, beside one that goes on: rows A1 to A4, A8 and A10."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from gateways import RealGateway
+from prometheus_client.parser import text_string_to_metric_families
+from watched_streams import cores, family, shared_memory, streaming, wait_for
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+CONFIG = Path(__file__).parent / "engines.toml"
+TOLD_WITHIN_S = 1.0
+BACK_WITHIN_S = 120
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
+    """Two engines; a test that breaks one waits until it is back."""
+    folder = tmp_path_factory.mktemp("chaos")
+    store = {"BATON_HANDOFFS__STORE": f"file:{folder / 'handoffs'}"}
+    with RealGateway(["--config", str(CONFIG)], folder, store) as running:
+        running.wait_until_ready()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def spared(gateway: RealGateway) -> int:
+    """The core of the second engine, which nothing is done to."""
+    return cores(gateway.process.pid)[1].pid
+
+
+def core_of_the_first(gateway: RealGateway, spared: int) -> psutil.Process:
+    (core,) = [core for core in cores(gateway.process.pid) if core.pid != spared]
+    return core
+
+
+def states(gateway: RealGateway) -> dict[str, int]:
+    counted: dict[str, int] = httpx.get(f"{gateway.url}/readyz").json()["engines"]
+    return counted
+
+
+def total(gateway: RealGateway, name: str, **labels: str) -> float:
+    page = httpx.get(f"{gateway.url}/metrics").text
+    return sum(
+        sample.value
+        for metric in text_string_to_metric_families(page)
+        for sample in metric.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def says_something(gateway: RealGateway, model: str) -> bool:
+    body = {"model": model, "prompt": "x", "max_tokens": 2}
+    return httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60).status_code == 200
+
+
+def assert_lost_and_back(gateway: RealGateway, row: str, victim: psutil.Process, number: int) -> None:
+    """Send `victim`, of the first engine, a signal; its streams are told, the second engine's go on."""
+    front = psutil.Process(gateway.process.pid)
+    segments = shared_memory(front.pid)
+    before = (front.memory_info().rss, total(gateway, "vllm:generation_tokens_total"))
+    with streaming(gateway.url, {"first": 8, "second": 8}) as streams:
+        time.sleep(3)
+        killed = time.monotonic()
+        victim.send_signal(number)
+        dying, living = streams["first"], streams["second"]
+        wait_for(lambda: all(stream.ended for stream in dying), 60)
+        told = max(stream.ended for stream in dying if stream.ended) - killed
+        assert httpx.get(f"{gateway.url}/readyz").status_code == 200
+        refused = httpx.post(f"{gateway.url}/v1/completions", json={"model": "first", "prompt": "x"})
+        wait_for(lambda: states(gateway) == {"ready": 2}, BACK_WITHIN_S)
+        back = time.monotonic() - killed
+        now = time.monotonic()
+        gaps = [
+            max(stream.longest_gap(*span) for stream in living)
+            for span in ((killed - 3, killed), (killed - 0.1, killed + 2), (killed + 2, now))
+        ]
+        codes = {stream.error for stream in dying}
+        lost = [stream.lines for stream in living if stream.error or stream.lines[-1].startswith("cut")]
+    assert says_something(gateway, "first")
+    leaked = {segment for segment in segments - shared_memory(front.pid) if segment.exists()}
+    after = (front.memory_info().rss, total(gateway, "vllm:generation_tokens_total"))
+    print(
+        f"{row}: told within {told * 1000:.0f} ms, back after {back:.1f} s; the other engine lost {len(lost)} "
+        f"of {len(living)} streams, longest gap {gaps[0] * 1000:.0f} ms before, {gaps[1] * 1000:.0f} ms at the "
+        f"loss, {gaps[2] * 1000:.0f} ms during the restart; gateway {(after[0] - before[0]) / 2**20:+.0f} MiB, "
+        f"shared memory left behind: {len(leaked)} of {len(segments)} files"
+    )
+    assert codes == {"engine_restarting"}
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_restarting")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert lost == []
+    assert told < TOLD_WITHIN_S
+    assert leaked == set()
+    assert after[1] > before[1], "a series began anew"
+    assert "Traceback" not in gateway.log
+
+
+def test_a1_an_engine_core_that_is_killed(gateway: RealGateway, spared: int) -> None:
+    assert_lost_and_back(gateway, "A1", core_of_the_first(gateway, spared), signal.SIGKILL)
+
+
+def test_a2_a_worker_that_is_killed(gateway: RealGateway, spared: int) -> None:
+    core = core_of_the_first(gateway, spared)
+    worker = next(child for child in core.children(recursive=True) if "Worker" in child.name())
+    assert_lost_and_back(gateway, "A2", worker, signal.SIGKILL)
+
+
+def test_a3_an_engine_that_hangs_is_found_and_replaced(gateway: RealGateway, spared: int) -> None:
+    """Stopped by a signal, it looks alive to everyone who does not look for progress."""
+    core = core_of_the_first(gateway, spared)
+    old = [process for process in (core, *core.children(recursive=True)) if "VLLM" in process.name()]
+    with streaming(gateway.url, {"first": 4, "second": 4}) as streams:
+        stopped = time.monotonic()
+        for process in old:
+            process.suspend()
+        wait_for(lambda: all(stream.ended for stream in streams["first"]), 120)
+        found = max(stream.ended for stream in streams["first"] if stream.ended) - stopped
+        wait_for(lambda: states(gateway) == {"ready": 2}, BACK_WITHIN_S)
+        back = time.monotonic() - stopped
+        lost = [stream for stream in streams["second"] if stream.error]
+    print(f"A3: found after {found:.1f} s (hang_s = 4), back after {back:.1f} s")
+    assert {stream.error for stream in streams["first"]} == {"engine_restarting"}
+    assert lost == []
+    assert total(gateway, "baton_engine_restarts_total", engine="first", reason="hung") == 1
+    assert not any(process.is_running() for process in old)
+    assert says_something(gateway, "first")
+
+
+def test_a8_a_gateway_that_is_killed_leaves_no_engine_and_starts_again(tmp_path: Path) -> None:
+    store = {"BATON_HANDOFFS__STORE": f"file:{tmp_path / 'handoffs'}"}
+    with RealGateway(["--config", str(CONFIG)], tmp_path, store) as gateway:
+        gateway.wait_until_ready()
+        port = gateway.url.rsplit(":", 1)[1]
+        running, segments = family(gateway.process.pid), shared_memory(gateway.process.pid)
+        with streaming(gateway.url, {"first": 2}):
+            gateway.process.kill()
+            gateway.process.wait(10)
+            killed = time.monotonic()
+            _gone, left = psutil.wait_procs(running, timeout=20)
+            ended = time.monotonic() - killed
+    assert left == []
+    assert segments
+    wait_for(lambda: not any(segment.exists() for segment in segments), 20)
+    began = time.monotonic()
+    with RealGateway(["--config", str(CONFIG), "--port", port], tmp_path, store) as gateway:
+        gateway.wait_until_ready()
+        print(
+            f"A8: {len(running)} processes, the last one ended {ended:.1f} s after the gateway; 0 of "
+            f"{len(segments)} files of shared memory left; ready again on the same port after "
+            f"{time.monotonic() - began:.1f} s"
+        )
+        assert says_something(gateway, "first")
+
+
+def test_a10_a_fleet_that_is_lost_for_good_ends_with_a_code(tmp_path: Path) -> None:
+    """A4 with real engines on the way: restarts are bounded, and `failed` is there to see."""
+    environment = {"BATON_SUPERVISION__RESTARTS": "1", "BATON_SUPERVISION__HANG_S": "4"}
+    environment["BATON_HANDOFFS__STORE"] = f"file:{tmp_path / 'handoffs'}"
+    with RealGateway(["--config", str(CONFIG)], tmp_path, environment) as gateway:
+        gateway.wait_until_ready()
+        began = time.monotonic()
+        for attempt in range(2):
+            wait_for(lambda: states(gateway) == {"ready": 2}, BACK_WITHIN_S)
+            cores(gateway.process.pid)[-1 if attempt else 0].kill()
+            wait_for(lambda: states(gateway).get("ready") == 1, 10)
+        wait_for(lambda: states(gateway) == {"ready": 1, "failed": 1}, 30)
+        assert httpx.get(f"{gateway.url}/readyz").json()["status"] == "degraded"
+        assert total(gateway, "baton_engine_state", engine="first", state="failed") == 1
+        assert says_something(gateway, "second")
+        for _ in range(2):
+            wait_for(lambda: states(gateway).get("ready") == 1, BACK_WITHIN_S)
+            cores(gateway.process.pid)[0].kill()
+            if gateway.process.poll() is None:
+                time.sleep(1)
+        code = gateway.process.wait(60)
+        print(f"A10: exit {code} after {time.monotonic() - began:.0f} s, one restart an engine")
+    assert code == 1
+    assert "Every engine failed too often" in gateway.log
+    assert "Traceback" not in gateway.log
