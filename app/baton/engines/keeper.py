@@ -1,8 +1,9 @@
 """Sees to it that no engine outlives its gateway, also one that was killed.
 
-The keeper is a small process of its own. It waits for the end of a pipe that the gateway holds, then ends
-whatever carries the gateway's mark in its environment, as all do that an engine is made of. vLLM's engine
-processes notice the end of their workers, but not that of the process that started them.
+The keeper is a small process of its own. It holds one end of a pipe and looks now and then which processes
+descend from the gateway; when that is gone, so that the pipe ends, it ends them. One that was started since the
+last look carries the gateway's mark in its environment; vLLM's processes lose theirs when they take their names.
+They notice the end of their workers, but not that of the process that started them.
 
 Run as a script in an interpreter without packages, so it imports the standard library alone.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -22,6 +24,8 @@ from pathlib import Path
 MARK = "VLLM_GATEWAY_MARK"
 SPARED = b"resource_tracker"
 """It gives back shared memory once the others are gone, and then ends."""
+LOOK_EVERY_S = 1.0
+"""Much less than vLLM's processes take from their start to their names."""
 ROUNDS, ROUND_S = 20, 0.25
 """A process that is being started when the gateway ends shows up a little later."""
 
@@ -39,7 +43,7 @@ class Keeper:
 
     def __enter__(self) -> Keeper:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, self.mark],
+            [sys.executable, "-I", "-S", __file__, self.mark, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -64,25 +68,71 @@ def marked(mark: str) -> Iterator[int]:
             continue
         with contextlib.suppress(OSError):
             variables = (folder / "environ").read_bytes().split(b"\0")
-            if wanted in variables and SPARED not in (folder / "cmdline").read_bytes():
+            if wanted in variables and not spared(int(folder.name)):
                 yield int(folder.name)
 
 
-def end(mark: str) -> int:
-    """End the processes with the mark, until none shows up any more; returns how many there were."""
-    ended = 0
+Born = tuple[int, str]
+"""A process and when it began, so that another one with its number is not taken for it."""
+
+
+def parents() -> dict[Born, int]:
+    """Every process and its parent's number."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                found[int(folder.name), fields[19]] = int(fields[1])
+    return found
+
+
+def descendants(roots: set[int]) -> set[Born]:
+    """All processes under these."""
+    left, known, found = parents(), set(roots), set[Born]()
+    while under := {born for born, parent in left.items() if parent in known}:
+        found |= under
+        known |= {pid for pid, _ in under}
+        left = {born: parent for born, parent in left.items() if born not in under}
+    return {(pid, begun) for pid, begun in found if pid != os.getpid()}
+
+
+def end(mark: str, known: set[Born]) -> int:
+    """End these processes, what is under them and what has the mark, until none shows up any more.
+
+    Returns:
+        how many there were.
+    """
+    ended: set[int] = set()
     for _ in range(ROUNDS):
-        found = list(marked(mark))
-        for pid in found:
+        alive = {pid for pid, _ in known & parents().keys()}
+        under = {pid for pid, _ in descendants(alive)}
+        victims = {pid for pid in alive | under if not spared(pid)} | set(marked(mark))
+        for pid in victims:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        ended += len(found)
-        if not found:
+        if not victims - ended:
             break
+        ended |= victims
         time.sleep(ROUND_S)
-    return ended
+    return len(ended)
+
+
+def spared(pid: int) -> bool:
+    """Whether it is a resource tracker, or gone but for its number."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return SPARED in words or not words
+    return True
+
+
+def keep(mark: str, gateway: int) -> None:
+    """Look after the gateway's processes until it is gone, and then end them."""
+    known: set[Born] = set()
+    while not select.select([sys.stdin], [], [], LOOK_EVERY_S)[0]:
+        known = descendants({gateway}) | (known & parents().keys())
+    end(mark, known)
 
 
 if __name__ == "__main__":
-    sys.stdin.buffer.read()
-    end(sys.argv[1])
+    keep(sys.argv[1], int(sys.argv[2]))

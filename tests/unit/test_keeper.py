@@ -1,0 +1,62 @@
+"""A process that is killed leaves nothing behind that it started, whatever name that took."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.engines.keeper import LOOK_EVERY_S, MARK, Keeper
+
+PARENT = f"""
+import os, subprocess, sys, time
+from baton.engines.keeper import MARK, Keeper
+
+keeper = Keeper().__enter__()
+os.environ[MARK] = keeper.mark
+nameless = f"import setproctitle, subprocess, sys, time; setproctitle.setproctitle('X' * 4000); "
+nameless += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"
+old = subprocess.Popen([sys.executable, "-c", nameless])
+time.sleep({LOOK_EVERY_S} + 1.5)
+new = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(old.pid, new.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a8_what_a_killed_process_started_ends_too() -> None:
+    """One that was there for long and has lost its environment, its child, and one just started."""
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        numbers = [int(word) for word in parent.stdout.readline().split()]
+        started = [psutil.Process(pid) for pid in numbers]
+        started += started[0].children(recursive=True)
+        assert len(started) == 3
+        parent.kill()
+        _gone, left = psutil.wait_procs(started, timeout=10)
+    assert left == []
+
+
+def test_what_is_not_of_the_family_is_left_alone() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as stranger:
+        with Keeper():
+            pass
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_a_clean_end_takes_the_mark_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was forgotten is ended; the process that held the keeper is not."""
+    with Keeper() as keeper:
+        monkeypatch.setenv(MARK, keeper.mark)
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as forgotten:
+            time.sleep(0.2)
+            keeper.__exit__()
+            assert forgotten.wait(10) == -signal.SIGKILL
+    assert Path(f"/proc/{os.getpid()}").exists()
