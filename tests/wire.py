@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -10,7 +11,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,21 +43,18 @@ def connect(gateway: FakeGateway, timeout: float = 10) -> socket.socket:
 def rest_of(connection: socket.socket) -> bytes:
     """What comes until the other side ends the connection, by whatever means."""
     answer = b""
-    try:
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
         while part := connection.recv(65536):
             answer += part
-    except (ConnectionResetError, BrokenPipeError):
-        pass
     return answer
 
 
 def answer_to(gateway: FakeGateway, sent: bytes, timeout: float = 10) -> bytes:
     """Send, read to the end."""
     with connect(gateway, timeout) as connection:
-        try:
+        # It may be refused while it is still being sent.
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             connection.sendall(sent)
-        except (ConnectionResetError, BrokenPipeError):
-            pass  # it was refused while it was still being sent
         return rest_of(connection)
 
 
@@ -94,7 +91,7 @@ def rss() -> float:
     return psutil.Process().memory_info().rss / 2**20
 
 
-@contextmanager
+@contextlib.contextmanager
 def peak_rss() -> Iterator[Callable[[], float]]:
     """How far memory rises above where it was, at any moment."""
     before, peak, over = rss(), 0.0, threading.Event()
@@ -113,7 +110,7 @@ def peak_rss() -> Iterator[Callable[[], float]]:
         watching.join()
 
 
-@contextmanager
+@contextlib.contextmanager
 def good_traffic(gateway: FakeGateway) -> Iterator[Callable[[], float]]:
     """Someone who asks all the while, on new connections: the 99th percentile of an answer, in ms."""
     taken: list[float] = []
