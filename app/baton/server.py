@@ -38,7 +38,7 @@ from baton.api.auth import AuthMiddleware
 from baton.api.connections import protocol_for
 from baton.api.faults import FaultsMiddleware, http_exception, invalid_parameters
 from baton.api.gateway import Gateway
-from baton.api.heads import MAX_HEAD_BYTES, HeadMiddleware
+from baton.api.heads import HeadMiddleware
 from baton.api.keys import keyring_for
 from baton.api.limits import BodyLimitMiddleware
 from baton.api.observe import ObserveMiddleware
@@ -193,7 +193,6 @@ def _uvicorn_config(app: Any, gateway: Gateway, **options: Any) -> uvicorn.Confi
         access_log=False,
         server_header=False,
         proxy_headers=False,  # nothing here asks who the client's address is
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         **options,
     )
 

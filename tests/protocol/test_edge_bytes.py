@@ -19,6 +19,7 @@ from wire import (
     answer_to,
     connect,
     error_of,
+    good_traffic,
     open_connections,
     peak_rss,
     request,
@@ -160,6 +161,7 @@ MALFORMED = {
     "a chunk that is none": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
     "a chunk without an end": POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}xx",
     "a chunk with a bomb behind it": POST + b"Transfer-Encoding: chunked\r\n\r\n2;" + b"x" * 200_000,
+    "a body in crumbs": POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 200_000,
     "no host": b"GET /livez HTTP/1.1\r\n\r\n",
     "two hosts": b"GET /livez HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
     "a host that is none": b"GET /livez HTTP/1.1\r\nHost: a/b@c d\r\n\r\n",
@@ -209,6 +211,23 @@ def test_f2_pipelined_requests_are_answered_in_order(gateway: FakeGateway) -> No
     assert places == sorted(places)
 
 
+def test_f2_a_body_in_crumbs_does_not_keep_others_waiting(gateway: FakeGateway) -> None:
+    """Each chunk costs as much as a small request, and thousands of them arrive at once."""
+    with good_traffic(gateway) as p99:
+        for _ in range(20):
+            assert statuses(answer_to(gateway, MALFORMED["a body in crumbs"])) == [400]
+    print(f"F2: bodies of 200 000 chunks of a byte: 400, good traffic's p99 {p99():.0f} ms")
+    assert p99() < 1000
+
+
+def test_f2_a_body_in_chunks_of_a_sensible_size_passes(gateway: FakeGateway) -> None:
+    content = json.dumps(TEXT | {"user": "u" * 100_000}).encode()
+    pieces = [content[start : start + 32] for start in range(0, len(content), 32)]
+    chunked = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    head = b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    assert statuses(answer_to(gateway, POST + head + chunked)) == [200]
+
+
 CASES = 1500
 METHODS = (
     b"GET",
@@ -224,10 +243,10 @@ METHODS = (
     b"",
 )
 TARGETS = (
+    b"/livez",
     b"/v1/completions",
     b"/v1/models",
     b"/metrics",
-    b"/livez",
     b"/livez/../v1/models",
     b"//v1/models",
     b"/%76%31/models",
@@ -292,9 +311,11 @@ def made_up(chance: random.Random) -> bytes:
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         end = chance.choice(ENDS)
         version = chance.choice((b" HTTP/1.1",) * 6 + (b" HTTP/1.0", b" HTTP/9.9", b"", b" HTTP/1.1 x"))
-        lines = [chance.choice(METHODS) + b" " + chance.choice(TARGETS) + version]
-        parts = [odd[0] if chance.random() < 0.5 else chance.choice(odd) for odd in (HOSTS, FRAMINGS, EXTRAS)]
-        lines += [part for part in parts if part]
+        method, target, *parts = (
+            odd[0] if chance.random() < 0.5 else chance.choice(odd)
+            for odd in (METHODS, TARGETS, HOSTS, FRAMINGS, EXTRAS)
+        )
+        lines = [method + b" " + target + version, *(part for part in parts if part)]
         sent += end.join([*lines, b"", b""]) + chance.choice(BODIES)
     kind = chance.random()
     if kind < 0.3:

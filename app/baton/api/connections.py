@@ -37,6 +37,9 @@ LINGER_S = 2.0
 """Closing on bytes nobody read resets the connection, and its answer may be lost: they are read first."""
 LEAST_TAKEN = 48 * 1024
 """What must leave a full write buffer within `send_s`: what lies between asyncio's two water marks."""
+SMALL_CHUNKS = 1000
+LEAST_CHUNK = 16
+"""So many chunks of a body may be of any size; of more, so many bytes on average."""
 OTHER_FILES = 256
 """Descriptors that are no client's: models, stores, pipes to engines."""
 
@@ -97,6 +100,29 @@ class Timer:
         self._due()
 
 
+class Parser(h11.Connection):
+    """h11's, but a body may not come in crumbs: of a byte each they take as long as a request each.
+
+    The application could not tell, for it gets them joined; and a read of the socket holds tens of thousands.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self._chunks = 0
+        self._bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > SMALL_CHUNKS and self._bytes < self._chunks * LEAST_CHUNK:
+                raise h11.RemoteProtocolError("the chunks of the body are too small")
+        elif isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        return event
+
+
 class EdgeProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 connection, with an end to every wait for the client.
 
@@ -109,6 +135,7 @@ class EdgeProtocol(H11Protocol):
 
     def __init__(self, *, edge: EdgeSettings, metrics: GatewayMetrics, room: int, **options: Any) -> None:
         super().__init__(**options)
+        self.conn = Parser()
         self._edge = edge
         self._metrics = metrics
         self._room = room
