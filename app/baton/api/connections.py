@@ -191,6 +191,7 @@ class EdgeProtocol(H11Protocol):
             self._refuse(RequestTimeout(f"The head of the request did not arrive within {seconds} s."))
         else:
             self.transport.close()
+            self._watch_taking()
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn where h11 cannot make a request of what came, from within its `except`."""
@@ -231,7 +232,12 @@ class EdgeProtocol(H11Protocol):
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
             self._watch_asking()
-        self._watch_taking()  # what is left of it counts too: closing waits for it
+        if self.transport.is_closing():
+            self._watch_taking()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._watch_taking()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -242,6 +248,7 @@ class EdgeProtocol(H11Protocol):
         self._taking.stop()
 
     def _watch_taking(self) -> None:
+        """From when more waits for the client than may, or closing the connection waits for what is left."""
         self._untaken = self.transport.get_write_buffer_size()
         if self._untaken:
             self._taking.start(self._edge.send_s)
@@ -249,8 +256,6 @@ class EdgeProtocol(H11Protocol):
             self._taking.stop()
 
     def _not_taken(self) -> None:
-        if not self.flow.write_paused and not self.cycle.response_complete:
-            return  # the next answer is under way, and little enough of it waits
         left = self.transport.get_write_buffer_size()
         if left and left > self._untaken - LEAST_TAKEN:
             self._metrics.disconnects.labels("slow_reader").inc()
