@@ -144,7 +144,7 @@ def test_e7_compressed_bodies_are_refused_as_such(gateway: FakeGateway, encoding
         answer = client.post("/v1/completions", content=bomb, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
     assert "Content-Encoding" in answer.json()["error"]["message"]
-    print(f"E7: {len(bomb)} bytes of {encoding} that hold 50 MiB: 415, RSS {risen():+.1f} MiB")
+    print(f"E7: {len(bomb)} bytes called {encoding} that hold 50 MiB: 415, RSS {risen():+.1f} MiB")
     assert risen() < 8
 
 
