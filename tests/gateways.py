@@ -79,7 +79,7 @@ def run_fake(*engines: FakeEngine, wait: bool = True, **overrides: Any) -> Itera
         app = create_app(settings, fleet, metrics_listener=metrics_listener)
         server = GatewayServer(app, settings, lambda _url: ready.set())
         server.handle_signals = False
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+        thread = threading.Thread(target=_run, args=(server, listener))
         thread.start()
         deadline = time.monotonic() + 20
         while not server.started and time.monotonic() < deadline:
@@ -92,6 +92,12 @@ def run_fake(*engines: FakeEngine, wait: bool = True, **overrides: Any) -> Itera
         finally:
             server.should_exit = True
             thread.join(30)
+
+
+def _run(server: GatewayServer, listener: socket.socket) -> None:
+    """On the loop that `baton serve` runs on."""
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(server.serve(sockets=[listener]))
 
 
 class RealGateway:

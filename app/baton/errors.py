@@ -4,6 +4,7 @@
     ├── ClientError                  4xx: the request is at fault, nothing was harmed
     │   ├── InvalidJson              400 invalid_json
     │   ├── InvalidRequest           400 invalid_request
+    │   ├── MalformedRequest         400 malformed_request
     │   ├── ContextTooLong           400 context_length_exceeded
     │   ├── OperationUnsupported     400 operation_unsupported
     │   ├── TemplateUnsupported      400 handoff_template_unsupported
@@ -13,12 +14,15 @@
     │   │   └── HandoffNotFound      404 handoff_not_found
     │   ├── MethodNotAllowed         405 method_not_allowed
     │   ├── NotAcceptable            406 not_acceptable
+    │   ├── RequestTimeout           408 request_timeout
     │   ├── HandoffIncompatible      409 handoff_incompatible
     │   ├── HandoffPending           409 handoff_pending         (retryable)
     │   ├── HandoffPinsFull          409 handoff_pins_full
     │   ├── BodyTooLarge             413 body_too_large
+    │   ├── UriTooLong               414 uri_too_long
     │   ├── UnsupportedMediaType     415 unsupported_media_type
     │   ├── Unprocessable            422 unprocessable
+    │   ├── HeadersTooLarge          431 headers_too_large
     │   └── PluginRefusal            400 plugin_refusal          (or the status and code the plugin says)
     ├── ServerError                  5xx: the gateway or an engine is at fault
     │   ├── InternalError            500 internal_error
@@ -28,6 +32,7 @@
     │   ├── EngineUnavailable        503 engine_unavailable    (retryable)
     │   │   └── EngineRestarting     503 engine_restarting     (retryable)
     │   ├── ShuttingDown             503 shutting_down         (retryable)
+    │   ├── TooManyConnections       503 too_many_connections  (retryable)
     │   ├── PluginBusy               503 plugin_busy           (retryable) or the code the plugin says
     │   └── PluginTimeout            504 plugin_timeout
     └── OperatorError                never answered over HTTP: one readable paragraph and an exit code
@@ -105,6 +110,13 @@ class InvalidRequest(ClientError):
     default_message = "The request is not valid."
 
 
+class MalformedRequest(ClientError):
+    """What came is no HTTP/1.1 that can be read in one way only; the connection ends with it."""
+
+    code = "malformed_request"
+    default_message = "The request is not well-formed HTTP/1.1."
+
+
 class ContextTooLong(ClientError):
     code = "context_length_exceeded"
     default_message = "The prompt and the tokens asked for do not fit the model's context."
@@ -146,6 +158,12 @@ class HandoffNotFound(NotFound):
     default_message = "There is no such handoff."
 
 
+class RequestTimeout(ClientError):
+    code = "request_timeout"
+    status = 408
+    default_message = "The request came too slowly; send it again on a new connection."
+
+
 class HandoffIncompatible(ClientError):
     code = "handoff_incompatible"
     status = 409
@@ -180,6 +198,12 @@ class BodyTooLarge(ClientError):
     status = 413
 
 
+class UriTooLong(ClientError):
+    code = "uri_too_long"
+    status = 414
+    default_message = "The address of the request is too long; send what it carries in the body."
+
+
 class UnsupportedMediaType(ClientError):
     code = "unsupported_media_type"
     status = 415
@@ -190,6 +214,12 @@ class Unprocessable(ClientError):
     code = "unprocessable"
     status = 422
     default_message = "A part of the request could not be processed."
+
+
+class HeadersTooLarge(ClientError):
+    code = "headers_too_large"
+    status = 431
+    default_message = "The request has too many headers, or too long ones."
 
 
 class PluginRefusal(ClientError):
@@ -249,6 +279,13 @@ class ShuttingDown(ServerError):
     status = 503
     retryable = True
     default_message = "The server is being shut down; send the request again, to whoever takes its place."
+
+
+class TooManyConnections(ServerError):
+    code = "too_many_connections"
+    status = 503
+    retryable = True
+    default_message = "Too many clients are connected; try again shortly."
 
 
 class PluginFailed(ServerError):

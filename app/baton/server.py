@@ -36,9 +36,11 @@ from baton.api import (
     tokens,
 )
 from baton.api.auth import AuthMiddleware
+from baton.api.connections import protocol_for
 from baton.api.drain import LAST_WORDS_S, Drain, DrainMiddleware
 from baton.api.faults import FaultsMiddleware, http_exception, invalid_parameters
 from baton.api.gateway import Gateway
+from baton.api.heads import HeadMiddleware
 from baton.api.keys import keyring_for
 from baton.api.limits import BodyLimitMiddleware
 from baton.api.observe import ObserveMiddleware
@@ -68,7 +70,6 @@ ROUTERS = (
     plugins,
     health,
 )
-MAX_HEADER_BYTES = 64 * 1024
 
 
 def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:
@@ -135,9 +136,13 @@ def create_app(
     app.add_exception_handler(RequestValidationError, invalid_parameters)
     # The last one added is the outermost.
     app.add_middleware(
-        BodyLimitMiddleware, body_bytes=settings.limits.body_bytes, upload_bytes=settings.pooling.upload_bytes
+        BodyLimitMiddleware,
+        body_bytes=settings.limits.body_bytes,
+        upload_bytes=settings.pooling.upload_bytes,
+        edge=settings.edge,
     )
     app.add_middleware(AuthMiddleware, keyring=keyring)
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(FaultsMiddleware, metrics=gateway.metrics)
     app.add_middleware(DrainMiddleware, drain=gateway.drain)
     app.add_middleware(ObserveMiddleware, metrics=gateway.metrics, routes=app.routes)
@@ -166,7 +171,7 @@ async def _metrics_port(gateway: Gateway, listener: socket.socket | None) -> Asy
     app = FastAPI(openapi_url=None)
     app.state.gateway = gateway
     app.include_router(metrics.router)
-    server = _MetricsServer(_uvicorn_config(app))
+    server = _MetricsServer(_uvicorn_config(app, gateway))
     task = asyncio.create_task(server.serve(sockets=[listener]), name="metrics-port")
     try:
         yield
@@ -181,16 +186,15 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _uvicorn_config(app: Any, **options: Any) -> uvicorn.Config:
+def _uvicorn_config(app: Any, gateway: Gateway, **options: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="h11",
+        http=protocol_for(gateway.settings.edge, gateway.metrics),
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,  # nothing here asks who the client's address is
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         **options,
     )
 
@@ -220,6 +224,7 @@ class GatewayServer(uvicorn.Server):
         super().__init__(
             _uvicorn_config(
                 app,
+                app.state.gateway,
                 lifespan="on",
                 timeout_graceful_shutdown=settings.drain_timeout_s + ceil(LAST_WORDS_S) + 1,
             )

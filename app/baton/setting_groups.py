@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
+KIB = 1024
 MIB = 1024 * 1024
 
 EngineName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
@@ -94,6 +95,26 @@ class SupervisionSettings(Frozen):
         1.0, ge=0, description="Seconds before the second restart in a row, doubled for each one after it."
     )
     backoff_max_s: float = Field(60.0, ge=0, description="Longest wait before a restart.")
+
+
+class EdgeSettings(Frozen):
+    """`[edge]`: what a client may make the gateway wait for, and how many may be connected."""
+
+    header_s: float = Field(
+        10.0, gt=0, le=3600, description="Seconds a request's head may take to arrive; then 408."
+    )
+    body_s: float = Field(
+        30.0, gt=0, le=3600, description="Seconds the gateway waits for a body in all; then 408."
+    )
+    body_bytes_per_s: ByteSize = Field(
+        ByteSize(64 * KIB),
+        ge=1,
+        description="A body that comes at least so fast may take longer than `body_s`.",
+    )
+    send_s: float = Field(
+        30.0, gt=0, le=3600, description="Seconds a client may leave its answer unread; then it is cut off."
+    )
+    connections: int = Field(10_000, ge=1, description="Open connections; above it: 503.")
 
 
 class MetricsSettings(Frozen):

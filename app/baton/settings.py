@@ -25,6 +25,7 @@ from pydantic_settings import (
 from baton.errors import SettingsError
 from baton.setting_groups import (
     AuthSettings,
+    EdgeSettings,
     EngineSettings,
     Frozen,
     HandoffSettings,
@@ -84,6 +85,7 @@ class Settings(BaseSettings):
     )
     auth: AuthSettings = AuthSettings()
     limits: LimitSettings = LimitSettings()
+    edge: EdgeSettings = EdgeSettings()
     metrics: MetricsSettings = MetricsSettings()
     supervision: SupervisionSettings = SupervisionSettings()
     handoffs: HandoffSettings = HandoffSettings()
@@ -231,6 +233,7 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
     groups: dict[str, type[BaseModel]] = {
         "auth": AuthSettings,
         "limits": LimitSettings,
+        "edge": EdgeSettings,
         "metrics": MetricsSettings,
         "supervision": SupervisionSettings,
         "handoffs": HandoffSettings,

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ByteSize
 from starlette.requests import Request
 
-from baton.api.limits import read_json, strip_steering
-from baton.errors import BatonError, InvalidJson, InvalidRequest, UnsupportedMediaType
-from baton.setting_groups import LimitSettings
+from baton.api.limits import Body, read_json, strip_steering
+from baton.errors import BatonError, InvalidJson, InvalidRequest, RequestTimeout, UnsupportedMediaType
+from baton.setting_groups import EdgeSettings, LimitSettings
 
 LIMITS = LimitSettings(body_depth=8)
 
@@ -52,6 +54,45 @@ def run(body: bytes, content_type: str = "application/json") -> dict[str, Any]:
 def test_what_is_no_json_object_or_too_deep_is_refused(body: bytes, error: type[BatonError]) -> None:
     with pytest.raises(error):
         run(body)
+
+
+async def receive_slowly(pause_s: float, work_s: float) -> list[bytes]:
+    """A body in three pieces: each comes after a pause, and each takes the application a while."""
+    pieces = [b"a", b"b", b"c"]
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(pause_s)
+        piece = pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+    edge = EdgeSettings(body_s=0.2, body_bytes_per_s=ByteSize(1000))
+    body = Body(receive, ByteSize(1024), edge)
+    taken = []
+    for _ in range(3):
+        taken.append((await body.receive())["body"])
+        await asyncio.sleep(work_s)
+    return taken
+
+
+def test_a_body_s_time_is_what_the_gateway_waits_for_it() -> None:
+    assert asyncio.run(receive_slowly(pause_s=0.001, work_s=0.3)) == [b"a", b"b", b"c"]
+    with pytest.raises(RequestTimeout, match=r"did not arrive within 0\.2 s"):
+        asyncio.run(receive_slowly(pause_s=0.15, work_s=0))
+
+
+def test_after_the_body_the_client_s_end_is_awaited_without_a_deadline() -> None:
+    async def run_on() -> str:
+        events = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0 if len(events) == 2 else 0.3)
+            return events.pop(0)
+
+        body = Body(receive, ByteSize(1024), EdgeSettings(body_s=0.1))
+        await body.receive()
+        return str((await body.receive())["type"])
+
+    assert asyncio.run(run_on()) == "http.disconnect"
 
 
 def test_a_body_at_the_depth_limit_passes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from pydantic import ByteSize
@@ -9,8 +10,8 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import BodyTooLarge, InvalidJson, InvalidRequest, UnsupportedMediaType
-from baton.setting_groups import LimitSettings
+from baton.errors import BodyTooLarge, InvalidJson, InvalidRequest, RequestTimeout, UnsupportedMediaType
+from baton.setting_groups import EdgeSettings, LimitSettings
 
 MEDIA_KEYS = ("image_url", "audio_url", "video_url", "file_url", "source")
 """Where OpenAI's, Anthropic's and vLLM's requests name media."""
@@ -39,12 +40,15 @@ STEERING_KEYS = ("kv_transfer_params", "ec_transfer_params", "cache_salt")
 
 
 class BodyLimitMiddleware:
-    """Refuses a body above the limit: by its announced length at once, else when it gets there."""
+    """Refuses a body that is too large, by its announced length or once it is, or that comes too slowly."""
 
-    def __init__(self, app: ASGIApp, *, body_bytes: ByteSize, upload_bytes: ByteSize) -> None:
+    def __init__(
+        self, app: ASGIApp, *, body_bytes: ByteSize, upload_bytes: ByteSize, edge: EdgeSettings
+    ) -> None:
         self._app = app
         self._body_bytes = body_bytes
         self._upload_bytes = upload_bytes
+        self._edge = edge
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,22 +56,64 @@ class BodyLimitMiddleware:
             return
         upload = scope["path"] == UPLOAD_PATH and media_type_of(Request(scope)) in UPLOAD_TYPES
         limit = self._upload_bytes if upload else self._body_bytes
-        message = f"The request body may hold at most {limit.human_readable()}."
         for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value) > limit:
-                raise BodyTooLarge(message)
-        seen = 0
+            if name == b"content-length" and int(value) > limit:
+                raise _too_large(limit)
+            if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+                raise UnsupportedMediaType(
+                    "Bodies are taken as they are, not compressed: send it without 'Content-Encoding'."
+                )
+        await self._app(scope, Body(receive, limit, self._edge).receive, send)
 
-        async def counted() -> Message:
-            nonlocal seen
-            event = await receive()
-            if event["type"] == "http.request":
-                seen += len(event.get("body", b""))
-                if seen > limit:
-                    raise BodyTooLarge(message)
-            return event
 
-        await self._app(scope, counted, send)
+class Body:
+    """One body on its way in: how much of it came, and how long it was waited for.
+
+    Only waiting counts: while the application is busy elsewhere, the client is not the slow one.
+    """
+
+    def __init__(self, receive: Receive, limit: ByteSize, edge: EdgeSettings) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._edge = edge
+        self._seen = 0
+        self._waited = 0.0
+        self._whole = False
+
+    async def receive(self) -> Message:
+        """The next piece; once the body is whole, the client's end, for as long as that takes.
+
+        Raises:
+            BodyTooLarge: there is more of it than may be.
+            RequestTimeout: it comes too slowly.
+        """
+        if self._whole:
+            return await self._receive()
+        event = await self._in_time()
+        self._seen += len(event.get("body", b""))
+        self._whole = event["type"] != "http.request" or not event.get("more_body", False)
+        if self._seen > self._limit:
+            raise _too_large(self._limit)
+        return event
+
+    async def _in_time(self) -> Message:
+        now = asyncio.get_running_loop().time
+        began = now()
+        left = self._edge.body_s + self._seen / self._edge.body_bytes_per_s - self._waited
+        try:
+            async with asyncio.timeout_at(began + left):
+                return await self._receive()
+        except TimeoutError:
+            raise RequestTimeout(
+                f"The body did not arrive within {self._edge.body_s:g} s, nor at "
+                f"{self._edge.body_bytes_per_s.human_readable()} per second; send it again, faster."
+            ) from None
+        finally:
+            self._waited += now() - began
+
+
+def _too_large(limit: ByteSize) -> BodyTooLarge:
+    return BodyTooLarge(f"The request body may hold at most {limit.human_readable()}.")
 
 
 def media_type_of(request: Request) -> str:

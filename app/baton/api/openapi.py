@@ -41,8 +41,9 @@ STREAMING = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operati
 OPERATION_ERRORS = {
     "400": "The request is not valid; `param` names the field.",
     "404": "No such model.",
+    "408": "The body came too slowly.",
     "413": "The body is too large.",
-    "415": "The body is not sent as JSON.",
+    "415": "The body is not sent as JSON, or compressed.",
     "422": "A part of the request could not be processed.",
     "500": "The engine failed on this request.",
     "503": "The engine is starting, overloaded or down; see `Retry-After`.",

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from baton.engines import arguments, handlers
 from baton.engines.client import CURRENT_CALL, Call, WatchedClient, salted
@@ -244,6 +245,7 @@ class VllmEngine:
         thread, self._thread = self._thread, None
         if self._client is not None and self._client.output_handler is not None:
             self._client.output_handler.cancel()  # or it would log the end of its engine as a failure
+            self._client.output_processor.propagate_error(EngineDeadError())  # which it now does not tell
         plugin, self._plugin = self._plugin, None
         self._client = self._handlers = None
         if plugin is not None:

@@ -1,0 +1,61 @@
+"""What a request's head may be: no longer than anyone needs, and to be read in one way only."""
+
+from __future__ import annotations
+
+import re
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.errors import HeadersTooLarge, MalformedRequest, UriTooLong
+
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 128
+MAX_TARGET_BYTES = 16 * 1024
+VERSIONS = ("1.0", "1.1")
+HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
+
+
+class HeadMiddleware:
+    """Refuses heads that servers read in different ways (RFC 9112, sections 3.2 and 6.3), and long ones.
+
+    The server's parser takes most of them: it reads more of a head at once than `MAX_HEAD_BYTES` when
+    that much is there, and lets `Transfer-Encoding` win over a `Content-Length` beside it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            refuse_bad_head(scope)
+        await self._app(scope, receive, send)
+
+
+def refuse_bad_head(scope: Scope) -> None:
+    """Look at the request line and every header.
+
+    Raises:
+        UriTooLong: the target is too long.
+        HeadersTooLarge: there are too many headers, or too long ones.
+        MalformedRequest: its length is given in two ways, its host is none, or its version is another.
+    """
+    if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_TARGET_BYTES:
+        raise UriTooLong()
+    headers = scope["headers"]
+    if len(headers) > MAX_HEADERS:
+        raise HeadersTooLarge(f"The request has more than {MAX_HEADERS} headers.")
+    size, framings = 0, 0
+    for name, value in headers:
+        size += len(name) + len(value)
+        if name in (b"content-length", b"transfer-encoding"):
+            framings += 1
+        elif name == b"host" and not HOST.fullmatch(value):
+            raise MalformedRequest("The 'Host' header names no host.")
+    if size > MAX_HEAD_BYTES:
+        raise HeadersTooLarge()
+    if framings > 1:
+        raise MalformedRequest(
+            "The request has both 'Content-Length' and 'Transfer-Encoding': send one of them."
+        )
+    if scope["http_version"] not in VERSIONS:
+        raise MalformedRequest("The request is neither HTTP/1.1 nor HTTP/1.0.")

@@ -1,0 +1,333 @@
+"""Clients that stall: in their request's head, in its body, in reading its answer; and too many of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from gateways import FakeGateway, run_fake
+from wire import (
+    TEXT,
+    address,
+    answer_to,
+    connect,
+    error_of,
+    good_traffic,
+    metric,
+    open_connections,
+    peak_rss,
+    request,
+    rest_of,
+    rss,
+    statuses,
+    wait_for,
+)
+
+from baton.api.connections import room_for
+from baton.engines.fake import FakeEngine
+from baton.setting_groups import EdgeSettings
+
+HOLD = Path(__file__).parents[1] / "hold_connections.py"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+LONG_WORD = "w" * 20_000
+
+
+def drip(gateway: FakeGateway, sent: bytes, pause: float = 0.05) -> tuple[bytes, float]:
+    """Send a byte now and then until the gateway has enough of it: its answer, and after how long."""
+    began = time.monotonic()
+    with connect(gateway) as connection:
+        connection.settimeout(pause)
+        for byte in sent:
+            try:
+                connection.sendall(bytes([byte]))
+                part = connection.recv(65536)
+            except TimeoutError:
+                continue
+            except (ConnectionResetError, BrokenPipeError):
+                part = b""
+            connection.settimeout(5)
+            return part + rest_of(connection), time.monotonic() - began
+    raise AssertionError("it was let finish")
+
+
+def dribble(connection: socket.socket, seconds: float) -> None:
+    """Send a byte now and then until the gateway has ended the connection, or the time is over."""
+    until = time.monotonic() + seconds
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        while time.monotonic() < until:
+            connection.sendall(b"x")
+            time.sleep(0.05)
+
+
+def test_the_shipped_deadlines_are_the_promised_ones() -> None:
+    edge = EdgeSettings()
+    assert (edge.header_s, edge.body_s, edge.send_s, edge.connections) == (10, 30, 30, 10_000)
+    assert edge.body_bytes_per_s == 64 * 1024
+
+
+def test_e5_thousands_of_idle_connections_leave_room_for_others() -> None:
+    wanted = 9_900
+    room_for(wanted)  # of descriptors; as much as this machine gives
+    wanted = min(wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500)
+    with run_fake(FakeEngine("a"), edge={"header_s": 120}) as gateway:
+        before = rss()
+        command = [sys.executable, str(HOLD), *map(str, address(gateway.url)), str(wanted)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as clients:
+            assert clients.stdout is not None
+            assert clients.stdout.readline() == f"{wanted}\n"
+            wait_for(lambda: open_connections(gateway) == wanted, "not all got in", seconds=30)
+            each = (rss() - before) * 1024 / wanted
+            with good_traffic(gateway) as p99:
+                time.sleep(3)
+            clients.communicate("\n")
+        wait_for(lambda: open_connections(gateway) == 0, "some stay", seconds=20)
+        print(
+            f"E5: {wanted} idle or half-sent connections, {each:.0f} KiB each, new request's p99 {p99():.0f} ms"
+        )
+        assert each < 60
+        assert p99() < 1000
+
+
+def test_e4_slow_headers_are_closed_with_408() -> None:
+    with run_fake(FakeEngine("a"), edge={"header_s": 0.5}) as gateway:
+        answer, seconds = drip(gateway, HEAD * 20)
+        assert statuses(answer) == [408]
+        assert error_of(answer)["code"] == "request_timeout"
+        assert 0.4 < seconds < 2
+        assert metric(gateway, 'baton_rejections_total{reason="request_timeout"}') == 1
+        print(f"E4: slow head closed after {seconds:.2f} s of 0.5")
+
+
+def test_e4_the_shipped_deadline_of_a_head_holds() -> None:
+    with run_fake(FakeEngine("a")) as gateway, connect(gateway, timeout=20) as connection:
+        began = time.monotonic()
+        connection.sendall(HEAD)
+        answer = rest_of(connection)
+        seconds = time.monotonic() - began
+    assert statuses(answer) == [408]
+    assert 9 < seconds < 13
+    print(f"E4: shipped deadline, a head that stops: closed after {seconds:.1f} s")
+
+
+def test_e4_a_connection_that_says_nothing_is_closed_silently() -> None:
+    with run_fake(FakeEngine("a"), edge={"header_s": 0.3}) as gateway, connect(gateway) as connection:
+        began = time.monotonic()
+        assert rest_of(connection) == b""
+        assert time.monotonic() - began < 2
+        wait_for(lambda: open_connections(gateway) == 0, "it is still there")
+
+
+def test_e4_the_second_head_on_a_connection_has_a_deadline_too() -> None:
+    with run_fake(FakeEngine("a"), edge={"header_s": 0.5}) as gateway, connect(gateway) as connection:
+        for _ in range(3):
+            connection.sendall(request())
+            assert statuses(connection.recv(65536)) == [200]
+        began = time.monotonic()
+        connection.sendall(b"P")
+        answer = rest_of(connection)
+        assert statuses(answer) == [408]
+        assert time.monotonic() - began < 2
+
+
+def test_e4_a_request_within_its_deadlines_outlives_them() -> None:
+    engine = FakeEngine("a")
+    engine.behaviour.token_seconds = 0.4
+    edge = {"header_s": 0.3, "body_s": 0.3, "send_s": 0.3}
+    with run_fake(engine, edge=edge) as gateway, gateway.client() as client:
+        assert client.post("/v1/completions", json=TEXT).status_code == 200
+        assert client.post("/v1/completions", json=TEXT | {"stream": True}).text.endswith("[DONE]\n\n")
+
+
+@pytest.mark.parametrize("head", [b"Content-Length: 4000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
+def test_e4_slow_bodies_are_closed_with_408(head: bytes) -> None:
+    edge = {"body_s": 0.5, "body_bytes_per_s": 1000}
+    with run_fake(FakeEngine("a"), edge=edge) as gateway, connect(gateway) as connection:
+        began = time.monotonic()
+        connection.sendall(HEAD + head)
+        for _ in range(3):
+            time.sleep(0.1)
+            connection.sendall(b"1\r\n{\r\n" if b"chunked" in head else b"{")
+        answer = rest_of(connection)
+        assert statuses(answer) == [408]
+        assert error_of(answer)["code"] == "request_timeout"
+        assert 0.4 < time.monotonic() - began < 2
+        assert gateway.engine("a").bodies == []
+
+
+def test_e4_a_large_body_that_keeps_its_pace_has_the_time_it_takes() -> None:
+    """8 KB at 8 KB/s take longer than `body_s`, and may."""
+    body = json.dumps(TEXT | {"user": "u" * 8000}).encode()
+    edge = {"body_s": 0.4, "body_bytes_per_s": 4000}
+    with run_fake(FakeEngine("a"), edge=edge) as gateway, connect(gateway) as connection:
+        connection.sendall(HEAD + f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode())
+        began = time.monotonic()
+        for start in range(0, len(body), 800):
+            connection.sendall(body[start : start + 800])
+            time.sleep(0.1)
+        assert time.monotonic() - began > 0.8
+        assert statuses(rest_of(connection)) == [200]
+
+
+def test_e4_a_body_nobody_waits_for_is_not_awaited_for_ever() -> None:
+    """A refusal is out before the body is in: what dribbles in after it must not hold the connection."""
+    with run_fake(FakeEngine("a"), edge={"header_s": 0.5}) as gateway:
+        sent = b"POST /nowhere HTTP/1.1\r\nHost: gateway\r\nContent-Length: 100000\r\n\r\n"
+        with connect(gateway) as connection:
+            connection.sendall(sent)
+            assert statuses(connection.recv(65536)) == [404]
+            began = time.monotonic()
+            dribble(connection, 5)
+            assert time.monotonic() - began < 3
+
+
+def test_e4_a_thousand_slow_clients_are_gone_at_the_deadline() -> None:
+    with run_fake(FakeEngine("a"), edge={"header_s": 2, "body_s": 2}) as gateway:
+        slow = [connect(gateway) for _ in range(1000)]
+        try:
+            with good_traffic(gateway) as p99:
+                began = time.monotonic()
+                for number, connection in enumerate(slow):
+                    body = b"Content-Length: 1000\r\n\r\n{" if number % 2 else b""
+                    connection.sendall(HEAD + body)
+                wait_for(lambda: open_connections(gateway) < 10, "slow clients stay", seconds=20)
+                seconds = time.monotonic() - began
+            answers = [statuses(rest_of(connection)) for connection in slow]
+        finally:
+            for connection in slow:
+                connection.close()
+        assert answers == [[408]] * 1000
+        print(f"E4: 1000 slow clients, all 408 and gone after {seconds:.1f} s of 2, ", end="")
+        print(f"open then {open_connections(gateway)}, good traffic's p99 {p99():.0f} ms")
+        assert p99() < 2000
+
+
+def slow_reader(gateway: FakeGateway, body: dict[str, object]) -> socket.socket:
+    """A client with hardly any room for what comes."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(20)
+    connection.connect(address(gateway.url))
+    connection.sendall(request(body))
+    return connection
+
+
+def small_buffers(gateway: FakeGateway) -> None:
+    """Sockets inherit it from the listener; the kernel's own would take megabytes before anyone waits."""
+    gateway.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
+
+
+def test_e3_slow_readers_are_cut_off_and_their_engine_requests_freed() -> None:
+    streams = 100
+    endless = {"prompt": "w" * 2000, "max_tokens": 150, "stream": True}  # the fake engine holds it all
+    with run_fake(FakeEngine("a"), edge={"send_s": 1.5}) as gateway:
+        small_buffers(gateway)
+        engine = gateway.engine("a")
+        with peak_rss() as risen:
+            readers = [slow_reader(gateway, endless) for _ in range(streams)]
+            began = time.monotonic()
+            with good_traffic(gateway) as p99:
+                counted = 'baton_client_disconnects_total{phase="slow_reader"}'
+                while time.monotonic() - began < 1:
+                    for reader in readers:
+                        reader.recv(1)
+                    time.sleep(0.2)
+                wait_for(lambda: metric(gateway, counted) == streams, "slow readers stay", seconds=20)
+                seconds = time.monotonic() - began
+            wait_for(lambda: engine.active == 0, "an engine request is left")
+        for reader in readers:
+            reader.close()
+        assert engine.aborted == streams
+        wait_for(lambda: open_connections(gateway) <= 1, "a connection is left")
+        each = risen() * 1024 / streams
+        print(f"E3: {streams} readers of some bytes/s cut off after {seconds:.1f} s of 1.5, ", end="")
+        print(f"{each:.0f} KiB each, engine free, good traffic's p99 {p99():.0f} ms")
+        assert each < 1024
+        assert p99() < 2000
+
+
+def test_e3_what_is_left_of_a_finished_answer_is_not_kept_for_ever() -> None:
+    """The answer is smaller than asyncio's buffer: nothing pauses, yet the connection cannot end."""
+    with run_fake(FakeEngine("a"), edge={"send_s": 0.5}) as gateway:
+        small_buffers(gateway)
+        whole = {"prompt": LONG_WORD, "max_tokens": 4}
+        readers = [slow_reader(gateway, whole) for _ in range(20)]
+        counted = 'baton_client_disconnects_total{phase="slow_reader"}'
+        wait_for(lambda: metric(gateway, counted) == len(readers), "they stay", seconds=10)
+        wait_for(lambda: open_connections(gateway) <= 1, "a connection is left")
+        for reader in readers:
+            reader.close()
+
+
+def test_e3_a_reader_that_keeps_reading_is_let_finish() -> None:
+    with run_fake(FakeEngine("a"), edge={"send_s": 0.4}) as gateway:
+        small_buffers(gateway)
+        with slow_reader(gateway, {"prompt": LONG_WORD, "max_tokens": 100, "stream": True}) as reader:
+            answer, began = b"", time.monotonic()
+            while not answer.endswith(b"0\r\n\r\n"):
+                part = reader.recv(16384)
+                assert part, "it was cut off"
+                answer += part
+                time.sleep(0.01)
+        assert time.monotonic() - began > 0.8
+        assert answer.count(LONG_WORD.encode()) == 100
+
+
+def test_e5_connections_above_the_limit_get_a_503_and_others_go_on() -> None:
+    with run_fake(FakeEngine("a"), edge={"connections": 20}) as gateway:
+        with connect(gateway) as kept:
+            kept.sendall(request())
+            assert statuses(kept.recv(65536)) == [200]
+            idle = [connect(gateway) for _ in range(19)]
+            wait_for(lambda: open_connections(gateway) == 20, "not all got in")
+            began = time.monotonic()
+            refused = [answer_to(gateway, b"") for _ in range(30)]
+            each = (time.monotonic() - began) / len(refused)
+            for answer in refused:
+                assert statuses(answer) == [503]
+                assert error_of(answer)["code"] == "too_many_connections"
+                assert b"\r\nretry-after: 1\r\n" in answer
+            kept.sendall(request())
+            assert statuses(kept.recv(65536)) == [200]
+            for connection in idle:
+                connection.close()
+        wait_for(lambda: open_connections(gateway) == 0, "some stay")
+        assert metric(gateway, 'baton_rejections_total{reason="too_many_connections"}') == 30
+        with gateway.client() as client:
+            assert client.post("/v1/completions", json=TEXT).status_code == 200
+        print(f"E5: above the limit 503 after {each * 1000:.1f} ms")
+
+
+def test_e5_fewer_descriptors_than_connections_mean_fewer_connections() -> None:
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}));"
+        "from baton.api.connections import room_for;"
+        "print(room_for(2000), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+
+    def room(soft: int, hard: int) -> list[str]:
+        command = [sys.executable, "-c", script.format(soft=soft, hard=hard)]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return printed.splitlines()[-1].split()
+
+    assert room(256, 4000) == ["2000", "2256", "4000"]
+    assert room(256, 1000) == ["744", "1000", "1000"]
+    assert room(100, 100) == ["50", "100", "100"]
+
+
+def test_e4_the_metrics_port_has_the_same_deadlines() -> None:
+    auth = {"allow_unauthenticated": True}
+    metrics = {"port": 0}
+    options = {"host": "0.0.0.0", "auth": auth, "metrics": metrics, "edge": {"header_s": 0.3}}
+    with (
+        run_fake(FakeEngine("a"), **options) as gateway,
+        socket.create_connection(address(gateway.metrics_url), timeout=5) as connection,
+    ):
+        connection.sendall(b"GET /metrics HT")
+        assert statuses(rest_of(connection)) == [408]

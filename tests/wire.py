@@ -1,0 +1,145 @@
+"""Talking to a gateway byte for byte, and what it costs the process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+from gateways import FakeGateway
+
+STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
+TEXT = {"model": "a", "prompt": "one two three", "max_tokens": 4}
+
+
+def address(url: str) -> tuple[str, int]:
+    where = urlsplit(url)
+    assert where.hostname is not None
+    assert where.port is not None
+    return where.hostname, where.port
+
+
+def request(body: dict[str, Any] | None = None, path: str = "/v1/completions", extra: str = "") -> bytes:
+    """A whole request, as bytes."""
+    content = json.dumps(TEXT | (body or {})).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n{extra}\r\n".encode() + content
+
+
+def connect(gateway: FakeGateway, timeout: float = 10) -> socket.socket:
+    return socket.create_connection(address(gateway.url), timeout=timeout)
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """What comes until the other side ends the connection, by whatever means."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        while part := connection.recv(65536):
+            answer += part
+    return answer
+
+
+def answer_to(gateway: FakeGateway, sent: bytes, timeout: float = 10) -> bytes:
+    """Send, read to the end."""
+    with connect(gateway, timeout) as connection:
+        # It may be refused while it is still being sent.
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            connection.sendall(sent)
+        return rest_of(connection)
+
+
+def statuses(answer: bytes) -> list[int]:
+    return [int(status) for status in STATUS.findall(answer)]
+
+
+def error_of(answer: bytes) -> dict[str, Any]:
+    """The error of the one answer there is, in the one shape there is."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    error: dict[str, Any] = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code", "request_id"}
+    lines = head.lower().split(b"\r\n")
+    assert f"x-request-id: {error['request_id']}".encode() in lines
+    assert b"connection: close" in lines
+    return error
+
+
+def wait_for(condition: Callable[[], object], why: str, seconds: float = 5) -> float:
+    """Seconds until it holds."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, why
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+def open_connections(gateway: FakeGateway) -> int:
+    return len(gateway.server.server_state.connections)
+
+
+def rss() -> float:
+    """MiB of this process, the gateway's own."""
+    return psutil.Process().memory_info().rss / 2**20
+
+
+@contextlib.contextmanager
+def peak_rss() -> Iterator[Callable[[], float]]:
+    """How far memory rises above where it was, at any moment."""
+    before, peak, over = rss(), 0.0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.wait(0.01):
+            peak = max(peak, rss() - before)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield lambda: peak
+    finally:
+        over.set()
+        watching.join()
+
+
+@contextlib.contextmanager
+def good_traffic(gateway: FakeGateway) -> Iterator[Callable[[], float]]:
+    """Someone who asks all the while, on new connections: the 99th percentile of an answer, in ms."""
+    taken: list[float] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.wait(0.01):
+            began = time.perf_counter()
+            with gateway.client() as client:
+                assert client.post("/v1/completions", json=TEXT).status_code == 200
+            taken.append((time.perf_counter() - began) * 1000)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield lambda: statistics.quantiles(taken, n=100)[98] if len(taken) > 1 else 0.0
+    finally:
+        over.set()
+        asking.join()
+
+
+def metric(gateway: FakeGateway, series: str) -> float:
+    page = httpx.get(f"{gateway.metrics_url}/metrics").text
+    found = re.search(rf"^{re.escape(series)} (\S+)$", page, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+async def talk(gateway: FakeGateway, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection of an asyncio test, with its first bytes out."""
+    reader, writer = await asyncio.open_connection(*address(gateway.url), limit=2**20)
+    writer.write(sent)
+    return reader, writer
