@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 from collections import deque
+from collections.abc import MutableMapping
 from typing import IO, Any, Literal, TextIO
 
 import structlog
@@ -22,6 +23,10 @@ VLLM_LINE = re.compile(
 RAISED = re.compile(r"(?:\([^)]*\)\s*)?[\w.]*(?:Error|Exception): (.+)")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 MAX_LINE = 4000
+MAX_VALUE = 512
+LONGER_VALUES = {"event": MAX_LINE, "line": MAX_LINE, "exception": 16_000}
+"""Keys whose values may be longer: what others log, what engines print, and tracebacks."""
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in b"\n\t"}
 LogFormat = Literal["auto", "json", "console"]
 
 
@@ -33,7 +38,10 @@ def configure_logs(level: str, log_format: LogFormat, stream: TextIO) -> None:
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
+        cap_values,
     ]
+    if console:
+        shared.append(show_controls)
     renderer: Any = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
         if console
@@ -56,6 +64,26 @@ def configure_logs(level: str, log_format: LogFormat, stream: TextIO) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(threshold, logging.WARNING))
+
+
+def cap_values(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """No value of a line is longer than a person reads, whoever wrote it."""
+    for key, value in event.items():
+        if value is None or isinstance(value, bool | int | float) or key.startswith("_"):
+            continue
+        text = value if isinstance(value, str) else repr(value)
+        limit = LONGER_VALUES.get(key, MAX_VALUE)
+        if len(text) > limit:
+            event[key] = f"{text[:limit]}... ({len(text)} characters)"
+    return event
+
+
+def show_controls(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A terminal is not told what to do by what is logged: its control characters are spelled out."""
+    for key, value in event.items():
+        if isinstance(value, str):
+            event[key] = value.translate(CONTROLS)
+    return event
 
 
 class EngineOutput:
