@@ -105,10 +105,9 @@ def _not_a_number(body: bytes, line: int, column: int) -> str | None:
     for _ in range(line - 1):
         start = body.index(b"\n", start) + 1
     start += column - 1
-    for first in (start, start - 1):  # at a minus the parser has gone one further
-        if first >= 0 and (found := NOT_A_NUMBER.match(body, first)):
-            return found[0].decode()
-    return None
+    start -= body[start - 1 : start] == b"-"  # the parser has gone past it
+    found = NOT_A_NUMBER.match(body, start)
+    return found[0].decode() if found else None
 
 
 def _too_deep(limits: LimitSettings) -> InvalidRequest:
