@@ -80,7 +80,7 @@ def _places(exc_info: ExcInfo) -> str:
     """The kinds of an exception and of its causes, and where they came through. Not their texts: those of
     foreign code quote requests.
     """
-    told = []
+    told: list[str] = []
     error: BaseException | None = exc_info[1]
     while error is not None and len(told) < MAX_CAUSES:
         told.append(f"{type(error).__module__}.{type(error).__qualname__}")
