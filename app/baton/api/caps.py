@@ -22,9 +22,9 @@ VOCABULARY = 262_144
 ENTRIES = 1024
 TOOLS = 512
 ARGUMENTS = 64
-PATTERN_TOKENS = 1024
-MAX_SHOWN = 24
-"""Digits of a number that are shown."""
+REPEATED_TOKENS = 1024
+BEYOND = 2**63
+"""Stands for a text of so many digits that it is no float."""
 
 
 def check_caps(body: Mapping[str, Any], limits: LimitSettings) -> None:
@@ -50,18 +50,20 @@ def _check_answers(body: Mapping[str, Any], limits: LimitSettings) -> None:
 def _refuse_above(given: int, most: int, name: str, setting: str | None, said: str = "is {}") -> None:
     if given > most:
         where = f" (setting limits.{setting})" if setting else ""
-        told = said.format(str(given)[:MAX_SHOWN])
+        told = said.format(given)
         raise InvalidRequest(f"'{name}' {told}; at most {most} are taken{where}.", param=name)
 
 
 def _as_number(value: Any) -> int | None:
-    """A whole number as vLLM's types read it, to which texts of digits and 1e3 are numbers too."""
+    """A whole number as vLLM's types read it, to which texts of digits are numbers too."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        return int(value)
+        return int(float(value)) if isinstance(value, str) else int(value)
     except ValueError:
         return None
+    except OverflowError:
+        return BEYOND
 
 
 def _number(setting: str) -> Check:
@@ -142,7 +144,7 @@ def _conversation(name: str, messages: list[Any], limits: LimitSettings) -> None
         content = message.get("content")
         if isinstance(content, list):
             _refuse_above(len(content), limits.messages, name, "messages", "has {} parts in one message")
-        for key in ("tool_calls", "has {} tools"):
+        for key in ("tool_calls", "tools"):
             _entries(TOOLS, f"{key} in one message")(name, message.get(key), limits)
 
 
@@ -157,7 +159,7 @@ def _repetition(name: str, value: Any, limits: LimitSettings) -> None:
     if isinstance(value, dict):
         for key in ("max_pattern_size", "min_count"):
             number = _as_number(value.get(key)) or 0
-            _refuse_above(number, PATTERN_TOKENS, f"{name}.{key}", None)
+            _refuse_above(number, REPEATED_TOKENS, f"{name}.{key}", None)
 
 
 CAPS: Mapping[str, Check] = {

@@ -24,7 +24,7 @@ SMALL_BYTES = 64 * 1024
 SMALL_VALUES = 10_000
 """Bodies up to both of these take a few milliseconds at most, and are worked on where they came in."""
 
-SIGNED_64_BIT = range(-(2**63), 2**63)
+LOWEST, HIGHEST = -(2**63), 2**63 - 1
 BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 PLACE = re.compile(r" at line (\d+) column (\d+)$")
@@ -135,9 +135,8 @@ def _examine(root: dict[str, Any], limits: LimitSettings) -> None:
 
 
 def _all_fit(values: Collection[Any]) -> bool:
-    low, high = SIGNED_64_BIT[0], SIGNED_64_BIT[-1]
     return all(
-        (low <= value <= high) if type(value) is int else not math.isinf(value)
+        (LOWEST <= value <= HIGHEST) if type(value) is int else not math.isinf(value)
         for value in values
         if type(value) is int or type(value) is float
     )
@@ -151,6 +150,6 @@ def _unfit(container: dict[str, Any] | list[Any]) -> InvalidJson:
     wrong = (
         "an integer that does not fit 64 bits with a sign"
         if type(value) is int
-        else "a number beyond a 64-bit float's"
+        else "a number too large for a 64-bit float"
     )
     return InvalidJson(f"The request body is not valid JSON: {where} is {wrong}.")

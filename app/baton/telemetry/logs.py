@@ -82,7 +82,9 @@ def _places(exc_info: ExcInfo) -> str:
     """
     told: list[str] = []
     error: BaseException | None = exc_info[1]
-    while error is not None and len(told) < MAX_CAUSES:
+    for _ in range(MAX_CAUSES):
+        if error is None:
+            break
         told.append(f"{type(error).__module__}.{type(error).__qualname__}")
         told += [line.rstrip() for line in traceback.format_tb(error.__traceback__)]
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
