@@ -302,7 +302,7 @@ class GatewayServer(uvicorn.Server):
             return
         self.failure = error if isinstance(error, OperatorError) else _unforeseen()
         if error is not self.failure:
-            self._log.error("start_failed", exc_info=error)
+            self._log.error("start_failed", cause=str(error), exc_info=error)
         self.should_exit = True
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 KIB = 1024
-MIB = 1024 * 1024
+MIB = 1024 * KIB
 
 EngineName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 
@@ -76,6 +76,29 @@ class LimitSettings(Frozen):
         ByteSize(32 * MIB), ge=1024, description="Largest request body; above it: 413."
     )
     body_depth: int = Field(64, ge=4, le=190, description="Deepest nesting of a JSON body; above it: 400.")
+    body_values: int = Field(
+        200_000,
+        ge=1000,
+        description="Most commas and colons in a JSON body, which tell how many values it holds.",
+    )
+    n: int = Field(64, ge=1, description="Most answers to one prompt: `n`, `best_of`.")
+    max_tokens: int = Field(
+        1_048_576, ge=1, description="Most tokens that may be asked for, under any of the field's names."
+    )
+    logprobs: int = Field(20, ge=0, description="Most log probabilities per token; -1, all, counts as more.")
+    stop: int = Field(16, ge=1, description="Most strings in `stop`, `stop_sequences` and `bad_words`.")
+    messages: int = Field(4096, ge=1, description="Most messages, or items, of one conversation.")
+    prompts: int = Field(
+        1024, ge=1, description="Most prompts or inputs of one request, and most answers to all of them."
+    )
+    schema_bytes: ByteSize = Field(
+        ByteSize(64 * KIB), ge=64, description="Largest JSON schema, also of one tool, as compact JSON."
+    )
+    schema_depth: int = Field(
+        32, ge=4, description="Deepest nesting of a JSON schema, a pattern or a grammar."
+    )
+    pattern_bytes: int = Field(1024, ge=1, description="Longest regular expression, in characters.")
+    grammar_bytes: ByteSize = Field(ByteSize(64 * KIB), ge=64, description="Longest grammar.")
 
 
 class SupervisionSettings(Frozen):

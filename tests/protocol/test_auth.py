@@ -1,9 +1,12 @@
-"""Nothing but the public health routes answers without a key."""
+"""Row G1: nothing but the public health routes answers without a key."""
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -17,66 +20,148 @@ from baton.settings import load_settings
 PUBLIC = {"/livez", "/readyz", "/health", "/version"}
 
 
-@pytest.fixture
-def keyed(tmp_path: Path) -> Iterator[tuple[FakeGateway, str]]:
-    file = tmp_path / "keys.json"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys")
+
+
+@pytest.fixture(scope="module")
+def keyed(folder: Path) -> Iterator[tuple[FakeGateway, str]]:
+    """A gateway, and a key of it; another was revoked."""
+    file = folder / "keys.json"
+    (folder / "revoked").write_text(create_key(file, "acme"))
+    revoke_key(file, read_keys(file)[0].id)
     key = create_key(file, "acme")
     with run_fake(FakeEngine("a"), auth={"keys_file": file}) as gateway:
         yield gateway, key
 
 
-BAD_HEADERS: list[dict[str, str]] = [
-    {},
-    {"Authorization": "Bearer"},
-    {"Authorization": "Bearer wrong"},
-    {"Authorization": "Basic {key}"},
-    {"Authorization": "{key}"},
-    {"Authorization": "Bearer {key}x"},
-    {"X-Api-Key": "wrong"},
-    {"Cookie": "key={key}"},
-]
+CREDENTIALS: dict[str, list[tuple[str, str]]] = {
+    "none": [],
+    "an empty header": [("Authorization", "")],
+    "a scheme alone": [("Authorization", "Bearer")],
+    "a wrong key": [("Authorization", "Bearer wrong")],
+    "a revoked key": [("Authorization", "Bearer {revoked}")],
+    "a forged key": [("Authorization", "Bearer bt_" + "A" * 43)],
+    "another scheme": [("Authorization", "Basic {key}")],
+    "a scheme's name twice": [("Authorization", "Bearer Bearer {key}")],
+    "a key alone": [("Authorization", "{key}")],
+    "a colon": [("Authorization", "Bearer: {key}")],
+    "a tab": [("Authorization", "Bearer\t{key}")],
+    "no space": [("Authorization", "Bearer{key}")],
+    "two keys": [("Authorization", "Bearer {key},{key}")],
+    "half a key": [("Authorization", "Bearer {half}")],
+    "a key and more": [("Authorization", "Bearer {key}x")],
+    "a key in capitals": [("Authorization", "Bearer {capitals}")],
+    "a digest of a key": [("Authorization", "Bearer {digest}")],
+    "a wrong key before a right one": [("Authorization", "Bearer wrong"), ("Authorization", "Bearer {key}")],
+    "a wrong x-api-key": [("X-Api-Key", "wrong")],
+    "a cookie": [("Cookie", "key={key}; Authorization=Bearer {key}")],
+    "a proxy's header": [("Proxy-Authorization", "Bearer {key}"), ("X-Forwarded-User", "acme")],
+    "a host": [("Host", "localhost"), ("X-Forwarded-For", "127.0.0.1"), ("X-Forwarded-Host", "127.0.0.1")],
+    "another address": [
+        ("X-Original-URL", "/livez"),
+        ("X-Rewrite-URL", "/livez"),
+        ("X-Forwarded-Uri", "/livez"),
+    ],
+    "another method": [("X-HTTP-Method-Override", "OPTIONS"), ("Access-Control-Request-Method", "GET")],
+    "an upgrade": [("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Origin", "null")],
+}
+METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND", "BREW")
 
 
-@pytest.mark.parametrize("headers", BAD_HEADERS)
-def test_every_route_is_closed_without_a_valid_key(
-    keyed: tuple[FakeGateway, str], headers: dict[str, str]
+def paths_of(gateway: FakeGateway) -> list[str]:
+    """Every path there is, with something in place of its parameters."""
+    found = {path for route in gateway.server._app.routes if (path := getattr(route, "path", None))}
+    return sorted(re.sub(r"\{[^}]*\}", "a", path) for path in found)
+
+
+@pytest.mark.parametrize("name", CREDENTIALS)
+def test_g1_every_route_is_closed_without_a_valid_key(
+    keyed: tuple[FakeGateway, str], folder: Path, name: str
 ) -> None:
     gateway, key = keyed
-    sent = {name: value.format(key=key) for name, value in headers.items()}
-    paths = sorted({path for route in gateway.server._app.routes if (path := getattr(route, "path", None))})
-    assert len(paths) > 12
+    words = {
+        "key": key,
+        "revoked": (folder / "revoked").read_text(),
+        "half": key[:20],
+        "capitals": key.upper(),
+        "digest": read_keys(folder / "keys.json")[0].sha256,
+    }
+    sent = [(header, value.format(**words)) for header, value in CREDENTIALS[name]]
+    paths = paths_of(gateway)
+    assert len(paths) > 20
     with gateway.client() as client:
         for path in paths:
-            for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "TRACE"):
-                response = client.request(method, path, headers=sent, params={"api_key": key})
-                if path not in PUBLIC:
-                    assert response.status_code == 401, f"{method} {path} {sent}"
+            for method in METHODS:
+                query = {"api_key": key, "key": key}
+                status = client.request(method, path, headers=sent, params=query).status_code
+                reads = method in ("GET", "HEAD")
+                allowed = {401} if path not in PUBLIC else {200, 405} if reads else {405}
+                assert status in allowed, f"{method} {path}"
+    assert gateway.engine("a").bodies == []  # this test comes before any that is let in
+    print(f"G1: {name}: {len(paths)} routes x {len(METHODS)} methods, let in 0")
 
 
 TRICKS = (
     "//v1/models",
+    "/v1//models",
+    "/v1/models/",
+    "/./v1/models",
     "/v1/../v1/models",
     "/%76%31/models",
+    "/v1%2fmodels",
     "/livez/../v1/models",
     "/livez/%2e%2e/v1/models",
+    "/livez%2f..%2fv1%2fmodels",
+    "/livez/%252e%252e/v1/models",
     "/livez;/v1/models",
+    "/livez#/v1/models",
+    "/livez\\..\\v1\\models",
+    "/v1/models#/livez",
+    "/v1/models?/livez",
     "/LIVEZ",
     "/livez/",
     "/livez%00",
+    "/livez%20",
+    "/livez%0d%0a",
+    "//livez",
     "http://elsewhere/v1/models",
+    "http://127.0.0.1/livez",
     "*",
 )
 
 
 @pytest.mark.parametrize("target", TRICKS)
-def test_no_way_of_writing_an_address_gets_past_the_keys(keyed: tuple[FakeGateway, str], target: str) -> None:
-    for method in ("GET", "POST", "HEAD", "OPTIONS"):
+def test_g1_no_way_of_writing_an_address_gets_past_the_keys(
+    keyed: tuple[FakeGateway, str], target: str
+) -> None:
+    for method in ("GET", "POST", "HEAD", "OPTIONS", "CONNECT", "get", "BREW"):
         status = raw_status(keyed[0].url, method, target, {"X-Forwarded-Uri": "/livez", "Upgrade": "h2c"})
         assert status in (400, 401), f"{method} {target}"
 
 
+@pytest.mark.parametrize(
+    "host", ["", "localhost", "evil.example", "127.0.0.1:1", "[::1]", "a b", "/livez", "x" * 5000]
+)
+def test_g1_no_host_gets_past_the_keys(keyed: tuple[FakeGateway, str], host: str) -> None:
+    where = urlsplit(keyed[0].url)
+    with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
+        request = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+        connection.sendall(request.encode())
+        assert int(connection.recv(65536).split()[1]) in (400, 401)
+
+
+@pytest.mark.parametrize("value", ["Bearer {key}", "bearer {key}", "BEARER   {key}"])
+def test_g1_a_schemes_case_and_spaces_do_not_matter(keyed: tuple[FakeGateway, str], value: str) -> None:
+    """RFC 9110, section 11.1: a scheme is case-insensitive, and one or more spaces follow it."""
+    gateway, key = keyed
+    with gateway.client(headers={"Authorization": value.format(key=key)}) as client:
+        assert client.get("/v1/models").status_code == 200
+
+
 @pytest.mark.parametrize("headers", [{"Authorization": "Bearer {key}"}, {"x-api-key": "{key}"}])
-def test_a_valid_key_opens(keyed: tuple[FakeGateway, str], headers: dict[str, str]) -> None:
+def test_g1_a_valid_key_opens(keyed: tuple[FakeGateway, str], headers: dict[str, str]) -> None:
     gateway, key = keyed
     sent = {name: value.format(key=key) for name, value in headers.items()}
     with gateway.client(headers=sent) as client:
@@ -84,7 +169,7 @@ def test_a_valid_key_opens(keyed: tuple[FakeGateway, str], headers: dict[str, st
         assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
 
 
-def test_the_refusal_says_how_a_key_is_sent_and_never_shows_one(keyed: tuple[FakeGateway, str]) -> None:
+def test_g1_the_refusal_says_how_a_key_is_sent_and_never_shows_one(keyed: tuple[FakeGateway, str]) -> None:
     gateway, _ = keyed
     response = httpx.get(f"{gateway.url}/v1/models", headers={"Authorization": "Bearer secret-word"})
     assert response.headers["www-authenticate"] == "Bearer"
@@ -92,24 +177,24 @@ def test_the_refusal_says_how_a_key_is_sent_and_never_shows_one(keyed: tuple[Fak
     assert "secret-word" not in response.text
 
 
-def test_public_routes_answer_without_a_key(keyed: tuple[FakeGateway, str]) -> None:
+def test_g1_public_routes_answer_without_a_key(keyed: tuple[FakeGateway, str]) -> None:
     gateway, _ = keyed
     for path in PUBLIC:
         assert httpx.get(f"{gateway.url}{path}").status_code == 200
 
 
-def test_a_network_address_without_keys_is_refused_unless_told_so() -> None:
+def test_g1_a_network_address_without_keys_is_refused_unless_told_so() -> None:
     with pytest.raises(SettingsError, match=r"can be reached from other machines.*baton keys create"):
         keyring_for(load_settings(host="0.0.0.0"))
     assert keyring_for(load_settings(host="0.0.0.0", auth={"allow_unauthenticated": True})) is None
 
 
-def test_a_keys_file_that_was_named_but_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_g1_a_keys_file_that_was_named_but_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="does not exist"):
         keyring_for(load_settings(auth={"keys_file": tmp_path / "nope.json"}))
 
 
-def test_off_loopback_metrics_move_to_a_port_of_their_own() -> None:
+def test_g1_off_loopback_metrics_move_to_a_port_of_their_own() -> None:
     options = {"host": "0.0.0.0", "auth": {"allow_unauthenticated": True}, "metrics": {"port": 0}}
     with run_fake(FakeEngine("a"), **options) as gateway:
         main = gateway.url.replace("0.0.0.0", "127.0.0.1")
@@ -119,7 +204,7 @@ def test_off_loopback_metrics_move_to_a_port_of_their_own() -> None:
         assert httpx.get(f"{gateway.metrics_url}/v1/models").status_code == 404
 
 
-def test_a_gateway_whose_last_key_was_revoked_stays_closed(tmp_path: Path) -> None:
+def test_g1_a_gateway_whose_last_key_was_revoked_stays_closed(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     create_key(file, "acme")
     revoke_key(file, read_keys(file)[0].id)

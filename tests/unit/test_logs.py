@@ -72,3 +72,22 @@ with EngineOutput() as output:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     shown = [json.loads(line)["line"] for line in done.stderr.splitlines()]
     assert shown == lines[:1]
+
+
+def test_an_exceptions_text_shows_at_level_debug_only_but_its_kind_place_and_cause_always() -> None:
+    quoted = " ".join(["quoting", "a", "prompt"])  # a source line is shown as it is
+    for level in ("info", "debug"):
+        stream = io.StringIO()
+        configure_logs(level, "json", stream)  # type: ignore[arg-type]
+        try:
+            try:
+                {}[quoted]
+            except KeyError as error:
+                raise ValueError(quoted) from error
+        except ValueError as error:
+            structlog.get_logger().error("failed", exc_info=error)
+        told = json.loads(stream.getvalue())["exception"]
+        assert "KeyError" in told
+        assert "ValueError" in told
+        assert "test_logs.py" in told
+        assert (quoted in told) == (level == "debug")

@@ -9,10 +9,12 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from baton.api.caps import check_caps
 from baton.api.gateway import Gateway, context_of, gateway_of
 from baton.api.limits import read_json, refuse_remote_media, strip_steering
 from baton.api.relay import relayed
 from baton.api.streams import event_stream
+from baton.api.strict_json import off_the_loop
 from baton.api.wishes import take_wish
 from baton.engines.port import Engine, Operation, StreamReply
 from baton.errors import BatonError, GenerationFailed
@@ -39,12 +41,27 @@ async def operate(
     gateway = gateway_of(request)
     for field in strip_steering(body):
         gateway.metrics.stripped.labels(field).inc()
-    refuse_remote_media(body)
+    await refuse_excess(request, body)
     body = prepare(body)
     engine = gateway.fleet.pick(body.get("model"))
     request.scope["baton_model"] = engine.name
     work = _respond(request, gateway, engine, operation, body, context_of(request))
     return await unless_gone(request, work)
+
+
+async def refuse_excess(request: Request, body: dict[str, Any]) -> None:
+    """Let no request through that names media by address or asks for too much of anything.
+
+    Raises:
+        InvalidRequest: it does; `param` names the field.
+    """
+    limits = gateway_of(request).settings.limits
+
+    def look() -> None:
+        refuse_remote_media(body)
+        check_caps(body, limits)
+
+    await off_the_loop(await request.body(), look)
 
 
 async def _respond(

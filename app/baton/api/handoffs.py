@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from baton.api.dispatch import unless_gone
+from baton.api.dispatch import refuse_excess, unless_gone
 from baton.api.gateway import Gateway, context_of, gateway_of
-from baton.api.limits import read_json, refuse_remote_media, strip_steering
+from baton.api.limits import read_json, strip_steering
 from baton.api.relay import ID_HEADER, Leg, computed
 from baton.api.wishes import Changes, NewHandoff, parsed, require_relay, require_text_only
 from baton.engines.port import Engine, Json, Operation, WholeReply
@@ -27,7 +27,7 @@ async def create_handoff(request: Request) -> Response:
     body = await read_json(request, gateway.settings.limits)
     for field in strip_steering(body):
         gateway.metrics.stripped.labels(field).inc()
-    refuse_remote_media(body)
+    await refuse_excess(request, body)
     require_text_only(body)
     wish = parsed(NewHandoff, body)
     engine = gateway.fleet.pick(wish.model)

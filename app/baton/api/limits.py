@@ -1,16 +1,17 @@
-"""What a request may weigh: its body is counted while it comes in, its nesting before it is used."""
+"""What a request may weigh while it comes in, and what of it never reaches an engine."""
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from pydantic import ByteSize
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import BodyTooLarge, InvalidJson, InvalidRequest, RequestTimeout, UnsupportedMediaType
+from baton.api.strict_json import off_the_loop, parse_object
+from baton.errors import BodyTooLarge, InvalidRequest, RequestTimeout, UnsupportedMediaType
 from baton.setting_groups import EdgeSettings, LimitSettings
 
 MEDIA_KEYS = ("image_url", "audio_url", "video_url", "file_url", "source")
@@ -31,9 +32,6 @@ UPLOAD_TYPES = frozenset(
 )
 """Bodies of `POST /pooling` that are a file as it is, not JSON."""
 UPLOAD_PATH = "/pooling"
-
-LARGE_BODY = 1024 * 1024
-"""A body above this is seldom deep, and counting its brackets takes longer than walking what it holds."""
 
 STEERING_KEYS = ("kv_transfer_params", "ec_transfer_params", "cache_salt")
 """Fields of vLLM's requests that steer its KV cache past the gateway."""
@@ -126,42 +124,14 @@ async def read_json(request: Request, limits: LimitSettings) -> dict[str, Any]:
 
     Raises:
         UnsupportedMediaType: it is not sent as JSON.
-        InvalidJson: it is no JSON by RFC 8259 (NaN and Infinity are not), or no object.
-        InvalidRequest: it is nested too deep.
+        InvalidJson: it is no JSON by RFC 8259, or no object.
+        InvalidRequest: it holds too much, or is nested too deep.
     """
     media_type = media_type_of(request)
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaType()
     body = await request.body()
-    try:
-        parsed = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        if "recursion limit" in str(error):
-            raise _too_deep(limits) from None
-        raise InvalidJson(f"The request body is not valid JSON: {error}.") from None
-    if not isinstance(parsed, dict):
-        raise InvalidJson("The request body must be a JSON object.")
-    shallow = len(body) < LARGE_BODY and body.count(b"{") + body.count(b"[") <= limits.body_depth
-    if not shallow and _depth(parsed) > limits.body_depth:
-        raise _too_deep(limits)
-    return parsed
-
-
-def _too_deep(limits: LimitSettings) -> InvalidRequest:
-    return InvalidRequest(f"The request body may be nested at most {limits.body_depth} levels deep.")
-
-
-def _depth(value: object) -> int:
-    """How many containers lie inside one another, at most."""
-    deepest = 0
-    open_values: list[tuple[object, int]] = [(value, 0)]
-    while open_values:
-        current, depth = open_values.pop()
-        if isinstance(current, dict | list):
-            deepest = max(deepest, depth + 1)
-            inner = current.values() if isinstance(current, dict) else current
-            open_values += [(item, depth + 1) for item in inner if isinstance(item, dict | list)]
-    return deepest
+    return await off_the_loop(body, partial(parse_object, body, limits))
 
 
 def strip_steering(body: dict[str, Any]) -> list[str]:

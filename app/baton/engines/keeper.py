@@ -2,7 +2,7 @@
 
 The keeper is a small process of its own. It holds one end of a pipe and looks now and then which processes
 descend from the gateway; when that is gone, so that the pipe ends, it ends them. One that was started since
-the last look carries the gateway's mark in its environment, as vLLM's processes do until they take their names.
+the last look carries the gateway's mark in its environment, as vLLM's processes do until they are named.
 They notice the end of their workers, but not that of the process that started them.
 
 Run as a script in an interpreter without packages, so it imports the standard library alone.

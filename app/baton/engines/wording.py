@@ -7,6 +7,8 @@ import re
 from baton.errors import InvalidRequest
 
 PATH = re.compile(r"(?:/[\w.\-]+){2,}")
+NATIVE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+\.(?:cc|cpp|h):\d+: ")
+"""Where xgrammar's own code raised an error, and when."""
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 CLASS_NAME = re.compile(r"\b(?:[\w]+\.)*[A-Z]\w*(?:Error|Exception)\b:? ?")
 FRAME = re.compile(r'\n?\s*File "[^"]*", line \d+.*')
@@ -24,6 +26,6 @@ def scrub(message: str) -> str:
     """Take file paths, memory addresses, stack frames and class names out of a message."""
     if INTERPRETER.search(message):
         return WRONG_KIND
-    for pattern, text in ((FRAME, ""), (ADDRESS, ""), (PATH, "<path>"), (CLASS_NAME, "")):
+    for pattern, text in ((NATIVE, ""), (FRAME, ""), (ADDRESS, ""), (PATH, "<path>"), (CLASS_NAME, "")):
         message = pattern.sub(text, message)
     return message.strip()[:MAX_MESSAGE] or InvalidRequest.default_message

@@ -1,5 +1,8 @@
 """Logs: one JSON object a line, or colours for a person at a terminal.
 
+Whatever a client sends, a line stays one line, its values are cut to a readable length, and an exception's
+own text, which may quote a request, shows at level debug only.
+
 Every line goes through one structlog pipeline, also those of uvicorn and of vLLM in this process.
 What the engines' own processes print is read from a pipe and logged the same way (`EngineOutput`).
 """
@@ -11,10 +14,13 @@ import os
 import re
 import sys
 import threading
+import traceback
 from collections import deque
+from collections.abc import MutableMapping
 from typing import IO, Any, Literal, TextIO
 
 import structlog
+from structlog.typing import ExcInfo
 
 VLLM_LINE = re.compile(
     r"^\((?P<process>\w+)[^)]*\) (?P<level>[A-Z]+) [\d-]+ [\d:]+ (?P<place>\[[^]]+\]) ?(?P<text>.*)"
@@ -22,6 +28,11 @@ VLLM_LINE = re.compile(
 RAISED = re.compile(r"(?:\([^)]*\)\s*)?[\w.]*(?:Error|Exception): (.+)")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 MAX_LINE = 4000
+MAX_VALUE = 512
+LONGER_VALUES = {"event": MAX_LINE, "line": MAX_LINE, "exception": 16_000}
+"""Keys whose values may be longer: what others log, what engines print, and tracebacks."""
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in b"\n\t"}
+MAX_CAUSES = 8
 LogFormat = Literal["auto", "json", "console"]
 
 
@@ -32,8 +43,11 @@ def configure_logs(level: str, log_format: LogFormat, stream: TextIO) -> None:
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.format_exc_info,
+        structlog.processors.ExceptionRenderer(_whole_traceback if level == "debug" else _places),
+        cap_values,
     ]
+    if console:
+        shared.append(show_controls)
     renderer: Any = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
         if console
@@ -56,6 +70,45 @@ def configure_logs(level: str, log_format: LogFormat, stream: TextIO) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(threshold, logging.WARNING))
+
+
+def _whole_traceback(exc_info: ExcInfo) -> str:
+    return "".join(traceback.format_exception(*exc_info))
+
+
+def _places(exc_info: ExcInfo) -> str:
+    """The kinds of an exception and of its causes, and where they came through. Not their texts: those of
+    foreign code quote requests.
+    """
+    told: list[str] = []
+    error: BaseException | None = exc_info[1]
+    for _ in range(MAX_CAUSES):
+        if error is None:
+            break
+        told.append(f"{type(error).__module__}.{type(error).__qualname__}")
+        told += [line.rstrip() for line in traceback.format_tb(error.__traceback__)]
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "\n".join(told)
+
+
+def cap_values(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """No value of a line is longer than a person reads, whoever wrote it."""
+    for key, value in event.items():
+        if value is None or isinstance(value, bool | int | float) or key.startswith("_"):
+            continue
+        text = value if isinstance(value, str) else repr(value)
+        limit = LONGER_VALUES.get(key, MAX_VALUE)
+        if len(text) > limit:
+            event[key] = f"{text[:limit]}... ({len(text)} characters)"
+    return event
+
+
+def show_controls(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A terminal is not told what to do by what is logged: its control characters are spelled out."""
+    for key, value in event.items():
+        if isinstance(value, str):
+            event[key] = value.translate(CONTROLS)
+    return event
 
 
 class EngineOutput:

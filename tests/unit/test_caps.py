@@ -1,0 +1,168 @@
+"""No field of vLLM's requests can ask for much without a limit; patterns are read in one go."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from baton.api.caps import CAPS, check_caps
+from baton.api.limits import STEERING_KEYS
+from baton.api.patterns import TooCostly, examine
+from baton.errors import InvalidRequest
+from baton.setting_groups import LimitSettings
+
+UNCAPPED = {
+    "data": "the plugin's own, which bounds it",
+    "dimensions": "vLLM knows those a model has",
+    "max_tool_calls": "nothing is called here",
+    "priority": "an order, not an amount; vLLM's type is 64 bits",
+    "reasoning": "a few fixed fields",
+    "routed_experts_prompt_start": "a place in the prompt",
+    "seed": "64 bits",
+    "stream_interval": "less output, the more it is",
+    "stream_options": "a few fixed fields",
+    "thinking": "a few fixed fields",
+    "tokens": "one prompt's; limits.body_values bounds it",
+    "top_k": "a threshold; above the vocabulary it is none",
+    "top_n": "a threshold",
+}
+"""Fields that need no limit of their own, and why."""
+
+
+def fields() -> dict[str, list[Any]]:
+    """Every field of every request of vLLM's, with its schemas."""
+    document = json.loads((files("baton.api") / "vllm_schemas.json").read_text())
+    found: dict[str, list[Any]] = {}
+
+    def add(schema: dict[str, Any]) -> None:
+        for option in schema.get("anyOf", []) + schema.get("oneOf", []):
+            add(option)
+        if "$ref" in schema:
+            add(document["components"][schema["$ref"].rpartition("/")[2]])
+        for name, field in schema.get("properties", {}).items():
+            found.setdefault(name, []).append(field)
+
+    for operation in document["operations"].values():
+        add(operation["request"])
+    return found
+
+
+def is_amount(schema: dict[str, Any]) -> bool:
+    """Whether a field can hold a whole number, a list or an object."""
+    options = schema.get("anyOf", []) + schema.get("oneOf", [])
+    many = (
+        schema.get("type") in ("integer", "array", "object")
+        or "$ref" in schema
+        or not schema.get("type", options)
+    )
+    return many or any(is_amount(option) for option in options)
+
+
+def test_no_field_of_vllms_requests_is_forgotten() -> None:
+    amounts = {name for name, schemas in fields().items() if any(map(is_amount, schemas))}
+    assert len(amounts) > 50
+    assert amounts - set(CAPS) - set(UNCAPPED) - set(STEERING_KEYS) == set()
+    assert set(UNCAPPED) <= amounts, "a reason for a field that is no longer there"
+    assert not set(UNCAPPED) & set(CAPS)
+
+
+ODD: tuple[Any, ...] = ("", "x", 0, -2, True, 1.5, [], {}, [None], [[]], {"x": None}, [{}], "9" * 5000)
+
+
+@pytest.mark.parametrize("name", CAPS)
+def test_a_value_of_any_type_is_refused_in_our_words_or_left_to_vllm(name: str) -> None:
+    for value in ODD:
+        with contextlib.suppress(InvalidRequest):
+            check_caps({name: value}, LimitSettings())
+    check_caps({name: None}, LimitSettings())
+
+
+FAIR = (
+    r"^[a-z0-9]+(-[a-z0-9]+)*$",
+    r"^[a-zA-Z0-9._%+-]+@[a-zA-Z0-9.-]+\.[a-zA-Z]{2,}$",
+    r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}(:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:\d{2})$",
+    r"^(?:[A-Z][a-z]+ ?)+$",
+    r"(a{100}){100}",
+    r"a+?b*?",
+    r"(\(a+\))+",
+    r"[(+*]+[^]+]+",
+    r"^((25[0-5]|2[0-4]\d|1?\d?\d)(\.|$)){4}$",
+    "(" * 32 + "a" + ")" * 32,
+    "(",
+    "a)",
+    "+",
+    "[",
+    "\\",
+    "{1",
+)
+COSTLY = (
+    "(a+)+b",
+    "(a*)*",
+    "(?:a+?)+",
+    r"(\w+\s?)+$",
+    "((a+))+",
+    "(a|a+)+",
+    "(|a+)*",
+    "(a+){2,}",
+    "a{1000}{1000}",
+    "(a{1000}){1000}",
+    "((a{50}){50}){50}",
+    "a{99999999999999999999}",
+    "a{1,10001}",
+    "(" * 33,
+)
+
+
+@pytest.mark.parametrize("pattern", FAIR)
+def test_a_pattern_people_write_passes(pattern: str) -> None:
+    examine(pattern, 32)
+
+
+@pytest.mark.parametrize("pattern", COSTLY)
+def test_a_pattern_that_costs_too_much_is_refused(pattern: str) -> None:
+    with pytest.raises(TooCostly):
+        examine(pattern, 32)
+
+
+def test_a_grammar_may_repeat_repetitions_and_name_brackets() -> None:
+    grammar = 'root ::= (ws item+)+ "((((((((" | \'(\' # it\'s\nitem ::= [a-z(]{1,100} "\\""\n'
+    examine(grammar * 1000, 4, grammar=True)
+    with pytest.raises(TooCostly):
+        examine(grammar + "x ::= ('a'{1000}){1000}", 4, grammar=True)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "[",
+        "[a",
+        "[^]",
+        "[\\",
+        "(",
+        "((?P<",
+        "{",
+        "{1",
+        "{1,",
+        "'",
+        "'\\",
+        '"\\',
+        "\\",
+        "a",
+        "*",
+        "(?P<aaaa",
+        "a{2}",
+    ],
+)
+@pytest.mark.parametrize("grammar", [True, False])
+def test_e10_reading_a_pattern_takes_no_time_worth_an_attack(piece: str, grammar: bool) -> None:
+    """As long as the longest grammar; a way of reading that looks twice at each character takes minutes."""
+    text = piece * (64 * 1024 // len(piece))
+    began = time.process_time()
+    with contextlib.suppress(TooCostly):
+        examine(text, 32, grammar=grammar)
+    assert time.process_time() - began < 0.5
