@@ -19,6 +19,7 @@
     │   ├── BodyTooLarge             413 body_too_large
     │   ├── UnsupportedMediaType     415 unsupported_media_type
     │   ├── Unprocessable            422 unprocessable
+    │   ├── RateLimited              429 rate_limited            (retryable)
     │   └── PluginRefusal            400 plugin_refusal          (or the status and code the plugin says)
     ├── ServerError                  5xx: the gateway or an engine is at fault
     │   ├── InternalError            500 internal_error
@@ -26,6 +27,7 @@
     │   ├── PluginFailed             500 plugin_failed
     │   ├── EngineOverloaded         503 engine_overloaded     (retryable)
     │   ├── EngineUnavailable        503 engine_unavailable    (retryable)
+    │   ├── GatewayOverloaded        503 gateway_overloaded    (retryable)
     │   ├── PluginBusy               503 plugin_busy           (retryable) or the code the plugin says
     │   └── PluginTimeout            504 plugin_timeout
     └── OperatorError                never answered over HTTP: one readable paragraph and an exit code
@@ -189,6 +191,14 @@ class Unprocessable(ClientError):
     default_message = "A part of the request could not be processed."
 
 
+class RateLimited(ClientError):
+    code = "rate_limited"
+    status = 429
+    kind = "rate_limit_error"
+    retryable = True
+    default_message = "Too many requests; try again after the seconds that 'Retry-After' names."
+
+
 class PluginRefusal(ClientError):
     """A plugin's own refusal of a request, under the plugin's own code where it has one."""
 
@@ -232,6 +242,13 @@ class EngineUnavailable(ServerError):
     status = 503
     retryable = True
     default_message = "The engine that serves this model is not available right now."
+
+
+class GatewayOverloaded(ServerError):
+    code = "gateway_overloaded"
+    status = 503
+    retryable = True
+    default_message = "The server is short of memory and takes no new work for now; try again shortly."
 
 
 class PluginFailed(ServerError):

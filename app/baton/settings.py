@@ -23,6 +23,7 @@ from pydantic_settings import (
 
 from baton.errors import SettingsError
 from baton.setting_groups import (
+    AdmissionSettings,
     AuthSettings,
     EngineSettings,
     Frozen,
@@ -76,6 +77,7 @@ class Settings(BaseSettings):
     )
     auth: AuthSettings = AuthSettings()
     limits: LimitSettings = LimitSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     metrics: MetricsSettings = MetricsSettings()
     handoffs: HandoffSettings = HandoffSettings()
     pooling: PoolingSettings = PoolingSettings()
@@ -222,6 +224,7 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
     groups: dict[str, type[BaseModel]] = {
         "auth": AuthSettings,
         "limits": LimitSettings,
+        "admission": AdmissionSettings,
         "metrics": MetricsSettings,
         "handoffs": HandoffSettings,
         "pooling": PoolingSettings,

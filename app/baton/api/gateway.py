@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from baton.api.admission import Admission
 from baton.engines.fleet import Fleet
 from baton.handoffs.coordinator import Handoffs
 from baton.handoffs.planner import Planner
@@ -25,6 +26,7 @@ class Gateway:
     handoffs: Handoffs
     planner: Planner
     pooling: Pooling
+    admission: Admission
 
 
 def gateway_of(request: Request) -> Gateway:

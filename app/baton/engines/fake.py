@@ -7,6 +7,7 @@ For protocol tests and for trying a client out. It speaks the shapes of the real
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -55,6 +56,7 @@ class FakeBehaviour:
         encode_seconds: time one prompt of a plugin takes; a prompt that is a number takes so many.
         encode_error: raised by every such prompt.
         forgets_answers: its template leaves earlier answers out, as those of some thinking models do.
+        slots: how many requests it works on at once, the others wait; 0: all.
     """
 
     token_seconds: float = 0.0
@@ -67,6 +69,7 @@ class FakeBehaviour:
     ends_answers: bool = False
     encode_seconds: float = 0.0
     encode_error: BatonError | None = None
+    slots: int = 0
 
 
 @dataclass
@@ -83,6 +86,7 @@ class FakeEngine:
         bodies: every request it got, for tests to look at.
         active: requests under way now.
         aborted: requests that were ended from outside.
+        slots: what a request waits for before it is worked on.
     """
 
     name: str
@@ -97,6 +101,7 @@ class FakeEngine:
     bodies: list[Json] = field(default_factory=list)
     active: int = 0
     aborted: int = 0
+    slots: contextlib.AbstractAsyncContextManager[None] = field(init=False)
 
     def __post_init__(self) -> None:
         self._tokens = Counter(
@@ -105,6 +110,8 @@ class FakeEngine:
             ("model_name", "engine"),
             registry=self.registry,
         ).labels(self.name, "0")
+        slots = self.behaviour.slots
+        self.slots = asyncio.Semaphore(slots) if slots else contextlib.nullcontext()
 
     async def start(self, report: Report) -> None:
         self.state = EngineState.STARTING
@@ -227,11 +234,12 @@ class Answer:
         engine = self._engine
         engine.active += 1
         try:
-            for word in self._said:
-                await asyncio.sleep(engine.behaviour.token_seconds)
-                engine.count()
-                self._relay.output_ids.append(token_id(word.strip()))
-                yield word
+            async with engine.slots:
+                for word in self._said:
+                    await asyncio.sleep(engine.behaviour.token_seconds)
+                    engine.count()
+                    self._relay.output_ids.append(token_id(word.strip()))
+                    yield word
             self._relay.ended_by_token = engine.behaviour.ends_answers
         except (asyncio.CancelledError, GeneratorExit):
             engine.aborted += 1
