@@ -6,12 +6,14 @@ Run as a script: the plan is JSON in the first argument, what came of it is JSON
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -61,16 +63,20 @@ class Answer:
 
 @dataclass
 class Outcome:
-    """What came of a plan: every answer, every page of metrics with the seconds it took, and how late each
-    request of an open loop was sent: where that is much, the machine was too busy to tell anything."""
+    """What came of a plan: every answer, and every page of metrics with the seconds it took.
+
+    `held_up` is how long sender and gateway together waited for a core that other processes had: where that
+    is much, times tell of the machine and not of the gateway.
+    """
 
     answers: list[Answer] = field(default_factory=list)
-    late: list[float] = field(default_factory=list)
+    held_up: float = 0.0
     pages: list[tuple[float, str]] = field(default_factory=list)
 
 
 def run(plan: Plan) -> Outcome:
-    """Send it from another process."""
+    """Send it from another process, to a gateway in this one."""
+    before = waited_for_a_core()
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(asdict(plan))],
         capture_output=True,
@@ -81,7 +87,17 @@ def run(plan: Plan) -> Outcome:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     answers = [Answer(**answer) for answer in told["answers"]]
-    return Outcome(answers, told["late"], [(took, page) for took, page in told["pages"]])
+    held_up = told["held_up"] + waited_for_a_core() - before
+    return Outcome(answers, held_up, [(took, page) for took, page in told["pages"]])
+
+
+def waited_for_a_core() -> float:
+    """Seconds in which this process could have run and another did (the kernel's sched-stats.rst)."""
+    waited = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it may have ended
+            waited += int((thread / "schedstat").read_text().split()[1])
+    return waited / 1e9
 
 
 class Load:
@@ -106,6 +122,7 @@ class Load:
                 else:
                     for _ in range(plan.closed):
                         group.create_task(self._closed(client))
+        self._outcome.held_up = waited_for_a_core()
         return self._outcome
 
     @property
@@ -119,7 +136,6 @@ class Load:
         while due < self._plan.seconds:
             if (early := due - self._now) > 0:
                 await asyncio.sleep(early)
-            self._outcome.late.append(self._now - due)
             group.create_task(self._ask(client))
             due += draw.expovariate(rate)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -141,15 +145,24 @@ def test_e8_a_request_that_fails_gives_its_place_back(failure: str) -> None:
         assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
-def test_e8_a_client_that_reads_its_whole_answer_slowly_holds_no_place() -> None:
-    """The engine has done its part."""
+def test_e8_a_client_that_does_not_read_its_whole_answers_holds_no_place() -> None:
+    """The engine has done its part; of many answers on one connection one cannot be sent, and waits."""
     limits = {"engine_requests": 1, "engine_waiting": 0}
+    long = json.dumps(BODY | {"max_tokens": 400, "prompt": "x" * 1000}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(long)}\r\n\r\n"
     with run_fake(FakeEngine("a"), admission=limits) as gateway, gateway.client() as client:
-        long = BODY | {"max_tokens": 500, "prompt": "x" * 20_000}
-        with client.stream("POST", "/v1/completions", json=long) as response:
-            assert response.status_code == 200
-            with gateway.client() as other:
-                assert other.post("/v1/completions", json=BODY).status_code == 200
+        where, bodies = urlsplit(gateway.url), gateway.engine("a").bodies
+        with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
+            connection.sendall((head.encode() + long) * 40)
+            count = -1
+            while count != len(bodies):
+                count = len(bodies)
+                time.sleep(0.5)
+            assert 1 < count < 40, "nothing is held up: the answers are too small for this machine's sockets"
+            in_flight = 'baton_http_requests_in_flight{route="/v1/completions"} 1.0'
+            assert in_flight in client.get("/metrics").text
+            assert shown(gateway, "running") == 0
+            assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
 def test_e8_work_that_outlives_its_answer_keeps_its_place() -> None:
@@ -162,18 +175,20 @@ def test_e8_work_that_outlives_its_answer_keeps_its_place() -> None:
         assert until(lambda: shown(gateway, "running") == 0)
 
 
-def test_e8_who_waits_for_a_handoff_takes_no_place_of_the_request_that_leaves_it() -> None:
-    """The one place is the first leg's; the second leg waits for the handoff, then for the place."""
-    engine = slow(relays=True)
-    with run_fake(engine, admission={"engine_requests": 1}) as gateway, gateway.client() as client:
-        left = BODY | {"max_tokens": 10, "stream": True, "handoff": {"save": True}}
-        with client.stream("POST", "/v1/completions", json=left) as first:
-            name = first.headers["x-handoff-id"]
-            with ThreadPoolExecutor() as pool, gateway.client() as other:
-                body = BODY | {"handoff": {"from": name}}
-                second = pool.submit(other.post, "/v1/completions", json=body)
-                first.read()
-                assert second.result().status_code == 200
+def test_e8_who_waits_for_a_handoff_holds_no_place_meanwhile() -> None:
+    """There are two: one is the first leg's, the other is free for whoever comes while the second leg waits."""
+    limits = {"engine_requests": 2, "engine_waiting": 0}
+    with run_fake(slow(relays=True), admission=limits) as gateway, gateway.client() as client:
+        left = BODY | {"max_tokens": 40, "stream": True, "handoff": {"save": True}}
+        with ThreadPoolExecutor() as pool, client.stream("POST", "/v1/completions", json=left) as first:
+            body = BODY | {"handoff": {"from": first.headers["x-handoff-id"]}}
+            second = pool.submit(httpx.post, f"{gateway.url}/v1/completions", json=body, timeout=30)
+            waits = 'baton_http_requests_in_flight{route="/v1/completions"} 2.0'
+            assert until(lambda: waits in httpx.get(f"{gateway.url}/metrics").text)
+            assert httpx.post(f"{gateway.url}/v1/completions", json=BODY).status_code == 200
+            assert not second.done()
+            first.read()
+            assert second.result().status_code == 200
 
 
 def test_e8_while_memory_is_short_new_work_is_refused_until_there_is_room(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ TIMES = 10
 LOAD_S, WARM_UP_S = 10.0, 1.0
 ADMISSION = {"engine_requests": 2 * SLOTS, "engine_waiting": 4 * SLOTS}
 BODY = {"model": "a", "prompt": "one two three", "max_tokens": TOKENS}
-SENT_IN_TIME_S = 0.05
+HELD_UP_S = 1.5
 BUSY_MACHINE = 5
 """Promised times are of a machine that does nothing else; the one that tests run on has two cores for
 the gateway, the load and whatever else."""
@@ -55,15 +55,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def overloaded(place: Place) -> Outcome:
-    """What came of ten times the capacity, nine tenths of it by one tenant; again where others held the machine."""
+    """What came of ten times the capacity, nine tenths of it by one tenant.
+
+    Where other processes took the cores meanwhile, it is sent again; what was held up least counts.
+    """
     rates = [TIMES * NOMINAL * 0.9, TIMES * NOMINAL * 0.1]
+    outcomes: list[Outcome] = []
     for _ in range(3):
-        outcome = run(Plan(place.gateway.url, place.keys, rates, LOAD_S, BODY, scrapes=5))
-        late = p99(outcome.late)
-        print(f"E8: load sent {late * 1000:.1f} ms late at most (p99)")
-        if late < SENT_IN_TIME_S:
+        outcomes.append(run(Plan(place.gateway.url, place.keys, rates, LOAD_S, BODY, scrapes=5)))
+        print(f"E8: held up by other processes for {outcomes[-1].held_up:.2f} s of {LOAD_S:g} s")
+        if outcomes[-1].held_up < HELD_UP_S:
             break
-    return outcome
+    return min(outcomes, key=lambda outcome: outcome.held_up)
 
 
 def goodput(answers: list[Answer], seconds: float, client: int | None = None) -> float:

@@ -99,6 +99,22 @@ def test_e8_a_full_queue_refuses_at_once_and_keeps_room_for_newcomers() -> None:
     asyncio.run(scene())
 
 
+def test_e8_the_whole_queue_is_there_for_many_tenants_with_little_each() -> None:
+    async def scene() -> None:
+        queue = queue_of(room=16)
+        await queue.enter("a")
+        tasks = [asyncio.create_task(queue.enter(f"tenant-{number}")) for number in range(20)]
+        await soon()
+        assert (queue.waiting, sum(task.done() for task in tasks)) == (16, 4)
+        for task in tasks[16:]:
+            assert isinstance(task.exception(), EngineOverloaded)
+        for task in tasks[:16]:
+            task.cancel()
+        await asyncio.gather(*tasks[:16], return_exceptions=True)
+
+    asyncio.run(scene())
+
+
 def test_e8_a_queue_without_room_lets_nobody_wait() -> None:
     async def scene() -> None:
         queue = queue_of(room=0)

@@ -73,7 +73,7 @@ class FairQueue:
     def _has_room(self, tenant: str) -> bool:
         mine = len(self._turns.get(tenant, ()))
         others = len(self._turns) - (tenant in self._turns)
-        share = self._room // (others + 2)  # as if one tenant more were there: it may come any time
+        share = max(1, self._room // (others + 2))  # as if one tenant more were there: it may come any time
         free = self._room - self.waiting
         return free > (0 if mine < share else self._room // KEPT_FREE)
 

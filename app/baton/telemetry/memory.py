@@ -132,10 +132,10 @@ class MemoryWatch:
         available = self._reader.available()
         self._gauge.set(math.nan if available is None else available)
         short = available is not None and available < self._reserve
-        if short is not self.short:
-            (self._log.warning if short else self._log.info)(
-                "memory_short" if short else "memory_again", available=available, reserve=self._reserve
-            )
+        if short and not self.short:
+            self._log.warning("memory_short", available=available, reserve=self._reserve)
+        elif self.short and not short:
+            self._log.info("memory_short_no_more", available=available, reserve=self._reserve)
         self.short = short
 
     async def run(self) -> None:
