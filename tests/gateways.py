@@ -28,6 +28,7 @@ from baton.serve import listen, listen_for_metrics
 from baton.server import GatewayServer, create_app, url_of
 from baton.setting_groups import EngineSettings
 from baton.settings import Settings, load_settings
+from baton.telemetry.memory import MemoryReader
 
 READY_WITHIN_S = 240
 BATON = str(Path(sys.executable).parent / "baton")
@@ -66,7 +67,9 @@ def raw_status(url: str, method: str, target: str, headers: dict[str, str] | Non
 
 
 @contextmanager
-def run_fake(*engines: FakeEngine, wait: bool = True, **overrides: Any) -> Iterator[FakeGateway]:
+def run_fake(
+    *engines: FakeEngine, wait: bool = True, memory_reader: MemoryReader | None = None, **overrides: Any
+) -> Iterator[FakeGateway]:
     """A gateway in a thread, on a free port of 127.0.0.1."""
     served = tuple(EngineSettings(name=engine.name, model="fake") for engine in engines)
     settings = load_settings(**({"port": 0, "engines": served} | overrides))
@@ -76,7 +79,7 @@ def run_fake(*engines: FakeEngine, wait: bool = True, **overrides: Any) -> Itera
         listen(settings.host, settings.port, "--port") as listener,
         listen_for_metrics(settings) as metrics_listener,
     ):
-        app = create_app(settings, fleet, metrics_listener=metrics_listener)
+        app = create_app(settings, fleet, metrics_listener=metrics_listener, memory_reader=memory_reader)
         server = GatewayServer(app, settings, lambda _url: ready.set())
         server.handle_signals = False
         thread = threading.Thread(target=_run, args=(server, listener))

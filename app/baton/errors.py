@@ -23,6 +23,7 @@
     │   ├── UnsupportedMediaType     415 unsupported_media_type
     │   ├── Unprocessable            422 unprocessable
     │   ├── HeadersTooLarge          431 headers_too_large
+    │   ├── RateLimited              429 rate_limited            (retryable)
     │   └── PluginRefusal            400 plugin_refusal          (or the status and code the plugin says)
     ├── ServerError                  5xx: the gateway or an engine is at fault
     │   ├── InternalError            500 internal_error
@@ -33,6 +34,7 @@
     │   │   └── EngineRestarting     503 engine_restarting     (retryable)
     │   ├── ShuttingDown             503 shutting_down         (retryable)
     │   ├── TooManyConnections       503 too_many_connections  (retryable)
+    │   ├── GatewayOverloaded        503 gateway_overloaded    (retryable)
     │   ├── PluginBusy               503 plugin_busy           (retryable) or the code the plugin says
     │   └── PluginTimeout            504 plugin_timeout
     └── OperatorError                never answered over HTTP: one readable paragraph and an exit code
@@ -222,6 +224,14 @@ class HeadersTooLarge(ClientError):
     default_message = "The request has too many headers, or too long ones."
 
 
+class RateLimited(ClientError):
+    code = "rate_limited"
+    status = 429
+    kind = "rate_limit_error"
+    retryable = True
+    default_message = "Too many requests; try again after the seconds that 'Retry-After' names."
+
+
 class PluginRefusal(ClientError):
     """A plugin's own refusal of a request, under the plugin's own code where it has one."""
 
@@ -286,6 +296,13 @@ class TooManyConnections(ServerError):
     status = 503
     retryable = True
     default_message = "Too many clients are connected; try again shortly."
+
+
+class GatewayOverloaded(ServerError):
+    code = "gateway_overloaded"
+    status = 503
+    retryable = True
+    default_message = "The server is short of memory and takes no new work for now; try again shortly."
 
 
 class PluginFailed(ServerError):

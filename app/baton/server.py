@@ -7,7 +7,7 @@ import contextlib
 import gc
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from baton.api import (
     scores,
     tokens,
 )
+from baton.api.admission import Admission, AdmissionMiddleware
 from baton.api.auth import AuthMiddleware
 from baton.api.connections import protocol_for
 from baton.api.drain import LAST_WORDS_S, Drain, DrainMiddleware
@@ -51,6 +52,8 @@ from baton.handoffs.files import RecordFiles
 from baton.handoffs.planner import Planner
 from baton.pooling.runner import Pooling
 from baton.settings import Settings
+from baton.telemetry.lag import watch_lag
+from baton.telemetry.memory import MemoryReader, MemoryWatch
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
@@ -94,6 +97,7 @@ def create_app(
     *,
     metrics_listener: socket.socket | None = None,
     report: FleetReport = lambda _name, _phase: None,
+    memory_reader: MemoryReader | None = None,
 ) -> FastAPI:
     """The gateway's app. Its lifespan starts the fleet in the background and stops it at the end.
 
@@ -102,8 +106,11 @@ def create_app(
         fleet: the engines; tests hand in fakes.
         metrics_listener: where `/metrics` answers; None: on the gateway's own port.
         report: told the phase each engine's start is in.
+        memory_reader: reads how much memory there is; None: where Linux says it.
     """
     counted = fleet.metrics
+    reserve = int(settings.admission.memory_reserve)
+    memory = MemoryWatch(memory_reader or MemoryReader(), reserve, counted.memory)
     gateway = Gateway(
         settings,
         fleet,
@@ -112,6 +119,7 @@ def create_app(
         Planner(),
         Pooling(settings.pooling, counted.pooling),
         Drain(),
+        Admission(settings.admission, fleet.names, counted.admission),
     )
     keyring = keyring_for(settings)
 
@@ -120,6 +128,7 @@ def create_app(
         with contextlib.closing(gateway.pooling):
             async with (
                 gateway.handoffs.running(),
+                _beside(watch_lag(counted.loop_lag), memory.run()),
                 _metrics_port(gateway, metrics_listener),
                 _running(app, fleet, report),
             ):
@@ -135,6 +144,7 @@ def create_app(
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, invalid_parameters)
     # The last one added is the outermost.
+    app.add_middleware(AdmissionMiddleware, memory=memory)
     app.add_middleware(
         BodyLimitMiddleware,
         body_bytes=settings.limits.body_bytes,
@@ -147,6 +157,18 @@ def create_app(
     app.add_middleware(DrainMiddleware, drain=gateway.drain)
     app.add_middleware(ObserveMiddleware, metrics=gateway.metrics, routes=app.routes)
     return app
+
+
+@contextlib.asynccontextmanager
+async def _beside(*watches: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Lets what only watches run meanwhile."""
+    tasks = [asyncio.create_task(watch) for watch in watches]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

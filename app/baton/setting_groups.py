@@ -140,6 +140,34 @@ class EdgeSettings(Frozen):
     connections: int = Field(10_000, ge=1, description="Open connections; above it: 503.")
 
 
+class AdmissionSettings(Frozen):
+    """`[admission]`: how much is let in at once, and how what must wait is served."""
+
+    tenant_requests: int = Field(
+        0, ge=0, description="Requests of one tenant at once; above it: 429. 0: no limit."
+    )
+    tenant_rate: float = Field(
+        0.0, ge=0, description="Requests one tenant may make a minute; above it: 429. 0: no limit."
+    )
+    tenant_burst: int | None = Field(
+        None,
+        ge=1,
+        description="Of these, how many at once after a pause; unset: those of ten seconds.",
+    )
+    engine_requests: int = Field(
+        256, ge=1, description="Requests that one engine is given at once; more wait, each tenant in turn."
+    )
+    engine_waiting: int = Field(
+        1024, ge=0, description="Requests that may wait for one engine; above it: 503."
+    )
+    wait_s: float = Field(60.0, gt=0, le=3600, description="Seconds a request waits for its turn; then 503.")
+    memory_reserve: ByteSize = Field(
+        ByteSize(256 * MIB),
+        ge=0,
+        description="Memory that is kept free: below it new work gets 503. 0: never.",
+    )
+
+
 class MetricsSettings(Frozen):
     """`[metrics]`: where `/metrics` answers when the gateway itself is not on loopback."""
 

@@ -24,6 +24,7 @@ from pydantic_settings import (
 
 from baton.errors import SettingsError
 from baton.setting_groups import (
+    AdmissionSettings,
     AuthSettings,
     EdgeSettings,
     EngineSettings,
@@ -86,6 +87,7 @@ class Settings(BaseSettings):
     auth: AuthSettings = AuthSettings()
     limits: LimitSettings = LimitSettings()
     edge: EdgeSettings = EdgeSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     metrics: MetricsSettings = MetricsSettings()
     supervision: SupervisionSettings = SupervisionSettings()
     handoffs: HandoffSettings = HandoffSettings()
@@ -234,6 +236,7 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
         "auth": AuthSettings,
         "limits": LimitSettings,
         "edge": EdgeSettings,
+        "admission": AdmissionSettings,
         "metrics": MetricsSettings,
         "supervision": SupervisionSettings,
         "handoffs": HandoffSettings,

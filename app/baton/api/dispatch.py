@@ -30,14 +30,16 @@ async def answer(request: Request, operation: Operation, prepare: Prepare = lamb
     A client that goes away before the answer begins ends the work; after that the answer's own
     stream watches for it.
     """
-    body = await read_json(request, gateway_of(request).settings.limits)
+    gateway = gateway_of(request)
+    gateway.admission.require_tenant(request)
+    body = await read_json(request, gateway.settings.limits)
     return await operate(request, operation, body, prepare)
 
 
 async def operate(
     request: Request, operation: Operation, body: dict[str, Any], prepare: Prepare = lambda body: body
 ) -> Response:
-    """The same for a body that has been read."""
+    """The same for a request that counts for its tenant, and whose body has been read."""
     gateway = gateway_of(request)
     for field in strip_steering(body):
         gateway.metrics.stripped.labels(field).inc()
@@ -73,11 +75,16 @@ async def _respond(
     context: RequestContext,
 ) -> Response:
     wish = take_wish(body, engine, operation)
+    source = None
+    if wish is not None and wish.source:  # waited for before there is a place: its own request may need one
+        source = await gateway.handoffs.source(wish.source, engine, context.tenant)
+    ticket = await gateway.admission.engine(request, engine.name)
     if wish is None:
         reply = await engine.call(operation, body, context)
     else:
-        reply = await relayed(gateway, engine, operation, body, context, wish)
+        reply = await relayed(gateway, engine, operation, body, context, wish, source)
     if not isinstance(reply, StreamReply):
+        ticket.leave_engine()  # however slowly the client reads
         return Response(reply.body, media_type=reply.media_type, headers=dict(reply.headers))
     try:
         first = await anext(reply.events)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from baton.api.admission import Admission
 from baton.api.drain import Drain
 from baton.engines.fleet import Fleet
 from baton.handoffs.coordinator import Handoffs
@@ -27,6 +28,7 @@ class Gateway:
     planner: Planner
     pooling: Pooling
     drain: Drain
+    admission: Admission
 
 
 def gateway_of(request: Request) -> Gateway:

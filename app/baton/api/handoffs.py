@@ -24,6 +24,7 @@ router = APIRouter()
 async def create_handoff(request: Request) -> Response:
     """Compute a context and leave it behind, without an answer: 201 when it is there in time, else 202."""
     gateway = gateway_of(request)
+    gateway.admission.require_tenant(request)
     body = await read_json(request, gateway.settings.limits)
     for field in strip_steering(body):
         gateway.metrics.stripped.labels(field).inc()
@@ -33,15 +34,20 @@ async def create_handoff(request: Request) -> Response:
     engine = gateway.fleet.pick(wish.model)
     require_relay(engine)
     request.scope["baton_model"] = engine.name
-    return await unless_gone(request, _create(gateway, engine, wish, body, context_of(request)))
+    return await unless_gone(request, _create(request, gateway, engine, wish, body))
 
 
 async def _create(
-    gateway: Gateway, engine: Engine, wish: NewHandoff, body: Json, context: RequestContext
+    request: Request, gateway: Gateway, engine: Engine, wish: NewHandoff, body: Json
 ) -> Response:
-    leg, own = await computed(gateway, engine, wish, body, context)
+    context, source = context_of(request), None
+    if wish.source:  # waited for before there is a place: its own request may need one
+        source = await gateway.handoffs.source(wish.source, engine, context.tenant)
+    ticket = await gateway.admission.engine(request, engine.name)
+    leg, own = await computed(gateway, engine, wish, body, context, source)
     assert leg.target is not None
     work = gateway.handoffs.begin_work(_compute(leg, own, context))
+    ticket.keep_until(work)
     try:
         done, _ = await asyncio.wait({work}, timeout=gateway.settings.handoffs.wait_s)
     except asyncio.CancelledError:

@@ -45,8 +45,9 @@ OPERATION_ERRORS = {
     "413": "The body is too large.",
     "415": "The body is not sent as JSON, or compressed.",
     "422": "A part of the request could not be processed.",
+    "429": "The tenant asks too much; see `Retry-After`.",
     "500": "The engine failed on this request.",
-    "503": "The engine is starting, overloaded or down; see `Retry-After`.",
+    "503": "The engine is starting, overloaded or down, or memory is short; see `Retry-After`.",
 }
 HANDOFF_ERRORS = {"409": "The handoff is pending or of another model, or too much is pinned."}
 WISHES: dict[str, type[BaseModel]] = {

@@ -35,9 +35,10 @@ QUERY_OURS = ("model", "priority")
 @router.post("/pooling")
 async def create_pooling(request: Request) -> Response:
     """Pool texts or tokens, or let the model's IO processor plugin work on what is sent."""
+    gateway = gateway_of(request)
+    gateway.admission.require_tenant(request)  # places at the engine are the runner's to give
     if media_type_of(request) in UPLOAD_TYPES:
         return await _upload(request)
-    gateway = gateway_of(request)
     body = await read_json(request, gateway.settings.limits)
     engine = gateway.fleet.pick(body.get("model"))
     runner = gateway.pooling.runner(engine)

@@ -123,14 +123,14 @@ async def relayed(
     body: Json,
     context: RequestContext,
     wish: HandoffWish,
+    source: HandoffRecord | None,
 ) -> Reply:
-    """Do a request that is part of a relay.
+    """Do a request that is part of a relay, and starts from `source`.
 
     Its prompt is always the whole truth: the handoff's token ids and then its own. The entry only
     brings KV for what both share.
     """
     handoffs = gateway.handoffs
-    source = await handoffs.source(wish.source, engine, context.tenant) if wish.source else None
     leg = Leg(gateway, engine, Relay())
     await _write_prompt(leg, source, operation, body, context, prompt_only=_prompt_only(wish))
     if source is not None:
@@ -152,11 +152,14 @@ async def relayed(
 
 
 async def computed(
-    gateway: Gateway, engine: Engine, wish: NewHandoff, body: Json, context: RequestContext
+    gateway: Gateway,
+    engine: Engine,
+    wish: NewHandoff,
+    body: Json,
+    context: RequestContext,
+    source: HandoffRecord | None,
 ) -> tuple[Leg, Json]:
     """A leg that only computes a context and leaves it behind, and the body that does it."""
-    handoffs = gateway.handoffs
-    source = await handoffs.source(wish.source, engine, context.tenant) if wish.source else None
     leg = Leg(gateway, engine, Relay())
     if wish.messages is not None:
         chat = await _chat(Writer(engine, context), source, body, answered=False)
@@ -165,7 +168,7 @@ async def computed(
         await _write_prompt(leg, source, Operation.COMPLETIONS, body, context, prompt_only=True)
     if source is not None:
         leg.start_from(source)
-    target = handoffs.begin(
+    target = gateway.handoffs.begin(
         engine, context.tenant, parent=wish.source, label=wish.label, ttl_s=wish.ttl_s, pin=wish.pin
     )
     leg.leave(target, prompt_only=True)

@@ -7,6 +7,7 @@ For protocol tests and for trying a client out. It speaks the shapes of the real
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -57,6 +58,7 @@ class FakeBehaviour:
         encode_error: raised by every such prompt.
         stalled_seconds: what it says of how long it has made no progress.
         forgets_answers: its template leaves earlier answers out, as those of some thinking models do.
+        slots: how many requests it works on at once, the others wait; 0: all.
     """
 
     token_seconds: float = 0.0
@@ -70,6 +72,7 @@ class FakeBehaviour:
     encode_seconds: float = 0.0
     encode_error: BatonError | None = None
     stalled_seconds: float = 0.0
+    slots: int = 0
 
 
 @dataclass
@@ -89,6 +92,7 @@ class FakeEngine:
         starts: how often it was started.
         kills: how often it was ended without being asked.
         longest_step_s: what it says of its longest step.
+        slots: what a request waits for before it is worked on.
     """
 
     name: str
@@ -106,6 +110,7 @@ class FakeEngine:
     starts: int = 0
     kills: int = 0
     longest_step_s: float = 0.0
+    slots: contextlib.AbstractAsyncContextManager[None] = field(init=False)
 
     def __post_init__(self) -> None:
         self._tokens = Counter(
@@ -114,6 +119,8 @@ class FakeEngine:
             ("model_name", "engine"),
             registry=self.registry,
         ).labels(self.name, "0")
+        slots = self.behaviour.slots
+        self.slots = asyncio.Semaphore(slots) if slots else contextlib.nullcontext()
 
     async def start(self, report: Report) -> None:
         self.state = EngineState.STARTING
@@ -249,13 +256,14 @@ class Answer:
         engine = self._engine
         engine.active += 1
         try:
-            for word in self._said:
-                await asyncio.sleep(engine.behaviour.token_seconds)
-                if engine.state is EngineState.FAILED:
-                    raise EngineRestarting()
-                engine.count()
-                self._relay.output_ids.append(token_id(word.strip()))
-                yield word
+            async with engine.slots:
+                for word in self._said:
+                    await asyncio.sleep(engine.behaviour.token_seconds)
+                    if engine.state is EngineState.FAILED:
+                        raise EngineRestarting()
+                    engine.count()
+                    self._relay.output_ids.append(token_id(word.strip()))
+                    yield word
             self._relay.ended_by_token = engine.behaviour.ends_answers
         except (asyncio.CancelledError, GeneratorExit):
             engine.aborted += 1

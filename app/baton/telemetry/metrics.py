@@ -33,6 +33,8 @@ FAILURES = {
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
+LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
 
 class GatewayMetrics:
     """The `baton_*` series of one gateway, in a registry of their own."""
@@ -104,10 +106,47 @@ class GatewayMetrics:
             ("engine",),
             registry=registry,
         )
+        self.admission = AdmissionMetrics(registry)
+        self.memory = Gauge(
+            "baton_memory_available_bytes",
+            "Memory this process can still get; NaN where that cannot be known.",
+            registry=registry,
+        )
+        self.loop_lag = Histogram(
+            "baton_event_loop_lag_seconds",
+            "How late the event loop came back to a task that had slept.",
+            buckets=LAGS,
+            registry=registry,
+        )
         self.handoffs = HandoffMetrics(registry)
         self.pooling = PoolingMetrics(registry)
         Info("baton_build", "What is running.", registry=registry).info(
             {"version": __version__, "python": platform.python_version()}
+        )
+
+
+class AdmissionMetrics:
+    """The series of what waits for an engine."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.waiting = Gauge(
+            "baton_admission_waiting",
+            "Requests that wait for their turn.",
+            ("engine",),
+            registry=registry,
+        )
+        self.running = Gauge(
+            "baton_admission_running",
+            "Requests the engine has been given.",
+            ("engine",),
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "baton_admission_wait_seconds",
+            "Seconds a request waited for its turn, of those that got one.",
+            ("engine",),
+            buckets=SECONDS,
+            registry=registry,
         )
 
 

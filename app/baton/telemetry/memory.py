@@ -1,0 +1,145 @@
+"""How much memory this process can still get: what its cgroups allow, and what the machine has.
+
+What only caches files counts as free, as in the kernel's own `MemAvailable`: it is given up before
+anything is killed. Without that, a container that has read its models would look full for ever.
+Sources: the kernel's cgroup-v2.rst and cgroup-v1/memory.rst, proc_meminfo(5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from prometheus_client import Gauge
+
+EVERY_S = 1.0
+UNLIMITED = 1 << 60
+"""cgroup v1 says "no limit" with the largest number of pages there is."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one version of cgroups calls its files, and the fields of `memory.stat` that can be given up."""
+
+    limit: str
+    used: str
+    reclaimable: tuple[str, ...]
+
+
+V2 = Layout("memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))
+V1 = Layout("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+
+
+class MemoryReader:
+    """Reads what is available.
+
+    Args:
+        cgroups: where cgroups are mounted.
+        membership: names the cgroups of this process.
+        meminfo: of the machine.
+    """
+
+    def __init__(
+        self,
+        cgroups: Path = Path("/sys/fs/cgroup"),
+        membership: Path = Path("/proc/self/cgroup"),
+        meminfo: Path = Path("/proc/meminfo"),
+    ) -> None:
+        self._cgroups = cgroups
+        self._membership = membership
+        self._meminfo = meminfo
+
+    def available(self) -> int | None:
+        """Bytes; None: nothing here tells."""
+        found = [bytes_ for bytes_ in (*self._in_cgroups(), self._in_machine()) if bytes_ is not None]
+        return min(found, default=None)
+
+    def _in_cgroups(self) -> Iterator[int | None]:
+        for top, name, layout in self._hierarchies():
+            own = top / name.lstrip("/")
+            # In a container the name is often that on the host, and only the top is there.
+            for folder in (own, *own.parents):
+                yield _left(folder, layout)
+                if folder == top:
+                    break
+
+    def _hierarchies(self) -> Iterator[tuple[Path, str, Layout]]:
+        try:
+            lines = self._membership.read_text().splitlines()
+        except OSError:
+            lines = ["0::/"]
+        for line in lines:
+            _, _, rest = line.partition(":")
+            controllers, _, name = rest.partition(":")
+            if not controllers:
+                yield self._cgroups, name, V2
+            elif "memory" in controllers.split(","):
+                yield self._cgroups / "memory", name, V1
+
+    def _in_machine(self) -> int | None:
+        kibibytes = _fields(self._meminfo).get("MemAvailable:")
+        return None if kibibytes is None else kibibytes * 1024
+
+
+def _left(folder: Path, layout: Layout) -> int | None:
+    """What one cgroup leaves; None: it limits nothing."""
+    try:
+        limit = int((folder / layout.limit).read_text())
+        used = int((folder / layout.used).read_text())
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+    if limit >= UNLIMITED:
+        return None
+    fields = _fields(folder / "memory.stat")
+    return max(0, limit - used + sum(fields.get(name, 0) for name in layout.reclaimable))
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The lines of a file that hold a name and a number."""
+    try:
+        rows = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+class MemoryWatch:
+    """Knows whether there is memory for new work.
+
+    Args:
+        reader: what is available.
+        reserve: bytes below which there is none for new work.
+        gauge: where to show what is available.
+
+    Attributes:
+        short: there is none.
+    """
+
+    def __init__(self, reader: MemoryReader, reserve: int, gauge: Gauge) -> None:
+        self._reader = reader
+        self._reserve = reserve
+        self._gauge = gauge
+        self._log = structlog.get_logger("baton.memory")
+        self.short = False
+        self.look()
+
+    def look(self) -> None:
+        """Read once more."""
+        available = self._reader.available()
+        self._gauge.set(math.nan if available is None else available)
+        short = available is not None and available < self._reserve
+        if short and not self.short:
+            self._log.warning("memory_short", available=available, reserve=self._reserve)
+        elif self.short and not short:
+            self._log.info("memory_short_no_more", available=available, reserve=self._reserve)
+        self.short = short
+
+    async def run(self) -> None:
+        """Read every second; ends when it is cancelled."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            self.look()

@@ -1,0 +1,377 @@
+"""Turns, buckets and what is given back (rows E8 and E12), without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+
+from baton.api.admission import Admission, AdmissionMiddleware, TokenBucket
+from baton.api.fair_queue import FairQueue
+from baton.errors import BatonError, EngineOverloaded, GatewayOverloaded, InternalError, RateLimited
+from baton.setting_groups import AdmissionSettings
+from baton.telemetry.ids import RequestContext
+from baton.telemetry.metrics import AdmissionMetrics
+
+
+def queue_of(places: int = 1, room: int = 100, wait_s: float = 60.0) -> FairQueue:
+    settings = AdmissionSettings(engine_requests=places, engine_waiting=room, wait_s=wait_s)
+    return FairQueue(settings, lambda _seconds: None)
+
+
+async def soon() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def test_e8_tenants_take_turns_and_within_one_first_come_is_first_served() -> None:
+    async def scene() -> list[str]:
+        queue, served = queue_of(), []
+
+        async def ask(tenant: str, number: int) -> None:
+            await queue.enter(tenant)
+            served.append(f"{tenant}{number}")
+
+        await queue.enter("a")
+        tasks = [asyncio.create_task(ask("a", number)) for number in range(4)]
+        await soon()
+        tasks += [asyncio.create_task(ask(tenant, number)) for tenant in "bc" for number in range(2)]
+        await soon()
+        for _ in tasks:
+            queue.leave()
+            await soon()
+        queue.leave()
+        assert (queue.running, queue.waiting) == (0, 0)
+        return served
+
+    assert asyncio.run(scene()) == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "a3"]
+
+
+def test_e8_nobody_who_comes_later_is_before_those_who_wait() -> None:
+    async def scene() -> None:
+        queue = queue_of()
+        await queue.enter("a")
+        first = asyncio.create_task(queue.enter("a"))
+        await soon()
+        queue.leave()  # the place is the first's from now on, though it has not run yet
+        second = asyncio.create_task(queue.enter("b"))
+        await soon()
+        assert first.done()
+        assert not second.done()
+        queue.leave()
+        await second
+
+    asyncio.run(scene())
+
+
+def test_e8_a_full_queue_refuses_at_once_and_keeps_room_for_newcomers() -> None:
+    """An eighth of it is for tenants who have less than their share."""
+
+    async def scene() -> None:
+        queue = queue_of(room=16)
+        await queue.enter("greedy")
+        tasks = [asyncio.create_task(queue.enter("greedy")) for _ in range(20)]
+        await soon()
+        assert queue.waiting == 14
+        for task in tasks[14:]:
+            assert isinstance(task.exception(), EngineOverloaded)
+        newcomers = [asyncio.create_task(queue.enter("modest")) for _ in range(3)]
+        await soon()
+        assert queue.waiting == 16
+        assert [task.done() for task in newcomers] == [False, False, True]
+        refusal = newcomers[2].exception()
+        assert isinstance(refusal, EngineOverloaded)
+        assert (refusal.retry_after_s or 0) >= 1
+        for task in (*tasks, *newcomers):
+            task.cancel()
+        await asyncio.gather(*tasks, *newcomers, return_exceptions=True)
+        assert (queue.running, queue.waiting) == (1, 0)
+
+    asyncio.run(scene())
+
+
+def test_e8_the_whole_queue_is_there_for_many_tenants_with_little_each() -> None:
+    async def scene() -> None:
+        queue = queue_of(room=16)
+        await queue.enter("a")
+        tasks = [asyncio.create_task(queue.enter(f"tenant-{number}")) for number in range(20)]
+        await soon()
+        assert (queue.waiting, sum(task.done() for task in tasks)) == (16, 4)
+        for task in tasks[16:]:
+            assert isinstance(task.exception(), EngineOverloaded)
+        for task in tasks[:16]:
+            task.cancel()
+        await asyncio.gather(*tasks[:16], return_exceptions=True)
+
+    asyncio.run(scene())
+
+
+def test_e8_a_queue_without_room_lets_nobody_wait() -> None:
+    async def scene() -> None:
+        queue = queue_of(room=0)
+        await queue.enter("a")
+        with pytest.raises(EngineOverloaded):
+            await queue.enter("a")
+        queue.leave()
+        await queue.enter("a")
+
+    asyncio.run(scene())
+
+
+def test_e8_who_waits_too_long_is_refused_and_forgotten() -> None:
+    async def scene() -> None:
+        queue = queue_of(wait_s=0.05)
+        await queue.enter("a")
+        began = time.monotonic()
+        with pytest.raises(EngineOverloaded, match=r"within 0\.05 seconds"):
+            await queue.enter("b")
+        assert time.monotonic() - began >= 0.05
+        assert (queue.running, queue.waiting) == (1, 0)
+        queue.leave()
+        assert queue.running == 0
+
+    asyncio.run(scene())
+
+
+def test_e8_a_place_given_to_one_who_is_cancelled_in_the_same_moment_goes_to_the_next() -> None:
+    """Whichever of the two comes first."""
+
+    async def scene(first: str) -> None:
+        queue = queue_of()
+        await queue.enter("a")
+        gone = asyncio.create_task(queue.enter("a"))
+        await soon()
+        following = asyncio.create_task(queue.enter("b"))
+        await soon()
+        steps: list[Callable[[], Any]] = [queue.leave, gone.cancel]
+        for step in steps if first == "leave" else reversed(steps):
+            step()
+        await soon()
+        assert gone.cancelled()
+        assert following.done()
+        assert (queue.running, queue.waiting) == (1, 0)
+        queue.leave()
+        assert queue.running == 0
+
+    for first in ("leave", "cancel"):
+        asyncio.run(scene(first))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_e8_a_bucket_holds_its_burst_and_fills_at_its_rate() -> None:
+    clock = Clock()
+    bucket = TokenBucket(rate=60, burst=3, clock=clock)
+    assert [bucket.take() for _ in range(3)] == [0, 0, 0]
+    assert bucket.take() == pytest.approx(1)
+    clock.now += 0.25
+    assert bucket.take() == pytest.approx(0.75)
+    clock.now += 0.75
+    assert bucket.take() == 0
+    assert bucket.take() == pytest.approx(1)
+    clock.now += 1000
+    assert [bucket.take() for _ in range(4)] == [0, 0, 0, pytest.approx(1)]
+
+
+def admission_of(clock: Clock | None = None, **settings: Any) -> Admission:
+    metrics = AdmissionMetrics(CollectorRegistry())
+    return Admission(AdmissionSettings(**settings), ["e", "f"], metrics, clock=clock or Clock())
+
+
+Handler = Callable[[Request], Awaitable[None]]
+
+
+async def through(
+    handler: Handler, tenant: str = "acme", *, method: str = "POST", short: bool = False
+) -> None:
+    """One request through the middleware, to `handler`."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await handler(Request(scope))
+
+    async def nothing(*_: Any) -> Any:
+        return None
+
+    scope = {"type": "http", "method": method, "headers": [], "baton": RequestContext("id", tenant=tenant)}
+    memory: Any = SimpleNamespace(short=short)
+    await AdmissionMiddleware(app, memory=memory)(scope, nothing, nothing)
+
+
+def test_e8_a_tenants_rate_is_its_own_and_says_when_to_come_back() -> None:
+    clock = Clock()
+    admission = admission_of(clock, tenant_rate=6, tenant_burst=2)
+
+    async def handler(request: Request) -> None:
+        admission.require_tenant(request)
+
+    async def scene() -> None:
+        await through(handler)
+        await through(handler)
+        for passed, left in ((0.0, 10), (2.5, 8)):
+            clock.now += passed
+            with pytest.raises(RateLimited) as refused:
+                await through(handler)
+            assert refused.value.retry_after_s == left
+        await through(handler, "globex")
+        clock.now += 8
+        await through(handler)
+
+    asyncio.run(scene())
+
+
+def test_e8_a_tenants_requests_at_once_are_counted_until_their_answers_are_over() -> None:
+    """However they end; and a refused one does not count."""
+    admission = admission_of(tenant_requests=1)
+
+    async def scene() -> None:
+        open_door = asyncio.Event()
+
+        async def slow(request: Request) -> None:
+            admission.require_tenant(request)
+            await open_door.wait()
+
+        async def failing(request: Request) -> None:
+            admission.require_tenant(request)
+            raise InternalError
+
+        running = asyncio.create_task(through(slow))
+        await soon()
+        for _ in range(2):
+            with pytest.raises(RateLimited):
+                await through(slow)
+        with pytest.raises(InternalError):
+            await through(failing, "globex")
+        with pytest.raises(InternalError):
+            await through(failing, "globex")
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        open_door.set()
+        await through(slow)
+
+    asyncio.run(scene())
+
+
+def test_e8_one_engine_that_is_full_does_not_hold_up_another() -> None:
+    admission = admission_of(engine_requests=1, engine_waiting=0)
+
+    async def scene() -> None:
+        async def at_f(request: Request) -> None:
+            await admission.engine(request, "f")
+
+        async def at_e(request: Request) -> None:
+            await admission.engine(request, "e")
+            with pytest.raises(EngineOverloaded):
+                await through(at_e)
+            await through(at_f)
+
+        await through(at_e)
+
+    asyncio.run(scene())
+
+
+def test_e8_what_goes_on_after_the_answer_keeps_its_place() -> None:
+    admission = admission_of(engine_requests=1, engine_waiting=0, tenant_requests=1)
+
+    async def scene() -> None:
+        done = asyncio.Event()
+        work = asyncio.create_task(done.wait())
+
+        async def handler(request: Request) -> None:
+            admission.require_tenant(request)
+            (await admission.engine(request, "e")).keep_until(work)
+
+        await through(handler)
+        with pytest.raises(RateLimited):
+            await through(handler)
+        done.set()
+        await work
+        await soon()
+        await through(handler)
+
+    asyncio.run(scene())
+
+
+def test_e8_without_memory_new_work_is_refused_and_looking_and_deleting_are_not() -> None:
+    async def handler(_: Request) -> None:
+        return None
+
+    for method in ("POST", "PUT", "PATCH"):
+        with pytest.raises(GatewayOverloaded) as refused:
+            asyncio.run(through(handler, method=method, short=True))
+        assert refused.value.retry_after_s
+    for method in ("GET", "HEAD", "DELETE", "OPTIONS"):
+        asyncio.run(through(handler, method=method, short=True))
+    asyncio.run(through(handler, short=False))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_e8_no_place_is_lost_whatever_ends_three_thousand_requests(seed: int) -> None:
+    """Answered, failed, cancelled while waiting, while working, before they began, or refused."""
+    draw = random.Random(seed)
+    registry = CollectorRegistry()
+    metrics = AdmissionMetrics(registry)
+    settings = AdmissionSettings(tenant_requests=30, engine_requests=7, engine_waiting=40, wait_s=0.02)
+    admission = Admission(settings, ["e"], metrics)
+    ended: Counter[str] = Counter()
+    most = 0
+
+    def shown(name: str) -> float | None:
+        return registry.get_sample_value(f"baton_admission_{name}", {"engine": "e"})
+
+    async def handler(request: Request) -> None:
+        nonlocal most
+        admission.require_tenant(request)
+        ticket = await admission.engine(request, "e")
+        most = max(most, int(shown("running") or 0))
+        await asyncio.sleep(draw.random() * 0.004)
+        if draw.random() < 0.2:
+            raise InternalError
+        if draw.random() < 0.5:
+            ticket.leave_engine()
+            await asyncio.sleep(0)
+        elif draw.random() < 0.2:
+            ticket.keep_until(asyncio.create_task(asyncio.sleep(0.001)))
+
+    async def ask() -> None:
+        try:
+            await through(handler, draw.choice(["a", "a", "a", "b", "c"]))
+            ended["answered"] += 1
+        except BatonError as error:
+            ended[error.code] += 1
+
+    async def scene() -> None:
+        tasks = []
+        for _ in range(3000):
+            task = asyncio.create_task(ask())
+            tasks.append(task)
+            if draw.random() < 0.4:
+                asyncio.get_running_loop().call_later(draw.random() * 0.02, task.cancel)
+            if draw.random() < 0.1:
+                await asyncio.sleep(draw.random() * 0.004)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        ended["cancelled"] = sum(isinstance(result, asyncio.CancelledError) for result in results)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(scene())
+    print(f"E8: seed {seed}: {dict(ended)}, at most {most} at once")
+    assert sum(ended.values()) == 3000
+    assert set(ended) == {"answered", "internal_error", "engine_overloaded", "rate_limited", "cancelled"}
+    assert most == 7
+    assert (shown("running"), shown("waiting")) == (0, 0)
+    assert all(tenant.running == 0 for tenant in admission._tenants.values())

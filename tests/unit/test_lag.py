@@ -1,0 +1,45 @@
+"""How late the loop is (row E11)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from baton.telemetry.lag import watch_lag
+from baton.telemetry.metrics import GatewayMetrics
+
+
+def watched(stall_s: float) -> tuple[GatewayMetrics, list[str]]:
+    """The metrics and the log of a loop that is held once for so long."""
+    metrics = GatewayMetrics()
+
+    async def scene() -> None:
+        watch = asyncio.create_task(watch_lag(metrics.loop_lag))
+        await asyncio.sleep(0.15)
+        time.sleep(stall_s)  # noqa: ASYNC251  # holds the loop on purpose
+        await asyncio.sleep(0.15)
+        watch.cancel()
+
+    with structlog.testing.capture_logs() as logs:
+        asyncio.run(scene())
+    return metrics, [line["event"] for line in logs]
+
+
+def test_e11_a_loop_that_is_held_is_measured_and_told_in_the_log() -> None:
+    metrics, logs = watched(0.75)
+    registry = metrics.registry
+    held = registry.get_sample_value("baton_event_loop_lag_seconds_sum") or 0
+    seen = registry.get_sample_value("baton_event_loop_lag_seconds_count") or 0
+    below = registry.get_sample_value("baton_event_loop_lag_seconds_bucket", {"le": "0.5"}) or 0
+    print(f"E11: held for 0.75 s, {held:.2f} s of lag seen in {seen:.0f} looks")
+    assert held >= 0.6
+    assert seen - below >= 1
+    assert logs.count("event_loop_stalled") >= 1
+
+
+def test_e11_a_short_delay_is_measured_only() -> None:
+    metrics, logs = watched(0.2)
+    assert (metrics.registry.get_sample_value("baton_event_loop_lag_seconds_sum") or 0) >= 0.05
+    assert "event_loop_stalled" not in logs
