@@ -50,7 +50,7 @@ bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory 
 bench-pooling: $(VENV)/.dev ## Measure scenes beside plain vLLM's server and torch alone (minutes; ARGS=--full: a whole Sentinel-2 tile)
 	$(BIN)/python bench/pooling.py $(ARGS)
 
-chaos: $(VENV)/.dev ## Break engines on purpose (minutes)
+chaos: $(VENV)/.dev ## Break engines on purpose, ask ten times too much (ten minutes)
 	$(BIN)/python -m pytest -m chaos $(ARGS)
 
 soak: $(VENV)/.dev ## Run long (minutes to hours)

@@ -77,7 +77,7 @@ class LimitSettings(Frozen):
     )
     body_depth: int = Field(64, ge=4, le=190, description="Deepest nesting of a JSON body; above it: 400.")
     body_values: int = Field(
-        200_000,
+        300_000,
         ge=1000,
         description="Most commas and colons in a JSON body, which tell how many values it holds.",
     )

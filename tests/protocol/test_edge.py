@@ -105,6 +105,7 @@ def test_e4_slow_headers_are_closed_with_408() -> None:
         print(f"E4: slow head closed after {seconds:.2f} s of 0.5")
 
 
+@pytest.mark.chaos
 def test_e4_the_shipped_deadline_of_a_head_holds() -> None:
     with run_fake(FakeEngine("a")) as gateway, connect(gateway, timeout=20) as connection:
         began = time.monotonic()

@@ -156,13 +156,13 @@ def large_bodies() -> dict[str, bytes]:
     """Bodies of up to 32 MiB that are all in order."""
     room = 32 * MIB - 1024
     head = json.dumps(ROUTES["/v1/completions"]).encode()[:-1] + b', "x": '
-    escaped, pairs = b'"' + b"\\u00e9" * (room // 6) + b'"', 240_000
+    escaped, pairs = b'"' + b"\\u00e9" * (room // 6) + b'"', 145_000
     items = {
         "one text": b'"' + b"x" * room + b'"',
         "one text of escapes": escaped,
         "long keys": json.dumps({f"key{number}" + "k" * 110: 0 for number in range(pairs)}).encode(),
-        "numbers": b"[" + b"1.5," * 490_000 + b"0]",
-        "empty lists": b"[" + b"[]," * 490_000 + b"0]",
+        "numbers": b"[" + b"1.5," * 295_000 + b"0]",
+        "empty lists": b"[" + b"[]," * 295_000 + b"0]",
     }
     return {name: head + item + b"}" for name, item in items.items()}
 

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.api.keys import create_key
 from baton.engines.fake import FakeBehaviour, FakeEngine
 
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 SLOTS, TOKENS, TOKEN_S = 8, 4, 0.05
 NOMINAL = SLOTS / (TOKENS * TOKEN_S)
 """Requests a second that the fake engine can do."""

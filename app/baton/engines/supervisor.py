@@ -16,6 +16,7 @@ from baton.setting_groups import SupervisionSettings
 from baton.telemetry.metrics import GatewayMetrics
 
 POLL_S = 0.2
+REASONS = ("died", "hung", "start")
 STEPS_OF_PATIENCE = 4
 """An engine may take so many times as long as its longest step so far before it counts as hung."""
 
@@ -52,6 +53,9 @@ class Supervisor:
         self._down_since = 0.0
         self._log = structlog.get_logger("baton.fleet").bind(engine=engine.name)
         self.given_up = False
+        metrics.engine_stalled.labels(engine.name).set(0)
+        for reason in REASONS:
+            metrics.engine_restarts.labels(engine.name, reason)
 
     @property
     def engine(self) -> Engine:
