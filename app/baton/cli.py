@@ -156,7 +156,10 @@ def create_key(
     """Make a key for a tenant and print it. It is stored only as a digest: keep it now."""
     file = load_settings(config).keys_file
     key = api_keys.create_key(file, tenant)
-    print(f"Added to {file}; a running gateway reads it at its next start.", file=sys.stderr)
+    print(
+        f"Added to {file}; a gateway with keys knows it within a second, an open one at its next start.",
+        file=sys.stderr,
+    )
     print(key)
 
 
@@ -178,7 +181,7 @@ def revoke_key(
     """Take a key away."""
     file = load_settings(config).keys_file
     api_keys.revoke_key(file, key_id)
-    print(f"Revoked {key_id}; a running gateway forgets it at its next start.")
+    print(f"Revoked {key_id}; a running gateway forgets it within a second.")
     if not api_keys.read_keys(file):
         print(f"No key is left: nobody can call until you make one, or remove {file}.", file=sys.stderr)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,7 +14,7 @@ import httpx
 import pytest
 from gateways import FakeGateway, raw_status, run_fake
 
-from baton.api.keys import create_key, keyring_for, read_keys, revoke_key
+from baton.api.keys import LOOK_EVERY_S, create_key, keyring_for, read_keys, revoke_key
 from baton.engines.fake import FakeEngine
 from baton.errors import SettingsError
 from baton.settings import load_settings
@@ -211,3 +213,41 @@ def test_g1_a_gateway_whose_last_key_was_revoked_stays_closed(tmp_path: Path) ->
     with run_fake(FakeEngine("a"), auth={"keys_file": file}) as gateway:
         assert httpx.get(f"{gateway.url}/v1/models").status_code == 401
         assert httpx.get(f"{gateway.url}/livez").status_code == 200
+
+
+def test_g3_keys_change_under_load_without_a_server_error(tmp_path: Path) -> None:
+    """A revoked key stops working within two seconds, the other works all the time."""
+    file = tmp_path / "keys.json"
+    leaving, staying = create_key(file, "acme"), create_key(file, "globex")
+    statuses: dict[str, list[int]] = {leaving: [], staying: []}
+    over = threading.Event()
+
+    def ask(url: str, key: str) -> None:
+        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}) as client:
+            while not over.is_set():
+                body = {"model": "a", "prompt": "one", "max_tokens": 1}
+                statuses[key].append(client.post("/v1/completions", json=body).status_code)
+
+    with run_fake(FakeEngine("a"), auth={"keys_file": file}) as gateway:
+        asking = [threading.Thread(target=ask, args=(gateway.url, key)) for key in statuses for _ in range(4)]
+        for thread in asking:
+            thread.start()
+        time.sleep(1)
+        revoke_key(file, read_keys(file)[0].id)
+        began = time.monotonic()
+        while statuses[leaving][-1] != 401:
+            assert time.monotonic() - began < LOOK_EVERY_S + 1
+            time.sleep(0.01)
+        effective = time.monotonic() - began
+        fresh = create_key(file, "initech")
+        time.sleep(LOOK_EVERY_S + 0.5)
+        over.set()
+        for thread in asking:
+            thread.join()
+        headers = {"Authorization": f"Bearer {fresh}"}
+        assert httpx.get(f"{gateway.url}/v1/models", headers=headers).status_code == 200
+    print(
+        f"G3: revoked within {effective:.2f} s, {sum(map(len, statuses.values()))} requests meanwhile, 0 5xx"
+    )
+    assert set(statuses[staying]) == {200}
+    assert set(statuses[leaving]) == {200, 401}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.api.auth import presented_key
-from baton.api.keys import Keyring, create_key, read_keys, revoke_key
+from baton.api.keys import LOOK_EVERY_S, Keyring, KeysFile, create_key, read_keys, revoke_key
 from baton.errors import SettingsError
 
 
@@ -70,3 +70,27 @@ def test_a_key_is_taken_as_openai_and_anthropic_clients_send_it(
     headers: list[tuple[bytes, bytes]], key: str
 ) -> None:
     assert presented_key(headers) == key
+
+
+def test_g3_a_running_gateway_follows_its_keys_file(tmp_path: Path) -> None:
+    """Keys made and revoked count within a second; a broken file changes nothing, one that is gone closes it."""
+    file, now = tmp_path / "keys.json", 0.0
+    first = create_key(file, "acme")
+    keyring = KeysFile(file, lambda: now)
+    second = create_key(file, "globex")
+    assert keyring.tenant(second) is None, "it looks no more than once a second"
+    now = LOOK_EVERY_S
+    assert (keyring.tenant(first), keyring.tenant(second)) == ("acme", "globex")
+    revoke_key(file, read_keys(file)[0].id)
+    now = 2 * LOOK_EVERY_S
+    assert (keyring.tenant(first), keyring.tenant(second)) == (None, "globex")
+    whole = file.read_text()
+    file.write_text("half")
+    now = 3 * LOOK_EVERY_S
+    assert keyring.tenant(second) == "globex"
+    file.write_text(whole)
+    now = 4 * LOOK_EVERY_S
+    assert keyring.tenant(second) == "globex"
+    file.unlink()
+    now = 5 * LOOK_EVERY_S
+    assert keyring.tenant(second) is None

@@ -12,10 +12,11 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
+import structlog
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -24,6 +25,8 @@ from baton.settings import Settings
 
 KEY_PREFIX = "bt_"
 MAX_KEY_CHARS = 256
+LOOK_EVERY_S = 1.0
+"""How long a key that was revoked may still open a running gateway."""
 
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
@@ -60,6 +63,57 @@ class Keyring:
         return self._tenants.get(digest(key[:MAX_KEY_CHARS]))
 
 
+class KeysFile(Keyring):
+    """The keyring of a file that may change: keys made or revoked meanwhile count within `LOOK_EVERY_S`.
+
+    A file that cannot be used leaves things as they were, and says so in the log; one that is gone closes the
+    gateway, like one whose last key was revoked.
+
+    Args:
+        file: of the keys.
+        clock: seconds on a monotonic clock.
+
+    Raises:
+        SettingsError: the file cannot be used.
+    """
+
+    def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = file
+        self._clock = clock
+        self._looked = clock()
+        self._state = _state(file)
+        super().__init__(read_keys(file))
+
+    def tenant(self, key: str) -> str | None:
+        if self._clock() - self._looked >= LOOK_EVERY_S:
+            self._looked = self._clock()
+            self._look()
+        return super().tenant(key)
+
+    def _look(self) -> None:
+        state = _state(self._file)
+        if state == self._state:
+            return
+        self._state = state
+        log = structlog.get_logger("baton.keys")
+        try:
+            keys = read_keys(self._file)
+        except SettingsError as error:
+            log.error("keys_file_unusable", cause=error.message)
+            return
+        self._tenants = {stored.sha256: stored.tenant for stored in keys}
+        log.info("keys_file_read", keys=len(keys))
+
+
+def _state(file: Path) -> tuple[int, int, int] | None:
+    """What differs when the file was replaced or written to."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def keyring_for(settings: Settings) -> Keyring | None:
     """The known keys, or None when everyone is the local tenant.
 
@@ -69,7 +123,7 @@ def keyring_for(settings: Settings) -> Keyring | None:
         SettingsError: the gateway would serve a network without asking who calls.
     """
     if settings.keys_file.exists():
-        return Keyring(read_keys(settings.keys_file))
+        return KeysFile(settings.keys_file)
     if settings.auth.keys_file is not None:
         raise SettingsError(f"auth.keys_file: {settings.keys_file} does not exist; `baton keys create`")
     if not settings.loopback and not settings.auth.allow_unauthenticated:
