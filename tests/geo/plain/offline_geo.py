@@ -40,7 +40,7 @@ def engine_of(model: str, engine_args: str) -> Any:
     from vllm import LLM
 
     quick = {"skip_tokenizer_init": True, "mm_processor_cache_gb": 0, "enforce_eager": True}
-    return LLM(model, **quick, gpu_memory_utilization=0.2, **json.loads(engine_args))
+    return LLM(model, **quick, gpu_memory_utilization=0.1, **json.loads(engine_args))
 
 
 def refusal(llm: Any, data: dict[str, Any]) -> str:

@@ -52,8 +52,14 @@ def scenes(folder: Path) -> dict[str, bytes]:
     return made
 
 
+def root_cause(stderr: str) -> str:
+    """What the engine's process said, and the end of it all."""
+    said = [line for line in stderr.splitlines() if " ERROR " in line or "Error: " in line]
+    return "\n".join([*said[-30:], stderr[-1500:]])
+
+
 def told_by(folder: Path, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, root_cause(done.stderr)
     told: dict[str, Any] = json.loads((folder / "told.json").read_text())
     return told
 
