@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
-import numpy as np
 import pytest
+from asked import asked_all_the_time
 from gateways import RealGateway
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-HELD_UP_S = 1.0
-"""What would hold the loop does so for seconds; a machine under test has two cores for all of it."""
-
-
-@contextmanager
-def asked_all_the_time(gateway: RealGateway, row: str) -> Iterator[None]:
-    """`/livez` is asked every 5 ms meanwhile, and answers."""
-    waits: list[float] = []
-    over = threading.Event()
-
-    def ask() -> None:
-        with gateway.client() as probe:
-            while not over.is_set():
-                began = time.monotonic()
-                assert probe.get("/livez").status_code == 200
-                waits.append(time.monotonic() - began)
-                time.sleep(0.005)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
-        yield
-    finally:
-        over.set()
-        asking.join()
-    median, late, most = (1000 * float(np.quantile(waits, share)) for share in (0.5, 0.99, 1.0))
-    print(f"{row}: /livez {len(waits)} asked, median {median:.1f} ms, p99 {late:.1f} ms, most {most:.0f} ms")
-    assert most < HELD_UP_S * 1000
 
 
 def test_e11_a_megabyte_of_text_is_tokenised_beside_the_loop(tiny_gateway: RealGateway) -> None:
