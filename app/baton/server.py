@@ -42,7 +42,7 @@ from baton.api.drain import LAST_WORDS_S, Drain, DrainMiddleware
 from baton.api.faults import FaultsMiddleware, http_exception, invalid_parameters
 from baton.api.gateway import Gateway
 from baton.api.heads import HeadMiddleware
-from baton.api.keys import keyring_for
+from baton.api.keys import Keyring, keyring_for
 from baton.api.limits import BodyLimitMiddleware
 from baton.api.observe import ObserveMiddleware
 from baton.engines.fleet import Fleet, FleetReport
@@ -121,7 +121,6 @@ def create_app(
         Drain(),
         Admission(settings.admission, fleet.names, counted.admission),
     )
-    keyring = keyring_for(settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -143,7 +142,13 @@ def create_app(
     openapi.install(app)
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, invalid_parameters)
-    # The last one added is the outermost.
+    _add_layers(app, gateway, keyring_for(settings), memory)
+    return app
+
+
+def _add_layers(app: FastAPI, gateway: Gateway, keyring: Keyring | None, memory: MemoryWatch) -> None:
+    """What stands between the socket and the routes. The last one added is the outermost."""
+    settings = gateway.settings
     app.add_middleware(AdmissionMiddleware, memory=memory)
     app.add_middleware(
         BodyLimitMiddleware,
@@ -156,7 +161,6 @@ def create_app(
     app.add_middleware(FaultsMiddleware, metrics=gateway.metrics)
     app.add_middleware(DrainMiddleware, drain=gateway.drain)
     app.add_middleware(ObserveMiddleware, metrics=gateway.metrics, routes=app.routes)
-    return app
 
 
 @contextlib.asynccontextmanager

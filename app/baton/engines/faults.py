@@ -63,8 +63,9 @@ TABLE: tuple[tuple[type[BaseException], type[BatonError]], ...] = (
     (AttributeError, Unprocessable),
     (AssertionError, Unprocessable),
 )
-UNFORESEEN = (LookupError, AttributeError, AssertionError)
 """The first row that fits an exception decides."""
+UNFORESEEN = (LookupError, AttributeError, AssertionError)
+"""What vLLM's code raises at a shape nobody thought of."""
 
 CONTEXT_WORDS = ("maximum context length", "max_model_len", "maximum model length")
 

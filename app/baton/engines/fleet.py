@@ -136,8 +136,8 @@ class Fleet:
     def metrics_page(self) -> bytes:
         """The `/metrics` page: the gateway's series and every engine's."""
         for name, current in self.states.items():
-            self.metrics.engine_up.labels(name).set(current is EngineState.READY)
+            self.metrics.engines.up.labels(name).set(current is EngineState.READY)
             for state in EngineState:
-                self.metrics.engine_state.labels(name, state.value).set(state is current)
+                self.metrics.engines.state.labels(name, state.value).set(state is current)
         registries = (self.metrics.registry, *self._shared_registries)
         return MergedRegistry((*registries, *(engine.registry for engine in self.engines))).page()

@@ -53,9 +53,9 @@ class Supervisor:
         self._down_since = 0.0
         self._log = structlog.get_logger("baton.fleet").bind(engine=engine.name)
         self.given_up = False
-        metrics.engine_stalled.labels(engine.name).set(0)
+        metrics.engines.stalled.labels(engine.name).set(0)
         for reason in REASONS:
-            metrics.engine_restarts.labels(engine.name, reason)
+            metrics.engines.restarts.labels(engine.name, reason)
 
     @property
     def engine(self) -> Engine:
@@ -96,7 +96,7 @@ class Supervisor:
             began = self._clock()
             await self._engine.start(report)
         self._start_s = max(self._clock() - began, 1e-3)
-        self._metrics.engine_start.labels(self._engine.name).set(self._start_s)
+        self._metrics.engines.start.labels(self._engine.name).set(self._start_s)
         self._log.info("engine_ready", seconds=round(self._start_s, 1))
 
     async def keep_alive(self) -> None:
@@ -123,7 +123,7 @@ class Supervisor:
 
     def _hangs(self) -> bool:
         stalled = self._engine.stalled_s()
-        self._metrics.engine_stalled.labels(self._engine.name).set(stalled)
+        self._metrics.engines.stalled.labels(self._engine.name).set(stalled)
         limit = max(self._settings.hang_s, STEPS_OF_PATIENCE * self._engine.longest_step_s)
         return bool(self._settings.hang_s) and stalled > limit
 
@@ -137,7 +137,7 @@ class Supervisor:
         delay = self._delay()
         self._restarts.append(self._clock() + delay)
         await asyncio.sleep(delay)
-        self._metrics.engine_restarts.labels(self._engine.name, reason).inc()
+        self._metrics.engines.restarts.labels(self._engine.name, reason).inc()
         self._log.warning("engine_restarting", reason=reason, attempt=len(self._restarts))
         try:
             await self.start()

@@ -79,33 +79,7 @@ class GatewayMetrics:
             ("field",),
             registry=registry,
         )
-        self.engine_up = Gauge(
-            "baton_engine_up", "1 while the engine answers.", ("engine",), registry=registry
-        )
-        self.engine_state = Gauge(
-            "baton_engine_state",
-            "1 for the state the engine is in, 0 for the others.",
-            ("engine", "state"),
-            registry=registry,
-        )
-        self.engine_restarts = Counter(
-            "baton_engine_restarts_total",
-            "Attempts to start an engine anew, by what it was lost to.",
-            ("engine", "reason"),
-            registry=registry,
-        )
-        self.engine_stalled = Gauge(
-            "baton_engine_last_progress_seconds",
-            "Seconds since an engine with work last got on with it; 0 without work.",
-            ("engine",),
-            registry=registry,
-        )
-        self.engine_start = Gauge(
-            "baton_engine_start_seconds",
-            "Seconds the engine's last start took.",
-            ("engine",),
-            registry=registry,
-        )
+        self.engines = FleetMetrics(registry)
         self.admission = AdmissionMetrics(registry)
         self.memory = Gauge(
             "baton_memory_available_bytes",
@@ -122,6 +96,37 @@ class GatewayMetrics:
         self.pooling = PoolingMetrics(registry)
         Info("baton_build", "What is running.", registry=registry).info(
             {"version": __version__, "python": platform.python_version()}
+        )
+
+
+class FleetMetrics:
+    """The series of the engines' lives."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.up = Gauge("baton_engine_up", "1 while the engine answers.", ("engine",), registry=registry)
+        self.state = Gauge(
+            "baton_engine_state",
+            "1 for the state the engine is in, 0 for the others.",
+            ("engine", "state"),
+            registry=registry,
+        )
+        self.restarts = Counter(
+            "baton_engine_restarts_total",
+            "Attempts to start an engine anew, by what it was lost to.",
+            ("engine", "reason"),
+            registry=registry,
+        )
+        self.stalled = Gauge(
+            "baton_engine_last_progress_seconds",
+            "Seconds since an engine with work last got on with it; 0 without work.",
+            ("engine",),
+            registry=registry,
+        )
+        self.start = Gauge(
+            "baton_engine_start_seconds",
+            "Seconds the engine's last start took.",
+            ("engine",),
+            registry=registry,
         )
 
 
