@@ -282,7 +282,7 @@ class VllmEngine:
             self._relays[context.request_id] = relay
         CURRENT_CALL.set(call)
         try:
-            body = _with_whole_prompt(operation, _with_our_id(operation, body, context), relay)
+            body = _with_whole_prompt(operation, _for_responses(operation, body, context), relay)
             request = self._handlers.parse(operation, body)
             answer = await method(request, handlers.synthetic_request(context))
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all
@@ -336,11 +336,12 @@ class VllmEngine:
             raise call.failure
 
 
-def _with_our_id(operation: Operation, body: Json, context: RequestContext) -> Json:
-    """`/v1/responses` takes its id from the body, not from the header the other handlers read."""
-    if operation is Operation.RESPONSES:
-        return body | {"request_id": f"resp_{context.request_id}"}
-    return body
+def _for_responses(operation: Operation, body: Json, context: RequestContext) -> Json:
+    """The id in the body, where this handler reads it, and no null that its answer would choke on repeating."""
+    if operation is not Operation.RESPONSES:
+        return body
+    kept = {key: value for key, value in body.items() if value is not None or key not in ("background", "truncation")}
+    return kept | {"request_id": f"resp_{context.request_id}"}
 
 
 def _with_whole_prompt(operation: Operation, body: Json, relay: Relay | None) -> Json:
