@@ -119,10 +119,9 @@ class RealGateway:
         self.keys: dict[str, str] = {}
 
     def __enter__(self) -> RealGateway:
-        port = [] if "--port" in self._arguments else ["--port", "0"]
         self._stream = open(self.output, "w")  # closed in __exit__
         self.process = subprocess.Popen(
-            [BATON, "serve", *port, *self._arguments],
+            self.command(),
             stdout=self._stream,
             stderr=subprocess.STDOUT,
             env=self._environment,
@@ -135,6 +134,10 @@ class RealGateway:
         if self.process.poll() is None:
             self.stop()
         self._stream.close()
+
+    def command(self) -> list[str]:
+        port = [] if "--port" in self._arguments else ["--port", "0"]
+        return [BATON, "serve", *port, *self._arguments]
 
     def restart(self) -> None:
         """Stop it and start it anew, with the same settings; its URL may be another then."""

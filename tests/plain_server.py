@@ -1,0 +1,48 @@
+"""vLLM's own server with the embedded model, to be treated as Baton is in the same run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import httpx
+from gateways import READY_WITHIN_S, RealGateway
+
+from baton.models.store import ModelStore
+from baton.settings import load_settings
+
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TORCHDYNAMO_DISABLE": "1"}
+
+
+class PlainServer(RealGateway):
+    """`vllm serve`, on a free port, with the engine settings that Baton has by itself on a CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        super().__init__([], folder, QUIET | {"VLLM_CPU_OMP_THREADS_BIND": cores})
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+
+    def command(self) -> list[str]:
+        model = ModelStore(load_settings().models_folder).resolve("smollm2")
+        server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        where = ["--host", "127.0.0.1", "--port", str(self._port)]
+        engine = ["--max-model-len", "2048", "--enforce-eager", "--kv-cache-memory-bytes", str(512 * 2**20)]
+        return [*server, *where, "--model", model, "--served-model-name", "smollm2", *engine]
+
+    def wait_until_ready(self) -> None:
+        self.url = f"http://127.0.0.1:{self._port}"
+        deadline = time.monotonic() + READY_WITHIN_S
+        while not self.answers():
+            assert self.process.poll() is None, f"the server ended:\n{self.log[-3000:]}"
+            assert time.monotonic() < deadline, self.log[-3000:]
+            time.sleep(0.2)
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
+        except httpx.TransportError:
+            return False
