@@ -337,7 +337,7 @@ class VllmEngine:
 
 
 def _for_responses(operation: Operation, body: Json, context: RequestContext) -> Json:
-    """The id in the body, where this handler reads it, and no null that its answer would choke on repeating."""
+    """The id in the body, where this handler reads it; and no null that its answer would choke on."""
     if operation is not Operation.RESPONSES:
         return body
     kept = {
