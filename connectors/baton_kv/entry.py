@@ -17,6 +17,7 @@ token ids and all chunk digests; it is checked when an entry is opened, each chu
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ from blake3 import blake3
 from baton_kv.stores.base import Reader
 
 FORMAT = "baton-kv/1"
+OTHER_FORMAT = re.compile(r"baton-kv/\d{1,9}")
 CHUNK_BYTES = 1024 * 1024
 DIGEST_BYTES = 32
 PAGE_BYTES = 4096
@@ -163,6 +165,7 @@ class Entry:
 
     Raises:
         EntryInvalid: it is torn, changed, forged, or somebody else's.
+        EntryForeign: another version of this file wrote it; what it holds is not looked at.
     """
 
     def __init__(self, reader: Reader, key: str, secret: bytes) -> None:
@@ -238,7 +241,10 @@ def _read_header(reader: Reader) -> tuple[Description, str, int]:
         raise ValueError("the header's length is impossible")
     header = json.loads(reader.read(LENGTH.size, LENGTH.size + length))
     metadata = header.pop("__metadata__")
-    described = Description(**json.loads(metadata["baton_kv"]))
+    told = json.loads(metadata["baton_kv"])
+    if told["format"] != FORMAT and OTHER_FORMAT.fullmatch(told["format"]):
+        raise EntryForeign("it is in the format of another version")
+    described = Description(**told)
     numbers = (described.tokens, described.layers, described.blocks, described.block_bytes)
     if described.format != FORMAT or not all(type(number) is int and number > 0 for number in numbers):
         raise ValueError("another format")

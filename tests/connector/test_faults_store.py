@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import os
 import pickle
 import random
@@ -444,6 +445,25 @@ def test_b9_other_weights_layouts_and_versions_never_meet(tmp_path: Path) -> Non
     print(f"\nB9: {hits[False]} cross hits among {len(facts)} engines, {hits[True]} own hits")
     assert hits == {True: 2 * len(facts), False: 0}
     assert set(store.keys()) == set(engines), "they are sound, only not of that engine"
+
+
+@pytest.mark.parametrize("number", [0, 2, 17])
+def test_h6_an_entry_of_another_version_s_format_is_a_miss_and_stays(relay: Relay, number: int) -> None:
+    """Two versions may share a store while one replaces the other; neither may destroy what the other left."""
+    header = int.from_bytes(relay.sound[:8], "little")
+    told = json.loads(relay.sound[8 : 8 + header])
+    said = json.loads(told["__metadata__"]["baton_kv"])
+    said = said | {"format": f"baton-kv/{number}", "a_later_field": True}
+    told["__metadata__"]["baton_kv"] = json.dumps(said)
+    written = json.dumps(told).encode()
+    data = len(written).to_bytes(8, "little") + written + relay.sound[8 + header :]
+    hits, failure = relay.hits(data, relay.key), relay.loader.load(relay.key)
+    print(
+        f"\nH6: format {number}: {hits} of 2 hits, load {failure}, left in place: {relay.store.exists(relay.key)}"
+    )
+    assert (hits, failure) == (0, "EntryForeign")
+    assert relay.path(relay.key).read_bytes() == data
+    assert relay.works()
 
 
 class Payload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable
@@ -89,6 +90,31 @@ def test_a_handoff_lives_its_seconds_and_then_its_files_go(house: House) -> None
         assert [path for path in house.folder.rglob("*") if record.id in path.name] == []
 
     asyncio.run(story())
+
+
+RECORD = {"tenant": "t", "model": "m", "weights": "w", "created_at": 1.0, "ttl_s": 9e9, "expires_at": 9e9}
+
+
+@pytest.mark.parametrize(
+    ("fields", "read"),
+    [
+        ({"a_later_field": {"deep": [1]}}, True),
+        ({"state": "a later state"}, False),
+        ({"tokens": "in another encoding"}, False),
+        ({"tokens": [2**40]}, False),
+        ({"tenant": None}, False),
+    ],
+)
+def test_h6_a_record_of_another_version_is_read_or_left_alone(
+    tmp_path: Path, fields: dict[str, object], read: bool
+) -> None:
+    files = RecordFiles(tmp_path)
+    path = tmp_path / f"{'i' * 32}.json"
+    path.write_text(json.dumps(RECORD | {"id": "i" * 32} | fields))
+    found = files.read("i" * 32)
+    assert (found is not None) is read
+    assert len(list(files.read_all())) == read
+    assert path.exists(), "whoever wrote it may still want it"
 
 
 JUMPS: list[Callable[[Clocks], None]] = [

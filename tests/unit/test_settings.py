@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,41 @@ def test_a_wrong_value_is_one_readable_line(tmp_path: Path, text: str, reason: s
     assert reason in caught.value.message
     assert len(caught.value.message.splitlines()) == 1
     assert caught.value.exit_code == 2
+
+
+WRONG = ("", "no such thing", "-1", "1e99", "nan", "0x10", "{", "\x1b[31m\r\nport = 1", "x" * 10_000)
+TAKE_ANY_TEXT = ("HOST", "FOLDER", "DIR", "FILE", "STORE", "PATH", "ROOT", "LABEL")
+
+
+@pytest.mark.parametrize("variable", variables())
+def test_h5_every_wrong_value_of_every_setting_is_refused_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    refused = 0
+    for value in WRONG:
+        monkeypatch.setenv(variable, value)
+        try:
+            load_settings()
+        except SettingsError as error:
+            refused += 1
+            assert error.exit_code == 2
+            assert len(error.message.splitlines()) == 1
+            assert error.message.isprintable()
+            assert len(error.message) < 600
+    assert refused >= 3 or any(word in variable for word in TAKE_ANY_TEXT), (
+        f"{refused} of {len(WRONG)} refused"
+    )
+
+
+def test_h5_a_wrong_setting_ends_the_gateway_with_one_line_and_code_2(tmp_path: Path) -> None:
+    config = write(tmp_path, "[limits]\nbody_byte = 5")
+    command = [str(Path(sys.executable).parent / "baton"), "serve", "--config", str(config)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert "limits.body_byte: unknown setting; did you mean 'body_bytes'?" in line
+    print(f"H5: exit 2, {line!r}")
 
 
 def test_every_wrong_value_of_a_file_is_named_at_once(tmp_path: Path) -> None:

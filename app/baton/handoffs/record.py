@@ -12,7 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidat
 
 
 def _token_ids(value: Any) -> array[int]:
-    return value if isinstance(value, array) else array("i", value)
+    if isinstance(value, array):
+        return value
+    try:
+        return array("i", value)
+    except (TypeError, OverflowError):  # of a damaged record, or another version's
+        raise ValueError("token ids are a list of 32-bit integers") from None
 
 
 if TYPE_CHECKING:
