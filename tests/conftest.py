@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import structlog
 from gateways import FakeGateway, RealGateway, run_fake
+from otlp import EXPORTER, Collector
 from raster_host import RasterHost
 
 from baton.api.keys import create_key
@@ -62,16 +63,23 @@ def real_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGatew
 
 
 @pytest.fixture(scope="session")
-def tiny_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
+def collector() -> Iterator[Collector]:
+    """Where `tiny_gateway`'s generating engine sends its traces."""
+    with Collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tiny_gateway(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[RealGateway]:
     """`baton serve` with keys for two tenants, a generating and an embedding engine, both on a tiny random model."""
     folder = tmp_path_factory.mktemp("tiny")
     source = ModelStore(load_settings().models_folder).resolve("smollm2")
     command = [sys.executable, str(ENGINE_TESTS / "tiny.py"), source, str(folder / "model")]
     subprocess.run(command, check=True, capture_output=True)
     config = (ENGINE_TESTS / "tiny_engines.toml").read_text()
-    (folder / "baton.toml").write_text(config.format(folder=folder))
+    (folder / "baton.toml").write_text(config.format(folder=folder, traces=collector.url))
     keys = {tenant: create_key(folder / "keys.json", tenant) for tenant in ("acme", "globex")}
-    with RealGateway(["--config", str(folder / "baton.toml")], folder) as gateway:
+    with RealGateway(["--config", str(folder / "baton.toml")], folder, EXPORTER) as gateway:
         gateway.keys = keys
         gateway.wait_until_ready()
         yield gateway

@@ -100,7 +100,7 @@ def test_a1_an_engine_that_is_killed_beside_plain_vllm(kind: str, tmp_path: Path
             with contextlib.suppress(AssertionError):
                 wait_for(lambda: all(stream.ended for stream in streams["smollm2"]), 20)
             told = outcomes(streams["smollm2"])
-            last = max((stream.ended or killed for stream in streams["smollm2"])) - killed
+            last = max(stream.ended or killed for stream in streams["smollm2"]) - killed
         then = back_within(server, 90)
         print(f"A1: {kind}: streams ended {told} within {last * 1000:.0f} ms; {then}")
         if is_ours(server):

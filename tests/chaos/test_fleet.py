@@ -1,10 +1,14 @@
-"""Engines that die, hang and fail again and again, beside one that goes on: rows A1 to A4, A8 and A10."""
+"""Engines that die, hang, run out of memory and fail again, beside one that goes on: rows A1 to A5, A8 and A10."""
 
 from __future__ import annotations
 
-import signal
+import contextlib
+import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -61,15 +65,14 @@ def says_something(gateway: RealGateway, model: str) -> bool:
     return httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
-def assert_lost_and_back(gateway: RealGateway, row: str, victim: psutil.Process, number: int) -> None:
-    """Send `victim`, of the first engine, a signal; its streams are told, the second engine's go on."""
+def assert_lost_and_back(gateway: RealGateway, row: str, kill: Callable[[], float]) -> None:
+    """`kill` a process of the first engine, and say when it ended; its streams are told, the second's go on."""
     front = psutil.Process(gateway.process.pid)
     segments = shared_memory(front.pid)
     before = (front.memory_info().rss, total(gateway, "vllm:generation_tokens_total"))
     with streaming(gateway.url, {"first": 8, "second": 8}) as streams:
         time.sleep(3)
-        killed = time.monotonic()
-        victim.send_signal(number)
+        killed = kill()
         dying, living = streams["first"], streams["second"]
         wait_for(lambda: all(stream.ended for stream in dying), 60)
         told = max(stream.ended for stream in dying if stream.ended) - killed
@@ -104,13 +107,68 @@ def assert_lost_and_back(gateway: RealGateway, row: str, victim: psutil.Process,
 
 
 def test_a1_an_engine_core_that_is_killed(gateway: RealGateway, spared: int) -> None:
-    assert_lost_and_back(gateway, "A1", core_of_the_first(gateway, spared), signal.SIGKILL)
+    core = core_of_the_first(gateway, spared)
+    assert_lost_and_back(gateway, "A1", lambda: killed_at_once(core))
 
 
 def test_a2_a_worker_that_is_killed(gateway: RealGateway, spared: int) -> None:
     core = core_of_the_first(gateway, spared)
     worker = next(child for child in core.children(recursive=True) if "Worker" in child.name())
-    assert_lost_and_back(gateway, "A2", worker, signal.SIGKILL)
+    assert_lost_and_back(gateway, "A2", lambda: killed_at_once(worker))
+
+
+def killed_at_once(process: psutil.Process) -> float:
+    process.kill()
+    return time.monotonic()
+
+
+def test_a5_an_engine_that_the_kernel_ends_for_its_memory(gateway: RealGateway, spared: int) -> None:
+    """Its control group is nearly full when a request comes that wants the logits of a long prompt."""
+    core = core_of_the_first(gateway, spared)
+    with memory_group([core, *core.children(recursive=True)]) as group:
+        body = {"model": "first", "prompt": "many words " * 900, "max_tokens": 1, "prompt_logprobs": 5}
+        with ThreadPoolExecutor(1) as pool:
+
+            def kill() -> float:
+                fill(group)
+                pool.submit(httpx.post, f"{gateway.url}/v1/completions", json=body, timeout=60)
+                wait_for(lambda: ended(group), 60)
+                return time.monotonic()
+
+            assert_lost_and_back(gateway, "A5", kill)
+        assert int(re.findall(r"oom_kill (\d+)", (group / "memory.oom_control").read_text())[0]) >= 1
+
+
+@contextmanager
+def memory_group(processes: list[psutil.Process]) -> Iterator[Path]:
+    """A control group of their own, whose memory is counted (cgroup v1, the kernel's memory.rst)."""
+    group = Path("/sys/fs/cgroup/memory") / f"baton-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.move_charge_at_immigrate").write_text("1")
+    except OSError as error:
+        pytest.skip(f"no control group of version 1 for memory can be made here: {error}")
+    for process in processes:
+        (group / "cgroup.procs").write_text(str(process.pid))
+    try:
+        yield group
+    finally:
+        wait_for(lambda: not (group / "cgroup.procs").read_text(), 60)
+        group.rmdir()
+
+
+def fill(group: Path) -> None:
+    """Let it have no more than it has."""
+    for spare in range(1, 64):
+        used = int((group / "memory.usage_in_bytes").read_text())
+        with contextlib.suppress(OSError):  # it has taken that much meanwhile
+            (group / "memory.limit_in_bytes").write_text(str(used + spare * 2**20))
+            return
+    raise AssertionError("it grows too fast to be limited")
+
+
+def ended(group: Path) -> bool:
+    return "oom_kill 0" not in (group / "memory.oom_control").read_text()
 
 
 def test_a3_an_engine_that_hangs_is_found_and_replaced(gateway: RealGateway, spared: int) -> None:

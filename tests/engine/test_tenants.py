@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 
 import httpx
 import numpy
 import pytest
 from gateways import RealGateway
+from otlp import Collector
 
 pytestmark = pytest.mark.engine
 PROMPT = "A prompt of several blocks, so that its prefix is worth caching. " * 8
@@ -35,6 +37,25 @@ def test_without_a_key_the_engine_is_out_of_reach(tiny_gateway: RealGateway) -> 
         assert client.post("/v1/completions", json={"model": "tiny", "prompt": "x"}).status_code == 401
         assert client.get("/readyz").status_code == 200
         assert "acme" not in client.get("/metrics").text
+
+
+def test_the_client_s_trace_goes_on_in_the_engine(tiny_gateway: RealGateway, collector: Collector) -> None:
+    """W3C trace context in, vLLM's span with the engine's times out."""
+    trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    sent = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+    with tiny_gateway.client("acme") as client:
+        client.headers["traceparent"] = f"00-{trace}-{parent}-01"
+        request_id = client.post("/v1/completions", json=sent).headers["x-request-id"]
+    deadline = time.monotonic() + 20
+    while not (found := [span for span in collector.spans if span.trace_id.hex() == trace]):
+        assert time.monotonic() < deadline, f"none of {len(collector.spans)} spans is of this trace"
+        time.sleep(0.05)
+    (span,) = found
+    told = {item.key: item.value for item in span.attributes}
+    assert span.parent_span_id.hex() == parent
+    assert request_id in told["gen_ai.request.id"].string_value
+    assert told["gen_ai.usage.completion_tokens"].int_value == 2
+    assert told["gen_ai.latency.time_to_first_token"].double_value > 0
 
 
 def test_embeddings_come_from_the_pooling_engine(tiny_gateway: RealGateway) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import re
 
 import httpx
-import psutil
 import pytest
+from footprint import blocks_in_use, descriptors, memory_mib
 from gateways import RealGateway
 
 pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -39,33 +38,17 @@ async def rounds(gateway: RealGateway, count: int) -> int:
     return missed
 
 
-def memory_mib(gateway: RealGateway) -> float:
-    """Memory of the gateway and all its engines, which is theirs alone."""
-    main = psutil.Process(gateway.process.pid)
-    return sum(process.memory_full_info().uss for process in (main, *main.children(recursive=True))) / 2**20
-
-
-def blocks_in_use(gateway: RealGateway) -> float:
-    page = httpx.get(
-        f"{gateway.url}/metrics", headers={"Authorization": f"Bearer {gateway.keys['acme']}"}
-    ).text
-    found = re.search(r'^vllm:kv_cache_usage_perc{[^}]*model_name="tiny"[^}]*} (\S+)$', page, re.MULTILINE)
-    assert found
-    return float(found[1])
-
-
 def test_five_thousand_handoffs_leave_nothing_behind(tiny_gateway: RealGateway) -> None:
     asyncio.run(rounds(tiny_gateway, ROUNDS))  # allocators find their size, the whole pool is touched once
-    main = psutil.Process(tiny_gateway.process.pid)
-    before, files = memory_mib(tiny_gateway), main.num_fds()
+    before, files = memory_mib(tiny_gateway), descriptors(tiny_gateway)
     missed = asyncio.run(rounds(tiny_gateway, ROUNDS))
     after = memory_mib(tiny_gateway)
     store = tiny_gateway.output.parent / "store"
     left = [path for path in store.rglob("*") if path.suffix in (".kv", ".json", ".pin")]
     print(f"{ROUNDS} handoffs: {after - before:+.1f} MiB of {before:.0f}, descriptors {files} -> ", end="")
-    print(f"{main.num_fds()}, blocks in use {blocks_in_use(tiny_gateway)}, missed {missed}")
+    print(f"{descriptors(tiny_gateway)}, blocks in use {blocks_in_use(tiny_gateway)}, missed {missed}")
     assert left == []
     assert missed < ROUNDS / 100
-    assert main.num_fds() <= files + 2
+    assert descriptors(tiny_gateway) <= files + 2
     assert blocks_in_use(tiny_gateway) == 0
     assert after - before < ALLOWED_MIB
