@@ -21,6 +21,8 @@ from baton.models.store import ModelStore
 from baton.settings import load_settings
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
+SHARED_GATEWAYS = ("real_gateway", "tiny_gateway", "relay_gateway", "geo_gateway")
+LAST_USERS: pytest.StashKey[dict[str, pytest.Item]] = pytest.StashKey()
 
 
 class Nowhere(io.TextIOBase):
@@ -33,6 +35,24 @@ class Nowhere(io.TextIOBase):
 def pytest_configure() -> None:
     """The access log of gateways in this process goes nowhere; their threads outlive a test's capture."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(Nowhere()))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note the last test of each shared gateway."""
+    session.stash[LAST_USERS] = {
+        name: item
+        for item in session.items
+        for name in getattr(item, "fixturenames", ())
+        if name in SHARED_GATEWAYS
+    }
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Function) -> None:
+    """End a shared gateway with its last test, not with the run: its engines' memory is wanted by others."""
+    for name, last in item.session.stash[LAST_USERS].items():
+        if last is item and isinstance(gateway := item.funcargs.get(name), RealGateway):
+            gateway.stop()
 
 
 @pytest.fixture(autouse=True)
