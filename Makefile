@@ -47,7 +47,7 @@ bench-handoff: $(VENV)/.dev ## Measure what handoffs save and cost (ten minutes)
 bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory (seconds)
 	$(BIN)/python bench/transfer.py $(ARGS)
 
-bench-pooling: $(VENV)/.dev ## Measure scenes beside plain vLLM's server and torch alone (minutes; ARGS=--full: a whole Sentinel-2 tile)
+bench-pooling: $(VENV)/.dev ## Measure scenes beside plain vLLM's server and torch alone (minutes; ARGS=--light: a light model, --full: a whole Sentinel-2 tile)
 	$(BIN)/python bench/pooling.py $(ARGS)
 
 chaos: $(VENV)/.dev ## Break engines on purpose, ask ten times too much (ten minutes)

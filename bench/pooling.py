@@ -2,6 +2,7 @@
 
 `make bench-pooling`, minutes. All three are up the whole time; rounds alternate, so that a machine whose
 speed drifts is fair to all. Printed are medians, ratios, how `/health` answered meanwhile, and memory.
+`--light` takes a model of a fiftieth of the work, so that reading, cutting and blending are what is compared;
 `--full` sends one whole Sentinel-2 tile (10,980 x 10,980, six bands) to Baton and watches its memory.
 """
 
@@ -84,12 +85,34 @@ class Torch:
         return float(self._pipe().readline())
 
 
-def baton(folder: Path) -> Server:
-    """Baton with the shipped model alone."""
+def light_model(source: Path, folder: Path) -> Path:
+    """The same architecture, bands and tiles as `source`, much narrower, with random weights."""
+    script = f"""
+import json, torch
+from pathlib import Path
+from safetensors.torch import save_file
+from baton_geo.prithvi import PrithviConfig, PrithviSegmenter
+described = json.loads(Path({str(source / "config.json")!r}).read_text())
+described["pretrained_cfg"] |= {{"embed_dim": 32, "depth": 1, "num_heads": 2, "mlp_ratio": 2}}
+described["pretrained_cfg"]["segmentation"] |= {{"channels": [16, 8, 8], "head_channels": [8], "skip": False}}
+torch.manual_seed(0)
+weights = PrithviSegmenter(PrithviConfig.from_hf(described)).state_dict()
+folder = Path({str(folder)!r})
+folder.mkdir()
+(folder / "config.json").write_text(json.dumps(described))
+save_file({{name: value.contiguous() for name, value in weights.items()}}, folder / "model.safetensors")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    return folder
+
+
+def baton(folder: Path, model: Path) -> Server:
+    """Baton with this model alone, as the shipped one is served."""
     config = folder / "pooling.toml"
+    args = ", ".join(f"{key} = {json.dumps(value)}" for key, value in FLOOD_TINY.args.items())
     config.write_text(
         f'limits = {{ body_bytes = "{BODY}" }}\n'
-        f'[[engines]]\nname = "{MODEL}"\nmodel = "{MODEL}"\nrunner = "pooling"\n'
+        f'[[engines]]\nname = "{MODEL}"\nmodel = "{model}"\nrunner = "pooling"\nargs = {{ {args} }}\n'
     )
     port = free_port()
     command = [str(Path(sys.executable).parent / "baton"), "serve", "--config", str(config)]
@@ -278,18 +301,23 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--full", action="store_true", help="only the whole Sentinel-2 tile, through Baton")
+    parser.add_argument(
+        "--light", action="store_true", help="with a model that leaves the front end the work"
+    )
     options = parser.parse_args()
     model = ModelStore(Path("/nowhere")).prepare(FLOOD_TINY)
     card = json.loads((model / "config.json").read_text())["baton_geo"]
     print(f"{datetime.date.today()}, {len(os.sched_getaffinity(0))} cores, {options.rounds} rounds\n")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if options.light:
+            model = light_model(model, folder / "light")
         if options.full:
-            with baton(folder) as ours:
+            with baton(folder, model) as ours:
                 print("\n".join(whole_tile(ours, folder)))
             return
         big, small = [scene(BIG, 1, folder)], [scene(SMALL, 2 + n, folder) for n in range(MANY)]
-        with baton(folder) as ours, plain_vllm(model) as theirs, Torch(model) as torch:
+        with baton(folder, model) as ours, plain_vllm(model) as theirs, Torch(model) as torch:
             for paths, size in ((big, BIG), (small, SMALL)):
                 tiles = tiles_of(size, card) * len(paths)
                 print(f"### {len(paths)} x {size} x {size}, {tiles} tiles\n")
