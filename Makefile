@@ -41,7 +41,7 @@ format: $(VENV)/.dev ## Rewrite the sources in the one format
 bench: $(VENV)/.dev ## Measure against plain vLLM's server, side by side (minutes)
 	$(BIN)/python bench/overhead.py $(ARGS)
 
-bench-handoff: $(VENV)/.dev ## Measure what handoffs save and cost (ten minutes)
+bench-handoff: $(VENV)/.dev ## Measure what handoffs save and cost (a quarter of an hour)
 	$(BIN)/python bench/handoff.py $(ARGS)
 
 bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory (seconds)
@@ -50,7 +50,7 @@ bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory 
 bench-pooling: $(VENV)/.dev ## Measure scenes beside plain vLLM's server and torch alone (minutes; ARGS=--light: a light model, --full: a whole Sentinel-2 tile)
 	$(BIN)/python bench/pooling.py $(ARGS)
 
-chaos: $(VENV)/.dev ## Break engines on purpose, ask ten times too much (ten minutes)
+chaos: $(VENV)/.dev ## Break engines on purpose, ask ten times too much, and what else is long (twenty minutes)
 	$(BIN)/python -m pytest -m chaos $(ARGS)
 
 soak: $(VENV)/.dev ## Run long (minutes to hours)

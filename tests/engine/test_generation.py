@@ -340,6 +340,7 @@ def test_the_gateway_ends_quietly_and_leaves_no_process(tmp_path: Path) -> None:
         assert "Traceback" not in gateway.log
 
 
+@pytest.mark.chaos
 def test_a_stop_while_the_engine_starts_is_as_quiet(tmp_path: Path) -> None:
     """The start blocks for some twenty seconds in vLLM; its process is ended, so that it gives up."""
     with RealGateway(["smollm2"], tmp_path) as gateway:

@@ -18,7 +18,6 @@ from relays import ask, cached, ids, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 WORDS = "The {number} bird sat on the {number} branch and sang of {number} rivers. "
-ABORTS = 1000
 AT_ONCE = 16
 SLOW = 5e6
 """Bytes a second."""
@@ -105,8 +104,9 @@ async def given_up(gateway: RealGateway, bodies: list[dict[str, Any]], at_most_s
     return unfinished
 
 
-def test_d9_a_thousand_aborts_during_loads_and_saves_lose_no_block(
-    gateway: RealGateway, folder: Path, speed: Path
+@pytest.mark.parametrize("aborts", [250, pytest.param(1000, marks=pytest.mark.chaos)])
+def test_d9_aborts_during_loads_and_saves_lose_no_block(
+    gateway: RealGateway, folder: Path, speed: Path, aborts: int
 ) -> None:
     left = [leave(gateway, seed) for seed in range(20)]  # more than the engine's own prefix cache holds
     speed.write_text(str(entry(folder, left[0]).stat().st_size / 0.04))  # a load takes 40 ms
@@ -116,17 +116,17 @@ def test_d9_a_thousand_aborts_during_loads_and_saves_lose_no_block(
         asked
         | {"prompt": f" {number}", "handoff": {"from": left[number % 20]["id"], "save": True}}
         | ({"stop": ["\u2603"]} if number % 2 else {})
-        for number in range(ABORTS)
+        for number in range(aborts)
     ]
     unfinished = asyncio.run(given_up(gateway, bodies, 1.2))
     after = settle(gateway, "slow")
     loads = series(gateway, "baton_handoff_loads_given_up_total", engine="slow")
     print(
-        f"\nD9: {ABORTS} requests given up, {unfinished} unfinished, {loads:.0f} during their load", end="; "
+        f"\nD9: {aborts} requests given up, {unfinished} unfinished, {loads:.0f} during their load", end="; "
     )
     print(f"blocks in use {before} -> {after}")
-    assert ABORTS / 4 < unfinished < ABORTS
-    assert loads > 10
+    assert aborts / 4 < unfinished < aborts
+    assert loads > aborts / 100
     assert (before, after) == (0, 0)
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
         assert series(gateway, name, model_name="slow") == 0
