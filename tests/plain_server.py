@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import httpx
+import psutil
 from gateways import READY_WITHIN_S, RealGateway
 
 from baton.models.store import ModelStore
@@ -40,6 +44,18 @@ class PlainServer(RealGateway):
             assert self.process.poll() is None, f"the server ended:\n{self.log[-3000:]}"
             assert time.monotonic() < deadline, self.log[-3000:]
             time.sleep(0.2)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """End it; what a fault has left hanging is killed."""
+        family = [self.process, *psutil.Process(self.process.pid).children(recursive=True)]
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            return self.process.wait(20)
 
     def answers(self) -> bool:
         try:
