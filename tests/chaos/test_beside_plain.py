@@ -260,4 +260,4 @@ def test_floods_of_headers_and_bodies_beside_plain_vllm(steady: RealGateway, row
     if is_ours(steady):
         assert peak < MOST[row] * MIB
         assert b" 431 " in answer or b" 413 " in answer
-    assert answers(steady)
+        assert answers(steady)
