@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -47,8 +48,12 @@ class WheelEnvironment:
         self.python = folder / "bin" / "python"
         (self.packages,) = folder.glob("lib/python*/site-packages")
         for lock in locks:
-            for name in pinned(lock):
-                self._link(name)
+            self.link(pinned(lock))
+
+    def link(self, names: Iterable[str]) -> None:
+        """Put these distributions in, as they are where the tests run."""
+        for name in names:
+            self._link(name)
 
     def _link(self, name: str) -> None:
         found = distribution(name)
