@@ -1,7 +1,7 @@
 """The CycloneDX bill of materials of what `make serve` installs.
 
-`sbom.py FOLDER` writes `vllm-baton-VERSION.cdx.json` there. It is made from the locks, so it needs nothing installed
-but cyclonedx-bom, and comes out the same every time.
+`sbom.py FOLDER` writes `vllm-baton-VERSION.cdx.json` there. It is made from the locks, so it needs only
+cyclonedx-bom, and comes out the same every time.
 """
 
 from __future__ import annotations

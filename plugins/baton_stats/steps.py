@@ -1,4 +1,4 @@
-"""What an engine's steps were spent on, from what vLLM tells after each. Plain values; no vLLM, no metrics."""
+"""What an engine's steps were spent on, from what vLLM tells after each. Plain values only."""
 
 from __future__ import annotations
 
