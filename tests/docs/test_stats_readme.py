@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,18 @@ def test_the_values_of_labels_are_the_code_s() -> None:
         assert set(phase.replace("\\", "").split("|")) <= set(Phase)
     for usage in re.findall(r'usage="([^"]+)"', TEXT):
         assert usage in {name for _, name in BANDS}
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed (Debian: prometheus)")
+def test_prometheus_takes_the_expressions(tmp_path: Path) -> None:
+    """Every one of the table, as a rule."""
+    shown = re.findall(r"^\| [^|]+\? \| `(.+)` \|$", TEXT, re.MULTILINE)
+    assert len(shown) == TEXT.count("? | `")
+    rules = [{"record": f"a:{n}", "expr": expr.replace("\\|", "|")} for n, expr in enumerate(shown)]
+    (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "shown", "rules": rules}]}))
+    command = ["promtool", "check", "rules", str(tmp_path / "rules.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_file_named_is_there() -> None:
