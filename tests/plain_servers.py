@@ -92,6 +92,12 @@ class PlainServer:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def spooled(self) -> list[str]:
+        """The files of scenes under way."""
+        return [
+            path.name for kind in ("scene-*", "baton-geo-*") for path in self.folder.glob(f"spool/{kind}")
+        ]
+
     def metrics(self) -> str:
         """Its own page of metrics."""
         return httpx.get(f"{self.url}/metrics").text
@@ -105,7 +111,7 @@ class Row:
         model: makes its model in a folder, or finds it; where it is.
         words: the command line after the server's module, for a model, a folder of its own and a web server.
         ask: asks it what the plugin is for, and looks at the answer.
-        plugins: those of ours that vLLM's log must say it loads, by group.
+        plugins: those of ours that vLLM's log must say it found, by group; of general ones it says nothing.
         stats: the stat logger counts too.
         environment: on top of the usual.
     """
@@ -153,7 +159,10 @@ def ask_for_a_mask(server: PlainServer) -> None:
 
 
 def connector_words(model: str, folder: Path, _files: RasterHost) -> list[str]:
-    """The README's, with a store of its own; no prefix caching, so that nothing else can bring KV."""
+    """The README's, with a store of its own; no prefix caching, so that nothing else can bring KV.
+
+    And no statistics, which our stat logger turns on all the same.
+    """
     words = shown_command(ROOT / "connectors" / "README.md")
     words = [
         word.replace("MODEL", model).replace("file:/dev/shm/relay", f"file:{folder / 'store'}")
@@ -161,6 +170,7 @@ def connector_words(model: str, folder: Path, _files: RasterHost) -> list[str]:
     ]
     words += ["--served-model-name", "m", "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"]
     words += ["--block-size", "32", "--no-enable-prefix-caching", "--enable-prompt-tokens-details"]
+    words += ["--disable-log-stats"]
     return [*words, "--kv-cache-memory-bytes", str(192 * 1024 * 1024)]
 
 
@@ -182,7 +192,12 @@ def hand_over(server: PlainServer) -> None:
 
 
 ROWS: dict[str, Row] = {
-    "connector": Row(model=smollm2, words=connector_words, ask=hand_over),
+    "connector": Row(
+        model=smollm2,
+        words=connector_words,
+        ask=hand_over,
+        plugins={"vllm.stat_logger_plugins": "baton_stats"},
+    ),
     "geo": Row(
         model=rgb,
         words=geo_words,
@@ -195,6 +210,6 @@ ROWS: dict[str, Row] = {
 
 
 def loads(log: str, group: str, name: str) -> bool:
-    """Whether vLLM's log names a plugin of a group among those it found."""
+    """Whether the log names a plugin of a group among those vLLM found."""
     found = re.search(rf"Available plugins for group {re.escape(group)}:(.*)", log, re.DOTALL)
     return found is not None and f"- {name} -> " in found[1]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from gateways import RealGateway
+from rasters import geotiff
 from stats_page import assert_counted_once, totals
 
 pytestmark = pytest.mark.engine
@@ -21,7 +24,14 @@ def test_every_engine_s_steps_are_on_the_page_once(real_gateway: RealGateway) ->
     """As many token gaps and queue times as vLLM itself counted, whatever ran before."""
     before = totals(page(real_gateway))["smollm2"]
     body = {"model": "smollm2", "prompt": "Once", "max_tokens": 12, "ignore_eos": True}
+    scene = geotiff(np.random.default_rng(0).integers(1, 3000, (6, 64, 64)).astype(np.int16))
+    upload: dict[str, Any] = {
+        "content": scene,
+        "headers": {"content-type": "image/tiff", "accept": "image/tiff"},
+    }
     assert httpx.post(f"{real_gateway.url}/v1/completions", json=body, timeout=60).status_code == 200
+    masked = httpx.post(f"{real_gateway.url}/pooling?model=flood-tiny", **upload, timeout=60)
+    assert masked.status_code == 200, masked.text
     told = page(real_gateway)
     for model in ("smollm2", "smollm2-fp32", "flood-tiny"):
         assert_counted_once(told, model)

@@ -25,3 +25,4 @@ def plain(
         yield server
     finally:
         server.stop()
+    assert server.spooled() == []

@@ -68,12 +68,7 @@ class GeoServer:
             if "baton_geo.raster.nursery" in process.cmdline()
         ]
         children = [str(child.pid) for nursery in nurseries for child in nursery.children()]
-        return children + files_of(self._plain)
-
-
-def files_of(plain: PlainServer) -> list[str]:
-    """The files of scenes under way."""
-    return [path.name for kind in ("scene-*", "baton-geo-*") for path in plain.folder.glob(f"spool/{kind}")]
+        return children + self._plain.spooled()
 
 
 @pytest.fixture
