@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from importlib.metadata import distribution
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 ROOT = Path(__file__).parents[1]
 CPU_LOCK = ROOT / "requirements-cpu.lock"
 BUILD_LOCK = ROOT / "requirements-build.lock"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -34,7 +41,8 @@ class WheelEnvironment:
 
     What the lock names is linked from the environment that the tests run in: installing it anew takes minutes and
     gigabytes, and would be the same files. A package that the lock does not name is not there, nor is the source tree;
-    what is put in by pip, as users do, is Baton.
+    what is put in by pip, as users do, is Baton. What rasters need is there file by file: their decoders may read what
+    is under the environment, but not follow a link out of it.
 
     Attributes:
         python: its interpreter.
@@ -47,6 +55,7 @@ class WheelEnvironment:
         subprocess.run(command, check=True, capture_output=True)
         self.python = folder / "bin" / "python"
         (self.packages,) = folder.glob("lib/python*/site-packages")
+        self._whole = closure(EXTRAS["geo"])
         for lock in locks:
             self.link(pinned(lock))
 
@@ -59,9 +68,13 @@ class WheelEnvironment:
         found = distribution(name)
         parts = {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}
         for part in parts:
-            place = self.packages / part
-            if not place.exists():
-                place.symlink_to(Path(str(found.locate_file(part))))
+            source, place = Path(str(found.locate_file(part))), self.packages / part
+            if place.exists():
+                continue
+            if name in self._whole and source.is_dir():
+                shutil.copytree(source, place, copy_function=link_or_copy)
+            else:
+                place.symlink_to(source)
 
     def install(self, built: Path) -> None:
         """One of our distributions, by pip, from its file alone."""
@@ -89,6 +102,28 @@ class WheelEnvironment:
             cwd=self.folder,
             env=clean(**environment),
         )
+
+
+def link_or_copy(source: str, place: str) -> None:
+    """A hard link, which costs nothing, where both are on one device."""
+    try:
+        os.link(source, place)
+    except OSError:
+        shutil.copy2(source, place)
+
+
+def closure(requirements: Iterable[str]) -> set[str]:
+    """The distributions that these need, and those, and so on; none of an extra."""
+    found: set[str] = set()
+    asked = [Requirement(line) for line in requirements]
+    while asked:
+        requirement = asked.pop()
+        name = canonicalize_name(requirement.name)
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        asked += [Requirement(line) for line in distribution(name).requires or ()]
+    return found
 
 
 def pinned(lock: Path) -> list[str]:

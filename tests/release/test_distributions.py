@@ -7,34 +7,15 @@ import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from wheel_environment import BUILD_LOCK, CPU_LOCK, ROOT, WheelEnvironment, clean, pinned
+from wheel_environment import BUILD_LOCK, CPU_LOCK, PROJECT, ROOT, WheelEnvironment, clean, closure, pinned
 
 import baton
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = [Path(path) for path in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]]
-
-
-def needed() -> set[str]:
-    """The distributions that the declared dependencies need, and these, and so on; no extra, so no vLLM."""
-    found: set[str] = set()
-    asked = [Requirement(line) for line in PROJECT["project"]["dependencies"]]
-    while asked:
-        requirement = asked.pop()
-        if requirement.name in found or (
-            requirement.marker and not requirement.marker.evaluate({"extra": ""})
-        ):
-            continue
-        found.add(requirement.name)
-        asked += [Requirement(line) for line in distribution(requirement.name).requires or ()]
-    return found
 
 
 @pytest.fixture(scope="module", params=["wheel", "sdist"])
@@ -44,7 +25,7 @@ def installed(
     """An environment with what the dependencies name, and one of our distributions in it."""
     sdist, wheel = distributions
     environment = WheelEnvironment(tmp_path_factory.mktemp(request.param) / "venv")
-    environment.link(needed())
+    environment.link(closure(PROJECT["project"]["dependencies"]))
     if request.param == "sdist":
         environment.link(pinned(BUILD_LOCK))
     environment.install(wheel if request.param == "wheel" else sdist)
