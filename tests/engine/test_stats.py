@@ -21,7 +21,7 @@ def page(gateway: RealGateway) -> str:
 
 
 def test_every_engine_s_steps_are_on_the_page_once(real_gateway: RealGateway) -> None:
-    """As many token gaps and queue times as vLLM itself counted, whatever ran before."""
+    """As many token gaps as vLLM itself counted, whatever ran before."""
     before = totals(page(real_gateway))["smollm2"]
     body = {"model": "smollm2", "prompt": "Once", "max_tokens": 12, "ignore_eos": True}
     scene = geotiff(np.random.default_rng(0).integers(1, 3000, (6, 64, 64)).astype(np.int16))
@@ -37,6 +37,7 @@ def test_every_engine_s_steps_are_on_the_page_once(real_gateway: RealGateway) ->
         assert_counted_once(told, model)
     after = totals(told)["smollm2"]
     assert after["baton_stats_token_gaps_total"] - before["baton_stats_token_gaps_total"] == 11
+    assert after["baton_stats_queue_seconds_count"] - before["baton_stats_queue_seconds_count"] == 1
     assert after["baton_stats_step_seconds_total"] > before["baton_stats_step_seconds_total"]
 
 
