@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve demo test lint format bench bench-handoff bench-transfer bench-pooling chaos soak lock schemas clean
+.PHONY: help serve demo test lint format bench bench-handoff bench-transfer bench-pooling chaos soak lock schemas dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,6 +61,16 @@ schemas: $(VENV)/.dev ## Rewrite app/baton/api/vllm_schemas.json from the instal
 
 lock: $(VENV)/.dev ## Resolve the dependencies anew into the lock files (minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh requirements-lock.sh
+
+dist: $(VENV)/.dev ## Build sdist, wheel and SBOM into dist/, check them, install the wheel into an empty environment
+	rm -rf dist $(VENV)/empty
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python .ci/sbom.py dist
+	$(PYTHON) -m venv $(VENV)/empty
+	$(VENV)/empty/bin/pip install --quiet --disable-pip-version-check dist/*.whl
+	$(VENV)/empty/bin/pip check --disable-pip-version-check
+	$(VENV)/empty/bin/baton --version
 
 clean: ## Remove what install made
 	rm -rf $(VENV)

@@ -14,6 +14,7 @@ import structlog
 from gateways import FakeGateway, RealGateway, run_fake
 from otlp import EXPORTER, Collector
 from raster_host import RasterHost
+from wheel_environment import CPU_LOCK, WheelEnvironment, build
 
 from baton.api.keys import create_key
 from baton.engines.fake import FakeEngine
@@ -125,17 +126,17 @@ def relay_gateway(relay_config: Path) -> Iterator[RealGateway]:
 
 @pytest.fixture(scope="session")
 def geo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `geo_gateway` has its models, its classic plugin and the rasters it may read."""
+    """Where `geo_gateway` has its models, its classic plugin, its platform and the rasters it may read."""
     folder = tmp_path_factory.mktemp("geo")
     source = ModelStore(load_settings().models_folder).resolve("smollm2")
     tiny, geo = ENGINE_TESTS / "tiny.py", ENGINE_TESTS / "geo_models.py"
     subprocess.run([sys.executable, str(tiny), source, str(folder / "text")], check=True, capture_output=True)
     made = [sys.executable, str(geo), str(folder / "rgb"), "RED,GREEN,BLUE"]
     subprocess.run(made, check=True, capture_output=True)
-    plugin = str(Path(__file__).parent / "plugins" / "classic_echo")
+    plugins = [str(Path(__file__).parent / "plugins" / name) for name in ("classic_echo", "house_platform")]
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(folder / "packages")]
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", *options, plugin], check=True, capture_output=True
+        [sys.executable, "-m", "pip", "install", "-q", *options, *plugins], check=True, capture_output=True
     )
     (folder / "rasters").mkdir()
     (folder / "spool").mkdir()
@@ -150,8 +151,24 @@ def raster_host() -> Iterator[RasterHost]:
 
 
 @pytest.fixture(scope="session")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist and the wheel, as they would be published."""
+    return build(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="session")
+def wheel_environment(
+    distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> WheelEnvironment:
+    """Plain vLLM with all it needs, and of Baton the wheel."""
+    environment = WheelEnvironment(tmp_path_factory.mktemp("wheel") / "venv", CPU_LOCK)
+    environment.install(distributions[1])
+    return environment
+
+
+@pytest.fixture(scope="session")
 def geo_gateway(geo_folder: Path, raster_host: RasterHost) -> Iterator[RealGateway]:
-    """`baton serve` with a small random geospatial model and a plugin of older vLLM."""
+    """`baton serve` with a small random geospatial model and a plugin of older vLLM, on a platform of the tests' own."""
     text = (ENGINE_TESTS / "geo_engines.toml").read_text()
     (geo_folder / "baton.toml").write_text(text.format(folder=geo_folder, port=raster_host.port))
     environment = {"PYTHONPATH": str(geo_folder / "packages"), "TMPDIR": str(geo_folder / "spool")}

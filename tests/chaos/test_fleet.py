@@ -14,6 +14,7 @@ import psutil
 import pytest
 from gateways import RealGateway
 from prometheus_client.parser import text_string_to_metric_families
+from stats_page import assert_counted_once
 from watched_streams import cores, family, shared_memory, streaming, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -101,6 +102,7 @@ def assert_lost_and_back(gateway: RealGateway, row: str, kill: Callable[[], floa
     assert told < TOLD_WITHIN_S
     assert leaked == set()
     assert after[1] > before[1], "a series began anew"
+    assert_counted_once(httpx.get(f"{gateway.url}/metrics").text, "first")
     assert "Traceback" not in gateway.log
 
 

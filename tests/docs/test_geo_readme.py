@@ -1,6 +1,6 @@
 """plugins/baton_geo/README.md is true: every field, setting and error is in it, defaults and all.
 
-Its server command, clients and offline code are run by tests/geo/plain.
+Its server command, clients and offline code are run by tests/plain and tests/geo/plain.
 """
 
 from __future__ import annotations

@@ -356,6 +356,15 @@ def test_the_plugins_are_listed_with_who_runs_them(client: httpx.Client) -> None
     assert rows["vllm.general_plugins", "baton_geo"]["loaded"] is True
 
 
+def test_the_fleet_runs_on_the_platform_that_is_installed(client: httpx.Client) -> None:
+    """Discovered and chosen by vLLM, listed here, and what it sets is what the engines have: blocks of 64, not 128."""
+    rows = {(row["group"], row["name"]): row for row in client.get("/v1/plugins").json()["data"]}
+    row = rows["vllm.platform_plugins", "house_platform"]
+    assert (row["loaded"], row["reason"], row["distribution"]) == (True, None, "house-platform")
+    page = client.get("/metrics").text
+    assert set(re.findall(r'^vllm:cache_config_info\{.*block_size="(\d+)"', page, re.MULTILINE)) == {"64"}
+
+
 def test_nothing_of_all_this_left_a_traceback_in_the_log(geo_gateway: RealGateway) -> None:
     """The last test of this file: what went wrong was told in one line each."""
     assert "Traceback" not in geo_gateway.log

@@ -8,11 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from baton.api.gateway import gateway_of
-from baton.engines.installed import installed_plugins
+from baton.engines.installed import installed_plugins, running_platform
 
 router = APIRouter()
-GENERAL = "vllm.general_plugins"
+PLATFORMS = "vllm.platform_plugins"
 IO_PROCESSORS = "vllm.io_processor_plugins"
+BY_IMPORT = ("vllm.general_plugins", "vllm.stat_logger_plugins")
+"""Groups whose plugins vLLM loads on its own, in this process too, with the first engine."""
 
 
 @router.get("/v1/plugins")
@@ -24,16 +26,25 @@ def list_plugins(request: Request) -> dict[str, Any]:
             users.setdefault(engine.plugin.name, []).append(engine.name)
     rows = [plugin.row() for plugin in installed_plugins()]
     for row in rows:
-        if row["group"] == GENERAL and row["loaded"] and not _imported(str(row["value"])):
-            row["loaded"], row["reason"] = False, "no engine here has loaded it, or it failed; see the log"
         if row["group"] == IO_PROCESSORS:
             row["engines"] = users.get(str(row["name"]), [])
-            if not row["engines"]:
-                row["reason"] = row["reason"] or "no engine uses it"
-                row["loaded"] = False
+        reason = _unused(row)
+        if row["loaded"] and reason:
+            row["loaded"], row["reason"] = False, reason
     return {"object": "list", "data": rows}
 
 
-def _imported(value: str) -> bool:
-    """Whether this process has what an entry point names: vLLM loads general plugins in every process."""
-    return value.partition(":")[0] in sys.modules
+def _unused(row: dict[str, object]) -> str:
+    """Why nothing here uses a plugin that vLLM may load; empty if something does."""
+    group, module = row["group"], str(row["value"]).partition(":")[0]
+    if group in BY_IMPORT and module not in sys.modules:
+        return "no engine here has loaded it, or it failed; see the log"
+    if group == PLATFORMS and _package(running_platform() or "") != _package(module):
+        return "vLLM runs on another platform here"
+    if group == IO_PROCESSORS and not row["engines"]:
+        return "no engine uses it"
+    return ""
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
@@ -66,6 +67,12 @@ def installed_plugins() -> list[InstalledPlugin]:
     named = allowed_plugins()
     found = [_plugin(group, point, named) for group in GROUPS for point in entry_points(group=group)]
     return sorted(found, key=lambda plugin: (GROUPS.index(plugin.group), plugin.name))
+
+
+def running_platform() -> str | None:
+    """The module of the platform that vLLM chose in this process; None: it has not chosen one yet."""
+    chosen = getattr(sys.modules.get("vllm.platforms"), "_current_platform", None)
+    return None if chosen is None else type(chosen).__module__
 
 
 def _plugin(group: str, point: EntryPoint, named: list[str] | None) -> InstalledPlugin:

@@ -1,44 +1,16 @@
-"""A small random model whose masks tell scenes apart."""
+"""The model of the tests in this folder."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from subprocess import run
 
 import pytest
-import torch
-from rasters import RGB
-from safetensors.torch import load_file, save_file
-
-from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load, read_checkpoint
-
-MAKER = Path(__file__).parents[2] / "engine" / "geo_models.py"
-GAIN = 4
+from rgb_model import make_rgb
 
 
 @pytest.fixture(scope="session")
 def rgb(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of three bands that gives each of its three classes a good part of any scene."""
     folder = tmp_path_factory.mktemp("models") / "rgb"
-    run([sys.executable, str(MAKER), str(folder), ",".join(RGB)], check=True, capture_output=True)
-    spread(folder)
+    make_rgb(folder)
     return folder
-
-
-def spread(folder: Path) -> None:
-    """Weights larger, scores centred: as made, one class wins nearly everywhere, whatever the scene."""
-    weights = {
-        name: tensor * GAIN if tensor.ndim > 1 else tensor
-        for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    model = PrithviSegmenter(PrithviConfig.from_hf(json.loads((folder / "config.json").read_text()))).eval()
-    load(model, weights.items())
-    tiles = torch.randn(8, len(RGB), 1, 64, 64, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        scores = model(tiles)
-    last = "head.head.2.bias"
-    weights[last] = weights[last] - scores.mean((0, 2, 3))
-    save_file(weights, folder / "model.safetensors")
-    assert read_checkpoint(folder / "model.safetensors").keys() == weights.keys()

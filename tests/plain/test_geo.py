@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import base64
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,61 +15,34 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from geo_readme import blocks, server_command
+from geo_readme import blocks
 from numpy.typing import NDArray
+from plain_servers import PlainServer
 from raster_host import RasterHost
 from rasters import RGB, geotiff, opened
 from torch_pipeline import torch_mask
 
 from baton_geo.settings import GeoSettings
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-READY_WITHIN_S = 120
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(300),
+    pytest.mark.parametrize("plain", ["geo"], indirect=True),
+]
 ADDRESS = "http://127.0.0.1:8000"
 
 
-class PlainServer:
-    """What the README's command starts.
+class GeoServer:
+    """What clients of the geospatial plugin do with the server.
 
     Attributes:
         url: where it answers.
-        folder: its log, and where it keeps files under way.
+        model: the folder of its model.
     """
 
-    def __init__(self, folder: Path, model: Path, host: RasterHost) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url, self.folder = f"http://127.0.0.1:{port}", folder
-        self._log = folder / "server.log"
-        (folder / "spool").mkdir()
-        command = [part.replace("MODEL", str(model)) for part in server_command()]
-        command = [part.replace('"data.example.org"', allowed(host)) for part in command]
-        quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        quiet |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "TMPDIR": str(folder / "spool")}
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *command[1:], "--host", "127.0.0.1", "--port", str(port)],
-                stdout=log,
-                stderr=log,
-                env=os.environ | quiet,
-            )
-
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + READY_WITHIN_S
-        while True:
-            assert self.process.poll() is None, self._log.read_text()[-3000:]
-            assert time.monotonic() < deadline, self._log.read_text()[-3000:]
-            try:
-                if httpx.get(f"{self.url}/health").status_code == 200:
-                    return
-            except httpx.TransportError:
-                time.sleep(0.2)
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
+    def __init__(self, plain: PlainServer) -> None:
+        self._plain = plain
+        self.url, self.model = plain.url, Path(plain.model)
 
     def ask(self, content: bytes, **fields: object) -> httpx.Response:
         """What vLLM's example client sends, but for the raster itself in place of its address."""
@@ -95,36 +64,21 @@ class PlainServer:
         """The files and processes of scenes under way."""
         nurseries = [
             process
-            for process in psutil.Process(self.process.pid).children()
+            for process in psutil.Process(self._plain.process.pid).children()
             if "baton_geo.raster.nursery" in process.cmdline()
         ]
         children = [str(child.pid) for nursery in nurseries for child in nursery.children()]
-        return children + self.files()
-
-    def files(self) -> list[str]:
-        """The files of scenes under way."""
-        return [
-            path.name for kind in ("scene-*", "baton-geo-*") for path in self.folder.glob(f"spool/{kind}")
-        ]
+        return children + self._plain.spooled()
 
 
-def allowed(host: RasterHost) -> str:
-    """The list of hosts that the README shows, with the test's own; and its scheme allowed."""
-    return f'"127.0.0.1:{host.port}"], "allow_http": true, "allowed_roots": ["/nowhere"'
+@pytest.fixture
+def server(plain: PlainServer) -> GeoServer:
+    return GeoServer(plain)
 
 
-@pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, rgb: Path, raster_host: RasterHost
-) -> Iterator[PlainServer]:
-    """One server for all of this file."""
-    server = PlainServer(tmp_path_factory.mktemp("plain"), rgb, raster_host)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.stop()
-    assert server.files() == []
+@pytest.fixture
+def rgb(server: GeoServer) -> Path:
+    return server.model
 
 
 def noise(height: int, width: int, seed: int) -> NDArray[np.uint8]:
@@ -142,7 +96,7 @@ def refusal(answer: httpx.Response) -> str:
     return str(answer.json()["error"]["message"])
 
 
-def test_the_example_client_gets_its_mask(server: PlainServer, raster_host: RasterHost, rgb: Path) -> None:
+def test_the_example_client_gets_its_mask(server: GeoServer, raster_host: RasterHost, rgb: Path) -> None:
     """vLLM's published request, an address and all; the answer equals plain torch on every pixel."""
     pixels = noise(300, 250, 1)
     pixels[:, 100:150, :60] = 0
@@ -168,7 +122,7 @@ def test_the_example_client_gets_its_mask(server: PlainServer, raster_host: Rast
     assert answer.json()["data"]["request_id"] == answer.json()["request_id"]
 
 
-def test_concurrent_requests_each_get_their_own_answer(server: PlainServer, rgb: Path) -> None:
+def test_concurrent_requests_each_get_their_own_answer(server: GeoServer, rgb: Path) -> None:
     """Scenes of different sizes and places, one smaller than a tile, all at once."""
     sizes = [(40, 50), (64, 64), (130, 70), (90, 200), (256, 256), (310, 100)]
     asked = [
@@ -190,7 +144,7 @@ def test_concurrent_requests_each_get_their_own_answer(server: PlainServer, rgb:
     assert server.scenes() == []
 
 
-def test_more_scenes_than_decoders_are_all_answered(server: PlainServer, rgb: Path) -> None:
+def test_more_scenes_than_decoders_are_all_answered(server: GeoServer, rgb: Path) -> None:
     """None waits for a place that only the others' end would free: vLLM would never come to end them."""
     asked = [geotiff(noise(400, 400, 30 + n), RGB) for n in range(GeoSettings().decoders + 4)]
     with ThreadPoolExecutor(len(asked)) as pool:
@@ -217,14 +171,14 @@ def test_more_scenes_than_decoders_are_all_answered(server: PlainServer, rgb: Pa
     ],
 )
 def test_a_bad_request_is_a_400_with_our_reason(
-    server: PlainServer, fields: dict[str, object], said: str
+    server: GeoServer, fields: dict[str, object], said: str
 ) -> None:
     """vLLM answers any ValueError so."""
     assert re.search(said, refusal(server.ask(geotiff(noise(30, 30, 2), RGB), **fields)))
     assert server.scenes() == []
 
 
-def test_an_unusable_scene_is_a_400_with_our_reason(server: PlainServer) -> None:
+def test_an_unusable_scene_is_a_400_with_our_reason(server: GeoServer) -> None:
     """A missing band; nothing but nodata; more tiles than are held at once here."""
     one = geotiff(noise(30, 30, 3)[:1], ("RED",))
     assert "band 2 'GREEN' is missing; the file has 1 band: 1 'RED'" in refusal(server.ask(one))
@@ -236,7 +190,7 @@ def test_an_unusable_scene_is_a_400_with_our_reason(server: PlainServer) -> None
     assert server.scenes() == []
 
 
-def test_the_clients_shown_run(server: PlainServer, rgb: Path, tmp_path: Path) -> None:
+def test_the_clients_shown_run(server: GeoServer, rgb: Path, tmp_path: Path) -> None:
     """curl and Python, as the README has them, each leave the mask in a file."""
     content = geotiff(noise(100, 90, 5), RGB)
     (tmp_path / "scene.tif").write_bytes(content)
@@ -252,7 +206,7 @@ def test_the_clients_shown_run(server: PlainServer, rgb: Path, tmp_path: Path) -
     assert "kind 0" in done.stdout
 
 
-def test_clients_that_hang_up_take_no_place(server: PlainServer, rgb: Path) -> None:
+def test_clients_that_hang_up_take_no_place(server: GeoServer, rgb: Path) -> None:
     """vLLM does not tell the plugin; others are answered all the same, and files go with the server."""
     large = geotiff(noise(800, 800, 50), RGB)
     with ThreadPoolExecutor(GeoSettings().decoders + 2) as pool:

@@ -1,0 +1,136 @@
+"""The series, each in one family of the process's registry whatever the number of engines."""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+
+from baton_stats.steps import Phase, Spent
+
+ENGINE = ("model_name", "engine")
+"""vLLM's own labels, so that these series join with its."""
+QUEUE_SECONDS = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5),
+    *(0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
+"""At most twice the one before up to 60 s; vLLM's begin at 0.3 s."""
+BANDS = ((0.5, "0-50"), (0.75, "50-75"), (0.9, "75-90"), (1.0, "90-100"))
+"""Shares of the KV blocks up to which a band goes, and its name in per cent."""
+
+
+class Families:
+    """All families. Their names and labels are the plugin's contract with dashboards."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.queue = Histogram(
+            "baton_stats_queue_seconds",
+            "Seconds that requests waited to be scheduled, counted when they are over.",
+            ENGINE,
+            buckets=QUEUE_SECONDS,
+            registry=registry,
+        )
+        self.steps = Counter(
+            "baton_stats_steps_total", "Steps, by what they computed.", (*ENGINE, "phase"), registry=registry
+        )
+        self.step_seconds = Counter(
+            "baton_stats_step_seconds_total",
+            "Seconds in steps, by what they computed; all phases together: the engine's busy time.",
+            (*ENGINE, "phase"),
+            registry=registry,
+        )
+        self.gaps = Counter(
+            "baton_stats_token_gaps_total",
+            "Tokens that followed another of their request, by what their step computed.",
+            (*ENGINE, "phase"),
+            registry=registry,
+        )
+        self.gap_seconds = Counter(
+            "baton_stats_token_gap_seconds_total",
+            "Seconds between a token and the one before it, by what its step computed.",
+            (*ENGINE, "phase"),
+            registry=registry,
+        )
+        self.kv_usage_seconds = Counter(
+            "baton_stats_kv_usage_seconds_total",
+            "Share of the KV blocks in use, times the busy seconds it was so.",
+            ENGINE,
+            registry=registry,
+        )
+        self.kv_seconds = Counter(
+            "baton_stats_kv_seconds_total",
+            "Busy seconds, by how many per cent of the KV blocks were in use.",
+            (*ENGINE, "usage"),
+            registry=registry,
+        )
+        self.request_seconds = Counter(
+            "baton_stats_request_seconds_total",
+            "Requests running or waiting, times the busy seconds they were so.",
+            (*ENGINE, "state"),
+            registry=registry,
+        )
+        self.errors = Counter(
+            "baton_stats_errors_total", "Steps that could not be counted.", ENGINE, registry=registry
+        )
+
+
+class EngineSeries:
+    """One engine's series. Those of an engine that is started anew go on where they were.
+
+    Args:
+        families: where they are.
+        model_name: the engine's name in `/metrics`, as vLLM's own series have it.
+        engine: its number among the engines of one model.
+    """
+
+    def __init__(self, families: Families, model_name: str, engine: int) -> None:
+        of = (model_name, str(engine))
+        self._queue = families.queue.labels(*of)
+        self._steps = {phase: families.steps.labels(*of, phase) for phase in Phase}
+        self._seconds = {phase: families.step_seconds.labels(*of, phase) for phase in Phase}
+        decoding = (Phase.DECODE, Phase.MIXED)
+        self._gaps = {phase: families.gaps.labels(*of, phase) for phase in decoding}
+        self._gap_seconds = {phase: families.gap_seconds.labels(*of, phase) for phase in decoding}
+        self._kv_usage = families.kv_usage_seconds.labels(*of)
+        self._kv = [(most, families.kv_seconds.labels(*of, name)) for most, name in BANDS]
+        self._running = families.request_seconds.labels(*of, "running")
+        self._waiting = families.request_seconds.labels(*of, "waiting")
+        self._errors = families.errors.labels(*of)
+
+    def add(self, spent: Spent) -> None:
+        """Count one step. Costs the same whatever the batch."""
+        seconds = spent.seconds
+        self._steps[spent.phase].inc()
+        if spent.gaps:
+            self._gaps[spent.phase].inc(spent.gaps)
+            self._gap_seconds[spent.phase].inc(spent.gap_s)
+        if seconds <= 0:
+            return
+        self._seconds[spent.phase].inc(seconds)
+        self._kv_usage.inc(spent.kv_usage * seconds)
+        next((series for most, series in self._kv if spent.kv_usage <= most), self._kv[-1][1]).inc(seconds)
+        self._running.inc(spent.running * seconds)
+        self._waiting.inc(spent.waiting * seconds)
+
+    def queued(self, seconds: float) -> None:
+        """Count a request that is over, and how long it had waited."""
+        self._queue.observe(seconds)
+
+    def failed(self) -> None:
+        """Count a step that could not be counted."""
+        self._errors.inc()
+
+
+_first = threading.Lock()
+
+
+def process_families() -> Families:
+    """The families in the process's own registry, made once: engines may be built in threads side by side."""
+    with _first:
+        return _made()
+
+
+@cache
+def _made() -> Families:
+    return Families(REGISTRY)
