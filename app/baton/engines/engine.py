@@ -340,11 +340,7 @@ def _for_responses(operation: Operation, body: Json, context: RequestContext) ->
     """The id in the body, where this handler reads it, and no null that its answer would choke on repeating."""
     if operation is not Operation.RESPONSES:
         return body
-    kept = {
-        key: value
-        for key, value in body.items()
-        if value is not None or key not in ("background", "truncation")
-    }
+    kept = {key: value for key, value in body.items() if value is not None or key not in ("background", "truncation")}
     return kept | {"request_id": f"resp_{context.request_id}"}
 
 
