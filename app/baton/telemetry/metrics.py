@@ -320,6 +320,9 @@ class TransferMetrics:
             ("engine", "op", "kind"),
             registry=registry,
         )
+        for operation in ("look", "load", "save"):  # from zero: a first failure is a rise then, and seen
+            for kind in (*FAILURES.values(), OTHER):
+                self._errors.labels(engine, operation, kind)
 
     def count(self, outcome: Mapping[str, Any]) -> None:
         """One outcome of `baton_kv.messages.Outcome`, as plain values."""
