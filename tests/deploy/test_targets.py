@@ -64,7 +64,9 @@ def test_the_compose_file_is_one() -> None:
 def test_a_wrong_compose_file_is_refused(tmp_path: Path) -> None:
     """The test of the test."""
     wrong = tmp_path / "compose.yaml"
-    wrong.write_text((DEPLOY / "compose/compose.yaml").read_text().replace("read_only: true", "read_onyl: true"))
+    wrong.write_text(
+        (DEPLOY / "compose/compose.yaml").read_text().replace("read_only: true", "read_onyl: true")
+    )
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", wrong]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 1
 
@@ -96,15 +98,15 @@ def test_compose_has_room_for_the_handoffs() -> None:
 
 
 def test_grafana_is_provisioned_with_the_dashboard_and_where_its_figures_are() -> None:
-    (source,) = yaml.safe_load(
-        (DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text()
-    )["datasources"]
+    (source,) = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ]
     scraped = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["global"]["scrape_interval"]
     assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
     assert source["jsonData"]["timeInterval"] == scraped
-    (provider,) = yaml.safe_load(
-        (DEPLOY / "grafana/provisioning/dashboards/baton.yaml").read_text()
-    )["providers"]
+    (provider,) = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/baton.yaml").read_text())[
+        "providers"
+    ]
     mounts = dict(mount.split(":")[:2] for mount in compose()["services"]["grafana"]["volumes"])
     assert mounts["../grafana/baton.json"] == provider["options"]["path"] + "/baton.json"
 
@@ -248,6 +250,8 @@ def test_every_target_has_a_page_that_names_its_files(folder: str) -> None:
         assert path.name == "README.md" or path.name in page, path.name
 
 
-@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.toml")), ids=lambda path: str(path.relative_to(DEPLOY)))
+@pytest.mark.parametrize(
+    "path", sorted(DEPLOY.rglob("*.toml")), ids=lambda path: str(path.relative_to(DEPLOY))
+)
 def test_settings_handed_out_are_settings(path: Path) -> None:
     assert load_settings(path).engines
