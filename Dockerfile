@@ -9,7 +9,7 @@
 # Where things come from is an argument: BASE_IMAGE, VLLM_IMAGE, and what pip reads, PIP_INDEX_URL,
 # PIP_EXTRA_INDEX_URL and TORCH_INDEX. None of them is left in an image.
 
-# A Debian or Ubuntu with Python 3.11 or newer and its venv module.
+# A Debian or Ubuntu with Python 3.11 or newer and its venv module; for `cuda` with its headers too.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 # Any image in which `python3 -m pip` installs beside vLLM 0.32.
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
@@ -94,7 +94,7 @@ RUN cd /tmp/plugins \
     && python3 -m pip install --no-deps --require-hashes -r raster.lock \
     && python3 -m pip install --no-deps --no-index ./*.whl \
     && rm -rf /tmp/plugins \
-    && install -d -o 10001 -g 10001 /home/baton
+    && { id baton 2>/dev/null || useradd --uid 10001 --user-group --create-home --no-log-init baton; }
 ENV HOME=/home/baton
 USER 10001:10001
 
@@ -112,7 +112,7 @@ RUN python3 -m venv /opt/baton \
     && rm -rf /tmp/weights
 
 FROM gateway AS cuda
-# Triton compiles its launchers with the system's compiler when an engine starts.
+# Triton compiles its launchers when an engine starts.
 USER root
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
