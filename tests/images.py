@@ -224,7 +224,6 @@ class Container:
             "cwd": self._config.get("WorkingDir") or "/",
             "noNewPrivileges": True,
             "capabilities": nothing,
-            "rlimits": [{"type": "RLIMIT_NOFILE", "soft": 65536, "hard": 65536}],
         }
         return {
             "ociVersion": "1.0.2",
