@@ -10,11 +10,15 @@ ARGS   ?=
 # Where pip finds torch's CPU build when your package index does not carry it: the address of PyTorch's CPU wheel
 # index, shown on its "Get Started" page.
 TORCH_INDEX ?=
+# What builds an image, which one, and what else it is told.
+IMAGE_TOOL ?= docker build
+TARGET ?= cpu
+IMAGE_ARGS ?=
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve demo test lint format bench bench-handoff bench-transfer bench-pooling chaos soak lock schemas dist clean
+.PHONY: help serve demo test lint format bench bench-handoff bench-transfer bench-pooling chaos soak image image-test lock schemas dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,7 +30,7 @@ demo: $(VENV)/.serve ## Watch agents hand their context to one another (two minu
 	@exec $(BIN)/baton demo $(ARGS)
 
 test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
-	$(BIN)/python -m pytest -m "not chaos and not soak" $(ARGS)
+	$(BIN)/python -m pytest -m "not chaos and not soak and not image" $(ARGS)
 
 lint: $(VENV)/.dev ## Format, lint, types, architecture
 	$(BIN)/ruff format --check .
@@ -55,6 +59,12 @@ chaos: $(VENV)/.dev ## Break engines on purpose, ask ten times too much, and wha
 
 soak: $(VENV)/.dev ## Run long (minutes to hours)
 	$(BIN)/python -m pytest -m soak $(ARGS)
+
+image: ## Build an image (TARGET=cpu, cuda or plugins; IMAGE_TOOL=, IMAGE_ARGS=)
+	$(IMAGE_TOOL) --target $(TARGET) --tag baton:$(TARGET) $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) $(IMAGE_ARGS) .
+
+image-test: $(VENV)/.dev ## Build the images with buildah and run them (ten minutes; root, no engine)
+	$(BIN)/python -m pytest -m image -s $(ARGS)
 
 schemas: $(VENV)/.dev ## Rewrite app/baton/api/vllm_schemas.json from the installed vLLM
 	$(BIN)/python -m baton.engines.schemas > $(VENV)/schemas.json && mv $(VENV)/schemas.json app/baton/api/vllm_schemas.json

@@ -53,6 +53,14 @@ class FakeGateway:
         return httpx.Client(base_url=self.url, timeout=30, **options)
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def raw_status(url: str, method: str, target: str, headers: dict[str, str] | None = None) -> int:
     """The status of a request whose target goes out byte for byte; HTTP libraries tidy it up."""
     where = urlsplit(url)

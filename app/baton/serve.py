@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from types import FrameType
 
 import uvicorn
 
@@ -35,6 +37,7 @@ def serve(settings: Settings) -> None:
         SettingsError: a setting that cannot work.
         StartError: the gateway could not start, and why.
     """
+    signal.signal(signal.SIGTERM, stop_at_once)
     keyring = keyring_for(settings)
     if conflicts := environment_conflicts(settings):
         raise StartError("\n".join(conflicts))
@@ -48,6 +51,15 @@ def serve(settings: Settings) -> None:
         with PhaseProgress(output.terminal) as progress:
             fleet = _build(settings, progress, output, keeper, tenants=keyring is not None)
             _run(settings, fleet, listener, metrics_listener, progress, keyed=keyring is not None)
+
+
+def stop_at_once(_number: int, _frame: FrameType | None) -> None:
+    """End a start that has come to nothing yet; the server takes signals itself once it runs.
+
+    Left to itself the first process of a container would not end: the kernel
+    drops signals it does not handle.
+    """
+    raise SystemExit(0)
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:

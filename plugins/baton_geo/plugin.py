@@ -226,6 +226,11 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
         """The JSON answer."""
         return IOProcessorResponse(request_id=output.running.request_id, data=output.answer())
 
+    def amounts(self, output: Finished) -> dict[str, int]:
+        """What a server may count of a finished scene."""
+        info = output.running.scene.info
+        return {"pixels": info.width * info.height}
+
     def close(self) -> None:
         """End every scene and raster process; for servers that say when they are done."""
         self._scenes.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -128,6 +130,29 @@ def test_usage_adds_up_and_comes_last_in_a_stream(client: httpx.Client) -> None:
     assert last["choices"] == []
     assert usage["completion_tokens"] == 6
     assert usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tenants_tokens_are_counted_as_the_engine_used_them(
+    client: httpx.Client, path: str, stream: bool
+) -> None:
+    """Whichever protocol, and whether the answer came at once or in pieces."""
+    before = tenant_tokens(client)
+    assert client.post(path, json=body(path, stream=stream)).status_code == 200
+    deadline = time.monotonic() + 5  # counted once the request is over, a moment after its last byte
+    while (after := tenant_tokens(client))["generated"] == before[
+        "generated"
+    ] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert after["generated"] - before["generated"] == 6
+    assert after["prompt"] - before["prompt"] >= 3
+
+
+def tenant_tokens(client: httpx.Client) -> dict[str, float]:
+    page = client.get("/metrics").text
+    found = re.findall(r'^baton_tenant_tokens_total\{kind="(\w+)",tenant="local"\} (\S+)$', page, re.M)
+    return {"prompt": 0.0, "generated": 0.0} | {kind: float(value) for kind, value in found}
 
 
 def test_tokens_and_text_can_be_counted(client: httpx.Client) -> None:

@@ -206,6 +206,24 @@ def test_g1_off_loopback_metrics_move_to_a_port_of_their_own() -> None:
         assert httpx.get(f"{gateway.metrics_url}/v1/models").status_code == 404
 
 
+def test_tenants_are_told_apart_and_see_only_themselves(tmp_path: Path) -> None:
+    """The operator's port shows every tenant; one that tenants reach shows each its own."""
+    file = tmp_path / "keys.json"
+    keys = {tenant: create_key(file, tenant) for tenant in ("acme", "globex")}
+    sent = {"model": "a", "prompt": "The sea is", "max_tokens": 4}
+    with run_fake(FakeEngine("a"), auth={"keys_file": file}) as gateway:
+        for key in (*keys.values(), "bt_wrong"):
+            httpx.post(f"{gateway.url}/v1/completions", json=sent, headers={"x-api-key": key})
+        theirs = httpx.get(f"{gateway.url}/metrics", headers={"x-api-key": keys["acme"]}).text
+        everything = gateway.fleet.metrics_page().decode()
+    for tenant in keys:
+        assert f'baton_tenant_requests_total{{code_class="2xx",tenant="{tenant}"}} 1.0' in everything
+        assert f'baton_tenant_tokens_total{{kind="generated",tenant="{tenant}"}} 4.0' in everything
+    assert 'baton_tenant_requests_total{code_class="4xx",tenant="none"} 1.0' in everything
+    assert "globex" not in theirs
+    assert 'baton_tenant_tokens_total{kind="prompt",tenant="acme"} 3.0' in theirs
+
+
 def test_g1_a_gateway_whose_last_key_was_revoked_stays_closed(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     create_key(file, "acme")

@@ -290,3 +290,17 @@ def test_a_plugins_own_codes_grow_no_metric() -> None:
         page = httpx.get(f"{gateway.url}/metrics").text
     assert 'baton_rejections_total{reason="plugin_refusal"} 1.0' in page
     assert "too_cloudy" not in page
+
+
+@pytest.mark.parametrize("counted", [{"numbers": -1}, {"No word": 1}, 7, {"numbers": "many"}])
+def test_amounts_that_are_none_cost_only_the_count(counted: Any) -> None:
+    """What a plugin counts wrongly is left out; the answer is given all the same."""
+
+    class Counting(Current):
+        def amounts(self, output: Any) -> Any:
+            return counted
+
+    with served(Counting()) as gateway:
+        assert ask(gateway).status_code == 200
+        page = httpx.get(f"{gateway.url}/metrics").text
+    assert "baton_pooling_amounts_total{" not in page

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -159,3 +161,18 @@ def test_a7_a_client_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None
             gateway.signal()
             assert gateway.process.wait(15) == 0
         print(f"A7: a deaf client, exit after {time.monotonic() - began:.1f} s")
+
+
+def test_a_start_that_is_told_to_stop_stops_with_0_and_leaves_nothing() -> None:
+    """Before the server takes signals itself; what was begun is ended by its contexts."""
+    script = (
+        "import contextlib, os, signal\n"
+        "from baton.serve import stop_at_once\n"
+        "signal.signal(signal.SIGTERM, stop_at_once)\n"
+        "with contextlib.ExitStack() as started:\n"
+        "    started.callback(print, 'ended')\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('went on')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr

@@ -50,6 +50,20 @@ def test_synchronous_hooks_see_outputs_in_order_and_coroutines_as_they_come() ->
         assert ask(gateway, numbers=numbers).json()["data"]["order"] == [1, 2, 0]
 
 
+def test_what_answers_amount_to_is_counted() -> None:
+    """In the plugin's own units, and only of what was answered."""
+
+    class Counting(Current):
+        def amounts(self, output: dict[str, Any]) -> dict[str, int]:
+            return {"numbers": len(output["order"])}
+
+    with served(Counting()) as gateway:
+        assert [ask(gateway).status_code for _ in range(2)] == [200, 200]
+        assert ask(gateway, **{"in": "pre", "do": "refuse"}).status_code == 422
+        page = httpx.get(f"{gateway.url}/metrics").text
+    assert 'baton_pooling_amounts_total{engine="geo",unit="numbers"} 6.0' in page
+
+
 def test_no_hook_runs_on_the_gateways_loop() -> None:
     """Every hook meets a thread of its own kind."""
     for instance in (Current(), Async()):

@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 import vllm.exceptions  # after the skip
 import vllm.v1.engine.exceptions  # after the skip
 from vllm.engine.protocol import EngineClient  # after the skip
+from vllm.sampling_params import SamplingParams  # after the skip
 from vllm.v1.engine.async_llm import AsyncLLM  # after the skip
 from vllm.v1.metrics import loggers  # after the skip
 from vllm.v1.metrics.loggers import PrometheusStatLogger  # after the skip
@@ -157,7 +158,7 @@ def test_the_salt_is_the_gateway_s_whatever_the_prompt_says() -> None:
     engine = Engine()
     for salt, expected in ((None, {}), ("ours", {"cache_salt": "ours"})):
         CURRENT_CALL.set(Call(RequestContext("id"), salt))
-        WatchedClient(engine).generate({"cache_salt": "theirs"}, None, "id")  # type: ignore[arg-type]  # as above
+        WatchedClient(engine).generate({"cache_salt": "theirs"}, SamplingParams(), "id")  # type: ignore[arg-type]  # as above
         assert engine.prompt == expected
 
 

@@ -16,6 +16,9 @@ from baton.telemetry.metrics import OTHER, GatewayMetrics
 PROBES = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 """Asked every few seconds by machines: counted, but logged only at level debug."""
 
+NOBODY = "none"
+"""In a tenant's place: the request came without a valid key."""
+
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 
 
@@ -72,6 +75,7 @@ class ObserveMiddleware:
         code_class = f"{status // 100}xx" if status else "none"
         self._metrics.requests.labels(route, method, code_class).inc()
         self._metrics.duration.labels(route).observe(seconds)
+        self._count_tenant(context, route, code_class, known=status != 401)
         error = scope.get("baton_error")
         if error is not None:
             self._metrics.rejections.labels(scope["baton_reason"]).inc()
@@ -89,6 +93,15 @@ class ObserveMiddleware:
         }
         log = self._log.debug if route in PROBES else self._log.info
         log("request", **{key: value for key, value in line.items() if value is not None})
+
+    def _count_tenant(self, context: RequestContext, route: str, code_class: str, *, known: bool) -> None:
+        if route not in PROBES:
+            self._metrics.tenants.count(
+                context.tenant if known else NOBODY,
+                code_class,
+                prompt_tokens=context.prompt_tokens,
+                generated_tokens=context.generated_tokens,
+            )
 
 
 def _id_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:

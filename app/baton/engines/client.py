@@ -48,9 +48,12 @@ class Call:
 
     async def watch(self, outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
         """Pass the engine's outputs on, keep what ends them badly, and close them at once."""
+        first = True
         async with aclosing(outputs):
             try:
                 async for output in outputs:
+                    self._count(output, first=first)
+                    first = False
                     if self.relay is not None:
                         _note(self.relay, output, deltas=self.deltas)
                     yield output
@@ -61,6 +64,15 @@ class Call:
                 if self.failure.status >= 500 and not self.failure.retryable:
                     log.error("engine_request_failed", exc_info=error)
                 raise
+
+    def _count(self, output: Any, *, first: bool) -> None:
+        """Add an output's tokens to the request's; one that pools has no completions."""
+        if first:
+            self.context.prompt_tokens += len(output.prompt_token_ids or ())
+        if self.deltas or output.finished:
+            said = getattr(output, "outputs", ())
+            completions = said if isinstance(said, list) else ()
+            self.context.generated_tokens += sum(len(completion.token_ids) for completion in completions)
 
 
 CURRENT_CALL: ContextVar[Call] = ContextVar("baton_current_call")
@@ -78,6 +90,7 @@ class WatchedClient:
 
     def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()
+        call.deltas = sampling_params.output_kind.name == "DELTA"
         if call.relay is not None:
             _require_prompt(call, prompt)
             wanted = transfer_params(
@@ -87,7 +100,6 @@ class WatchedClient:
                 limit=call.relay.limit,
                 tag=call.context.request_id,
             )
-            call.deltas = sampling_params.output_kind.name == "DELTA"
             extra = sampling_params.extra_args or {}
             sampling_params.extra_args = extra | {"kv_transfer_params": wanted}
         return call.watch(self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs))

@@ -239,6 +239,7 @@ class Answer:
         self._operation = operation
         self._body = body
         self._id = context.request_id
+        self._context = context
         self._created = int(time.time())
         self._words = _prompt_words(operation, body, relay)
         limit = _limit(operation, body)
@@ -249,6 +250,8 @@ class Answer:
         said = [self._words[index % len(self._words)] for index in range(limit)]
         self._said = [word if index == 0 else f" {word}" for index, word in enumerate(said)]
         self._relay = relay
+        if operation in (*STREAMS, *POOLING):
+            context.prompt_tokens += len(self._words)
         relay.prompt_ids = [token_id(word) for word in self._words]
         relay.saves = False  # there is no KV
 
@@ -262,6 +265,7 @@ class Answer:
                     if engine.state is EngineState.FAILED:
                         raise EngineRestarting()
                     engine.count()
+                    self._context.generated_tokens += 1
                     self._relay.output_ids.append(token_id(word.strip()))
                     yield word
             self._relay.ended_by_token = engine.behaviour.ends_answers

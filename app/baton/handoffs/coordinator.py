@@ -71,6 +71,7 @@ class Handoffs:
         self._store = store
         self._files = files
         self._metrics = metrics
+        metrics.store_budget.set(int(settings.budget))
         self._wall = wall
         self._shelf = Shelf(clock)
         self._over: dict[str, asyncio.Event] = {}

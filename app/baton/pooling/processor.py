@@ -7,6 +7,7 @@
 | prompts   | `pre_process_async`, `pre_process` | the same             | may return an iterator, also async|
 | outputs   | `post_process_async`, `post_process` | the same           |                                   |
 | answer    | `output_to_response(output)`   | the output itself        | `output_to_files(output)`         |
+| count     |                                |                          | `amounts(output)`                 |
 | afterwards|                                |                          | `forget(request_id)`              |
 
 A hook that a class has from vLLM's own base does nothing of its own: the base's coroutines call the
@@ -223,6 +224,13 @@ class Processor:
         if not self._own("output_to_files"):
             return []
         return await self._threads.run(_result_files, self._instance.output_to_files, output)
+
+    async def amounts(self, output: Any) -> dict[str, float]:
+        """What the plugin says the answer amounts to, by unit; nothing: it does not count."""
+        if not self._own("amounts"):
+            return {}
+        counted = await self._threads.run(self._instance.amounts, output)
+        return {str(unit): float(amount) for unit, amount in counted.items()}
 
     async def forget(self, request_id: str) -> None:
         """Let go of whatever the plugin keeps for a request; called once, however it ended."""

@@ -200,7 +200,9 @@ class Runner:
                 self._engine, prompts, params, context, priority=priority, room=self._settings.prompts
             )
             with self._timed("encode"):
-                return await self._encoded(encoding, context, home)
+                output = await self._encoded(encoding, context, home)
+        await self._count(output)
+        return output
 
     async def _encoded(self, encoding: Encoding, context: RequestContext, home: Home | None) -> Any:
         name = self._processor.name
@@ -217,6 +219,13 @@ class Runner:
         if output is None:
             raise _told(PluginFailed(), name, "answer", at_input=False)
         return output
+
+    async def _count(self, output: Any) -> None:
+        """What the plugin says the answer amounts to; failing here costs the count and nothing else."""
+        try:
+            self._metrics.count_amounts(self._engine.name, await self._processor.amounts(output))
+        except Exception as error:  # noqa: BLE001  # the border to the plugin
+            log.error("plugin_failed", plugin=self._processor.name, step="amounts", cause=where(error))
 
     async def _close(self, encoding: Encoding) -> None:
         """What a plugin does while its prompts are closed changes nothing of the answer."""

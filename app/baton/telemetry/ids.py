@@ -24,6 +24,8 @@ class RequestContext:
         traceparent: W3C trace context, if it is well formed.
         tracestate: passed on only together with a valid `traceparent`.
         tenant: the owner of the API key; `local` without keys.
+        prompt_tokens: tokens its engine was given, so far.
+        generated_tokens: tokens its engine generated, so far.
     """
 
     request_id: str
@@ -31,6 +33,8 @@ class RequestContext:
     traceparent: str | None = None
     tracestate: str | None = None
     tenant: str = LOCAL_TENANT
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
 
 
 def new_request_id() -> str:

@@ -6,7 +6,9 @@ same name are merged, because Prometheus refuses a page that names one twice.
 
 from __future__ import annotations
 
+import math
 import platform
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,13 @@ FAILURES = {
     "Malformed": "malformed",
 }
 """The connector's words for what went wrong, and ours."""
+
+MAX_TENANTS = 256
+"""More are counted together, as `other`."""
+
+UNIT = re.compile(r"[a-z][a-z_]{0,31}")
+MAX_UNITS = 8
+"""What one engine's plugin may count in; more units are not counted."""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -92,11 +101,44 @@ class GatewayMetrics:
             buckets=LAGS,
             registry=registry,
         )
+        self.tenants = TenantMetrics(registry)
         self.handoffs = HandoffMetrics(registry)
         self.pooling = PoolingMetrics(registry)
         Info("baton_build", "What is running.", registry=registry).info(
             {"version": __version__, "python": platform.python_version()}
         )
+
+
+class TenantMetrics:
+    """The series of who asks. Tenants are the operator's: there are as many as have keys, and at most so many
+    are told apart.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._known: set[str] = set()
+        self._requests = Counter(
+            "baton_tenant_requests_total",
+            "Requests answered, by the tenant whose key they came with; probes are not counted.",
+            ("tenant", "code_class"),
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "baton_tenant_tokens_total",
+            "Tokens engines were given as prompts, and generated.",
+            ("tenant", "kind"),
+            registry=registry,
+        )
+
+    def count(self, tenant: str, code_class: str, *, prompt_tokens: int, generated_tokens: int) -> None:
+        """One request that is over."""
+        if tenant not in self._known:
+            if len(self._known) >= MAX_TENANTS:
+                tenant = OTHER
+            self._known.add(tenant)
+        self._requests.labels(tenant, code_class).inc()
+        if prompt_tokens or generated_tokens:
+            self._tokens.labels(tenant, "prompt").inc(prompt_tokens)
+            self._tokens.labels(tenant, "generated").inc(generated_tokens)
 
 
 class FleetMetrics:
@@ -187,6 +229,9 @@ class HandoffMetrics:
         )
         self.kept = Gauge("baton_handoffs", "Handoffs there are.", registry=registry)
         self.store_bytes = Gauge("baton_store_bytes", "Bytes all entries take.", registry=registry)
+        self.store_budget = Gauge(
+            "baton_store_budget_bytes", "Bytes that all entries may take.", registry=registry
+        )
 
 
 class PoolingMetrics:
@@ -218,12 +263,34 @@ class PoolingMetrics:
             ("engine",),
             registry=registry,
         )
+        self._units: dict[str, set[str]] = {}
+        self._amounts = Counter(
+            "baton_pooling_amounts_total",
+            "What answers amounted to, as their plugin counts it; pixels, for scenes.",
+            ("engine", "unit"),
+            registry=registry,
+        )
         self.left_behind = Gauge(
             "baton_pooling_threads_left_behind",
             "Threads still in a plugin's code though their request is over.",
             ("engine",),
             registry=registry,
         )
+
+    def count_amounts(self, engine: str, amounts: Mapping[str, float]) -> None:
+        """Add what one answer amounts to.
+
+        Raises:
+            ValueError: a unit that is no plain word, one too many, or an amount that is no size.
+        """
+        units = self._units.setdefault(engine, set())
+        for unit, amount in amounts.items():
+            if not UNIT.fullmatch(unit) or not math.isfinite(amount) or amount < 0:
+                raise ValueError("an amount is not a plain word and a number from zero up")
+            if unit not in units and len(units) >= MAX_UNITS:
+                raise ValueError(f"amounts in more than {MAX_UNITS} units")
+            units.add(unit)
+            self._amounts.labels(engine, unit).inc(amount)
 
 
 class TransferMetrics:
@@ -253,6 +320,9 @@ class TransferMetrics:
             ("engine", "op", "kind"),
             registry=registry,
         )
+        for operation in ("look", "load", "save"):  # from zero: a first failure is a rise then, and seen
+            for kind in (*FAILURES.values(), OTHER):
+                self._errors.labels(engine, operation, kind)
 
     def count(self, outcome: Mapping[str, Any]) -> None:
         """One outcome of `baton_kv.messages.Outcome`, as plain values."""
@@ -272,16 +342,23 @@ class TransferMetrics:
 
 @dataclass(frozen=True)
 class MergedRegistry:
-    """Several registries read as one: families of the same name become one family."""
+    """Several registries read as one: families of the same name become one family.
+
+    Attributes:
+        registries: what is read.
+        tenant: the one whose series are shown; None: every tenant's.
+        prefixes: of the families that are shown.
+    """
 
     registries: tuple[CollectorRegistry, ...]
+    tenant: str | None = None
     prefixes: tuple[str, ...] = ("baton_", "vllm:", "process_", "python_")
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for metric in self._wanted():
             known = families.setdefault(metric.name, _empty_copy(metric))
-            known.samples.extend(metric.samples)
+            known.samples.extend(sample for sample in metric.samples if self._shows(sample.labels))
         yield from families.values()
 
     def _wanted(self) -> Iterable[Metric]:
@@ -289,6 +366,9 @@ class MergedRegistry:
             for metric in registry.collect():
                 if metric.name.startswith(self.prefixes):
                     yield metric
+
+    def _shows(self, labels: Mapping[str, str]) -> bool:
+        return self.tenant is None or labels.get("tenant", self.tenant) == self.tenant
 
     def page(self) -> bytes:
         """The text page a Prometheus server reads."""
