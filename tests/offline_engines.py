@@ -43,7 +43,8 @@ class OfflineEngine:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # the extension is there
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # the extension is there
         )
         self._line("READY")
         return self

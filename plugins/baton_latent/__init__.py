@@ -1,4 +1,4 @@
-"""Latent thinking in vLLM: a prompt says how often the model thinks before it goes on, and nothing is said aloud.
+"""Latent thinking in vLLM: a prompt says how often the model thinks before it goes on, silently.
 
 `register` is an entry point; nothing heavy is imported until vLLM calls it.
 """

@@ -1,7 +1,7 @@
-"""The running batch as vLLM's forward context has it. The one place that reads and rewrites attention metadata.
+"""The running batch as vLLM's forward context has it. Here alone attention metadata is read and rewritten.
 
-CPU only: every part of a batch needs metadata of its own, and vLLM's attention backends build theirs each in their
-own way. Held by tests/seams/test_latent.py.
+CPU only: every part of a batch needs metadata of its own, and each of vLLM's attention backends has its own
+kind. Held by tests/seams/test_latent.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Batch:
     _metadata: CPUAttentionMetadata
 
     def slots_before(self, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
-        """Where the KV of the tokens before some positions is, one position for each of the requests `rows`."""
+        """Where the KV of the tokens before some positions is, one position for each of the requests."""
         before = positions.long() - 1
         blocks = self._metadata.block_table[rows, before // self.block_size].long()
         return blocks * self.block_size + before % self.block_size
@@ -64,7 +64,9 @@ class Batch:
         metadata, slots = {}, {}
         for name, whole in self._context.attn_metadata.items():
             if id(whole) not in made:
-                made[id(whole)] = _metadata(whole, self._context.no_compile_layers[name], part, index, positions)
+                made[id(whole)] = _metadata(
+                    whole, self._context.no_compile_layers[name], part, index, positions
+                )
             metadata[name] = made[id(whole)]
         for name, whole in self._context.slot_mapping.items():
             if id(whole) not in made:

@@ -1,4 +1,4 @@
-"""What crosses a process: which architectures think, which token stands for a step, how a prompt asks for steps.
+"""What crosses a process: which architectures think, what stands for a step, how a prompt asks for steps.
 
 Pure: the standard library only, and it imports in milliseconds.
 """
@@ -60,8 +60,10 @@ def latent_overrides(folder: str | Path, placeholder: int | None = None) -> dict
     Raises:
         ValueError: its architecture is not one of `LATENT_ARCHITECTURES`, or no token is spare.
     """
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError("latent steps need the model in a folder of this machine, with its config.json")
     stock = next(iter(_read(Path(folder) / "config.json").get("architectures") or ()), None)
-    if stock not in LATENT_ARCHITECTURES:
+    if not isinstance(stock, str) or stock not in LATENT_ARCHITECTURES:
         known = ", ".join(LATENT_ARCHITECTURES)
         raise ValueError(f"latent steps are for models of these architectures: {known}; this is {stock}")
     token = choose_placeholder(folder) if placeholder is None else placeholder
@@ -116,9 +118,9 @@ def _known_tokens(root: Path) -> int:
     words = tokenizer.get("model", {}).get("vocab")
     if not words:
         return 0
-    ids = words.values() if isinstance(words, dict) else range(len(words))
-    added = (row["id"] for row in tokenizer.get("added_tokens") or [])
-    return 1 + max([*ids, *added])
+    ids = list(words.values()) if isinstance(words, dict) else [len(words) - 1]
+    ids += [row["id"] for row in tokenizer.get("added_tokens") or []]
+    return 1 + int(max(ids))
 
 
 def _used_tokens(root: Path, config: Mapping[str, Any]) -> set[int]:

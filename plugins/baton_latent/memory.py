@@ -1,7 +1,7 @@
 """What each computed token left for a latent one that may follow it: seeds, one per slot of the KV pool.
 
-A seed lies where its token's KV lies, and is written with it: whatever the engine does with its blocks, a token
-whose KV can be used has its seed. Who moves blocks elsewhere moves the seeds with them, as further layers.
+A seed lies where its token's KV lies, and is written with it: whatever the engine does with its blocks, a
+token whose KV can be used has its seed. Who moves blocks elsewhere moves the seeds too, as further layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LatentMemory:
         self.seconds = 0.0
 
     def layers_beside(self, kv: torch.Tensor, block_size: int) -> list[torch.Tensor]:
-        """The seeds as further layers of the pool, each `[blocks, bytes]` of uint8 as large as a block of `kv`.
+        """The seeds as further layers of the pool, `[blocks, bytes]` of uint8, as large as those of `kv`.
 
         Args:
             kv: any layer's KV, its first dimension the blocks.

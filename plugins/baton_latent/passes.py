@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass
@@ -39,10 +40,10 @@ def plan(bounds: Sequence[int], latent: Sequence[int]) -> list[Pass]:
         As many passes as the request with the most parts has; every token is in one of them.
     """
     passes: list[Pass] = []
-    for row, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for row, (first, end) in enumerate(pairwise(bounds)):
         inside = latent[bisect_left(latent, first) : bisect_left(latent, end)]
         cuts = [first, *(place for place in inside if place > first), end]
-        for number, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for number, (start, stop) in enumerate(pairwise(cuts)):
             if stop == start:
                 continue
             if number == len(passes):

@@ -1,7 +1,7 @@
 """From what a model's last layer says to what its first layer takes: torch alone, no vLLM.
 
-Both ways are those of LatentMAS (arXiv 2511.20639, section 3.1) and of AVP's model plugin: the projected vector has
-the mean length of the embedding's rows.
+Untied models are realigned as in LatentMAS (arXiv 2511.20639); tied ones take the embedding they expect
+next, as AVP's model plugin does. Either way the vector has the mean length of the embedding's rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SHORTEST = 1e-6
 
 
 class TiedProjection:
-    """Of a model whose embedding is also its head: the embedding expected under its own next-token distribution.
+    """Of a model whose embedding is also its head: the embedding expected of its own next token.
 
     Args:
         embedding: `[vocabulary, hidden]`.
@@ -59,7 +59,7 @@ class UntiedProjection:
 
 
 def realignment(embedding: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    """`(Hᵀ H + ridge)⁻¹ Hᵀ E`, `[hidden, hidden]` in fp32, where the weights are; summed a few rows at a time."""
+    """`(Hᵀ H + ridge)⁻¹ Hᵀ E`, `[hidden, hidden]` in fp32; summed a few rows at a time."""
     width = head.shape[1]
     gram = torch.zeros(width, width, dtype=torch.float32, device=head.device)
     right = torch.zeros_like(gram)

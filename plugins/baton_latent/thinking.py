@@ -25,9 +25,9 @@ logger = logging.getLogger("vllm.baton_latent")
 class LatentThinking(torch.nn.Module):
     """Stands before one of vLLM's model classes.
 
-    A position that holds the placeholder token is a latent step: its input is not the token's embedding but the
-    projection of the last hidden state of the position before it. Everything else is as it was; a batch without
-    placeholders goes through the model unchanged.
+    A position that holds the placeholder token is a latent step: its input is not the token's embedding but
+    the projection of the last hidden state of the position before it. Everything else is as it was; a batch
+    without placeholders goes through the model unchanged.
 
     Raises:
         ValueError: at the engine's start, for what latent steps are not made for.
@@ -38,7 +38,9 @@ class LatentThinking(torch.nn.Module):
         super().__init__(vllm_config=vllm_config, prefix=prefix, **others)
         model = vllm_config.model_config
         self._placeholder = _placeholder(model)
-        self._memory = LatentMemory(model.get_hidden_size(), model.dtype, torch.device(current_platform.device_type))
+        self._memory = LatentMemory(
+            model.get_hidden_size(), model.dtype, torch.device(current_platform.device_type)
+        )
         self._projection: TiedProjection | UntiedProjection | None = None
         vllm_config.compilation_config.static_forward_context[MEMORY_KEY] = self._memory
         logger.info("latent steps: %s, placeholder token %d", type(self).__name__, self._placeholder)
@@ -103,7 +105,7 @@ class LatentThinking(torch.nn.Module):
         positions: torch.Tensor,
         hidden: torch.Tensor,
     ) -> torch.Tensor:
-        """What enters the first layer, `[tokens, hidden]`: embeddings, and seeds where the part begins latent."""
+        """What enters the first layer, `[tokens, hidden]`: embeddings, and projected seeds."""
         inputs: torch.Tensor = self.embed_input_ids(input_ids[index])
         if not part.seeded:
             return inputs

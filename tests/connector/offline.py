@@ -29,7 +29,11 @@ def main() -> None:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"store": f"file:{store}"},
     }
-    usual = {"enforce_eager": True, "kv_cache_memory_bytes": 192 * 1024 * 1024, "kv_transfer_config": transfer}
+    usual = {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 192 * 1024 * 1024,
+        "kv_transfer_config": transfer,
+    }
     llm = LLM(model=model, disable_log_stats=False, **(usual | given))
     print("READY", flush=True)
     counts = _counts(llm)
