@@ -23,11 +23,14 @@ class Probe:
         }
         self.written: dict[str, torch.Tensor] = {}
         self.blocks: dict[str, list[int]] = {}
+        self.left: dict[str, dict[str, Any]] = {}
         for name, layer in self.layers.items():
             layer.register_forward_pre_hook(self._hook(name), with_kwargs=True)
         execute = self.model_runner.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            for name in scheduler_output.finished_req_ids & self.blocks.keys():
+                self.left[name] = self._read(self.blocks[name])  # before others write into its blocks
             answer = execute(scheduler_output, *args, **kwargs)
             for name, request in self.model_runner.requests.items():
                 self.blocks[name] = list(request.block_ids[0])
@@ -38,14 +41,15 @@ class Probe:
     def dump(self, request: str, path: str) -> None:
         """Write `keys` and `values` `[layers, slots, KV heads, head size]` and `seeds` of a request's blocks."""
         name = next(name for name in self.blocks if name.split("-")[0] == request)
-        any_layer = next(iter(self.layers.values()))
-        size = any_layer.kv_cache.shape[2]
-        slots = torch.tensor([block * size + place for block in self.blocks[name] for place in range(size)])
+        torch.save(self.left.get(name) or self._read(self.blocks[name]), path)
+
+    def _read(self, blocks: list[int]) -> dict[str, Any]:
+        size = next(iter(self.layers.values())).kv_cache.shape[2]
+        slots = torch.tensor([block * size + place for block in blocks for place in range(size)])
         memory = self.model_runner.compilation_config.static_forward_context.get("baton_latent.memory")
         both = [self.written[layer][:, slots] for layer in self.layers]
         keys, values = torch.stack([pair[0] for pair in both]), torch.stack([pair[1] for pair in both])
-        seeds = memory.read(slots) if memory is not None else None
-        torch.save({"keys": keys, "values": values, "seeds": seeds}, path)
+        return {"keys": keys, "values": values, "seeds": None if memory is None else memory.read(slots)}
 
     def _hook(self, name: str) -> Any:
         def note(layer: Any, args: Any, kwargs: Any) -> None:
