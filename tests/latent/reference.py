@@ -1,4 +1,4 @@
-"""Latent thinking with HuggingFace's own models, one token after the other: what vLLM is held against.
+"""Latent thinking with HuggingFace's own models, one step after the other: what vLLM is held against.
 
 Nothing here is shared with the plugin: the two projections are written out once more.
 """
@@ -6,6 +6,7 @@ Nothing here is shared with the plugin: the two projections are written out once
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Reference:
 
     def __init__(self, folder: str, placeholder: int) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self._placeholder = placeholder
+        self.placeholder = placeholder
         embedding = self._model.get_input_embeddings().weight.detach()
         self._scale = float(getattr(self._model.get_input_embeddings(), "scalar_embed_scale", 1.0))
         self._embedding = embedding * self._scale
@@ -50,18 +51,21 @@ class Reference:
         past: Any = None
         hidden: list[torch.Tensor] = []
         tokens: list[int] = []
-        for token in context:
-            if token == self._placeholder and hidden:
-                past, state = self._step(past, inputs_embeds=self._project(hidden[-1])[None, None])
-            else:
-                past, state = self._step(past, input_ids=torch.tensor([[token]]))
-            hidden.append(state)
+        for thinks, run in groupby(context, lambda token: token == self.placeholder):
+            said = list(run)
+            if not thinks:
+                past, states = self._step(past, input_ids=torch.tensor([said]))
+                hidden.extend(states)
+                continue
+            for _ in said:
+                past, states = self._step(past, inputs_embeds=self._project(hidden[-1])[None, None])
+                hidden.extend(states)
         for _ in range(generate):
             logits = hidden[-1] @ self._head.T
-            logits[self._placeholder] = -torch.inf
+            logits[self.placeholder] = -torch.inf
             tokens.append(int(logits.argmax()))
-            past, state = self._step(past, input_ids=torch.tensor([[tokens[-1]]]))
-            hidden.append(state)
+            past, states = self._step(past, input_ids=torch.tensor([[tokens[-1]]]))
+            hidden.extend(states)
         layers = past.layers
         return Thought(
             [layer.keys[0] for layer in layers],
@@ -72,7 +76,7 @@ class Reference:
 
     def _step(self, past: Any, **inputs: torch.Tensor) -> tuple[Any, torch.Tensor]:
         found = self._model(**inputs, past_key_values=past, use_cache=True, output_hidden_states=True)
-        return found.past_key_values, found.hidden_states[-1][0, -1]
+        return found.past_key_values, found.hidden_states[-1][0]
 
     def _project(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._map is None:

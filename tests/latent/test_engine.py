@@ -84,6 +84,7 @@ def test_chains_of_runs(thinker: Thinker) -> None:
     thinker.require(answer, asked)
 
 
+@pytest.mark.chaos
 def test_preempted_requests_think_again(thinker: Thinker) -> None:
     prompts = [[*prompt(90, seed=200 + number), *thinker.steps(10)] for number in range(8)]
     answers = thinker.engine.ask(*((asked, 64, None) for asked in prompts))
