@@ -1,8 +1,8 @@
 """What a latent step costs, and whether it helps. `make bench-latent`.
 
-`steps`: plain vLLM in this process, the stock class beside the one that thinks, rounds alternating. `pipeline`
-and `tasks`: a gateway over SmolLM2 without a prefix cache, so that nothing but the handoff saves work. Tasks are
-made up here; an answer is right when the first number in it is.
+`steps`: plain vLLM in this process, the stock class beside the one that thinks, rounds alternating.
+`pipeline` and `tasks`: a gateway over SmolLM2 without a prefix cache, so that nothing but the handoff saves
+work. Tasks are made up here; an answer is right when the first number in it is.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm import ModelRegistry
@@ -21,7 +23,7 @@ from baton.models.store import ModelStore
 from baton.setting_groups import EngineSettings
 from baton.settings import load_settings
 from baton_kv.settings import AVP_SETTINGS, ConnectorSettings
-from baton_latent import batch, register
+from baton_latent import batch, register, thinking
 from baton_latent.contract import LATENT_ARCHITECTURES, PLACEHOLDER_KEY
 from baton_latent.models import BatonLatentLlamaForCausalLM
 from baton_latent.thinking import LatentThinking
@@ -115,6 +117,36 @@ def test_an_engine_that_cannot_think_is_refused(
     folder = model or ModelStore(load_settings().models_folder).resolve("smollm2")
     with pytest.raises(SettingsError, match=told):
         engine_args(settings(**args), folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tensor_parallel_size": 2}, "parallelism above 1"),
+        ({"pipeline_parallel_size": 2}, "parallelism above 1"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"lora_config": object()}, "LoRA"),
+        ({"runner_type": "pooling"}, "only models that generate"),
+    ],
+)
+def test_the_model_refuses_what_it_cannot_do_right(changes: dict[str, Any], told: str) -> None:
+    usual = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "runner_type": "generate"}
+    usual |= {"speculative_config": None, "lora_config": None}
+
+    def config(**values: Any) -> Any:
+        part = SimpleNamespace(**values)
+        return SimpleNamespace(parallel_config=part, model_config=part, **values)
+
+    thinking._refuse_what_cannot_think(config(**usual))
+    with pytest.raises(ValueError, match=told):
+        thinking._refuse_what_cannot_think(config(**(usual | changes)))
+
+
+@pytest.mark.parametrize("token", [-1, 100, "16", True, 1.5])
+def test_a_placeholder_is_a_token_of_the_model(token: object) -> None:
+    model = SimpleNamespace(hf_config=SimpleNamespace(**{PLACEHOLDER_KEY: token}), get_vocab_size=lambda: 100)
+    with pytest.raises(ValueError, match="is a token id of the model"):
+        thinking._placeholder(model)
 
 
 @pytest.mark.parametrize("name", AVP_SETTINGS)
