@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +22,7 @@ from baton.settings import load_settings
 from baton_latent import choose_placeholder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+README = Path(__file__).parents[2] / "plugins/baton_latent/README.md"
 CALM = [(37, 8, 4), (50, 3, 7), (45, 12, 7), (60, 12, 8)]
 """Lengths, steps and seeds of prompts on which rounding does not decide; see test_engine.py."""
 
@@ -147,6 +151,26 @@ def test_a_client_s_own_placeholder_is_refused(gateway: RealGateway, path: str, 
             answer = client.post(path, json={"model": "thinker", **more, **body})
             assert (answer.status_code, "latent" in answer.text) == (400, True), answer.text
     assert "Traceback" not in gateway.log
+
+
+def test_the_log_says_what_is_on(gateway: RealGateway) -> None:
+    lines = [
+        json.loads(line)
+        for line in gateway.log.splitlines()
+        if line.startswith('{"') and "latent_steps" in line
+    ]
+    by_event = {line["event"]: line for line in lines}
+    allowed, ready = by_event["latent_steps_allowed"], by_event["latent_steps_ready"]
+    assert ("thinker" in str(allowed["engines"]), allowed["most"]) == (True, 64)
+    assert (ready["architecture"], ready["placeholder"]) == ("BatonLatentLlamaForCausalLM", 16)
+
+
+def test_the_readme_s_example_runs(gateway: RealGateway) -> None:
+    (shown, _) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    code = shown.replace("http://127.0.0.1:8000", gateway.url)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("4 "), done.stdout
 
 
 def test_the_placeholder_is_never_said(gateway: RealGateway, reference: Reference) -> None:

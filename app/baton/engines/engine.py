@@ -220,6 +220,9 @@ class VllmEngine:
         await self._warm_up()
         self._progress.begin()
         self._state = EngineState.READY
+        if self._placeholder is not None:
+            architecture = self._client.model_config.architecture
+            self._log.info("latent_steps_ready", architecture=architecture, placeholder=self._placeholder)
 
     async def _make_plugin(self, client: AsyncLLM) -> Plugin | None:
         name = chosen_plugin(client.vllm_config)
