@@ -18,7 +18,7 @@ IMAGE_ARGS ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve demo test lint format bench bench-handoff bench-transfer bench-pooling chaos soak image image-test lock schemas dist clean
+.PHONY: help serve demo test lint format bench bench-handoff bench-transfer bench-pooling bench-latent chaos soak image image-test lock schemas dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,6 +53,9 @@ bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory 
 
 bench-pooling: $(VENV)/.dev ## Measure scenes beside plain vLLM's server and torch alone (minutes; ARGS=--light: a light model, --full: a whole Sentinel-2 tile)
 	$(BIN)/python bench/pooling.py $(ARGS)
+
+bench-latent: $(VENV)/.dev ## Measure what latent steps cost, and whether they help (ten minutes)
+	$(BIN)/python bench/latent.py $(ARGS)
 
 chaos: $(VENV)/.dev ## Break engines on purpose, ask ten times too much, and what else is long (twenty minutes)
 	$(BIN)/python -m pytest -m chaos $(ARGS)

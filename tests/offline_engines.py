@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -37,7 +38,13 @@ class OfflineEngine:
     def __enter__(self) -> OfflineEngine:
         self._stderr = open(self._log, "w")  # closed in __exit__
         self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # the extension is there
         )
         self._line("READY")
         return self
@@ -71,6 +78,13 @@ class OfflineEngine:
         """Empty the engine's own prefix cache."""
         assert self._process.stdin is not None
         self._process.stdin.write("null\n")
+        self._process.stdin.flush()
+        self._line("ANSWER")
+
+    def call(self, name: str, *args: str) -> None:
+        """Call a method of the worker's extension."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"call": name, "args": args}) + "\n")
         self._process.stdin.flush()
         self._line("ANSWER")
 

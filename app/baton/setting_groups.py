@@ -38,6 +38,9 @@ class EngineSettings(Frozen):
     handoff: bool = Field(
         False, description="Requests may leave their KV behind for others, and start from it."
     )
+    latent: bool = Field(
+        False, description="Handoffs may ask for latent steps: the model thinks on before it is handed over."
+    )
     io_processor: str | None = Field(
         None,
         min_length=1,
@@ -199,6 +202,9 @@ class HandoffSettings(Frozen):
     )
     wait_s: float = Field(
         10.0, ge=0, le=600, description="Seconds a request waits for a pending handoff; then 409."
+    )
+    latent_steps_max: int = Field(
+        64, ge=0, le=1024, description="Most latent steps one request may ask for, of engines that take them."
     )
 
 

@@ -105,6 +105,13 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _only_engines_that_hand_over_think(self) -> Settings:
+        for engine in self.engines:
+            if engine.latent and not engine.handoff:
+                raise ValueError(f"engines '{engine.name}': `latent = true` needs `handoff = true`")
+        return self
+
+    @model_validator(mode="after")
     def _only_pooling_engines_have_plugins(self) -> Settings:
         for engine in self.engines:
             if (engine.io_processor or engine.classic_plugin) and engine.runner != "pooling":

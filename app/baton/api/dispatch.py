@@ -15,7 +15,7 @@ from baton.api.limits import read_json, refuse_remote_media, strip_steering
 from baton.api.relay import relayed
 from baton.api.streams import event_stream
 from baton.api.strict_json import off_the_loop
-from baton.api.wishes import take_wish
+from baton.api.wishes import require_latent, take_wish
 from baton.engines.port import Engine, Operation, StreamReply
 from baton.errors import BatonError, GenerationFailed
 from baton.telemetry.ids import RequestContext
@@ -76,6 +76,8 @@ async def _respond(
 ) -> Response:
     wish = take_wish(body, engine, operation)
     source = None
+    if wish is not None:
+        require_latent(engine, wish.latent_steps, gateway.settings.handoffs.latent_steps_max)
     if wish is not None and wish.source:  # waited for before there is a place: its own request may need one
         source = await gateway.handoffs.source(wish.source, engine, context.tenant)
     ticket = await gateway.admission.engine(request, engine.name)

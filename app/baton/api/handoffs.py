@@ -12,7 +12,7 @@ from baton.api.dispatch import refuse_excess, unless_gone
 from baton.api.gateway import Gateway, context_of, gateway_of
 from baton.api.limits import read_json, strip_steering
 from baton.api.relay import ID_HEADER, Leg, computed
-from baton.api.wishes import Changes, NewHandoff, parsed, require_relay, require_text_only
+from baton.api.wishes import Changes, NewHandoff, parsed, require_latent, require_relay, require_text_only
 from baton.engines.port import Engine, Json, Operation, WholeReply
 from baton.handoffs.record import HandoffState
 from baton.telemetry.ids import RequestContext
@@ -33,6 +33,7 @@ async def create_handoff(request: Request) -> Response:
     wish = parsed(NewHandoff, body)
     engine = gateway.fleet.pick(wish.model)
     require_relay(engine)
+    require_latent(engine, wish.latent_steps, gateway.settings.handoffs.latent_steps_max)
     request.scope["baton_model"] = engine.name
     return await unless_gone(request, _create(request, gateway, engine, wish, body))
 

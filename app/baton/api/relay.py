@@ -11,10 +11,12 @@ from typing import Any
 from baton.api.gateway import Gateway
 from baton.api.wishes import HandoffWish, NewHandoff
 from baton.engines.port import Engine, Json, Operation, Relay, Reply, StreamReply, WholeReply
+from baton.errors import InvalidRequest
 from baton.handoffs.conversation import AFTER_THE_PROMPT, Chat, Writer, conversation_of, with_text
 from baton.handoffs.planner import Choice, Decision
 from baton.handoffs.record import Conversation, HandoffRecord
 from baton.telemetry.ids import RequestContext
+from baton_latent.contract import prepare_latent_prompt
 
 SETTLE_WITHIN_S = 0.25
 """An answer waits this long for its KV to be saved, so that it can mostly say `ready`."""
@@ -63,6 +65,23 @@ class Leg:
         if self.decision.loads:
             self.relay.load, self.relay.limit = source.key, self.decision.limit
 
+    def think(self, source: HandoffRecord | None, steps: int) -> None:
+        """Think so many steps after the prompt, beside those of the handoff it starts from.
+
+        Raises:
+            InvalidRequest: there is nothing to think about.
+        """
+        self.relay.latent_steps = steps + (source.latent_steps if source is not None else 0)
+        if not steps:
+            return
+        prompt, placeholder = self.relay.prompt, self.engine.placeholder
+        assert placeholder is not None  # see `require_latent`
+        if not prompt:
+            raise InvalidRequest("Latent steps follow a prompt of at least one token.", param="prompt")
+        self.relay.prompt = prepare_latent_prompt(prompt, steps, placeholder)
+        if self.conversation is not None and self.conversation.answer_from == len(prompt):
+            self.conversation = self.conversation.model_copy(update={"answer_from": len(prompt) + steps})
+
     def leave(self, target: HandoffRecord, *, prompt_only: bool) -> None:
         """Leave a handoff behind."""
         self.target = target
@@ -87,6 +106,8 @@ class Leg:
         if not self.relay.prompt_only:
             tokens = tokens + self.relay.output_ids
         target.conversation = self._conversation_now()
+        if self.relay.latent_steps:
+            target.latent_steps, target.placeholder = self.relay.latent_steps, self.engine.placeholder
         handoffs = self.gateway.handoffs
         handoffs.end(target, self.relay, tokens)
         await handoffs.settled(target, SETTLE_WITHIN_S)
@@ -132,7 +153,12 @@ async def relayed(
     """
     handoffs = gateway.handoffs
     leg = Leg(gateway, engine, Relay())
-    await _write_prompt(leg, source, operation, body, context, prompt_only=_prompt_only(wish))
+    steps = wish.latent_steps
+    await _write_prompt(
+        leg, source, operation, body, context, prompt_only=_prompt_only(wish), thinks=bool(steps)
+    )
+    leg.think(source, steps)
+    _refuse_logprobs_of_thoughts(leg, body)
     if source is not None:
         leg.start_from(source)
     if (save := wish.saving) is not None:
@@ -165,7 +191,16 @@ async def computed(
         chat = await _chat(Writer(engine, context), source, body, answered=False)
         leg.relay.prompt, leg.conversation = chat.tokens, chat.conversation
     else:
-        await _write_prompt(leg, source, Operation.COMPLETIONS, body, context, prompt_only=True)
+        await _write_prompt(
+            leg,
+            source,
+            Operation.COMPLETIONS,
+            body,
+            context,
+            prompt_only=True,
+            thinks=bool(wish.latent_steps),
+        )
+    leg.think(source, wish.latent_steps)
     if source is not None:
         leg.start_from(source)
     target = gateway.handoffs.begin(
@@ -174,6 +209,12 @@ async def computed(
     leg.leave(target, prompt_only=True)
     own = {"model": engine.name, "prompt": wish.prompt or "", "max_tokens": 1, "temperature": 0}
     return leg, own
+
+
+def _refuse_logprobs_of_thoughts(leg: Leg, body: Json) -> None:
+    """A step is no word of the vocabulary, and has no probability."""
+    if leg.relay.latent_steps and body.get("prompt_logprobs") is not None:
+        raise InvalidRequest("'prompt_logprobs' does not go with latent steps.", param="prompt_logprobs")
 
 
 def _prompt_only(wish: HandoffWish) -> bool:
@@ -188,21 +229,25 @@ async def _write_prompt(
     context: RequestContext,
     *,
     prompt_only: bool,
+    thinks: bool,
 ) -> None:
     """Set the leg's whole prompt, where the body alone does not say it, and what it is as a conversation."""
     writer = Writer(leg.engine, context)
     if operation is Operation.COMPLETIONS:
+        prompt = body.get("prompt") or ""
+        if source is None and thinks:
+            special = body.get("add_special_tokens") is not False
+            leg.relay.prompt = await writer.text(prompt, special=special)
         if source is not None:
-            prompt = body.get("prompt") or ""
             own = await writer.tokens(prompt) if isinstance(prompt, str) else prompt
             leg.relay.prompt, leg.conversation = [*source.tokens, *own], with_text(source.conversation)
         return
-    if source is None and not prompt_only:  # the engine writes it, as every other chat
+    if source is None and not prompt_only and not thinks:  # the engine writes it, as every other chat
         leg.conversation = conversation_of(body, AFTER_THE_PROMPT)
         return
     chat = await _chat(writer, source, body, answered=True)
     leg.relay.prompt, leg.conversation = chat.tokens, chat.conversation
-    if prompt_only:
+    if prompt_only and not thinks:  # thoughts come after the prompt, where the answer begins
         resting = await _chat(writer, source, body, answered=False)
         if chat.tokens[: len(resting.tokens)] == resting.tokens:
             leg.rests_at, leg.conversation = len(resting.tokens), resting.conversation

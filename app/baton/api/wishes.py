@@ -12,6 +12,7 @@ from baton.errors import InvalidRequest, OperationUnsupported
 OPERATIONS = (Operation.COMPLETIONS, Operation.CHAT)
 Label = Annotated[str, Field(max_length=200)]
 Seconds = Annotated[int, Field(ge=1)]
+Steps = Annotated[int, Field(ge=0)]
 HandoffId = Annotated[str, Field(min_length=1, max_length=64)]
 Wish = TypeVar("Wish", bound=BaseModel)
 
@@ -29,7 +30,7 @@ class SaveWish(Closed):
     pin: bool = False
     label: Label | None = None
     scope: Literal["context", "prompt"] = "context"
-    latent_steps: Literal[0] = 0
+    latent_steps: Steps = 0
 
 
 class HandoffWish(Closed):
@@ -45,6 +46,11 @@ class HandoffWish(Closed):
             return SaveWish()
         return self.save or None
 
+    @property
+    def latent_steps(self) -> int:
+        """How many latent steps follow the prompt."""
+        return self.saving.latent_steps if self.saving is not None else 0
+
 
 class NewHandoff(Closed):
     """The body of `POST /v1/handoffs`, but for the fields of a chat that decide how it is written."""
@@ -55,7 +61,7 @@ class NewHandoff(Closed):
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     source: HandoffId | None = Field(None, alias="from")
-    latent_steps: Literal[0] = 0
+    latent_steps: Steps = 0
     ttl_s: Seconds | None = None
     pin: bool = False
     label: Label | None = None
@@ -132,6 +138,24 @@ def require_relay(engine: Engine) -> None:
         raise OperationUnsupported(
             f"The engine '{engine.name}' does not hand over: its settings lack `handoff = true`.",
             param="model",
+        )
+
+
+def require_latent(engine: Engine, steps: int, most: int) -> None:
+    """Refuse latent steps where they cannot be had, and more than there may be.
+
+    Raises:
+        OperationUnsupported: the engine takes none.
+        InvalidRequest: there are too many.
+    """
+    if steps and engine.placeholder is None:
+        raise OperationUnsupported(
+            f"The engine '{engine.name}' takes no latent steps: its settings lack `latent = true`.",
+            param="latent_steps",
+        )
+    if steps > most:
+        raise InvalidRequest(
+            f"'latent_steps' is {steps}, and at most {most} are allowed.", param="latent_steps"
         )
 
 

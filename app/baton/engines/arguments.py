@@ -18,6 +18,7 @@ from baton.errors import SettingsError
 from baton.models.catalog import EMBEDDED
 from baton.setting_groups import MIB, EngineSettings
 from baton.settings import nearest, reasons
+from baton_latent.contract import PLACEHOLDER_KEY, latent_overrides
 
 CPU_KV_CACHE_BYTES = 512 * MIB
 """So that two engines live on a laptop: 23,000 tokens of SmolLM2's KV."""
@@ -72,6 +73,8 @@ def engine_args(
     if settings.kv_cache_memory is not None:
         args["kv_cache_memory_bytes"] = int(settings.kv_cache_memory)
     given = args.pop("kv_transfer_config", None)
+    if settings.latent:
+        args["hf_overrides"] = _latent_overrides(settings, model, args)
     try:
         if transfer is not None or given is not None:
             args["kv_transfer_config"] = KVTransferConfig(**((transfer or {}) | (given or {})))
@@ -81,6 +84,32 @@ def engine_args(
     except (ValidationError, ValueError, TypeError, OSError) as error:
         reason = scrub(str(error).partition("\n")[0])
         raise SettingsError(f"engines '{settings.name}': args: vLLM refuses them: {reason}") from None
+
+
+def _latent_overrides(settings: EngineSettings, model: str, args: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's `hf_overrides` of an engine that takes latent steps; what `args` say of them stays.
+
+    Raises:
+        SettingsError: it cannot take any.
+    """
+    where = f"engines '{settings.name}': latent"
+    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if args.get(key) not in (None, 1):
+            raise SettingsError(f"{where}: not supported with {key} above 1")
+    given = args.get("hf_overrides") or {}
+    if not isinstance(given, dict):
+        raise SettingsError(f"{where}: needs `args.hf_overrides` to be a table, if it is given")
+    try:
+        return given | latent_overrides(model, given.get(PLACEHOLDER_KEY))
+    except ValueError as error:
+        raise SettingsError(f"{where}: {error}") from None
+
+
+def placeholder_of(args: AsyncEngineArgs) -> int:
+    """The token id that stands for a latent step of an engine that takes them."""
+    overrides = args.hf_overrides
+    assert isinstance(overrides, dict)
+    return int(overrides[PLACEHOLDER_KEY])
 
 
 def _model_defaults(settings: EngineSettings) -> dict[str, Any]:

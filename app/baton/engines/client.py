@@ -18,7 +18,7 @@ import structlog
 
 from baton.engines.faults import translate
 from baton.engines.port import Relay
-from baton.errors import BatonError, GenerationFailed
+from baton.errors import BatonError, GenerationFailed, InvalidRequest
 from baton.telemetry.ids import RequestContext
 from baton_kv.contract import transfer_params
 
@@ -37,6 +37,7 @@ class Call:
         salt: what separates this tenant's prefix cache from the others'; None: nothing to separate.
         failure: why the engine failed this request, once it has.
         relay: what it starts from and leaves behind, if it is part of one.
+        placeholder: the token id that stands for a latent step; None: the model does not think.
         deltas: outputs hold only what is new since the last one.
     """
 
@@ -44,6 +45,7 @@ class Call:
     salt: str | None = None
     failure: BatonError | None = None
     relay: Relay | None = None
+    placeholder: int | None = None
     deltas: bool = False
 
     async def watch(self, outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
@@ -91,6 +93,7 @@ class WatchedClient:
     def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()
         call.deltas = sampling_params.output_kind.name == "DELTA"
+        _require_no_own_steps(call, prompt)
         if call.relay is not None:
             _require_prompt(call, prompt)
             wanted = transfer_params(
@@ -120,6 +123,25 @@ def _require_prompt(call: Call, prompt: Any) -> None:
     if wanted is not None and list(given or ()) != wanted:
         log.error("relay_prompt_not_used")
         call.failure = GenerationFailed()
+        raise call.failure
+
+
+def _require_no_own_steps(call: Call, prompt: Any) -> None:
+    """Refuse a prompt that holds more placeholders than the gateway put there.
+
+    Raises:
+        InvalidRequest: the client's own text or token ids hold the token that stands for a latent step.
+    """
+    if call.placeholder is None:
+        return
+    given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    meant = call.relay.latent_steps if call.relay is not None else 0
+    if list(given or ()).count(call.placeholder) != meant:
+        call.failure = InvalidRequest(
+            f"The prompt holds the token {call.placeholder}, which stands for a latent step of this model: "
+            "leave it out, and ask for steps with 'handoff.save.latent_steps'.",
+            param="prompt",
+        )
         raise call.failure
 
 

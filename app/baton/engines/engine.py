@@ -84,6 +84,7 @@ class VllmEngine:
     ) -> None:
         self._settings = settings
         self._args = arguments.engine_args(settings, model, transfer)
+        self._placeholder = arguments.placeholder_of(self._args) if settings.latent else None
         self._namespace = arguments.serving_namespace(settings)
         self._salt = salt
         self._last_words = last_words
@@ -118,6 +119,10 @@ class VllmEngine:
     @property
     def relays(self) -> bool:
         return self._settings.handoff
+
+    @property
+    def placeholder(self) -> int | None:
+        return self._placeholder
 
     @property
     def weights(self) -> str:
@@ -199,7 +204,9 @@ class VllmEngine:
 
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
-        logger = self._series.stat_logger(self._transferred, self._speed.prefilled, self._progress.made)
+        logger = self._series.stat_logger(
+            self._transferred, self._speed.prefilled, self._progress.made, self._transfers.thought
+        )
         self._thread = EngineThread(self._args, logger, self.name)
         self._thread.start()
         self._client = await asyncio.wrap_future(self._thread.built)
@@ -213,6 +220,9 @@ class VllmEngine:
         await self._warm_up()
         self._progress.begin()
         self._state = EngineState.READY
+        if self._placeholder is not None:
+            architecture = self._client.model_config.architecture
+            self._log.info("latent_steps_ready", architecture=architecture, placeholder=self._placeholder)
 
     async def _make_plugin(self, client: AsyncLLM) -> Plugin | None:
         name = chosen_plugin(client.vllm_config)
@@ -229,7 +239,7 @@ class VllmEngine:
         if self.relays:
             assert self._client is not None
             length = min(WARM_UP_PREFILL, self._client.model_config.max_model_len - 1)
-            prompt = list(range(1, length + 1))
+            prompt = [token for token in range(1, length + 1) if token != self._placeholder]
             body = {"model": self.name, "prompt": prompt, "max_tokens": 1}
             await self.call(Operation.COMPLETIONS, body, RequestContext("warm-up"))
 
@@ -277,7 +287,7 @@ class VllmEngine:
             raise EngineUnavailable()
         if method is None:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
-        call = Call(context, self._salt(context.tenant), relay=relay)
+        call = Call(context, self._salt(context.tenant), relay=relay, placeholder=self._placeholder)
         if relay is not None:
             self._relays[context.request_id] = relay
         CURRENT_CALL.set(call)

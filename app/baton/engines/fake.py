@@ -84,6 +84,7 @@ class FakeEngine:
         pooling: it embeds instead of generating.
         relays: handoffs are on; there is no KV, so they are always tokens only.
         plugin: what does its pooling, if a plugin does.
+        placeholder: the token id that stands for a latent step, which costs it nothing.
         weights: what it says of where its weights are.
         behaviour: what is to go wrong or to take time.
         bodies: every request it got, for tests to look at.
@@ -98,6 +99,7 @@ class FakeEngine:
     name: str
     pooling: bool = False
     relays: bool = False
+    placeholder: int | None = None
     weights: str = "fake"
     behaviour: FakeBehaviour = field(default_factory=FakeBehaviour)
     state: EngineState = EngineState.STARTING

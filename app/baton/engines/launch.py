@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import structlog
 from prometheus_client import REGISTRY
 
 from baton.engines.arguments import settings_from_command_line
@@ -35,6 +36,9 @@ def build_fleet(
     Raises:
         SettingsError: an argument vLLM does not know.
     """
+    if thinking := [engine.name for engine in settings.engines if engine.latent]:
+        most = settings.handoffs.latent_steps_max
+        structlog.get_logger("baton.engine").info("latent_steps_allowed", engines=thinking, most=most)
     salt = _tenant_salt() if tenants else lambda _tenant: None
     engines = [
         VllmEngine(

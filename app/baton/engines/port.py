@@ -75,6 +75,7 @@ class Relay:
         prompt_only: save the prompt's KV, not the answer's.
         load: the entry it may start from.
         limit: load at most so many tokens; None: all.
+        latent_steps: how many placeholders the prompt holds: those of what it starts from, and its own.
         prompt_ids: the prompt's token ids, once known.
         output_ids: the generated token ids so far.
         cached: tokens the engine says it did not prefill.
@@ -92,6 +93,7 @@ class Relay:
     prompt_only: bool = False
     load: str | None = None
     limit: int | None = None
+    latent_steps: int = 0
     prompt_ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     cached: int = 0
@@ -169,6 +171,11 @@ class Engine(Protocol):
     @property
     def relays(self) -> bool:
         """Whether requests may leave their KV behind here, and start from it."""
+        ...
+
+    @property
+    def placeholder(self) -> int | None:
+        """The token id that stands for a latent step here; None: this model does not think."""
         ...
 
     @property

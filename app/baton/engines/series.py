@@ -23,6 +23,7 @@ FAMILIES: dict[str, type[Any]] = {
 
 Transferred = Callable[[list[dict[str, Any]]], None]
 Prefilled = Callable[[int, float], None]
+Thought = Callable[[int, float], None]
 
 
 class EngineSeries:
@@ -41,6 +42,7 @@ class EngineSeries:
         transferred: Transferred = lambda _outcomes: None,
         prefilled: Prefilled = lambda _tokens, _seconds: None,
         progressed: Callable[[], None] = lambda: None,
+        thought: Thought = lambda _steps, _seconds: None,
     ) -> type[PrometheusStatLogger]:
         """A `PrometheusStatLogger` that keeps these series.
 
@@ -48,6 +50,7 @@ class EngineSeries:
             transferred: told what the KV connector reports, on the event loop.
             prefilled: told of every finished request how many tokens were prefilled, in how long.
             progressed: told of every step.
+            thought: told of latent steps, how many and how long they took.
 
         vLLM wants a class here: anything else it takes for a per-engine logger and adds its own too.
         """
@@ -57,7 +60,7 @@ class EngineSeries:
             helper = getattr(PrometheusStatLogger, name)
             own = {key: families[key] for key in families if hasattr(helper, key)}
             members[name] = type(helper.__name__, (helper,), own)
-        members["record"] = _record(transferred, prefilled, progressed)
+        members["record"] = _record(transferred, prefilled, progressed, thought)
         return type("EnginePrometheusStatLogger", (PrometheusStatLogger,), members)
 
     def _one(self, family: type[Any], name: str, *args: Any, **options: Any) -> Any:
@@ -74,7 +77,7 @@ class EngineSeries:
 
 
 def _record(
-    transferred: Transferred, prefilled: Prefilled, progressed: Callable[[], None]
+    transferred: Transferred, prefilled: Prefilled, progressed: Callable[[], None], thought: Thought
 ) -> Callable[..., None]:
     def record(self: Any, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         progressed()
@@ -84,5 +87,7 @@ def _record(
         reported = getattr(scheduler_stats, "kv_connector_stats", None)
         if reported:
             transferred(reported.get("outcomes", []))
+            if (latent := reported.get("latent")) is not None:
+                thought(int(latent["steps"]), float(latent["seconds"]))
 
     return record

@@ -133,6 +133,10 @@ class Writer:
         everything = [*past.messages, *said, *messages]
         return Chat(tokens, _conversation(everything, template, tokens, answered))
 
+    async def text(self, prompt: str | list[int], *, special: bool) -> list[int]:
+        """The token ids of a plain prompt that starts from nothing."""
+        return await self._tokenized(prompt, special=special) if isinstance(prompt, str) else prompt
+
     async def tokens(self, text: str) -> list[int]:
         """The token ids of a text, nothing added to them."""
         return await self._tokenized(text, special=False)
@@ -191,9 +195,10 @@ class Writer:
         return found
 
     async def _words(self, tokens: list[int]) -> str:
-        if not tokens:
+        said = [token for token in tokens if token != self._engine.placeholder]  # what was thought is no word
+        if not said:
             return ""
-        body = {"model": self._engine.name, "tokens": tokens}
+        body = {"model": self._engine.name, "tokens": said}
         return str((await self._asked(Operation.DETOKENIZE, body))["prompt"])
 
     async def _asked(self, operation: Operation, body: Json) -> Json:

@@ -150,7 +150,7 @@ class Handoffs:
         Raises:
             HandoffNotFound: unknown, expired, failed, or another tenant's: one answer for all.
             HandoffPending: it did not come within the deadline.
-            HandoffIncompatible: it is of other weights.
+            HandoffIncompatible: it is of other weights, or holds latent steps that the engine cannot compute.
         """
         record = await self.get(handoff_id, tenant)
         await self.settled(record, self._settings.wait_s)
@@ -162,6 +162,12 @@ class Handoffs:
             raise HandoffIncompatible(
                 f"The handoff is of the model '{record.model}', the request of '{engine.name}': "
                 "their weights differ.",
+                param="handoff.from",
+            )
+        if record.latent_steps and record.placeholder != engine.placeholder:
+            raise HandoffIncompatible(
+                f"The handoff holds latent steps of the model '{record.model}'; '{engine.name}' "
+                "does not take them, or marks them with another token.",
                 param="handoff.from",
             )
         return record

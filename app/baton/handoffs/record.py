@@ -67,6 +67,8 @@ class HandoffRecord(BaseModel):
         weights: that engine's; engines of the same weights understand it.
         tokens: every token id of its context, in order.
         conversation: what they are as messages; None: they were never a chat.
+        latent_steps: how many of its tokens stand for latent steps.
+        placeholder: the token id that does; None where there are none.
         state: pending until the request that leaves it behind is over.
         bytes: size of its entry; 0: there is none, and who starts from it prefills.
         created_at: seconds since the epoch.
@@ -85,6 +87,8 @@ class HandoffRecord(BaseModel):
     weights: str
     tokens: TokenIds = Field(default_factory=lambda: array("i"))
     conversation: Conversation | None = None
+    latent_steps: int = 0
+    placeholder: int | None = None
     state: HandoffState = HandoffState.PENDING
     bytes: int = 0
     created_at: float
@@ -122,7 +126,7 @@ class HandoffRecord(BaseModel):
             "state": self.state.value,
             "model": self.model,
             "tokens": len(self.tokens),
-            "latent_steps": 0,
+            "latent_steps": self.latent_steps,
             "bytes": self.bytes,
             "pin": self.pin,
             "created_at": int(self.created_at),

@@ -324,6 +324,18 @@ class TransferMetrics:
             for kind in (*FAILURES.values(), OTHER):
                 self._errors.labels(engine, operation, kind)
 
+        self._latent_steps = Counter(
+            "baton_latent_steps_total", "Latent steps computed.", ("engine",), registry=registry
+        )
+        self._latent_seconds = Counter(
+            "baton_latent_seconds_total", "Seconds latent steps took.", ("engine",), registry=registry
+        )
+
+    def thought(self, steps: int, seconds: float) -> None:
+        """Latent steps that were computed, of several requests at once too, and how long they took."""
+        self._latent_steps.labels(self._engine).inc(steps)
+        self._latent_seconds.labels(self._engine).inc(seconds)
+
     def count(self, outcome: Mapping[str, Any]) -> None:
         """One outcome of `baton_kv.messages.Outcome`, as plain values."""
         operation = outcome["kind"]

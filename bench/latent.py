@@ -1,0 +1,294 @@
+"""What a latent step costs, and whether it helps. `make bench-latent`.
+
+`steps`: plain vLLM in this process, the stock class beside the one that thinks, rounds alternating.
+`pipeline` and `tasks`: a gateway over SmolLM2 without a prefix cache, so that nothing but the handoff saves
+work. Tasks are made up here; an answer is right when the first number in it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from servers import ENVIRONMENT, Server, free_port
+
+from baton.models.store import ModelStore
+from baton.settings import load_settings
+from baton_latent import latent_overrides, prepare_latent_prompt
+from baton_latent.contract import PLACEHOLDER_KEY
+
+CONFIG = """
+[handoffs]
+store = "file:{folder}/store"
+
+[[engines]]
+name = "thinker"
+model = "smollm2"
+handoff = true
+latent = true
+args = {{ enable_prefix_caching = false, max_num_seqs = 16 }}
+"""
+PROMPT_TOKENS = 64
+STEPS = 32
+DEPTHS = (5, 10, 20)
+BATCHES = (1, 4, 8)
+Json = dict[str, Any]
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Token ids that no other call shares a prefix with."""
+    return [100 + (seed * 104729 + index * 7919 + index * index * 31) % 40000 for index in range(length)]
+
+
+class Offline:
+    """Plain vLLM, timed.
+
+    Args:
+        overrides: its `hf_overrides`; None: vLLM's own class.
+    """
+
+    def __init__(self, model: str, overrides: Json | None) -> None:
+        from vllm import LLM  # after the environment is set
+
+        self._placeholder = (overrides or {}).get(PLACEHOLDER_KEY, 0)
+        self._llm = LLM(
+            model,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            max_model_len=512,
+            max_num_seqs=16,
+            kv_cache_memory_bytes=256 * 1024 * 1024,
+            hf_overrides=overrides or {},
+        )
+
+    def seconds(self, batch: int, seed: int, *, steps: int = 0, said: int = 1) -> float:
+        """How long a batch of fresh prompts takes."""
+        from vllm import SamplingParams
+
+        prompts = [
+            {
+                "prompt_token_ids": prepare_latent_prompt(
+                    prompt(PROMPT_TOKENS, seed + n), steps, self._placeholder
+                )
+            }
+            for n in range(batch)
+        ]
+        wanted = SamplingParams(max_tokens=said, temperature=0, ignore_eos=True)
+        began = time.perf_counter()
+        self._llm.generate(prompts, wanted, use_tqdm=False)
+        return time.perf_counter() - began
+
+
+def steps_part(options: argparse.Namespace) -> None:
+    """A latent step beside a decode step, and a decode step beside the stock class's."""
+    os.environ |= ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    model = ModelStore(load_settings().models_folder).resolve("smollm2")
+    thinker, stock = Offline(model, latent_overrides(model)), Offline(model, None)
+    rows = []
+    for batch in BATCHES:
+        latent, decode, stock_decode = [], [], []
+        for turn in range(options.rounds + 1):
+            seed = 1000 * batch + 20 * turn
+            plain = thinker.seconds(batch, seed)
+            latent.append((thinker.seconds(batch, seed, steps=STEPS) - plain) / STEPS)
+            decode.append((thinker.seconds(batch, seed, said=STEPS + 1) - plain) / STEPS)
+            plain = stock.seconds(batch, seed)
+            stock_decode.append((stock.seconds(batch, seed, said=STEPS + 1) - plain) / STEPS)
+        ms = [statistics.median(values[1:]) * 1000 for values in (latent, decode, stock_decode)]
+        ratios = (
+            statistics.median(a / b for a, b in zip(*pair, strict=True))
+            for pair in ((latent[1:], decode[1:]), (decode[1:], stock_decode[1:]))
+        )
+        rows.append([str(batch), *(f"{value:.2f}" for value in ms), *(f"{ratio:.3f}" for ratio in ratios)])
+    names = [
+        "batch",
+        "latent step, ms",
+        "decode step, ms",
+        "stock class's, ms",
+        "latent / decode",
+        "decode / stock",
+    ]
+    table(names, rows)
+
+
+class Agents:
+    """Asks one gateway, and counts."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=300)
+        self.prefilled = self.said = self.thought = 0
+
+    def say(self, text: str, said: int, **handoff: Any) -> tuple[str, Json]:
+        """A completion, and what it tells of its handoff."""
+        body = {"model": "thinker", "prompt": text, "max_tokens": said, "temperature": 0}
+        answer = self._http.post("/v1/completions", json=body | ({"handoff": handoff} if handoff else {}))
+        told: Json = answer.raise_for_status().json()
+        usage = told["usage"]
+        self.prefilled += usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        self.said += usage["completion_tokens"]
+        return told["choices"][0]["text"], told.get("handoff") or {}
+
+    def think(self, text: str, steps: int, source: str | None = None) -> str:
+        """A context left behind without an answer."""
+        body = {"model": "thinker", "prompt": text, "latent_steps": steps} | (
+            {"from": source} if source else {}
+        )
+        told = self._http.post("/v1/handoffs", json=body).raise_for_status().json()
+        before = self._http.get(f"/v1/handoffs/{source}").json()["tokens"] if source else 0
+        self.prefilled += told["tokens"] - steps - before
+        self.thought += steps
+        found: str = told["id"]
+        return found
+
+
+def by_text(agents: Agents, document: str, roles: list[str]) -> None:
+    """Every agent reads everything again."""
+    notes = ""
+    for role in roles:
+        notes += agents.say(f"{role}\n{document}\n{notes}", 24)[0]
+
+
+def by_handoff(agents: Agents, document: str, roles: list[str]) -> None:
+    """Every agent goes on from the one before it."""
+    source: Json = {}
+    text = document
+    for role in roles:
+        _, left = agents.say(f"{text}\n{role}\n", 24, save=True, **source)
+        source, text = {"from": left["id"]}, ""
+
+
+def by_thought(agents: Agents, document: str, roles: list[str]) -> None:
+    """All but the last think instead of speaking."""
+    source, text = None, document
+    for role in roles[:-1]:
+        source, text = agents.think(f"{text}\n{role}\n", 8, source), ""
+    agents.say(f"\n{roles[-1]}\n", 24, **{"from": source})
+
+
+def pipeline_part(agents: Agents, options: argparse.Namespace) -> None:
+    """Two and four agents: what is passed on is text, a handoff, or a thought."""
+    rows = []
+    for count in (2, 4):
+        roles = [f"You are agent {number}. Write down what matters:" for number in range(count)]
+        for name, pass_on in (("text", by_text), ("handoff", by_handoff), ("latent, 8 steps", by_thought)):
+            took = []
+            for turn in range(3):
+                document = " ".join(f"Chapter {n} tells of {n * (37 + turn)} birds." for n in range(60))
+                agents.prefilled = agents.said = agents.thought = 0
+                began = time.perf_counter()
+                pass_on(agents, document, roles)
+                took.append(time.perf_counter() - began)
+            counts = (agents.prefilled, agents.said, agents.thought)
+            rows.append([str(count), name, f"{statistics.median(took):.2f}", *map(str, counts)])
+    table(["agents", "passed on", "wall, s", "tokens prefilled", "tokens said", "latent steps"], rows)
+
+
+def sums(draw: random.Random) -> tuple[str, str, str]:
+    """Sums of two numbers, four of them solved before."""
+
+    def one() -> tuple[int, int]:
+        return draw.randint(2, 49), draw.randint(2, 49)
+
+    shown = "".join(f"{a} + {b} = {a + b}\n" for a, b in (one() for _ in range(4)))
+    a, b = one()
+    return shown, f"{a} + {b} =", str(a + b)
+
+
+def recall(draw: random.Random) -> tuple[str, str, str]:
+    """One of many codes, in a long list."""
+    words = [
+        "apple",
+        "river",
+        "stone",
+        "cloud",
+        "tiger",
+        "lemon",
+        "paper",
+        "glass",
+        "smoke",
+        "bread",
+        "piano",
+        "tower",
+        "candle",
+        "garden",
+        "silver",
+    ]
+    codes = {word: str(draw.randint(1000, 9999)) for word in words}
+    shown = "".join(f"The code of {word} is {code}.\n" for word, code in codes.items())
+    word = draw.choice(words)
+    return shown, f"The code of {word} is", codes[word]
+
+
+def right(agents: Agents, task: tuple[str, str, str], passed_on: str) -> bool:
+    """Whether B's answer begins with the number, given what A passed on."""
+    shown, question, wanted = task
+    if passed_on == "direct":
+        text, _ = agents.say(shown + question, 6)
+    elif passed_on == "text":
+        notes, _ = agents.say(f"{shown}In short, what matters of this is:", 48)
+        text, _ = agents.say(f"{notes}\n{question}", 6)
+    else:
+        steps = 0 if passed_on == "handoff" else int(passed_on.split()[1])
+        text, _ = agents.say(question, 6, **{"from": agents.think(shown, steps)})
+    found = re.match(r"\D*(\d+)", text)
+    return found is not None and found[1] == wanted
+
+
+def tasks_part(agents: Agents, options: argparse.Namespace) -> None:
+    """How many of B's answers are right."""
+    kinds: dict[str, Callable[[random.Random], tuple[str, str, str]]] = {"sums": sums, "recall": recall}
+    ways = ("direct", "text", "handoff", *(f"latent {steps}" for steps in DEPTHS))
+    rows = []
+    for name, make in kinds.items():
+        tasks = [make(random.Random(seed)) for seed in range(options.tasks)]
+        counts = [sum(right(agents, task, way) for task in tasks) for way in ways]
+        rows.append([name, *(f"{count}/{options.tasks}" for count in counts)])
+    table(["task", *ways], rows)
+
+
+def table(names: list[str], rows: list[list[str]]) -> None:
+    """Print Markdown."""
+    out = Console(soft_wrap=True)
+    for row in (names, ["---"] * len(names), *rows):
+        out.print(f"| {' | '.join(row)} |", markup=False, highlight=False)
+    out.print()
+
+
+def main() -> None:
+    """Measure, and print Markdown for RESULTS.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tasks", type=int, default=40)
+    parts = ("steps", "pipeline", "tasks")
+    parser.add_argument("--parts", choices=parts, nargs="+", default=list(parts))
+    options = parser.parse_args()
+    print(f"`make bench-latent ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}\n")
+    if "pipeline" in options.parts or "tasks" in options.parts:
+        with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+            config = Path(folder) / "bench.toml"
+            config.write_text(CONFIG.format(folder=folder))
+            port = free_port()
+            command = [str(Path(sys.executable).parent / "baton"), "serve", "--config", str(config)]
+            with Server("latent", [*command, "--port", str(port)], f"http://127.0.0.1:{port}") as server:
+                agents = Agents(server.url)
+                for name, part in (("pipeline", pipeline_part), ("tasks", tasks_part)):
+                    if name in options.parts:
+                        part(agents, options)
+    if "steps" in options.parts:
+        steps_part(options)
+
+
+if __name__ == "__main__":
+    main()

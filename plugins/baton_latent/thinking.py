@@ -1,0 +1,163 @@
+"""What makes one of vLLM's models think: a latent token's input is what the token before it left."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms import current_platform
+
+from baton_latent.batch import Batch, running_batch
+from baton_latent.contract import MEMORY_KEY, PLACEHOLDER_KEY, choose_placeholder
+from baton_latent.memory import LatentMemory
+from baton_latent.passes import Pass, plan
+from baton_latent.projection import TiedProjection, UntiedProjection
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.baton_latent")
+
+
+class LatentThinking(torch.nn.Module):
+    """Stands before one of vLLM's model classes.
+
+    A position that holds the placeholder token is a latent step: its input is not the token's embedding but
+    the projection of the last hidden state of the position before it. Everything else is as it was; a batch
+    without placeholders goes through the model unchanged.
+
+    Raises:
+        ValueError: at the engine's start, for what latent steps are not made for.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
+        _refuse_what_cannot_think(vllm_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **others)
+        model = vllm_config.model_config
+        self._placeholder = _placeholder(model)
+        self._memory = LatentMemory(
+            model.get_hidden_size(), model.dtype, torch.device(current_platform.device_type)
+        )
+        self._projection: TiedProjection | UntiedProjection | None = None
+        vllm_config.compilation_config.static_forward_context[MEMORY_KEY] = self._memory
+        logger.info("latent steps: %s, placeholder token %d", type(self).__name__, self._placeholder)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        loaded = super().load_weights(weights)
+        self._prepare()
+        return loaded
+
+    def compute_logits(self, hidden_states: torch.Tensor, *others: Any) -> torch.Tensor | None:
+        """vLLM's logits; the placeholder is never an answer."""
+        logits: torch.Tensor | None = super().compute_logits(hidden_states, *others)
+        if logits is not None:
+            logits[..., self._placeholder] = float("-inf")
+        return logits
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> Any:
+        batch = running_batch()
+        if batch is None or input_ids is None:
+            return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+        self._memory.require(batch.kv, batch.block_size)
+        thinks = (input_ids[: batch.count] == self._placeholder) & (positions[: batch.count] > 0)
+        if thinks.any():
+            return self._think(batch, input_ids, positions, thinks.nonzero().flatten().tolist())
+        hidden = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+        self._memory.keep(batch.slots, hidden[: batch.count])
+        return hidden
+
+    def _think(
+        self, batch: Batch, input_ids: torch.Tensor, positions: torch.Tensor, latent: list[int]
+    ) -> torch.Tensor:
+        """The hidden states `[tokens, hidden]` of a batch some of whose tokens are latent."""
+        began = time.monotonic()
+        hidden = torch.zeros(
+            len(input_ids), self._memory.width, dtype=self._memory.dtype, device=input_ids.device
+        )
+        spoken = 0.0
+        for number, part in enumerate(plan(batch.bounds, latent)):
+            index = torch.cat([torch.arange(*span) for span in zip(part.starts, part.ends, strict=True)])
+            with batch.only(part, index, positions[index]):
+                inputs = self._inputs(batch, part, index, input_ids, positions, hidden)
+                found = super().forward(None, positions[index], None, inputs)
+            hidden[index] = found
+            self._memory.keep(batch.slots[index], found)
+            if number == 0 and not part.seeded:
+                spoken = time.monotonic() - began
+        self._count(len(latent), batch, time.monotonic() - began - spoken)
+        return hidden
+
+    def _inputs(
+        self,
+        batch: Batch,
+        part: Pass,
+        index: torch.Tensor,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        """What enters the first layer, `[tokens, hidden]`: embeddings, and projected seeds."""
+        inputs: torch.Tensor = self.embed_input_ids(input_ids[index])
+        if not part.seeded:
+            return inputs
+        seeded = set(part.seeded)
+        chosen = [row for row, start in zip(part.rows, part.starts, strict=True) if start in seeded]
+        places = torch.tensor(part.seeded)
+        seeds = self._memory.read(batch.slots_before(chosen, positions[places]))
+        inputs[torch.isin(index, places)] = self._project(seeds).to(inputs.dtype)
+        return inputs
+
+    def _project(self, seeds: torch.Tensor) -> torch.Tensor:
+        if self._projection is None:  # loaded by a loader that asked nobody
+            self._prepare()
+        assert self._projection is not None
+        return self._projection(seeds)
+
+    def _prepare(self) -> None:
+        """Make the projection from the weights, once."""
+        embedding = self.model.embed_tokens.weight.data[: self.config.vocab_size]
+        scale = float(getattr(self.model, "normalizer", 1.0))
+        if self.config.tie_word_embeddings:
+            self._projection = TiedProjection(embedding, scale, super().compute_logits)
+        else:
+            head = self.lm_head.weight.data[: self.config.vocab_size]
+            self._projection = UntiedProjection(embedding, head, scale)
+
+    def _count(self, steps: int, batch: Batch, seconds: float) -> None:
+        self._memory.steps += steps
+        self._memory.seconds += seconds
+        logger.debug(
+            "latent steps: %d in a batch of %d requests, %.2f ms each",
+            steps,
+            len(batch.bounds) - 1,
+            seconds / steps * 1000,
+        )
+
+
+def _placeholder(model: Any) -> int:
+    named = getattr(model.hf_config, PLACEHOLDER_KEY, None)
+    token = choose_placeholder(model.model) if named is None else named
+    if type(token) is not int or not 0 <= token < model.get_vocab_size():
+        raise ValueError(f"baton_latent: {PLACEHOLDER_KEY} is a token id of the model, not {token!r}")
+    return token
+
+
+def _refuse_what_cannot_think(config: VllmConfig) -> None:
+    parallel = config.parallel_config
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+        raise ValueError("baton_latent: tensor and pipeline parallelism above 1 are not supported yet")
+    if not current_platform.is_cpu():
+        raise ValueError("baton_latent: latent steps run on CPUs only so far")
+    if config.speculative_config is not None or config.lora_config is not None:
+        raise ValueError("baton_latent: speculative decoding and LoRA are not supported yet")
+    if config.model_config.runner_type != "generate":
+        raise ValueError("baton_latent: only models that generate think")

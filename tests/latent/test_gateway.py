@@ -1,0 +1,178 @@
+"""Latent steps through the gateway: two real engines, and HuggingFace's model in a loop to hold them against."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateways import RealGateway
+from latent.reference import Reference
+from offline_engines import prompt
+from relays import ask, cached, ids, told
+
+from baton.models.store import ModelStore
+from baton.settings import load_settings
+from baton_latent import choose_placeholder
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+README = Path(__file__).parents[2] / "plugins/baton_latent/README.md"
+CALM = [(37, 8, 4), (50, 3, 7), (45, 12, 7), (60, 12, 8)]
+"""Lengths, steps and seeds of prompts on which rounding does not decide; see test_engine.py."""
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
+    folder = tmp_path_factory.mktemp("latent")
+    text = (Path(__file__).parent / "engines.toml").read_text()
+    (folder / "baton.toml").write_text(text.format(folder=folder))
+    with RealGateway(["--config", str(folder / "baton.toml")], folder) as gateway:
+        gateway.wait_until_ready()
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    model = ModelStore(load_settings().models_folder).resolve("smollm2")
+    return Reference(model, choose_placeholder(model))
+
+
+def steps_counted(gateway: RealGateway, engine: str) -> tuple[int, float]:
+    with gateway.client() as client:
+        page = client.get("/metrics").text
+    found = [
+        float(match[1]) if (match := re.search(rf'{name}{{engine="{engine}"}} (\S+)', page)) else 0.0
+        for name in ("baton_latent_steps_total", "baton_latent_seconds_total")
+    ]
+    return int(found[0]), found[1]
+
+
+def test_a_thinks_and_b_goes_on_from_it_on_another_engine(gateway: RealGateway, reference: Reference) -> None:
+    before = steps_counted(gateway, "thinker")
+    for length, steps, seed in CALM[:2]:
+        asked = prompt(length, seed=seed)
+        answer = ask(gateway, "thinker", asked, handoff={"save": {"latent_steps": steps}})
+        context, said = ids(answer)
+        assert context == [*asked, *[reference.placeholder] * steps]
+        assert said == reference.think(context, 8).tokens
+        assert (told(answer)["latent_steps"], told(answer)["tokens"]) == (steps, len(context) + 8)
+        own = prompt(5, seed=3)
+        relayed = ask(gateway, "other", own, handoff={"from": told(answer)["id"]})
+        assert told(relayed)["source"]["outcome"] == "loaded"
+        assert cached(relayed) == len(context) + 7
+        assert ids(relayed)[0] == [*context, *said, *own]
+        assert ids(relayed)[1] == reference.think([*context, *said, *own], 8).tokens
+        here = ask(gateway, "thinker", own, handoff={"from": told(answer)["id"]})
+        assert ids(here)[1] == ids(relayed)[1]
+    counted, seconds = steps_counted(gateway, "thinker")
+    thought = sum(steps for _, steps, _ in CALM[:2])
+    assert counted - before[0] == thought
+    assert 0 < seconds - before[1] < 10
+    print(f"{1000 * (seconds - before[1]) / thought:.1f} ms a latent step")
+
+
+def test_thinking_without_an_answer_goes_on_without_a_word(
+    gateway: RealGateway, reference: Reference
+) -> None:
+    """B's prompt ends within the thought: what its last step starts from was loaded."""
+    length, steps, seed = CALM[2]
+    asked = prompt(length, seed=seed)
+    with gateway.client() as client:
+        made = client.post("/v1/handoffs", json={"model": "thinker", "prompt": asked, "latent_steps": steps})
+    assert (made.status_code, made.json()["latent_steps"], made.json()["tokens"]) == (
+        201,
+        steps,
+        length + steps,
+    )
+    context = [*asked, *[reference.placeholder] * steps]
+    for model in ("other", "thinker"):
+        relayed = ask(gateway, model, "", handoff={"from": made.json()["id"]})
+        assert ids(relayed) == (context, reference.think(context, 8).tokens)
+        assert cached(relayed) == len(context) - 1
+    chained = ask(gateway, "other", "", handoff={"from": made.json()["id"], "save": {"latent_steps": 2}})
+    longer = [*context, *[reference.placeholder] * 2]
+    assert ids(chained) == (longer, reference.think(longer, 8).tokens)
+    assert told(chained)["latent_steps"] == steps + 2
+
+
+def test_many_think_at_once_each_as_often_as_it_asked(gateway: RealGateway, reference: Reference) -> None:
+    def one(case: tuple[int, int, int]) -> tuple[list[int], list[int]]:
+        length, steps, seed = case
+        wish = {"save": {"latent_steps": steps}} if steps else None
+        return ids(ask(gateway, "other", prompt(length, seed=seed), **({"handoff": wish} if wish else {})))
+
+    with ThreadPoolExecutor(8) as pool:
+        for context, said in pool.map(one, [*CALM, (80, 0, 5), (33, 0, 6)]):
+            assert said == reference.think(context, 8).tokens
+
+
+def test_a_chat_thinks_before_it_answers_and_goes_on(gateway: RealGateway) -> None:
+    chat: dict[str, Any] = {"model": "thinker", "temperature": 0, "max_tokens": 8}
+    first = {
+        "messages": [{"role": "user", "content": "Name a colour."}],
+        "handoff": {"save": {"latent_steps": 2}},
+    }
+    with gateway.client() as client:
+        answer = client.post("/v1/chat/completions", json=chat | first).json()
+        assert answer["handoff"]["latent_steps"] == 2
+        more = {
+            "messages": [{"role": "user", "content": "Another."}],
+            "handoff": {"from": answer["handoff"]["id"]},
+        }
+        going_on = client.post("/v1/chat/completions", json=chat | more)
+    assert going_on.status_code == 200, going_on.text
+    assert going_on.json()["handoff"]["source"]["outcome"] == "loaded"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "one <empty_output> two"}),
+        ("/v1/completions", {"prompt": [100, 16, 101]}),
+        ("/v1/completions", {"prompt": [100, 101, 16], "handoff": {"save": {"latent_steps": 2}}}),
+        ("/v1/completions", {"prompt": ["one", "two <empty_output>"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "one <empty_output> two"}]}),
+        ("/v1/handoffs", {"prompt": "one <empty_output> two"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "<empty_output>"}]}),
+        ("/v1/responses", {"input": "one <empty_output>"}),
+    ],
+)
+def test_a_client_s_own_placeholder_is_refused(gateway: RealGateway, path: str, body: dict[str, Any]) -> None:
+    limit = {"/v1/responses": "max_output_tokens"}.get(path, "max_tokens")
+    with gateway.client() as client:
+        for stream in (False, True):
+            more = {} if path == "/v1/handoffs" else {"stream": stream, limit: 4}
+            answer = client.post(path, json={"model": "thinker", **more, **body})
+            assert (answer.status_code, "latent" in answer.text) == (400, True), answer.text
+    assert "Traceback" not in gateway.log
+
+
+def test_the_log_says_what_is_on(gateway: RealGateway) -> None:
+    lines = [
+        json.loads(line)
+        for line in gateway.log.splitlines()
+        if line.startswith('{"') and "latent_steps" in line
+    ]
+    by_event = {line["event"]: line for line in lines}
+    allowed, ready = by_event["latent_steps_allowed"], by_event["latent_steps_ready"]
+    assert ("thinker" in str(allowed["engines"]), allowed["most"]) == (True, 64)
+    assert (ready["architecture"], ready["placeholder"]) == ("BatonLatentLlamaForCausalLM", 16)
+
+
+def test_the_readme_s_example_runs(gateway: RealGateway) -> None:
+    (shown, _) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    code = shown.replace("http://127.0.0.1:8000", gateway.url)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("4 "), done.stdout
+
+
+def test_the_placeholder_is_never_said(gateway: RealGateway, reference: Reference) -> None:
+    answer = ask(gateway, "thinker", prompt(20, seed=1), logit_bias={str(reference.placeholder): 100})
+    assert reference.placeholder not in ids(answer)[1]
