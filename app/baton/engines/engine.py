@@ -221,7 +221,7 @@ class VllmEngine:
         self._progress.begin()
         self._state = EngineState.READY
         if self._placeholder is not None:
-            architecture = self._client.model_config.architecture
+            (architecture,) = self._args.hf_overrides["architectures"]
             self._log.info("latent_steps_ready", architecture=architecture, placeholder=self._placeholder)
 
     async def _make_plugin(self, client: AsyncLLM) -> Plugin | None:
