@@ -13,7 +13,7 @@ from watched_streams import wait_for
 
 pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.timeout(1800)]
 REQUESTS = 10_000
-WARM_UP = 4_000
+WARM_UP = 8_000
 AT_ONCE = 16
 ALLOWED_MIB = 24
 """In all processes together, beyond what allocators keep; 2.5 KiB a request would be as much."""
