@@ -72,8 +72,13 @@ class Batch:
             if id(whole) not in made:
                 made[id(whole)] = whole[index]
             slots[name] = made[id(whole)]
-        # Compiled once, for token ids: what begins with vectors runs beside it.
-        inside = replace(self._context, attn_metadata=metadata, slot_mapping=slots, skip_compiled=True)
+        inside = replace(
+            self._context,
+            attn_metadata=metadata,
+            slot_mapping=slots,
+            # Compiled once, for token ids: what begins with vectors runs beside it.
+            skip_compiled=self._context.skip_compiled or bool(part.seeded),
+        )
         with override_forward_context(inside):
             yield
 

@@ -86,9 +86,10 @@ class LatentThinking(torch.nn.Module):
         spoken = 0.0
         for number, part in enumerate(plan(batch.bounds, latent)):
             index = torch.cat([torch.arange(*span) for span in zip(part.starts, part.ends, strict=True)])
+            inputs = self._inputs(batch, part, index, input_ids, positions) if part.seeded else None
             with batch.only(part, index, positions[index]):
-                inputs = self._inputs(batch, part, index, input_ids, positions, hidden)
-                found = super().forward(None, positions[index], None, inputs)
+                ids = input_ids[index] if inputs is None else None
+                found = super().forward(ids, positions[index], None, inputs)
             hidden[index] = found
             self._memory.keep(batch.slots[index], found)
             if number == 0 and not part.seeded:
@@ -103,12 +104,9 @@ class LatentThinking(torch.nn.Module):
         index: torch.Tensor,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        hidden: torch.Tensor,
     ) -> torch.Tensor:
         """What enters the first layer, `[tokens, hidden]`: embeddings, and projected seeds."""
         inputs: torch.Tensor = self.embed_input_ids(input_ids[index])
-        if not part.seeded:
-            return inputs
         seeded = set(part.seeded)
         chosen = [row for row, start in zip(part.rows, part.starts, strict=True) if start in seeded]
         places = torch.tensor(part.seeded)
