@@ -193,10 +193,10 @@ class Container:
 
     def run(self, command: list[str]) -> int:
         """A command in there, as `HEALTHCHECK` runs them; its exit status."""
-        done = subprocess.run(
-            ["crun", "--cgroup-manager=disabled", f"--root={self._state}", "exec", self._name, *command],
-            check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60,
-        )  # fmt: skip
+        crun = ["crun", "--cgroup-manager=disabled", f"--root={self._state}"]
+        as_user = ["exec", "--user", self._config["User"], self._name, *command]
+        silent = subprocess.DEVNULL
+        done = subprocess.run([*crun, *as_user], check=False, stdout=silent, stderr=silent, timeout=60)
         return done.returncode
 
     @property

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +28,6 @@ from prometheus_server import (
 )
 
 from baton.telemetry.metrics import GatewayMetrics, TransferMetrics
-from baton_geo.flood.scene import write_geotiff
-from baton_geo.flood.scenes import make_scene
 
 needs_prometheus = pytest.mark.skipif(bool(missing), reason=missing)
 ROWS = ["Overview", "Engines", "Relay", "Pooling", "Tenants"]
@@ -124,7 +123,8 @@ def test_prometheus_takes_its_settings() -> None:
 def scraped(real_gateway: RealGateway, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A Prometheus that has watched every kind of traffic on real engines."""
     folder = tmp_path_factory.mktemp("prometheus")
-    write_geotiff(make_scene(9001, 256, 256), folder / "scene.tif")
+    made = [sys.executable, "-m", "baton_geo.flood.scene", str(folder / "scene.tif"), "--size", "256"]
+    subprocess.run(made, check=True, capture_output=True)
     with Prometheus(folder, real_gateway.url) as prometheus, real_gateway.client() as client:
         for number in range(ROUNDS):
             traffic(client, (folder / "scene.tif").read_bytes(), number)
