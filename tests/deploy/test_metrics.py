@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -60,6 +61,19 @@ def test_every_series_of_ours_that_is_named_exists_with_the_labels_it_is_asked_b
         asked |= {label.strip() for label in group.split(",")}
     if ours:
         assert asked <= set.union(*(known[name] for name in ours))
+
+
+def test_every_series_of_vllms_that_is_named_is_in_its_logger() -> None:
+    """Where no engine runs, too; read, because importing it takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = (Path(spec.origin).parent / "v1/metrics/loggers.py").read_text()
+    asked = set().union(*(one.names for one in (*dashboard_questions(), *rule_questions())))
+    theirs = {name for name in asked if name.startswith("vllm:")}
+    assert len(theirs) >= 8
+    for name in theirs:
+        assert f'"{name.removesuffix("_bucket").removesuffix("_total")}"' in source, name
 
 
 def test_the_dashboard_has_the_rows_that_people_look_for() -> None:
