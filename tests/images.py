@@ -23,6 +23,9 @@ TOOLS = ("buildah", "crun", "debootstrap", "unshare")
 BUILD_S = 1500
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
+OWN_STREAMS: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+"""crun hands the streams it is given to the container's user: never this machine's /dev/null."""
+
 
 def reason_not_to() -> str:
     """Why no image can be built and run here; empty: it can."""
@@ -171,7 +174,10 @@ class Container:
             )
         )
         self.process = subprocess.Popen(
-            ["unshare", "--mount", "sh", "-c", command], stdout=self._log, stderr=subprocess.STDOUT
+            ["unshare", "--mount", "sh", "-c", command],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
         )
         return self
 
@@ -179,6 +185,8 @@ class Container:
         if self.process.poll() is None:
             self.signal("KILL")
             self.process.wait(30)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         self._log.close()
         buildah("umount", self._container)
         buildah("rm", self._container)
@@ -193,10 +201,9 @@ class Container:
 
     def run(self, command: list[str]) -> int:
         """A command in there, as `HEALTHCHECK` runs them; its exit status."""
-        done = subprocess.run(
-            ["crun", "--cgroup-manager=disabled", f"--root={self._state}", "exec", self._name, *command],
-            check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60,
-        )  # fmt: skip
+        crun = ["crun", "--cgroup-manager=disabled", f"--root={self._state}"]
+        as_user = ["exec", "--user", self._config["User"], self._name, *command]
+        done = subprocess.run([*crun, *as_user], check=False, timeout=60, **OWN_STREAMS)
         return done.returncode
 
     @property

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +22,6 @@ from gateways import free_port
 from images import Container, until
 
 from baton.api.keys import create_key
-from baton_geo.flood.scene import write_geotiff
-from baton_geo.flood.scenes import make_scene
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -124,7 +124,8 @@ class TestCpu:
 
     def test_it_answers_a_geotiff(self, running: Running, tmp_path: Path) -> None:
         """The raster's own process, too, does without capabilities and a root it can write to."""
-        write_geotiff(make_scene(9001, 300, 400), tmp_path / "scene.tif")
+        made = [sys.executable, "-m", "baton_geo.flood.scene", str(tmp_path / "scene.tif"), "--size", "300"]
+        subprocess.run(made, check=True, capture_output=True)
         with running.client() as client:
             headers = {"content-type": "image/tiff"}
             content = (tmp_path / "scene.tif").read_bytes()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +29,6 @@ from prometheus_server import (
 )
 
 from baton.telemetry.metrics import GatewayMetrics, TransferMetrics
-from baton_geo.flood.scene import write_geotiff
-from baton_geo.flood.scenes import make_scene
 
 needs_prometheus = pytest.mark.skipif(bool(missing), reason=missing)
 ROWS = ["Overview", "Engines", "Relay", "Pooling", "Tenants"]
@@ -61,6 +61,19 @@ def test_every_series_of_ours_that_is_named_exists_with_the_labels_it_is_asked_b
         asked |= {label.strip() for label in group.split(",")}
     if ours:
         assert asked <= set.union(*(known[name] for name in ours))
+
+
+def test_every_series_of_vllms_that_is_named_is_in_its_logger() -> None:
+    """Where no engine runs, too; read, because importing it takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = (Path(spec.origin).parent / "v1/metrics/loggers.py").read_text()
+    asked = set().union(*(one.names for one in (*dashboard_questions(), *rule_questions())))
+    theirs = {name for name in asked if name.startswith("vllm:")}
+    assert len(theirs) >= 8
+    for name in theirs:
+        assert f'"{name.removesuffix("_bucket").removesuffix("_total")}"' in source, name
 
 
 def test_the_dashboard_has_the_rows_that_people_look_for() -> None:
@@ -124,7 +137,8 @@ def test_prometheus_takes_its_settings() -> None:
 def scraped(real_gateway: RealGateway, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A Prometheus that has watched every kind of traffic on real engines."""
     folder = tmp_path_factory.mktemp("prometheus")
-    write_geotiff(make_scene(9001, 256, 256), folder / "scene.tif")
+    made = [sys.executable, "-m", "baton_geo.flood.scene", str(folder / "scene.tif"), "--size", "256"]
+    subprocess.run(made, check=True, capture_output=True)
     with Prometheus(folder, real_gateway.url) as prometheus, real_gateway.client() as client:
         for number in range(ROUNDS):
             traffic(client, (folder / "scene.tif").read_bytes(), number)
