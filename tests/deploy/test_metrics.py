@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from gateways import RealGateway
+from gateways import RealGateway, run_fake
 from prometheus_server import (
     DEPLOY,
     RULES,
@@ -28,6 +28,7 @@ from prometheus_server import (
     rule_questions,
 )
 
+from baton.engines.fake import FakeEngine
 from baton.telemetry.metrics import GatewayMetrics, TransferMetrics
 
 needs_prometheus = pytest.mark.skipif(bool(missing), reason=missing)
@@ -131,6 +132,25 @@ def test_a_rule_that_never_fires_would_be_noticed(tmp_path: Path) -> None:
 @needs_prometheus
 def test_prometheus_takes_its_settings() -> None:
     subprocess.run(["promtool", "check", "config", DEPLOY / "prometheus/prometheus.yml"], check=True)
+
+
+@needs_prometheus
+def test_prometheus_takes_every_expression(tmp_path: Path) -> None:
+    """And has figures for what every gateway does; for the rest, see the real engines below."""
+    silent = []
+    with run_fake(FakeEngine("a")) as gateway, Prometheus(tmp_path, gateway.url) as prometheus:
+        with gateway.client() as client:
+            for _ in range(ROUNDS):
+                client.post("/v1/completions", json={"model": "a", "prompt": "x"}).raise_for_status()
+                time.sleep(1.2)
+        for question in (*dashboard_questions(), *rule_questions()):
+            answered = prometheus.query(question.expression)
+            if not answered and question.where.startswith(("Requests", "Latency", "State", "Tokens (")):
+                silent.append(question.where)
+        assert "err" not in prometheus.rules().values()
+        with pytest.raises(AssertionError, match="parse error"):
+            prometheus.query("sum by (route (baton_http_requests_total)")
+    assert silent == []
 
 
 @pytest.fixture(scope="module")
