@@ -88,15 +88,6 @@ def test_a_compiled_model_thinks_the_same(models: Path, tmp_path: Path, family: 
             thinker.require(answer, asked, written=False)
 
 
-def test_what_cannot_think_is_refused_at_the_start(models: Path, tmp_path: Path) -> None:
-    overrides = latent_overrides(models / "llama", 99_999_999)
-    refused = pytest.raises(AssertionError, match="the engine ended")
-    with refused, thinking(tmp_path, str(models / "llama"), hf_overrides=overrides):
-        pass
-    (log,) = tmp_path.glob("engine-*.log")
-    assert f"baton_latent: {PLACEHOLDER_KEY} is a token id of the model" in log.read_text()
-
-
 def test_a_model_finds_its_placeholder_by_itself(models: Path, tmp_path: Path) -> None:
     """Plain vLLM needs the class alone: `--hf-overrides '{"architectures": [...]}'`."""
     model = str(models / "llama")
