@@ -139,9 +139,15 @@ def confine_files(raster: int, folder: Path) -> bool:
 
 
 def _program_folders() -> list[Path]:
-    """Where modules and libraries are that may be loaded late, and PROJ's tables."""
+    """Where modules and libraries are that may be loaded late, and PROJ's tables.
+
+    A package, or each of its files, may be a link out of its environment, as some installers make them.
+    """
     roots = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", *sys.path} - {"", "/"}
-    return [path for root in sorted(roots) if (path := Path(root)).is_dir()]
+    loaded = [module for name, module in tuple(sys.modules.items()) if "." not in name]
+    files = [module.__file__ for module in loaded if hasattr(module, "__path__") and module.__file__]
+    linked = {os.path.dirname(real) for file in files if (real := os.path.realpath(file)) != file}
+    return [path for root in sorted(roots | linked) if (path := Path(root)).is_dir()]
 
 
 def _allow_path(ruleset: int, path: Path, rights: int) -> None:

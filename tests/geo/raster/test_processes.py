@@ -319,6 +319,37 @@ def test_threads_share_a_scene(decoders: Decoders, raster: Path) -> None:
         assert scene.finish().areas[1].pixels == 20_000
 
 
+LINKED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import whole, by_file
+from pathlib import Path
+from baton_geo.raster.sandbox import confine_files
+if not confine_files(0, Path(sys.argv[2])):
+    sys.exit("old kernel")
+import whole.late, by_file.late
+"""
+
+
+def test_packages_that_are_links_out_of_the_environment_can_be_read(tmp_path: Path) -> None:
+    """As `uv` makes them with symlinks, Bazel and Nix: a whole folder, or each file of it."""
+    elsewhere, environment, out = (tmp_path / name for name in ("elsewhere", "environment", "out"))
+    for package in ("whole", "by_file"):
+        (elsewhere / package).mkdir(parents=True)
+        for name in ("__init__.py", "late.py"):
+            (elsewhere / package / name).write_text("")
+    (environment / "by_file").mkdir(parents=True)
+    out.mkdir()
+    (environment / "whole").symlink_to(elsewhere / "whole")
+    for name in ("__init__.py", "late.py"):
+        (environment / "by_file" / name).symlink_to(elsewhere / "by_file" / name)
+    command = [sys.executable, "-c", LINKED, str(environment), str(out)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if "old kernel" in done.stderr:
+        pytest.skip("no Landlock in this kernel")
+    assert done.returncode == 0, done.stderr
+
+
 CONFINED = """
 import os, socket, sys
 from pathlib import Path
