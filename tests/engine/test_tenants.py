@@ -101,6 +101,7 @@ def test_d5_a_stolen_handoff_is_answered_like_an_unknown_one(tiny_gateway: RealG
     assert told[0][0] == 404
 
 
+@pytest.mark.chaos
 def test_a_handoff_outlives_the_gateway(tiny_gateway: RealGateway) -> None:
     left = relayed(tiny_gateway, "acme", {"save": {"label": "kept"}}).json()["handoff"]
     before = relayed(tiny_gateway, "acme", {"from": left["id"]}).json()

@@ -20,7 +20,7 @@ from baton_kv.contract import params_to_save, transfer_params
 from baton_latent import latent_overrides
 from baton_latent.contract import PLACEHOLDER_KEY
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,6 @@ def test_chains_of_runs(thinker: Thinker) -> None:
     thinker.require(answer, asked)
 
 
-@pytest.mark.chaos
 def test_preempted_requests_think_again(thinker: Thinker) -> None:
     prompts = [[*prompt(90, seed=200 + number), *thinker.steps(10)] for number in range(8)]
     answers = thinker.engine.ask(*((asked, 64, None) for asked in prompts))
