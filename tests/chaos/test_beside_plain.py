@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from beside_vllm import VllmServer
 from gateways import RealGateway
-from plain_server import PlainServer
 from watched_streams import Stream, cores, streaming, wait_for
 from wire import address
 
@@ -31,7 +31,7 @@ KINDS = ("Baton", "plain vLLM")
 
 def server_of(kind: str, folder: Path, **settings: str) -> RealGateway:
     if kind == "plain vLLM":
-        return PlainServer(folder)
+        return VllmServer(folder)
     store = {"BATON_HANDOFFS__STORE": f"file:{folder / 'handoffs'}"}
     return RealGateway(["--model", "smollm2"], folder, SETTINGS | store | settings)
 
@@ -45,7 +45,7 @@ def steady(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def is_ours(server: RealGateway) -> bool:
-    return not isinstance(server, PlainServer)
+    return not isinstance(server, VllmServer)
 
 
 def name_of(server: RealGateway) -> str:

@@ -21,7 +21,7 @@ from baton.settings import load_settings
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
-class PlainServer(RealGateway):
+class VllmServer(RealGateway):
     """`vllm serve`, on a free port, with the engine settings that Baton has by itself on a CPU."""
 
     def __init__(self, folder: Path) -> None:
