@@ -125,7 +125,9 @@ class _Running:
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt from the terminal is the gateway's to act on
+                # A terminal's interrupt is the gateway's to act on. No session of its own: the kernel schedules
+                # sessions as wholes (autogroup, sched(7)), and an engine in another one starved the children.
+                process_group=0,
             )
         self._ready = False
         self._owner = os.getpid()

@@ -230,6 +230,14 @@ def test_a_child_holds_what_it_needs(own: Decoders, raster: Path) -> None:
         assert strangers == []
 
 
+def test_the_nursery_is_scheduled_with_the_gateway(own: Decoders, raster: Path) -> None:
+    """In its session, which the kernel schedules as a whole; in a process group that no Ctrl-C reaches."""
+    with own.open(raster, ASK):
+        for process in (nursery_of(own), *children_of(own)):
+            assert os.getsid(process.pid) == os.getsid(0)
+            assert os.getpgid(process.pid) == nursery_of(own).pid != os.getpgid(0)
+
+
 def test_a_killed_nursery_is_replaced(own: Decoders, raster: Path) -> None:
     """After SIGKILL of the nursery its children are gone, their scenes say so, and the next scene opens."""
     scene = own.open(raster, ASK)
