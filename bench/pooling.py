@@ -1,7 +1,9 @@
 """Scenes through Baton, through plain vLLM's server with the same plugin, and torch's forward of their tiles.
 
-`make bench-pooling`, minutes. All three are up the whole time; rounds alternate, so that a machine whose
-speed drifts is fair to all. Printed are medians, ratios, how `/health` answered meanwhile, and memory.
+`make bench-pooling`, a quarter of an hour. All three are up at the same time; rounds alternate, so that a
+machine whose speed drifts is fair to all, and all are started several times, as one engine may be a tenth
+faster than the next for as long as it lives. Printed are medians, ratios within a launch and how far launches
+are apart, how `/health` answered meanwhile, and memory. Requests are encoded before the clock runs.
 `--light` takes a model of a fiftieth of the work, so that reading, cutting and blending are what is compared;
 `--full` sends one whole Sentinel-2 tile (10,980 x 10,980, six bands) to Baton and watches its memory.
 """
@@ -41,10 +43,12 @@ from baton_geo.flood.scenes import make_scene
 from baton_geo.raster.grid import Grid
 
 MODEL = "flood-tiny"
+PLAIN = "plain vLLM, JSON"
 BATCH = 8
 BIG, SMALL, MANY = 2048, 512, 8
 FULL = 10_980
 PROBE_S = 0.01
+SETTLE_S = 0.5  # threads of whoever worked last spin a little longer
 BODY = "256MiB"
 
 
@@ -151,28 +155,23 @@ def tiles_of(size: int, card: dict[str, int]) -> int:
     return len(Grid(size, size, card["tile"], card["overlap"]))
 
 
-def post_json(client: httpx.Client, path: Path) -> None:
+def as_json(path: Path) -> bytes:
     """As vLLM's own server takes it."""
     encoded = base64.b64encode(path.read_bytes()).decode()
     data = {"data": encoded, "data_format": "b64_json", "image_format": "tiff", "out_data_format": "b64_json"}
-    client.post("/pooling", json={"model": MODEL, "data": data}).raise_for_status()
+    return json.dumps({"model": MODEL, "data": data}).encode()
 
 
-def post_file(client: httpx.Client, path: Path) -> None:
-    """As Baton takes it too."""
-    with open(path, "rb") as stream:
-        headers = {"content-type": "image/tiff"}
-        client.post(f"/pooling?model={MODEL}", content=stream, headers=headers).raise_for_status()
-
-
-Post = Callable[[httpx.Client, Path], None]
-
-
-def timed(url: str, paths: list[Path], post: Post) -> float:
+def timed(url: str, contents: list[bytes], media_type: str) -> float:
     """Seconds until all of them are answered, sent at once."""
-    with httpx.Client(base_url=url, timeout=1800) as client, ThreadPoolExecutor(len(paths)) as pool:
+
+    def post(content: bytes) -> None:
+        headers = {"content-type": media_type}
+        client.post(f"/pooling?model={MODEL}", content=content, headers=headers).raise_for_status()
+
+    with httpx.Client(base_url=url, timeout=1800) as client, ThreadPoolExecutor(len(contents)) as pool:
         began = time.perf_counter()
-        list(pool.map(lambda path: post(client, path), paths))
+        list(pool.map(post, contents))
         return time.perf_counter() - began
 
 
@@ -238,44 +237,65 @@ def _pss(process: psutil.Process) -> float:
     return float(next(line.split()[1] for line in rollup.splitlines() if line.startswith("Pss:"))) * 1024
 
 
-def compare(
-    ours: Server, theirs: Server, torch: Torch, paths: list[Path], tiles: int, rounds: int
-) -> list[str]:
-    """One table: the same scenes every way, `rounds` times."""
-    ways: dict[str, Callable[[], float]] = {
-        "torch forward": lambda: torch.seconds(tiles),
-        "Baton, JSON": lambda: timed(ours.url, paths, post_json),
-        "Baton, upload": lambda: timed(ours.url, paths, post_file),
-        "plain vLLM, JSON": lambda: timed(theirs.url, paths, post_json),
-    }
-    probes = {"Baton, JSON": Probe(ours), "Baton, upload": Probe(ours), "plain vLLM, JSON": Probe(theirs)}
-    seen: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        way()  # warm
-    for number in track(range(rounds), f"{len(paths)} scenes", console=Console(stderr=True)):
-        for name in list(ways) if number % 2 == 0 else list(ways)[::-1]:
-            seen[name].append(ways[name]())
-    for name, probe in probes.items():  # apart: asking all the time takes a part of two cores
-        with probe.watching():
-            ways[name]()
-    return rows(seen, probes, paths)
+class Comparison:
+    """The same scenes every way, over several launches of the servers.
 
+    Args:
+        paths: the scenes.
+        tiles: they are cut into.
+    """
 
-def rows(seen: dict[str, list[float]], probes: dict[str, Probe], paths: list[Path]) -> list[str]:
-    """A Markdown table of medians."""
-    with rasterio.open(paths[0]) as file:
-        megapixels = file.width * file.height / 1e6 * len(paths)
-    medians = {name: statistics.median(times) for name, times in seen.items()}
-    table = [
-        "| way | s | megapixels/s | of torch | of plain vLLM | /health p50 ms | p99 | most | MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, seconds in medians.items():
-        forward, plain = medians["torch forward"] / seconds, medians["plain vLLM, JSON"] / seconds
-        probed = probes[name].row() if name in probes else "- | - | - | -"
-        pace = f"{seconds:.2f} | {megapixels / seconds:.3f}"
-        table.append(f"| {name} | {pace} | {forward:.2f} | {plain:.2f} | {probed} |")
-    return table
+    def __init__(self, paths: list[Path], tiles: int) -> None:
+        with rasterio.open(paths[0]) as file:
+            self._megapixels = file.width * file.height / 1e6 * len(paths)
+        self.title = f"{len(paths)} x {file.width} x {file.height}, {tiles} tiles"
+        self._tiles = tiles
+        self._files = [path.read_bytes() for path in paths]
+        self._bodies = [as_json(path) for path in paths]
+        self._launches: list[dict[str, list[float]]] = []
+        self._probed: dict[str, str] = {}
+
+    def run(self, ours: Server, theirs: Server, torch: Torch, rounds: int) -> None:
+        """One launch's rounds."""
+        ways: dict[str, Callable[[], float]] = {
+            "torch forward": lambda: torch.seconds(self._tiles),
+            "Baton, JSON": lambda: timed(ours.url, self._bodies, "application/json"),
+            "Baton, upload": lambda: timed(ours.url, self._files, "image/tiff"),
+            PLAIN: lambda: timed(theirs.url, self._bodies, "application/json"),
+        }
+        seen: dict[str, list[float]] = {name: [] for name in ways}
+        for way in ways.values():
+            way()  # warm
+        for number in track(range(rounds), self.title, console=Console(stderr=True)):
+            for name in list(ways) if number % 2 == 0 else list(ways)[::-1]:
+                time.sleep(SETTLE_S)
+                seen[name].append(ways[name]())
+        self._launches.append(seen)
+        for name, server in (("Baton, JSON", ours), ("Baton, upload", ours), (PLAIN, theirs)):
+            probe = Probe(server)
+            with probe.watching():  # apart: asking all the time takes a part of two cores
+                ways[name]()
+            self._probed[name] = probe.row()
+
+    def _ratio(self, other: str, name: str) -> str:
+        """How many times as fast as another way: the median of the launches, the least and the most."""
+        ratios = [statistics.median(seen[other]) / statistics.median(seen[name]) for seen in self._launches]
+        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+    def rows(self) -> list[str]:
+        """A Markdown table."""
+        table = [
+            f"### {self.title}\n",
+            "| way | s | megapixels/s | of torch | of plain vLLM | /health p50 ms | p99 | most | MiB |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for name in self._launches[0]:
+            seconds = statistics.median(time for seen in self._launches for time in seen[name])
+            ratios = f"{self._ratio('torch forward', name)} | {self._ratio(PLAIN, name)}"
+            probed = self._probed.get(name, "- | - | - | -")
+            pace = f"{seconds:.2f} | {self._megapixels / seconds:.3f}"
+            table.append(f"| {name} | {pace} | {ratios} | {probed} |")
+        return table
 
 
 def whole_tile(ours: Server, folder: Path) -> list[str]:
@@ -284,7 +304,7 @@ def whole_tile(ours: Server, folder: Path) -> list[str]:
     idle = front_end_mib(ours.process.pid)
     probe = Probe(ours)
     with probe.watching():
-        seconds = timed(ours.url, [path], post_file)
+        seconds = timed(ours.url, [path.read_bytes()], "image/tiff")
     return [
         f"{FULL} x {FULL}, six bands of int16 ({FULL**2 * 12 / 1e9:.2f} GB; "
         f"{path.stat().st_size / 1e9:.2f} GB sent): {seconds:.0f} s, "
@@ -299,7 +319,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="of each launch")
+    parser.add_argument("--launches", type=int, default=3, help="of all servers")
     parser.add_argument("--full", action="store_true", help="only the whole Sentinel-2 tile, through Baton")
     parser.add_argument(
         "--light", action="store_true", help="with a model that leaves the front end the work"
@@ -307,7 +328,10 @@ def main() -> None:
     options = parser.parse_args()
     model = ModelStore(Path("/nowhere")).prepare(FLOOD_TINY)
     card = json.loads((model / "config.json").read_text())["baton_geo"]
-    print(f"{datetime.date.today()}, {len(os.sched_getaffinity(0))} cores, {options.rounds} rounds\n")
+    print(
+        f"{datetime.date.today()}, {len(os.sched_getaffinity(0))} cores, "
+        f"{options.launches} launches of {options.rounds} rounds\n"
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.light:
@@ -316,12 +340,16 @@ def main() -> None:
             with baton(folder, model) as ours:
                 print("\n".join(whole_tile(ours, folder)))
             return
-        big, small = [scene(BIG, 1, folder)], [scene(SMALL, 2 + n, folder) for n in range(MANY)]
-        with baton(folder, model) as ours, plain_vllm(model) as theirs, Torch(model) as torch:
-            for paths, size in ((big, BIG), (small, SMALL)):
-                tiles = tiles_of(size, card) * len(paths)
-                print(f"### {len(paths)} x {size} x {size}, {tiles} tiles\n")
-                print("\n".join(compare(ours, theirs, torch, paths, tiles, options.rounds)), "\n", flush=True)
+        comparisons = [
+            Comparison([scene(BIG, 1, folder)], tiles_of(BIG, card)),
+            Comparison([scene(SMALL, 2 + n, folder) for n in range(MANY)], MANY * tiles_of(SMALL, card)),
+        ]
+        for _ in range(options.launches):
+            with baton(folder, model) as ours, plain_vllm(model) as theirs, Torch(model) as torch:
+                for comparison in comparisons:
+                    comparison.run(ours, theirs, torch, options.rounds)
+        for comparison in comparisons:
+            print("\n".join(comparison.rows()), "\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ from typing import Any
 import httpx
 import numpy as np
 from geo_readme import server_command
+from latent.reference import Reference
 from markdown_it import MarkdownIt
+from offline_engines import prompt
 from raster_host import RasterHost
 from rasters import RGB, geotiff, opened
 from rgb_model import make_rgb
@@ -31,6 +33,7 @@ from wheel_environment import ROOT, clean
 from baton.models.store import ModelStore
 from baton.settings import load_settings
 from baton_kv.contract import params_to_save
+from baton_latent import choose_placeholder, prepare_latent_prompt
 
 READY_WITHIN_S = 120
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -191,6 +194,26 @@ def hand_over(server: PlainServer) -> None:
         time.sleep(0.05)
 
 
+def latent_words(model: str, _folder: Path, _files: RasterHost) -> list[str]:
+    """The README's, for another family of models."""
+    words = shown_command(ROOT / "plugins" / "baton_latent" / "README.md")
+    words = [word.replace("MODEL", model).replace("LatentQwen2", "LatentLlama") for word in words]
+    words += ["--served-model-name", "m", "--dtype", "float32", "--max-model-len", "1024"]
+    return [*words, "--kv-cache-memory-bytes", str(192 * 1024 * 1024)]
+
+
+def think(server: PlainServer) -> None:
+    """What follows a thought is what HuggingFace's model says after it; the log names the placeholder."""
+    reference = Reference(server.model, choose_placeholder(server.model))
+    named = re.search(r"latent steps: BatonLatentLlamaForCausalLM, placeholder token (\d+)", server.log)
+    assert named is not None
+    assert int(named[1]) == reference.placeholder
+    context = prepare_latent_prompt(prompt(37, seed=4), 8, reference.placeholder)
+    asked = {"model": "m", "prompt": context, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    said = server.post("/v1/completions", asked)["choices"][0]["token_ids"]
+    assert said == reference.think(context, 8).tokens
+
+
 ROWS: dict[str, Row] = {
     "connector": Row(
         model=smollm2,
@@ -206,6 +229,7 @@ ROWS: dict[str, Row] = {
         stats=False,  # which shows that the list is honoured
         environment={"VLLM_PLUGINS": "baton_geo"},
     ),
+    "latent": Row(model=smollm2, words=latent_words, ask=think),
 }
 
 

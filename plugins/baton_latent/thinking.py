@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.platforms import current_platform
 
 from baton_latent.batch import Batch, running_batch
 from baton_latent.contract import MEMORY_KEY, PLACEHOLDER_KEY, choose_placeholder
 from baton_latent.memory import LatentMemory
 from baton_latent.passes import Pass, plan
-from baton_latent.projection import TiedProjection, UntiedProjection
+from baton_latent.projection import Share, TiedProjection, UntiedProjection
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -121,14 +122,16 @@ class LatentThinking(torch.nn.Module):
         return self._projection(seeds)
 
     def _prepare(self) -> None:
-        """Make the projection from the weights, once."""
-        embedding = self.model.embed_tokens.weight.data[: self.config.vocab_size]
+        """Make the projection from the weights, once; of those in this process, without their padding."""
+        held = self.model.embed_tokens.shard_indices
+        rows = held.org_vocab_end_index - held.org_vocab_start_index
+        share = Share(held.org_vocab_start_index, tensor_model_parallel_all_reduce)
+        embedding = self.model.embed_tokens.weight.data[:rows]
         scale = float(getattr(self.model, "normalizer", 1.0))
         if self.config.tie_word_embeddings:
-            self._projection = TiedProjection(embedding, scale, super().compute_logits)
+            self._projection = TiedProjection(embedding, scale, super().compute_logits, share)
         else:
-            head = self.lm_head.weight.data[: self.config.vocab_size]
-            self._projection = UntiedProjection(embedding, head, scale)
+            self._projection = UntiedProjection(embedding, self.lm_head.weight.data[:rows], scale, share)
 
     def _count(self, steps: int, batch: Batch, seconds: float) -> None:
         self._memory.steps += steps
@@ -150,9 +153,8 @@ def _placeholder(model: Any) -> int:
 
 
 def _refuse_what_cannot_think(config: VllmConfig) -> None:
-    parallel = config.parallel_config
-    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
-        raise ValueError("baton_latent: tensor and pipeline parallelism above 1 are not supported yet")
+    if config.parallel_config.pipeline_parallel_size > 1:  # the first layer's process never sees the last's
+        raise ValueError("baton_latent: pipeline parallelism above 1 is not supported")
     if not current_platform.is_cpu():
         raise ValueError("baton_latent: latent steps run on CPUs only so far")
     if config.speculative_config is not None or config.lora_config is not None:

@@ -18,7 +18,9 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if given.get("enforce_eager", True):
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    cores, ranks = sorted(os.sched_getaffinity(0)), given.get("tensor_parallel_size", 1)
+    parts = [cores[rank::ranks] for rank in range(ranks)]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
     from vllm import LLM, SamplingParams
     from vllm.inputs import tokens_input
 

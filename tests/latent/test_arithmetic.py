@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from baton_latent.memory import LatentMemory
-from baton_latent.projection import TiedProjection, UntiedProjection, mean_length, realignment
+from baton_latent.projection import Share, TiedProjection, UntiedProjection, mean_length, realignment
 
 
 def test_a_tied_model_takes_the_embedding_it_expects() -> None:
@@ -42,6 +45,49 @@ def test_what_an_untied_model_takes_is_as_long_as_its_embeddings() -> None:
     inputs = UntiedProjection(embedding, head, 1.0)(torch.randn(5, 16).bfloat16())
     assert inputs.dtype is torch.bfloat16
     assert inputs.float().norm(dim=1).tolist() == pytest.approx([mean_length(embedding)] * 5, rel=0.01)
+
+
+class Ranks:
+    """Two threads that add up a tensor, as the processes of a tensor-parallel model do."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2)
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def share(self, rank: int, first: int) -> Share:
+        def add_up(part: torch.Tensor) -> torch.Tensor:
+            self._parts[rank] = part
+            self._barrier.wait(10)
+            total = self._parts[0] + self._parts[1]
+            self._barrier.wait(10)
+            return total
+
+        return Share(first, add_up)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("first", [37, 90])
+def test_a_vocabulary_in_two_shares_projects_as_one(tied: bool, first: int) -> None:
+    torch.manual_seed(0)
+    embedding, head, hidden = torch.randn(100, 16), torch.randn(100, 16), torch.randn(5, 16)
+    ranks = Ranks()
+
+    def logits(states: torch.Tensor) -> torch.Tensor:
+        return states @ embedding.T
+
+    def one(rank: int) -> torch.Tensor:
+        rows = slice(0, first) if rank == 0 else slice(first, 100)
+        share = ranks.share(rank, rows.start)
+        if tied:
+            return TiedProjection(embedding[rows], 2.0, logits, share)(hidden)
+        return UntiedProjection(embedding[rows], head[rows], 2.0, share)(hidden)
+
+    whole = (TiedProjection(embedding, 2.0, logits) if tied else UntiedProjection(embedding, head, 2.0))(
+        hidden
+    )
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(one, range(2)):
+            assert torch.allclose(found, whole, atol=1e-5)
 
 
 @pytest.mark.parametrize(("width", "kv_shape"), [(16, (6, 2, 4, 8)), (64, (6, 1, 4, 4)), (8, (3, 4, 4, 32))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,23 @@ def test_a_compiled_model_thinks_the_same(models: Path, tmp_path: Path, family: 
             asked = [*prompt(30 + steps, seed=steps), *thinker.steps(steps), *prompt(4, seed=2)]
             (answer,) = engine.ask((asked, SAID, None))
             thinker.require(answer, asked, written=False)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two processes need a core each")
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gemma"])
+def test_a_model_in_two_processes_thinks_the_same(models: Path, tmp_path: Path, family: str) -> None:
+    """Tensor parallelism, which shards the vocabulary: of a tied model, of one with a head of its own, of a scaled one."""
+    model = str(models / family)
+    overrides = latent_overrides(model)
+    placeholder = overrides[PLACEHOLDER_KEY]
+    with thinking(tmp_path, model, hf_overrides=overrides, tensor_parallel_size=2) as engine:
+        thinker = Thinker(engine, Reference(model, placeholder), placeholder, tmp_path)
+        asked = [
+            [*prompt(30 + steps, seed=steps), *thinker.steps(steps), *prompt(4, seed=2)]
+            for steps in (0, 1, 9)
+        ]
+        for answer, context in zip(engine.ask(*((one, SAID, None) for one in asked)), asked, strict=True):
+            thinker.require(answer, context, written=False)
 
 
 def test_a_model_finds_its_placeholder_by_itself(models: Path, tmp_path: Path) -> None:

@@ -173,6 +173,16 @@ def test_the_readme_s_example_runs(gateway: RealGateway) -> None:
     assert done.stdout.startswith("4 "), done.stdout
 
 
+def test_avp_s_quick_start_translated(gateway: RealGateway) -> None:
+    """The README's curl line: the context is left behind with AVP's twenty steps in it."""
+    (line,) = re.findall(r"(/v1/completions) .* -d '(.*?)'\n", README.read_text(), re.DOTALL)
+    path, body = line
+    with gateway.client() as client:
+        answer = client.post(path, json=json.loads(body) | {"max_tokens": 8}).raise_for_status().json()
+        left = client.get(f"/v1/handoffs/{answer['handoff']['id']}").json()
+    assert (answer["handoff"]["latent_steps"], left["latent_steps"]) == (20, 20)
+
+
 def test_the_placeholder_is_never_said(gateway: RealGateway, reference: Reference) -> None:
     answer = ask(gateway, "thinker", prompt(20, seed=1), logit_bias={str(reference.placeholder): 100})
     assert reference.placeholder not in ids(answer)[1]

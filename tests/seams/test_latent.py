@@ -122,15 +122,14 @@ def test_an_engine_that_cannot_think_is_refused(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"tensor_parallel_size": 2}, "parallelism above 1"),
-        ({"pipeline_parallel_size": 2}, "parallelism above 1"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism above 1"),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "LoRA"),
         ({"runner_type": "pooling"}, "only models that generate"),
     ],
 )
 def test_the_model_refuses_what_it_cannot_do_right(changes: dict[str, Any], told: str) -> None:
-    usual = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "runner_type": "generate"}
+    usual = {"pipeline_parallel_size": 1, "runner_type": "generate"}
     usual |= {"speculative_config": None, "lora_config": None}
 
     def config(**values: Any) -> Any:

@@ -125,7 +125,7 @@ class _Running:
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # A terminal's interrupt is the gateway's to act on. No session of its own: the kernel schedules
+                # A terminal's interrupt is the gateway's to act on. No session of its own: the kernel weighs
                 # sessions as wholes (autogroup, sched(7)), and an engine in another one starved the children.
                 process_group=0,
             )
