@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,21 @@ class Running:
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=self.headers, timeout=120)
 
+    def mask_of(self, scene: bytes) -> httpx.Response:
+        headers = {"content-type": "image/tiff"}
+        with self.client() as client:
+            return client.post("/pooling?model=flood-tiny", content=scene, headers=headers).raise_for_status()
+
+    def write(self, number: int, tokens: int) -> int:
+        """Have a text written and its context kept; how many tokens came."""
+        sent = {"model": "smollm2", "prompt": f"{number} seas are wide and " * 40, "max_tokens": tokens}
+        with self.client() as client:
+            answer = client.post(
+                "/v1/completions", json=sent | {"ignore_eos": True, "handoff": {"save": True}}
+            )
+        written: int = answer.raise_for_status().json()["usage"]["completion_tokens"]
+        return written
+
 
 @pytest.fixture(scope="module")
 def running(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
@@ -81,6 +97,13 @@ def running(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         assert container.process.poll() is None, container.log
         print(f"ready after {time.monotonic() - began:.0f} s, {container.memory() / 1e9:.2f} GB idle")
         yield Running(container, url, f"http://127.0.0.1:{metrics_port}", {"Authorization": f"Bearer {key}"})
+
+
+def made_scene(folder: Path) -> bytes:
+    """A GeoTIFF of 300 x 300 pixels."""
+    made = [sys.executable, "-m", "baton_geo.flood.scene", str(folder / "scene.tif"), "--size", "300"]
+    subprocess.run(made, check=True, capture_output=True)
+    return (folder / "scene.tif").read_bytes()
 
 
 def listens(port: str) -> bool:
@@ -124,19 +147,31 @@ class TestCpu:
 
     def test_it_answers_a_geotiff(self, running: Running, tmp_path: Path) -> None:
         """The raster's own process, too, does without capabilities and a root it can write to."""
-        made = [sys.executable, "-m", "baton_geo.flood.scene", str(tmp_path / "scene.tif"), "--size", "300"]
-        subprocess.run(made, check=True, capture_output=True)
-        with running.client() as client:
-            headers = {"content-type": "image/tiff"}
-            content = (tmp_path / "scene.tif").read_bytes()
-            answer = client.post("/pooling?model=flood-tiny", content=content, headers=headers)
-        answer.raise_for_status()
+        content = made_scene(tmp_path)
+        answer = running.mask_of(content)
         with (
             rasterio.open(io.BytesIO(answer.content)) as mask,
             rasterio.open(tmp_path / "scene.tif") as scene,
         ):
             assert (mask.shape, mask.crs, mask.transform) == (scene.shape, scene.crs, scene.transform)
-        print(f"{running.container.memory() / 1e9:.2f} GB after a completion and a scene")
+
+    def test_under_load_it_takes_less_than_the_manifests_reserve(
+        self, running: Running, tmp_path: Path
+    ) -> None:
+        """Twenty requests at a time: contexts that are left behind, and scenes."""
+        content, peak = made_scene(tmp_path), 0
+        with ThreadPoolExecutor(20) as pool:
+            under_way = [pool.submit(running.write, number, 96) for number in range(48)]
+            under_way += [pool.submit(running.mask_of, content) for _ in range(16)]
+            while not all(future.done() for future in under_way):
+                peak = max(peak, running.container.memory())
+                time.sleep(0.5)
+            tokens = [future.result() for future in under_way[:48]]
+        assert tokens == [96] * 48
+        print(f"{peak / 1e9:.2f} GB at most under load")
+        deployment = (ROOT / "deploy/kubernetes/deployment.yaml").read_text()
+        (reserved,) = re.findall(r"requests:(?:\n +\w+: .*)*?\n +memory: (\d+)Gi", deployment)
+        assert peak < int(reserved) * 2**30
 
     def test_it_can_write_nowhere_but_to_memory(self, running: Running) -> None:
         write = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('x')"
