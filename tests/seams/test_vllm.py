@@ -17,7 +17,9 @@ import vllm.exceptions  # after the skip
 import vllm.v1.engine.exceptions  # after the skip
 from vllm.engine.protocol import EngineClient  # after the skip
 from vllm.sampling_params import SamplingParams  # after the skip
+from vllm.v1.engine import utils as engine_utils  # after the skip
 from vllm.v1.engine.async_llm import AsyncLLM  # after the skip
+from vllm.v1.executor import multiproc_executor  # after the skip
 from vllm.v1.metrics import loggers  # after the skip
 from vllm.v1.metrics.loggers import PrometheusStatLogger  # after the skip
 
@@ -294,3 +296,16 @@ def test_every_module_of_baton_imports() -> None:
     assert "baton.engines.engine" in names
     for name in names:
         importlib.import_module(name)
+
+
+def test_engines_start_afresh_and_read_their_environment() -> None:
+    """glibc looks at how it is to keep memory when a program begins, so a forked engine would not."""
+    script = (
+        "from baton.settings import Settings, apply_environment; "
+        "apply_environment(Settings(), offline=True, compiles=False); "
+        "from vllm.utils.system_utils import get_mp_context; print(get_mp_context().get_start_method())"
+    )
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert told.stdout.split()[-1] == "spawn"
+    for module in (engine_utils, multiproc_executor):
+        assert "context = get_mp_context()" in inspect.getsource(module)

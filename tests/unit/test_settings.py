@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,21 @@ def test_a_file_the_environment_and_the_command_line_rule_in_that_order(
     monkeypatch.setenv("BATON_HOST", "127.0.0.3")
     settings = load_settings(config, port=3333)
     assert (settings.port, settings.host, settings.log_level) == (3333, "127.0.0.3", "error")
+
+
+@pytest.mark.parametrize("own", [None, "123"])
+def test_engines_keep_freed_memory_unless_the_operator_says_otherwise(own: str | None) -> None:
+    """What glibc reads when a process begins; told to a child, as engines are."""
+    script = (
+        "import os, subprocess; from baton.settings import Settings, apply_environment; "
+        "apply_environment(Settings(), offline=True, compiles=False); "
+        "subprocess.run(['printenv', 'MALLOC_MMAP_THRESHOLD_', 'MALLOC_TRIM_THRESHOLD_'], check=True)"
+    )
+    own_word = {"MALLOC_TRIM_THRESHOLD_": own} if own else {}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | own_word, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(32 * 2**20), own or str(2**30)]
 
 
 def test_a_group_may_come_half_from_the_file_and_half_from_the_environment(
