@@ -8,7 +8,7 @@ import pytest
 from plain_servers import QUIET, smollm2
 from wheel_environment import ROOT, WheelEnvironment
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.chaos]
 README = (ROOT / "plugins" / "baton_latent" / "README.md").read_text()
 
 
