@@ -105,8 +105,8 @@ def mean_length(embedding: torch.Tensor, share: Share = WHOLE) -> float:
     """The mean Euclidean length of the rows."""
     total = sum(float(rows.float().norm(dim=1).sum()) for rows in embedding.split(ROWS_AT_ONCE))
     counted = torch.tensor([total, float(len(embedding))], device=embedding.device)
-    total, count = share.add_up(counted).tolist()
-    return total / count
+    total, count = share.add_up(counted)
+    return float(total / count)
 
 
 def to_length(vectors: torch.Tensor, length: float) -> torch.Tensor:
