@@ -45,8 +45,40 @@ AHEAD_TOKENS = 448
 STEPS = 32
 DEPTHS = (5, 10, 20)
 BATCHES = (1, 4, 8)
-WORDS = "apple river stone cloud tiger lemon paper glass smoke bread piano tower candle garden silver".split()
-OWNERS = "Anna Peter Maria Thomas Laura Simon Clara Oscar Julia Victor Emma David Alice Martin Sarah".split()
+WORDS = [
+    "apple",
+    "river",
+    "stone",
+    "cloud",
+    "tiger",
+    "lemon",
+    "paper",
+    "glass",
+    "smoke",
+    "bread",
+    "piano",
+    "tower",
+    "candle",
+    "garden",
+    "silver",
+]
+OWNERS = [
+    "Anna",
+    "Peter",
+    "Maria",
+    "Thomas",
+    "Laura",
+    "Simon",
+    "Clara",
+    "Oscar",
+    "Julia",
+    "Victor",
+    "Emma",
+    "David",
+    "Alice",
+    "Martin",
+    "Sarah",
+]
 OTHER_THINGS = (
     "They walked to the market",
     "It rained all day",
