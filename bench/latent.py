@@ -46,39 +46,13 @@ STEPS = 32
 DEPTHS = (5, 10, 20)
 BATCHES = (1, 4, 8)
 WORDS = [
-    "apple",
-    "river",
-    "stone",
-    "cloud",
-    "tiger",
-    "lemon",
-    "paper",
-    "glass",
-    "smoke",
-    "bread",
-    "piano",
-    "tower",
-    "candle",
-    "garden",
-    "silver",
-]
+    "apple", "river", "stone", "cloud", "tiger", "lemon", "paper",
+    "glass", "smoke", "bread", "piano", "tower", "candle", "garden", "silver",
+]  # fmt: skip
 OWNERS = [
-    "Anna",
-    "Peter",
-    "Maria",
-    "Thomas",
-    "Laura",
-    "Simon",
-    "Clara",
-    "Oscar",
-    "Julia",
-    "Victor",
-    "Emma",
-    "David",
-    "Alice",
-    "Martin",
-    "Sarah",
-]
+    "Anna", "Peter", "Maria", "Thomas", "Laura", "Simon", "Clara",
+    "Oscar", "Julia", "Victor", "Emma", "David", "Alice", "Martin", "Sarah",
+]  # fmt: skip
 OTHER_THINGS = (
     "They walked to the market",
     "It rained all day",
