@@ -157,10 +157,11 @@ class Agents:
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=300)
         self.prefilled = self.said = self.thought = 0
+        self.options: Json = {}
 
     def say(self, text: str, said: int, **handoff: Any) -> tuple[str, Json]:
         """A completion, and what it tells of its handoff."""
-        body = {"model": "thinker", "prompt": text, "max_tokens": said, "temperature": 0}
+        body = {"model": "thinker", "prompt": text, "max_tokens": said, "temperature": 0} | self.options
         answer = self._http.post("/v1/completions", json=body | ({"handoff": handoff} if handoff else {}))
         told: Json = answer.raise_for_status().json()
         usage = told["usage"]
@@ -206,8 +207,9 @@ def by_thought(agents: Agents, document: str, roles: list[str]) -> None:
 
 
 def pipeline_part(agents: Agents, options: argparse.Namespace) -> None:
-    """Two and four agents: what is passed on is text, a handoff, or a thought."""
+    """Two and four agents, who all say as much; what is passed on is text, a handoff, or a thought."""
     rows = []
+    agents.options = {"ignore_eos": True}
     for count in (2, 4):
         roles = [f"You are agent {number}. Write down what matters:" for number in range(count)]
         for name, pass_on in (("text", by_text), ("handoff", by_handoff), ("latent, 8 steps", by_thought)):
@@ -220,6 +222,7 @@ def pipeline_part(agents: Agents, options: argparse.Namespace) -> None:
                 took.append(time.perf_counter() - began)
             counts = (agents.prefilled, agents.said, agents.thought)
             rows.append([str(count), name, f"{statistics.median(took):.2f}", *map(str, counts)])
+    agents.options = {}
     table(["agents", "passed on", "wall, s", "tokens prefilled", "tokens said", "latent steps"], rows)
 
 
