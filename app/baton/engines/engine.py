@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -58,6 +59,8 @@ WARM_UP_PREFILL = 128
 """Tokens computed once more where handoffs are on, to know how fast this engine does it."""
 CONTENT_HEADERS = ("metadata",)
 """Headers of vLLM's answers that tell how to read them: packed embeddings' ids, shapes and dtypes."""
+OUR_ID = re.compile(r"[0-9a-f]{32}")
+"""A request's id of ours, in the middle of the one that vLLM makes of it."""
 LAST_WORDS_WAIT_S = 0.2
 """What a dying engine process printed arrives through a pipe."""
 
@@ -180,6 +183,13 @@ class VllmEngine:
             if relay is not None:
                 _note_transfer(relay, outcome)
 
+    def _prefilled(self, request_id: str, tokens: int, seconds: float) -> None:
+        """What a finished request's prefill took; one that thought took longer than its tokens tell."""
+        named = OUR_ID.search(request_id)
+        relay = self._relays.get(named[0]) if named else None
+        if relay is None or not relay.latent_steps:
+            self._speed.prefilled(tokens, seconds)
+
     async def render(self, body: Json) -> str:
         if self._handlers is None:
             raise EngineUnavailable()
@@ -205,7 +215,7 @@ class VllmEngine:
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
         logger = self._series.stat_logger(
-            self._transferred, self._speed.prefilled, self._progress.made, self._transfers.thought
+            self._transferred, self._prefilled, self._progress.made, self._transfers.thought
         )
         self._thread = EngineThread(self._args, logger, self.name)
         self._thread.start()
