@@ -137,7 +137,9 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):
     def _get_hf_mm_text(self, mm_counts: Mapping[str, int]) -> str | None:
         return ""  # FuyuProcessor cuts no patches without a text
 
-    def _call_hf_processor(self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]) -> BatchFeature:
+    def _call_hf_processor(
+        self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]
+    ) -> BatchFeature:
         """Patches as FuyuProcessor cuts them, and of them alone: its token ids are not this prompt's."""
         (image,) = ImageProcessorItems(hf_data["images"])
         width, height = ImageProcessorItems([image]).get_image_size(0)

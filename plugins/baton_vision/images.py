@@ -49,11 +49,17 @@ def require_proportions(width: int, height: int) -> None:
     if short < 1:
         raise refusal(f"an image of {width} x {height} pixels is empty")
     if long > MAX_PROPORTION * short:
-        raise refusal(f"an image of {width} x {height} pixels is more than {MAX_PROPORTION} times as long as wide")
+        raise refusal(
+            f"an image of {width} x {height} pixels is more than {MAX_PROPORTION} times as long as wide"
+        )
 
 
 def require_tensor(found: object, shape: Sequence[int], dtype: torch.dtype, name: str) -> None:
     """Refuse what an image processor made of odd options: the model takes one shape and type."""
     if not isinstance(found, torch.Tensor) or tuple(found.shape) != tuple(shape) or found.dtype != dtype:
-        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
-        raise refusal(f"{name} must be {dtype} {list(shape)}, not {what}: mm_processor_kwargs do not fit the model")
+        what = (
+            f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        )
+        raise refusal(
+            f"{name} must be {dtype} {list(shape)}, not {what}: mm_processor_kwargs do not fit the model"
+        )

@@ -10,18 +10,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import CLIPVisionConfig, LlavaConfig, SiglipVisionConfig
+from transformers import LlavaConfig
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
-from vllm.model_executor.models.clip import CLIPVisionModel
 from vllm.model_executor.models.interfaces import MultiModalEmbeddings, SupportsMultiModal, SupportsPP
 from vllm.model_executor.models.module_mapping import MultiModelKeys
-from vllm.model_executor.models.siglip import SiglipVisionModel
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     WeightsMapper,
-    get_layer_index,
     init_vllm_registered_model,
     maybe_prefix,
 )
@@ -29,15 +26,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sequence import IntermediateTensors
 
 from baton_vision.llava_processing import LlavaDummyInputs, LlavaMultiModalProcessor, LlavaProcessingInfo
-
-TOWERS = {CLIPVisionConfig: CLIPVisionModel, SiglipVisionConfig: SiglipVisionModel}
-"""By the type of `vision_config`."""
-
-
-def feature_layers(config: LlavaConfig) -> list[int]:
-    """The layers whose outputs are the features, side by side; -1 is the last, 0 the embeddings."""
-    chosen = config.vision_feature_layer
-    return [chosen] if isinstance(chosen, int) else list(chosen)
+from baton_vision.towers import build_tower, feature_layers
 
 
 class LlavaProjector(nn.Module):
@@ -141,7 +130,9 @@ class BatonLlavaForConditionalGeneration(nn.Module, SupportsMultiModal, Supports
         """Hidden states of the step's tokens, (tokens, hidden); embeddings are merged before, by vLLM."""
         if intermediate_tensors is not None:
             inputs_embeds = None
-        return self.language_model.model(input_ids, positions, intermediate_tensors, inputs_embeds=inputs_embeds)
+        return self.language_model.model(
+            input_ids, positions, intermediate_tensors, inputs_embeds=inputs_embeds
+        )
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         return self.language_model.compute_logits(hidden_states)
@@ -153,23 +144,3 @@ class BatonLlavaForConditionalGeneration(nn.Module, SupportsMultiModal, Supports
         return MultiModelKeys.from_string_field(
             language_model="language_model", connector="multi_modal_projector", tower_model="vision_tower"
         )
-
-
-def build_tower(config: LlavaConfig, quant_config: Any, prefix: str) -> nn.Module:
-    """The tower up to the deepest layer that is used.
-
-    Raises:
-        ValueError: it is neither CLIP nor SigLIP.
-    """
-    tower = TOWERS.get(type(config.vision_config))
-    if tower is None:
-        known = ", ".join(kind.__name__ for kind in TOWERS)
-        raise ValueError(f"vision_config is a {type(config.vision_config).__name__}; known here: {known}")
-    depth = config.vision_config.num_hidden_layers
-    return tower(
-        config.vision_config,
-        quant_config=quant_config,
-        num_hidden_layers_override=max(get_layer_index(layer, depth) for layer in feature_layers(config)),
-        require_post_norm=False,
-        prefix=prefix,
-    )

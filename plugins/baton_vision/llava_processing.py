@@ -8,11 +8,7 @@ from dataclasses import replace
 from transformers import BatchFeature, LlavaConfig, LlavaProcessor
 from vllm.config.multimodal import MultiModalDummyOptions
 from vllm.inputs import MultiModalDataDict, MultiModalInput
-from vllm.model_executor.models.vision import (
-    VisionEncoderInfo,
-    get_num_selected_vision_tokens,
-    get_vision_encoder_info,
-)
+from vllm.model_executor.models.vision import VisionEncoderInfo, get_num_selected_vision_tokens
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 from vllm.multimodal.parse import MultiModalDataItems
 from vllm.multimodal.processing import (
@@ -27,6 +23,7 @@ from vllm.multimodal.processing import (
 
 from baton_vision.images import ImageParser, refusal, require_proportions, require_tensor
 from baton_vision.placeholders import collapse_runs
+from baton_vision.towers import encoder_info
 
 
 class LlavaProcessingInfo(BaseProcessingInfo):
@@ -46,7 +43,7 @@ class LlavaProcessingInfo(BaseProcessingInfo):
 
     @property
     def encoder(self) -> VisionEncoderInfo:
-        return get_vision_encoder_info(self.get_hf_config())
+        return encoder_info(self.get_hf_config())
 
     @property
     def image_token(self) -> int:
@@ -59,7 +56,9 @@ class LlavaProcessingInfo(BaseProcessingInfo):
         """The same for all: every image is brought to one size."""
         side = self.encoder.get_image_size()
         patches = self.encoder.get_num_image_tokens(image_width=side, image_height=side)
-        count: int = get_num_selected_vision_tokens(patches, self.get_hf_config().vision_feature_select_strategy)
+        count: int = get_num_selected_vision_tokens(
+            patches, self.get_hf_config().vision_feature_select_strategy
+        )
         return count
 
 
@@ -98,7 +97,9 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor[LlavaProcessingInfo]):
             raise refusal(f"{images} images for {found} image tokens in the prompt")
         return super().apply(replace(inputs, prompt=bare), timing_ctx)
 
-    def _call_hf_processor(self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]) -> BatchFeature:
+    def _call_hf_processor(
+        self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]
+    ) -> BatchFeature:
         processed = super()._call_hf_processor(hf_data, hf_kwargs)
         images, side = hf_data["images"], self.info.encoder.get_image_size()
         assert isinstance(images, Sequence)  # vLLM's `ImageProcessorItems` has a list
