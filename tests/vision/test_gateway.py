@@ -307,3 +307,46 @@ def test_large_images_hold_nobody_up(gateway: RealGateway) -> None:
         for thread in threads:
             thread.join()
     assert all(said(answer) for answer in answers)
+
+
+ODD: list[dict[str, Any]] = [
+    {"n": 3, "temperature": 1.0},
+    {"use_beam_search": True, "n": 2, "logprobs": False},
+    {"prompt_logprobs": 1},
+    {"truncate_prompt_tokens": 5},
+    {"truncate_prompt_tokens": 12},
+    {"truncate_prompt_tokens": -1},
+    {"echo": True},
+    {"continue_final_message": True, "add_generation_prompt": False},
+    {"logit_bias": {str(IMAGE_TOKEN): 100}},
+    {"allowed_token_ids": [IMAGE_TOKEN]},
+    {"chat_template_kwargs": {"messages": []}},
+    {"stream": True, "n": 2},
+]
+
+
+@pytest.mark.parametrize("fields", ODD, ids=lambda fields: next(iter(fields)))
+def test_odd_requests_with_an_image_harm_no_engine(gateway: RealGateway, fields: dict[str, Any]) -> None:
+    """Answered or refused, also where the model is made to say what stands for an image; never a 5xx."""
+    for seed in (300, 301, 300):
+        answer = ask(gateway, image(seed), text("what?"), **fields)
+        assert answer.status_code in (200, 400, 422), answer.text
+        assert "event: error" not in answer.text
+    assert said(ask(gateway, image(300), text("what?")))
+    assert metric(gateway, "baton_engine_restarts_total") == 0
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "assistant", "tool", "user"])
+def test_an_image_in_anybody_s_message_is_seen_or_refused(gateway: RealGateway, role: str) -> None:
+    """Where the template has no place for it that is a 400, not an image that is silently left out."""
+    told: dict[str, Any] = {"role": role, "content": [text("see: "), image(310)]}
+    if role == "tool":
+        told["tool_call_id"] = "a"
+    messages = [told, {"role": "user", "content": "what?"}]
+    with gateway.client() as client:
+        answer = client.post("/v1/chat/completions", json=body_of(messages=messages))
+    if answer.status_code == 200:
+        assert answer.json()["usage"]["prompt_tokens"] > IMAGE_TOKENS + 8
+    else:
+        assert refused(answer)["code"] in ("invalid_request", "invalid_image")
+    assert said(ask(gateway, image(310), text("what?")))
