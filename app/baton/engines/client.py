@@ -25,6 +25,8 @@ from baton_kv.contract import transfer_params
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from baton.engines.image_prompts import ImagePrompts
+
 log = structlog.get_logger("baton.engine")
 
 
@@ -82,10 +84,16 @@ CURRENT_CALL: ContextVar[Call] = ContextVar("baton_current_call")
 
 
 class WatchedClient:
-    """An `EngineClient` that is `AsyncLLM` but for `generate` and `encode`."""
+    """An `EngineClient` that is `AsyncLLM` but for `generate` and `encode`.
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    Args:
+        engine: the engine.
+        images: puts images into prompts of token ids.
+    """
+
+    def __init__(self, engine: AsyncLLM, images: ImagePrompts) -> None:
         self._engine = engine
+        self._images = images
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -105,7 +113,18 @@ class WatchedClient:
             )
             extra = sampling_params.extra_args or {}
             sampling_params.extra_args = extra | {"kv_transfer_params": wanted}
+            if call.relay.images:
+                return call.watch(self._seeing(call, call.relay, prompt, sampling_params, *args, **kwargs))
         return call.watch(self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs))
+
+    async def _seeing(
+        self, call: Call, relay: Relay, prompt: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """The same for a prompt of token ids some of which stand for images."""
+        prompt = await self._images.laid_over(prompt, relay.images)
+        async with aclosing(self._engine.generate(salted(prompt, call.salt), *args, **kwargs)) as outputs:
+            async for output in outputs:
+                yield output
 
     def encode(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,11 +20,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from baton.engines import arguments, handlers
 from baton.engines.client import CURRENT_CALL, Call, WatchedClient, salted
 from baton.engines.faults import UNFORESEEN, from_response, scrub, translate
+from baton.engines.image_prompts import ImagePrompts, without_images
 from baton.engines.plugins import chosen_plugin, close_plugin, make_plugin, plugin_params
 from baton.engines.port import (
     EngineState,
     Json,
     Operation,
+    Placed,
     Plugin,
     Relay,
     Reply,
@@ -44,6 +46,7 @@ from baton.errors import (
     PluginFailed,
     StartError,
 )
+from baton.images.picture import Picture
 from baton.models.store import identity
 from baton.setting_groups import EngineSettings
 from baton.telemetry.ids import RequestContext
@@ -94,6 +97,7 @@ class VllmEngine:
         self._thread: EngineThread | None = None
         self._client: AsyncLLM | None = None
         self._handlers: handlers.Handlers | None = None
+        self._images: ImagePrompts | None = None
         self._plugin: Plugin | None = None
         self._weights = identity(model)
         self._speed = Speed()
@@ -180,6 +184,16 @@ class VllmEngine:
             if relay is not None:
                 _note_transfer(relay, outcome)
 
+    async def place(
+        self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
+    ) -> tuple[list[int], list[Placed]]:
+        if self._images is None:
+            raise EngineUnavailable()
+        try:
+            return await self._images.place(prompt, pictures, begins=begins)
+        except Exception as error:  # the border to vLLM's processor, which raises anything at all
+            raise self._translate(error) from error
+
     async def render(self, body: Json) -> str:
         if self._handlers is None:
             raise EngineUnavailable()
@@ -205,15 +219,20 @@ class VllmEngine:
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
         logger = self._series.stat_logger(
-            self._transferred, self._speed.prefilled, self._progress.made, self._transfers.thought
+            self._transferred,
+            self._speed.prefilled,
+            self._progress.made,
+            self._transfers.thought,
+            self._transfers.encoded,
         )
         self._thread = EngineThread(self._args, logger, self.name)
         self._thread.start()
         self._client = await asyncio.wrap_future(self._thread.built)
         report("building the request handlers")
         self._plugin = await self._make_plugin(self._client)
+        self._images = ImagePrompts(self._client, self.name)
         self._handlers = await handlers.Handlers.build(
-            WatchedClient(self._client), self._namespace, plugin=self._plugin is not None
+            WatchedClient(self._client, self._images), self._namespace, plugin=self._plugin is not None
         )
         self._cards = await self._handlers.cards()
         report("warming up")
@@ -257,7 +276,7 @@ class VllmEngine:
             self._client.output_handler.cancel()  # or it would log the end of its engine as a failure
             self._client.output_processor.propagate_error(EngineDeadError())  # which it now does not tell
         plugin, self._plugin = self._plugin, None
-        self._client = self._handlers = None
+        self._client = self._handlers = self._images = None
         if plugin is not None:
             await close_plugin(plugin)
         if thread is not None:
@@ -363,7 +382,7 @@ def _with_whole_prompt(operation: Operation, body: Json, relay: Relay | None) ->
     if relay is None or relay.prompt is None:
         return body
     if operation is Operation.CHAT:
-        return body | {"kv_transfer_params": {"prompt_token_ids": relay.prompt}}
+        return without_images(body) | {"kv_transfer_params": {"prompt_token_ids": relay.prompt}}
     return body | {"prompt": relay.prompt, "add_special_tokens": False}
 
 

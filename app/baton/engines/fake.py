@@ -10,17 +10,18 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.engines.fake_shapes import CHUNK, KINDS, MAX_MODEL_LEN, WHOLE, event, token_id
+from baton.engines.fake_shapes import CHUNK, IMAGE, KINDS, MAX_MODEL_LEN, WHOLE, event, token_id
 from baton.engines.port import (
     EngineState,
     Json,
     Operation,
+    Placed,
     Plugin,
     Relay,
     Reply,
@@ -37,6 +38,7 @@ from baton.errors import (
     OperationUnsupported,
     StartError,
 )
+from baton.images.picture import Picture
 from baton.telemetry.ids import RequestContext
 
 DEFAULT_TOKENS = 16
@@ -148,6 +150,26 @@ class FakeEngine:
 
     def stalled_s(self) -> float:
         return self.behaviour.stalled_seconds
+
+    async def place(
+        self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
+    ) -> tuple[list[int], list[Placed]]:
+        """An image is the word `<image>`, said once for every pixel of its width."""
+        tokens: list[int] = []
+        placed: list[Placed] = []
+        target = token_id(IMAGE)
+        for token in prompt:
+            if token != target:
+                tokens.append(token)
+                continue
+            if len(placed) == len(pictures):
+                raise InvalidRequest("More places than images.", param="messages")
+            picture = pictures[len(placed)]
+            placed.append(Placed(picture, picture.digest, len(tokens), picture.width, (target,)))
+            tokens += [target] * picture.width
+        if len(placed) < len(pictures):
+            raise InvalidRequest("More images than places.", param="messages")
+        return tokens, placed
 
     async def render(self, body: Json) -> str:
         """One line a message, a system line first as many models' templates have it."""
@@ -362,7 +384,10 @@ def _prompt_words(operation: Operation, body: Json, relay: Relay) -> list[str]:
 def _message_text(message: Any) -> str:
     if not isinstance(message, dict) or "role" not in message or "content" not in message:
         raise InvalidRequest("messages: Input should have a role and a content", param="messages")
-    return str(message["content"])
+    content = message["content"]
+    if isinstance(content, list) and any(part.get("type") == "image_url" for part in content):
+        return " ".join(IMAGE if part["type"] == "image_url" else part["text"] for part in content)
+    return str(content)
 
 
 def _limit(operation: Operation, body: Json) -> int:

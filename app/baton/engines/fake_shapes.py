@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from baton.engines.fake import Answer
 
 MAX_MODEL_LEN = 8192
+IMAGE = "<image>"
+"""The word that stands for an image."""
 
 KINDS = {
     Operation.COMPLETIONS: ("cmpl", "text_completion"),

@@ -331,6 +331,18 @@ class TransferMetrics:
             "baton_latent_seconds_total", "Seconds latent steps took.", ("engine",), registry=registry
         )
 
+        self._encoded = Counter(
+            "baton_images_encoded_total",
+            "Images that the vision encoder of an engine with handoffs ran for.",
+            ("engine",),
+            registry=registry,
+        )
+        self._encoded.labels(engine)
+
+    def encoded(self, images: int) -> None:
+        """So many images more went through the model's encoder: they were in no cache, and not loaded."""
+        self._encoded.labels(self._engine).inc(images)
+
     def thought(self, steps: int, seconds: float) -> None:
         """Latent steps that were computed, of several requests at once too, and how long they took."""
         self._latent_steps.labels(self._engine).inc(steps)
