@@ -14,7 +14,8 @@ names each one and where it stands.
 
 Digests are keyed BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) under the store's secret: a flipped
 bit and a forged entry look the same. The description's digest covers the key, the fingerprint, the
-images, the token ids and all chunk digests; it is checked when an entry is opened, each chunk before it is copied.
+images, the token ids and all chunk digests; it is checked when an entry is opened, each chunk before it is
+copied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The scheduler's half: which request starts from which entry, and whose blocks are saved.
 
-It sees token ids, images' names and block ids, never a tensor. Nothing here raises: whatever is wrong with an entry
-or a message, the request is computed as if there were none.
+It sees token ids, images' names and block ids, never a tensor. Nothing here raises: whatever is wrong with an
+entry or a message, the request is computed as if there were none.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from baton.engines.image_prompts import ImagePrompts, without_images
 from baton.engines.plugins import chosen_plugin, close_plugin, make_plugin, plugin_params
 from baton.engines.port import (
     EngineState,
+    ImageInput,
     Json,
     Operation,
     Placed,
@@ -38,6 +39,7 @@ from baton.engines.progress import Progress
 from baton.engines.series import EngineSeries
 from baton.engines.speed import Speed
 from baton.engines.thread import EngineThread
+from baton.engines.vision import confirm_before_reuse, image_input
 from baton.errors import (
     BatonError,
     EngineUnavailable,
@@ -97,8 +99,9 @@ class VllmEngine:
         self._thread: EngineThread | None = None
         self._client: AsyncLLM | None = None
         self._handlers: handlers.Handlers | None = None
-        self._images: ImagePrompts | None = None
+        self._image_prompts: ImagePrompts | None = None
         self._plugin: Plugin | None = None
+        self._images = ImageInput()
         self._weights = identity(model)
         self._speed = Speed()
         self._transfers = TransferMetrics(self._series.registry, settings.name)
@@ -135,6 +138,10 @@ class VllmEngine:
     @property
     def speed(self) -> Speed:
         return self._speed
+
+    @property
+    def images(self) -> ImageInput:
+        return self._images
 
     @property
     def plugin(self) -> Plugin | None:
@@ -187,10 +194,10 @@ class VllmEngine:
     async def place(
         self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
     ) -> tuple[list[int], list[Placed]]:
-        if self._images is None:
+        if self._image_prompts is None:
             raise EngineUnavailable()
         try:
-            return await self._images.place(prompt, pictures, begins=begins)
+            return await self._image_prompts.place(prompt, pictures, begins=begins)
         except Exception as error:  # the border to vLLM's processor, which raises anything at all
             raise self._translate(error) from error
 
@@ -228,11 +235,13 @@ class VllmEngine:
         self._thread = EngineThread(self._args, logger, self.name)
         self._thread.start()
         self._client = await asyncio.wrap_future(self._thread.built)
+        self._images = image_input(self._client)
+        confirm_before_reuse(self._client)
         report("building the request handlers")
         self._plugin = await self._make_plugin(self._client)
-        self._images = ImagePrompts(self._client, self.name)
+        self._image_prompts = ImagePrompts(self._client, self.name)
         self._handlers = await handlers.Handlers.build(
-            WatchedClient(self._client, self._images), self._namespace, plugin=self._plugin is not None
+            WatchedClient(self._client, self._image_prompts), self._namespace, plugin=self._plugin is not None
         )
         self._cards = await self._handlers.cards()
         report("warming up")
@@ -276,7 +285,7 @@ class VllmEngine:
             self._client.output_handler.cancel()  # or it would log the end of its engine as a failure
             self._client.output_processor.propagate_error(EngineDeadError())  # which it now does not tell
         plugin, self._plugin = self._plugin, None
-        self._client = self._handlers = self._images = None
+        self._client = self._handlers = self._image_prompts = None
         if plugin is not None:
             await close_plugin(plugin)
         if thread is not None:
@@ -306,7 +315,13 @@ class VllmEngine:
             raise EngineUnavailable()
         if method is None:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
-        call = Call(context, self._salt(context.tenant), relay=relay, placeholder=self._placeholder)
+        call = Call(
+            context,
+            self._salt(context.tenant),
+            relay=relay,
+            placeholder=self._placeholder,
+            images=self._images,
+        )
         if relay is not None:
             self._relays[context.request_id] = relay
         CURRENT_CALL.set(call)

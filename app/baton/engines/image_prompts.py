@@ -19,13 +19,13 @@ from vllm.renderers.chat_utils import parse_chat_messages_async
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from baton.engines.port import Json, Placed
+from baton.engines.vision import IMAGE
 from baton.errors import HandoffIncompatible, InvalidRequest
 from baton.images.picture import Picture
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-IMAGE = "image"
 KEPT = ("arrival_time", "prompt")
 """Of a prompt of token ids, beside them."""
 log = structlog.get_logger("baton.engine")
@@ -47,8 +47,6 @@ class ImagePrompts:
         self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
     ) -> tuple[list[int], list[Placed]]:
         """See `Engine.place`. Raises anything at all where vLLM cannot do it."""
-        if not self._client.model_config.supports_multimodal_inputs:
-            raise InvalidRequest(f"The model '{self._name}' takes no images.", param="messages")
         rendered, digests = await self._processed(prompt, pictures, cached=False)
         ranges = _ranges(rendered, digests)
         tokens = list(rendered["prompt_token_ids"])

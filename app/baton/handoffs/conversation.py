@@ -103,7 +103,7 @@ class Writer:
     def __init__(self, engine: Engine, context: RequestContext, pictures: Sequence[Picture] = ()) -> None:
         self._engine = engine
         self._context = context
-        self._pictures = pictures
+        self.pictures = pictures
 
     async def begun(self, body: Json, *, answered: bool, begins: bool = True) -> Chat:
         """A chat that starts from nothing.
@@ -202,9 +202,9 @@ class Writer:
 
     async def _placed(self, tokens: list[int], *, begins: bool = False) -> tuple[list[int], list[Placed]]:
         """The token ids of the request's own messages, with their images in them."""
-        if not self._pictures:
+        if not self.pictures:
             return tokens, []
-        return await self._engine.place(tokens, self._pictures, begins=begins)
+        return await self._engine.place(tokens, self.pictures, begins=begins)
 
     async def _rest(self, base: str, messages: list[Json], template: Json, answered: bool) -> str:
         """What the template writes after `base`, which must come out as it was."""

@@ -1,7 +1,7 @@
 """The images of handoffs on disk: a context's token ids say where images stand, not which.
 
-One file an image of a handoff, `ID.DIGEST`, so that what one handoff loses no other misses. A handoff that goes
-on from another has the same images: its files are further names of the same bytes, which are there once.
+One file an image of a handoff, `ID.DIGEST`, so that what one handoff loses no other misses. A handoff that
+goes on from another has its images too: those are further names of the same bytes, which are there once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ImageFiles:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def keep(self, record: HandoffRecord) -> bool:
-        """Keep the images that a record holds in memory; whether all are kept. If not, it still holds them."""
+        """Keep the images that a record holds in memory; whether it could, else it still holds them."""
         if self._folder is None:
             return False
         try:
