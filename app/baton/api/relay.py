@@ -169,6 +169,7 @@ async def relayed(
     await _write_prompt(
         leg, source, operation, body, writer, prompt_only=_prompt_only(wish), thinks=bool(steps)
     )
+    _refuse_many_images(leg)
     leg.think(source, steps)
     _refuse_logprobs_of_thoughts(leg, body)
     if source is not None:
@@ -215,6 +216,7 @@ async def computed(
             prompt_only=True,
             thinks=bool(wish.latent_steps),
         )
+    _refuse_many_images(leg)
     leg.think(source, wish.latent_steps)
     if source is not None:
         leg.start_from(source)
@@ -231,6 +233,17 @@ def _refuse_logprobs_of_thoughts(leg: Leg, body: Json) -> None:
     """A step is no word of the vocabulary, and has no probability."""
     if leg.relay.latent_steps and body.get("prompt_logprobs") is not None:
         raise InvalidRequest("'prompt_logprobs' does not go with latent steps.", param="prompt_logprobs")
+
+
+def _refuse_many_images(leg: Leg) -> None:
+    """Those of the handoff count with the request's own."""
+    found, most = len(leg.relay.images), leg.engine.images.limit
+    if found > most:
+        raise InvalidRequest(
+            f"The context holds {found} images with those of its handoff; the model '{leg.engine.name}' takes "
+            f"at most {most}.",
+            param="messages",
+        )
 
 
 def _refuse_heavy_images(leg: Leg) -> None:

@@ -92,6 +92,7 @@ class FakeEngine:
         images: what images are to it; a text model's nothing, unless a test says otherwise.
         behaviour: what is to go wrong or to take time.
         bodies: every request it got, for tests to look at.
+        relayed: what those that were part of a relay started from and were to leave.
         active: requests under way now.
         aborted: requests that were ended from outside.
         starts: how often it was started.
@@ -112,6 +113,7 @@ class FakeEngine:
     speed: Speed = field(default_factory=Speed)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     bodies: list[Json] = field(default_factory=list)
+    relayed: list[Relay] = field(default_factory=list)
     active: int = 0
     aborted: int = 0
     starts: int = 0
@@ -199,6 +201,8 @@ class FakeEngine:
     async def call(
         self, operation: Operation, body: Json, context: RequestContext, relay: Relay | None = None
     ) -> Reply:
+        if relay is not None:
+            self.relayed.append(relay)
         relay = relay or Relay()
         if relay.prompt is not None:
             body = body | {"prompt": relay.prompt}

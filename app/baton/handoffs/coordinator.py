@@ -158,7 +158,8 @@ class Handoffs:
         Raises:
             HandoffNotFound: unknown, expired, failed, or another tenant's: one answer for all.
             HandoffPending: it did not come within the deadline.
-            HandoffIncompatible: it is of other weights, or holds latent steps that the engine cannot compute.
+            HandoffIncompatible: it is of other weights, or holds latent steps or images that the engine cannot
+                compute.
         """
         record = await self.get(handoff_id, tenant)
         await self.settled(record, self._settings.wait_s)
@@ -176,6 +177,12 @@ class Handoffs:
             raise HandoffIncompatible(
                 f"The handoff holds latent steps of the model '{record.model}'; '{engine.name}' "
                 "does not take them, or marks them with another token.",
+                param="handoff.from",
+            )
+        if len(record.images) > engine.images.limit:
+            raise HandoffIncompatible(
+                f"The handoff holds {len(record.images)} images; '{engine.name}' takes at most "
+                f"{engine.images.limit}.",
                 param="handoff.from",
             )
         return record
