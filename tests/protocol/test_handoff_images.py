@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from gateways import FakeGateway, run_fake
-from pictures import part, picture, text, user
+from noise import part, picture, text, user
 
 from baton.api.keys import create_key
 from baton.engines.fake import FakeEngine

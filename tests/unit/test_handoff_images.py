@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import picture
+from noise import picture
 from prometheus_client import CollectorRegistry
 
 from baton.engines.fake import FakeEngine

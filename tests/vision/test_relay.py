@@ -20,8 +20,8 @@ import pytest
 import torch
 from gateways import RealGateway
 from PIL import Image
-from pictures import part, picture, user
-from tiny_vision import make_llava
+from noise import part, picture, user
+from vision.tiny_vision import make_llava
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 from baton.images.picture import Picture

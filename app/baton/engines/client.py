@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ class Call:
     failure: BatonError | None = None
     relay: Relay | None = None
     placeholder: int | None = None
-    images: ImageInput = ImageInput()
+    images: ImageInput = field(default_factory=ImageInput)
     deltas: bool = False
 
     async def watch(
@@ -203,8 +203,8 @@ def _require_own_images(call: Call, prompt: Any) -> None:
     if strays(prompt, call.images.tokens):
         texts = ", ".join(f"'{text}'" for text in call.images.texts)
         call.failure = InvalidRequest(
-            f"The prompt holds a token that stands for an image of this model (written {texts}) and belongs to "
-            "none: leave it out, and send images as parts of messages.",
+            f"The prompt holds a token that stands for an image of this model (written {texts}) and belongs "
+            "to none: leave it out, and send images as parts of messages.",
             param="prompt",
         )
         raise call.failure

@@ -100,6 +100,7 @@ def image_parts(value: Any, dialect: Dialect, where: str = "") -> Iterator[Part]
 
 def _part(part: Json, dialect: Dialect, holder: Any, key: int | str, where: str) -> Part | None:
     kind = part.get("type")
+    kind = kind if isinstance(kind, str) else None
     _refuse_other_media(part, kind, where)
     if kind == "image":
         return Part(holder, key, f"{where}.source", _source_url(part.get("source"), dialect, where))
@@ -124,13 +125,13 @@ def _part(part: Json, dialect: Dialect, holder: Any, key: int | str, where: str)
     return Part(holder, key, f"{where}.image_url", url)
 
 
-def _refuse_other_media(part: Json, kind: object, where: str) -> None:
+def _refuse_other_media(part: Json, kind: str | None, where: str) -> None:
     source = part.get("source")
     if kind != "image" and isinstance(source, Mapping) and "url" in source:
         raise InvalidRequest(
             f"{where}.source: no address is fetched but an image's.", param=f"{where}.source"
         )
-    found = [kind] if isinstance(kind, str) and kind in OTHER_TYPES else []
+    found = [kind] if kind in OTHER_TYPES else []
     found += [name for name in part if name in OTHER_MEDIA]
     if found:
         raise InvalidRequest(

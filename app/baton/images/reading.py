@@ -110,6 +110,6 @@ def decoded(url: str, settings: ImageSettings, where: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidImage(
-            f"{where}: what follows 'base64,' is not base64 (RFC 4648, with its padding, without line breaks).",
+            f"{where}: what follows 'base64,' is not base64 (RFC 4648, padded, without line breaks).",
             param=where,
         ) from None
