@@ -29,9 +29,7 @@ KB = 1024
 
 
 def placed(*pictures: Picture) -> list[Placed]:
-    return [
-        Placed(each, each.digest, 10 * index, 4, (7,)) for index, each in enumerate(pictures)
-    ]
+    return [Placed(each, each.digest, 10 * index, 4, (7,)) for index, each in enumerate(pictures)]
 
 
 def big(number: int, size: int) -> Picture:
@@ -115,7 +113,9 @@ def test_what_cannot_be_kept_on_disk_lives_as_long_as_the_process(
     asyncio.run(story())
 
 
-def test_images_take_half_of_the_budget_at_most_and_the_oldest_handoffs_go_with_theirs(tmp_path: Path) -> None:
+def test_images_take_half_of_the_budget_at_most_and_the_oldest_handoffs_go_with_theirs(
+    tmp_path: Path,
+) -> None:
     async def story() -> None:
         handoffs = gateway(tmp_path, budget=1024 * KB)
         pinned = await left(handoffs, big(1, 200 * KB), tenant="acme", pin=True)

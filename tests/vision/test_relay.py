@@ -19,10 +19,10 @@ import httpx
 import pytest
 import torch
 from gateways import RealGateway
-from PIL import Image
 from noise import part, picture, user
-from vision.tiny_vision import make_llava
+from PIL import Image
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
+from vision.tiny_vision import make_llava
 
 from baton.images.picture import Picture
 
@@ -31,7 +31,25 @@ CONFIG = Path(__file__).with_name("relay_engines.toml")
 CHAT, TEXT, COMPUTE = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
 ENGINES = ("reader", "writer")
 SAID = 6
-WORDS = "a red square left of two blue circles on a green field with water, roads and clouds".split()
+WORDS = [
+    "a",
+    "red",
+    "square",
+    "left",
+    "of",
+    "two",
+    "blue",
+    "circles",
+    "on",
+    "a",
+    "green",
+    "field",
+    "with",
+    "water,",
+    "roads",
+    "and",
+    "clouds",
+]
 
 
 class Seer:
@@ -126,7 +144,9 @@ def _whole(body: dict[str, Any]) -> Answer:
 
 
 def _streamed(response: httpx.Response) -> Answer:
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: {")]
+    lines = [
+        line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: {")
+    ]
     prompt: list[int] = []
     said: list[int] = []
     handoff = None
@@ -283,9 +303,10 @@ def test_the_same_words_about_another_picture_start_from_nothing(eyes: Eyes) -> 
     whole = eyes.compute("reader", {"messages": [user(part(other), " what is where?")]})["id"]
     record = eyes.store / "records" / f"{whole}.json"
     entries = {path.stem: path for path in (eyes.store / "entries").rglob("*.kv")}
-    assert json.loads(record.read_text())["tokens"] == json.loads(
-        (eyes.store / "records" / f"{left}.json").read_text()
-    )["tokens"]
+    assert (
+        json.loads(record.read_text())["tokens"]
+        == json.loads((eyes.store / "records" / f"{left}.json").read_text())["tokens"]
+    )
     assert entries[left].read_bytes() != entries[whole].read_bytes()
     answers = {}
     for handoff, pictures in ((left, [one]), (whole, [other])):

@@ -240,8 +240,8 @@ def _refuse_many_images(leg: Leg) -> None:
     found, most = len(leg.relay.images), leg.engine.images.limit
     if found > most:
         raise InvalidRequest(
-            f"The context holds {found} images with those of its handoff; the model '{leg.engine.name}' takes "
-            f"at most {most}.",
+            f"The context holds {found} images with those of its handoff; the model '{leg.engine.name}' "
+            f"takes at most {most}.",
             param="messages",
         )
 

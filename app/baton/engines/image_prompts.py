@@ -8,6 +8,7 @@ each at the place that is on record, with exactly the tokens there that the mode
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,9 @@ class ImagePrompts:
         self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
     ) -> tuple[list[int], list[Placed]]:
         """See `Engine.place`. Raises anything at all where vLLM cannot do it."""
-        rendered, digests = await self._processed(prompt, pictures, cached=False)
+        digests = await asyncio.to_thread(lambda: [picture.digest for picture in pictures])
+        parts = await asyncio.to_thread(_parts, pictures, digests)
+        rendered = await self._processed(prompt, parts, cached=False)
         ranges = _ranges(rendered, digests)
         tokens = list(rendered["prompt_token_ids"])
         target = _target(prompt, tokens, ranges)
@@ -78,9 +81,8 @@ class ImagePrompts:
             HandoffIncompatible: the images are not what the ids stand for, by this engine's processor.
         """
         tokens = list(prompt["prompt_token_ids"])
-        pictures = [each.picture for each in placed]
-        rendered, digests = await self._processed(_outline(tokens, placed), pictures)
-        ranges = _ranges(rendered, digests)
+        rendered = await self._known(_outline(tokens, placed), placed)
+        ranges = _ranges(rendered, [each.digest for each in placed])
         for each, span in zip(placed, ranges, strict=True):
             made = rendered["prompt_token_ids"][span.offset : span.offset + span.length]
             if list(made) != tokens[each.offset : each.offset + each.length]:
@@ -89,18 +91,27 @@ class ImagePrompts:
         whole: Any = mm_input(tokens, rendered["mm_kwargs"], rendered["mm_hashes"], {IMAGE: spans})
         return {name: prompt[name] for name in KEPT if name in prompt} | whole
 
-    async def _processed(
-        self, prompt: list[int], pictures: Sequence[Picture], *, cached: bool = True
-    ) -> tuple[Any, list[str]]:
-        """The engine's own words for a prompt and its images, and the images' digests.
+    async def _known(self, prompt: list[int], placed: Sequence[Placed]) -> Any:
+        """What the engine makes of images, of those it knows without looking at them again."""
+        digests = [each.digest for each in placed]
+        cache = self._client.renderer.mm_processor_cache
+        new = [cache is None or not cache.is_cached_item(digest) for digest in digests]
+        if not all(new):
+            parts = await asyncio.to_thread(_parts, [each.picture for each in placed], digests, new)
+            with contextlib.suppress(ValueError):  # one has left the cache just now
+                return await self._processed(prompt, parts, cached=True)
+        parts = await asyncio.to_thread(_parts, [each.picture for each in placed], digests)
+        return await self._processed(prompt, parts, cached=True)
+
+    async def _processed(self, prompt: list[int], parts: list[Any], *, cached: bool) -> Any:
+        """The engine's own words for a prompt and its images.
 
         Args:
             prompt: token ids in which the images have no room yet.
-            pictures: the images, in order.
+            parts: the images, in order.
             cached: what the engine's processes keep of them may be used. Only where the prompt goes to the
                 engine next: they keep the same only as long as each sees what the other does.
         """
-        parts = await asyncio.to_thread(_parts, pictures)
         config = self._client.model_config
         settings = config.multimodal_config
         _, data, names = await parse_chat_messages_async(
@@ -113,7 +124,7 @@ class ImagePrompts:
         (rendered,) = await self._client.renderer.render_cmpl_async(
             [parse_model_prompt(config, asked)], skip_mm_cache=not cached
         )
-        return rendered, [part["uuid"] for part in parts]
+        return rendered
 
 
 def without_images(body: Json) -> Json:
@@ -131,11 +142,23 @@ def _text_alone(message: Json) -> Json:
     return message | {"content": texts or ""}
 
 
-def _parts(pictures: Sequence[Picture]) -> list[Any]:
-    """Images as parts of a chat's message, which is how vLLM reads them. Not for the event loop."""
+def _parts(
+    pictures: Sequence[Picture], digests: Sequence[str], wanted: Sequence[bool] | None = None
+) -> list[Any]:
+    """Images as parts of a chat's message, which is how vLLM reads them. Not for the event loop.
+
+    Args:
+        pictures: the images.
+        digests: their names.
+        wanted: which of them are to be looked at; the others are only named. None: all.
+    """
+    urls = [
+        {"url": picture.url} if look else None
+        for picture, look in zip(pictures, wanted or [True] * len(pictures), strict=True)
+    ]
     return [
-        {"type": "image_url", "image_url": {"url": picture.url}, "uuid": picture.digest}
-        for picture in pictures
+        {"type": "image_url", "image_url": url, "uuid": digest}
+        for url, digest in zip(urls, digests, strict=True)
     ]
 
 

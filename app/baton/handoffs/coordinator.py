@@ -158,8 +158,8 @@ class Handoffs:
         Raises:
             HandoffNotFound: unknown, expired, failed, or another tenant's: one answer for all.
             HandoffPending: it did not come within the deadline.
-            HandoffIncompatible: it is of other weights, or holds latent steps or images that the engine cannot
-                compute.
+            HandoffIncompatible: it is of other weights, or holds latent steps or images that the engine
+                cannot compute.
         """
         record = await self.get(handoff_id, tenant)
         await self.settled(record, self._settings.wait_s)
