@@ -18,9 +18,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from baton.engines import arguments, handlers
+from baton.engines.bodies import for_responses, with_whole_prompt
 from baton.engines.client import CURRENT_CALL, Call, WatchedClient, salted
 from baton.engines.faults import UNFORESEEN, from_response, scrub, translate
-from baton.engines.image_prompts import ImagePrompts, without_images
+from baton.engines.image_prompts import ImagePrompts
 from baton.engines.plugins import chosen_plugin, close_plugin, make_plugin, plugin_params
 from baton.engines.port import (
     EngineState,
@@ -326,7 +327,7 @@ class VllmEngine:
             self._relays[context.request_id] = relay
         CURRENT_CALL.set(call)
         try:
-            body = _with_whole_prompt(operation, _for_responses(operation, body, context), relay)
+            body = with_whole_prompt(operation, for_responses(operation, body, context), relay)
             request = self._handlers.parse(operation, body)
             answer = await method(request, handlers.synthetic_request(context))
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all
@@ -378,27 +379,6 @@ class VllmEngine:
                 raise self._translate(error) from error
         if call.failure is not None:
             raise call.failure
-
-
-def _for_responses(operation: Operation, body: Json, context: RequestContext) -> Json:
-    """The id in the body, where this handler reads it; and no null that its answer would choke on."""
-    if operation is not Operation.RESPONSES:
-        return body
-    kept = {
-        key: value
-        for key, value in body.items()
-        if value is not None or key not in ("background", "truncation")
-    }
-    return kept | {"request_id": f"resp_{context.request_id}"}
-
-
-def _with_whole_prompt(operation: Operation, body: Json, relay: Relay | None) -> Json:
-    """The body with the token ids that are its prompt; a chat takes them beside its messages."""
-    if relay is None or relay.prompt is None:
-        return body
-    if operation is Operation.CHAT:
-        return without_images(body) | {"kv_transfer_params": {"prompt_token_ids": relay.prompt}}
-    return body | {"prompt": relay.prompt, "add_special_tokens": False}
 
 
 def _note_transfer(relay: Relay, outcome: Json) -> None:

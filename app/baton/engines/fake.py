@@ -16,7 +16,16 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.engines.fake_shapes import CHUNK, IMAGE, KINDS, MAX_MODEL_LEN, WHOLE, event, token_id
+from baton.engines.fake_shapes import (
+    CHUNK,
+    IMAGE,
+    KINDS,
+    MAX_MODEL_LEN,
+    WHOLE,
+    event,
+    token_id,
+    with_images,
+)
 from baton.engines.port import (
     EngineState,
     ImageInput,
@@ -159,22 +168,7 @@ class FakeEngine:
     async def place(
         self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
     ) -> tuple[list[int], list[Placed]]:
-        """An image is the word `<image>`, said once for every pixel of its width."""
-        tokens: list[int] = []
-        placed: list[Placed] = []
-        target = token_id(IMAGE)
-        for token in prompt:
-            if token != target:
-                tokens.append(token)
-                continue
-            if len(placed) == len(pictures):
-                raise InvalidRequest("More places than images.", param="messages")
-            picture = pictures[len(placed)]
-            placed.append(Placed(picture, picture.digest, len(tokens), picture.width, (target,)))
-            tokens += [target] * picture.width
-        if len(placed) < len(pictures):
-            raise InvalidRequest("More images than places.", param="messages")
-        return tokens, placed
+        return with_images(prompt, pictures)
 
     async def render(self, body: Json) -> str:
         """One line a message, a system line first as many models' templates have it."""

@@ -19,7 +19,7 @@ from vllm.inputs.engine import mm_input
 from vllm.renderers.chat_utils import parse_chat_messages_async
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-from baton.engines.port import Json, Placed
+from baton.engines.port import Placed
 from baton.engines.vision import IMAGE
 from baton.errors import HandoffIncompatible, InvalidRequest
 from baton.images.picture import Picture
@@ -125,21 +125,6 @@ class ImagePrompts:
             [parse_model_prompt(config, asked)], skip_mm_cache=not cached
         )
         return rendered
-
-
-def without_images(body: Json) -> Json:
-    """A chat's body for a prompt that is given in token ids: beside a message of more than text vLLM would
-    not use them. Messages are not written again, so what they say matters to nobody.
-    """
-    return body | {"messages": [_text_alone(message) for message in body["messages"]]}
-
-
-def _text_alone(message: Json) -> Json:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts = [part for part in content if not isinstance(part, dict) or part.get("type") != "image_url"]
-    return message | {"content": texts or ""}
 
 
 def _parts(
