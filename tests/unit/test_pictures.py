@@ -35,19 +35,21 @@ def refused(data: bytes, **limits: Any) -> InvalidImage:
     return caught.value
 
 
-@pytest.mark.parametrize("kind", pictures.FORMATS)
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
+PLAIN = [
+    *(("PNG", mode) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")),
+    *(("JPEG", mode) for mode in ("L", "RGB")),
+    *(("WEBP", mode) for mode in ("RGB", "RGBA")),
+    *(("GIF", mode) for mode in ("L", "P", "RGB")),
+]
+
+
+@pytest.mark.parametrize(("kind", "mode"), PLAIN)
 def test_a_plain_upright_image_goes_on_as_it_came(kind: str, mode: str) -> None:
     """Nothing is decoded and encoded again that need not be: the bytes are the client's."""
-    if kind == "JPEG" and mode not in ("L", "RGB"):
-        pytest.skip("JPEG has no such mode")
     data = pictures.file_of(pictures.image(mode=mode), kind)
     picture = read(data)
-    if picture.data is data:
-        assert (picture.width, picture.height) == (24, 16)
-        assert picture.media_type == f"image/{kind.lower()}"
-    else:
-        assert "transparency" in pictures.opened(data).info
+    assert picture.data is data
+    assert (picture.width, picture.height, picture.media_type) == (24, 16, f"image/{kind.lower()}")
 
 
 def test_the_digest_names_the_bytes_and_the_url_holds_them() -> None:
@@ -232,8 +234,7 @@ def test_no_file_raises_anything_but_our_errors(data: st.DataObject) -> None:
             break
     try:
         picture = read(bytes(file), pixels=100_000)
-    except InvalidImage as error:
-        assert error.param == WHERE
+    except InvalidImage:
         return
     assert picture.width * picture.height <= 100_000
     assert min(picture.width, picture.height) >= 4
