@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
-from weakref import WeakValueDictionary
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -38,6 +36,7 @@ from baton.engines.port import (
     WholeReply,
 )
 from baton.engines.progress import Progress
+from baton.engines.relay_watch import RelayWatch
 from baton.engines.series import EngineSeries
 from baton.engines.speed import Speed
 from baton.engines.thread import EngineThread
@@ -54,7 +53,7 @@ from baton.images.picture import Picture
 from baton.models.store import identity
 from baton.setting_groups import EngineSettings
 from baton.telemetry.ids import RequestContext
-from baton.telemetry.metrics import FAILURES, OTHER, TransferMetrics
+from baton.telemetry.metrics import TransferMetrics
 
 WARM_UPS: tuple[tuple[Operation, Json], ...] = (
     (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2, "logprobs": 1}),
@@ -65,8 +64,6 @@ WARM_UP_PREFILL = 128
 """Tokens computed once more where handoffs are on, to know how fast this engine does it."""
 CONTENT_HEADERS = ("metadata",)
 """Headers of vLLM's answers that tell how to read them: packed embeddings' ids, shapes and dtypes."""
-OUR_ID = re.compile(r"[0-9a-f]{32}")
-"""A request's id of ours, in the middle of the one that vLLM makes of it."""
 LAST_WORDS_WAIT_S = 0.2
 """What a dying engine process printed arrives through a pipe."""
 
@@ -109,7 +106,7 @@ class VllmEngine:
         self._weights = identity(model)
         self._speed = Speed()
         self._transfers = TransferMetrics(self._series.registry, settings.name)
-        self._relays: WeakValueDictionary[str, Relay] = WeakValueDictionary()
+        self._watch = RelayWatch(self._speed, self._transfers)
         self._cards: list[Json] = []
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
 
@@ -184,24 +181,6 @@ class VllmEngine:
         given = {"traceparent": context.traceparent, "tracestate": context.tracestate}
         return {name: value for name, value in given.items() if value}
 
-    def _transferred(self, outcomes: list[Json]) -> None:
-        """What the connector reported."""
-        for outcome in outcomes:
-            self._transfers.count(outcome)
-            relay = self._relays.get(outcome["tag"] or "")
-            if outcome["kind"] == "load" and outcome["failure"] != "GivenUp":
-                measured = self._speed.loaded if outcome["failure"] is None else self._speed.load_failed
-                measured(outcome["bytes"], outcome["seconds"])
-            if relay is not None:
-                _note_transfer(relay, outcome)
-
-    def _prefilled(self, request_id: str, tokens: int, seconds: float) -> None:
-        """What a finished request's prefill took; one that thought took longer than its tokens tell."""
-        named = OUR_ID.search(request_id)
-        relay = self._relays.get(named[0]) if named else None
-        if relay is None or not relay.latent_steps:
-            self._speed.prefilled(tokens, seconds)
-
     async def place(
         self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
     ) -> tuple[list[int], list[Placed]]:
@@ -237,8 +216,8 @@ class VllmEngine:
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
         logger = self._series.stat_logger(
-            self._transferred,
-            self._prefilled,
+            self._watch.transferred,
+            self._watch.prefilled,
             self._progress.made,
             self._transfers.thought,
             self._transfers.encoded,
@@ -335,7 +314,7 @@ class VllmEngine:
             images=self._images,
         )
         if relay is not None:
-            self._relays[context.request_id] = relay
+            self._watch.add(context.request_id, relay)
         CURRENT_CALL.set(call)
         try:
             body = with_whole_prompt(operation, for_responses(operation, body, context), relay)
@@ -390,20 +369,6 @@ class VllmEngine:
                 raise self._translate(error) from error
         if call.failure is not None:
             raise call.failure
-
-
-def _note_transfer(relay: Relay, outcome: Json) -> None:
-    if outcome["kind"] == "save":
-        relay.save_over.set()
-        return
-    if outcome["kind"] == "look":
-        relay.miss = FAILURES.get(outcome["failure"], OTHER)
-        return
-    relay.load_ms = outcome["seconds"] * 1000
-    if outcome["failure"] is None:
-        relay.loaded = outcome["tokens"]
-    else:
-        relay.lost = outcome["tokens"]
 
 
 async def _last(outputs: AsyncGenerator[Any, None]) -> Any:
