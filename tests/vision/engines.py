@@ -110,7 +110,7 @@ class VisionEngine:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
-        said: deque[str] = deque(maxlen=80)
+        said: deque[str] = deque(maxlen=400)
         for line in self._process.stdout:
             if line.startswith("ANSWER "):
                 return json.loads(line.removeprefix("ANSWER "))
