@@ -229,16 +229,19 @@ class TestCuda:
 
     pytestmark = builds
 
-    @pytest.mark.skipif(shutil.disk_usage("/").free < 50e9, reason="its build takes 50 GB of disk")
+    @pytest.mark.skipif(shutil.disk_usage("/").free < 45e9, reason="its build takes 45 GB of disk")
     @pytest.mark.timeout(3600)
     def test_it_holds_vllm_s_cuda_build_and_says_what_it_lacks(self, tmp_path: Path) -> None:
         images.make_base(tmp_path)
         image = built("cuda", tmp_path, index_only=True)
         look = "import torch, vllm; print('FOUND', torch.version.cuda, vllm.__version__)"
-        with Container(image, tmp_path, arguments=["python3", "-c", look]) as container:
-            assert container.process.wait(120) == 0, container.log
-            assert re.search(r"FOUND 1\d\.\d 0\.32\.", container.log), container.log
-        with Container(image, tmp_path, arguments=["baton", "doctor"]) as container:
+        container_name = images.buildah("from", image)
+        try:
+            run = ["run", "--isolation", "chroot", container_name, "--", "python3", "-c", look]
+            assert re.search(r"FOUND 1\d\.\d 0\.32\.", images.buildah(*run))
+        finally:
+            images.buildah("rm", container_name)
+        with Container(image, tmp_path, arguments=["doctor"]) as container:
             assert container.process.wait(120) == 1
             assert "model smollm2: ready" in container.log
             assert "baton keys create" in container.log
