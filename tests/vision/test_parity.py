@@ -164,6 +164,18 @@ def test_a_model_in_two_processes(
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(600)  # what compiles is a C++ compiler
+@pytest.mark.parametrize("make", [make_llava, make_fuyu])
+def test_a_compiled_model(tmp_path: Path, make: Callable[..., Path]) -> None:
+    """As vLLM serves it unless told not to."""
+    (tmp_path / "model").mkdir()
+    model = make(tmp_path / "model")
+    with VisionEngine(tmp_path, "compiled") as engine:
+        engine.start(model, limit_mm_per_prompt={"image": 3})
+        check(engine, Reference(model), llava_asks() if make is make_llava else fuyu_asks())
+
+
+@pytest.mark.chaos
 def test_a_model_of_vllm_s_own_with_inserted_tokens(
     engine: VisionEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
