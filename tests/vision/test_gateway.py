@@ -18,7 +18,7 @@ import pytest
 from asked import asked_all_the_time
 from gateways import RealGateway
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 MAKE = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import tiny_vision; "
 MAKE += "tiny_vision.make_llava(pathlib.Path(sys.argv[2]))"
