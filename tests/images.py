@@ -5,6 +5,7 @@ Both keep what they make where `CONTAINERS_STORAGE_CONF` says; layers that are t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -215,8 +216,11 @@ class Container:
 
     def memory(self) -> int:
         """Bytes all its processes hold, what they share counted once."""
-        everyone = psutil.Process(self.process.pid).children(recursive=True)
-        return sum(process.memory_full_info().pss for process in everyone)
+        held = 0
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # raster processes come and go
+                held += process.memory_full_info().pss
+        return held
 
     def _spec(self, root: str) -> dict[str, Any]:
         """The OCI runtime specification, version 1.0.2."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
-from weakref import WeakValueDictionary
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -18,14 +17,17 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from baton.engines import arguments, handlers
+from baton.engines.bodies import for_responses, with_whole_prompt
 from baton.engines.client import CURRENT_CALL, Call, WatchedClient, salted
 from baton.engines.faults import UNFORESEEN, from_response, scrub, translate
+from baton.engines.image_prompts import ImagePrompts
 from baton.engines.plugins import chosen_plugin, close_plugin, make_plugin, plugin_params
 from baton.engines.port import (
     EngineState,
     ImageInput,
     Json,
     Operation,
+    Placed,
     Plugin,
     Relay,
     Reply,
@@ -34,6 +36,7 @@ from baton.engines.port import (
     WholeReply,
 )
 from baton.engines.progress import Progress
+from baton.engines.relay_watch import RelayWatch
 from baton.engines.series import EngineSeries
 from baton.engines.speed import Speed
 from baton.engines.thread import EngineThread
@@ -46,10 +49,11 @@ from baton.errors import (
     PluginFailed,
     StartError,
 )
+from baton.images.picture import Picture
 from baton.models.store import identity
 from baton.setting_groups import EngineSettings
 from baton.telemetry.ids import RequestContext
-from baton.telemetry.metrics import FAILURES, OTHER, TransferMetrics
+from baton.telemetry.metrics import TransferMetrics
 
 WARM_UPS: tuple[tuple[Operation, Json], ...] = (
     (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2, "logprobs": 1}),
@@ -96,12 +100,13 @@ class VllmEngine:
         self._thread: EngineThread | None = None
         self._client: AsyncLLM | None = None
         self._handlers: handlers.Handlers | None = None
+        self._image_prompts: ImagePrompts | None = None
         self._plugin: Plugin | None = None
         self._images = ImageInput()
         self._weights = identity(model)
         self._speed = Speed()
         self._transfers = TransferMetrics(self._series.registry, settings.name)
-        self._relays: WeakValueDictionary[str, Relay] = WeakValueDictionary()
+        self._watch = RelayWatch(self._speed, self._transfers)
         self._cards: list[Json] = []
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
 
@@ -176,16 +181,15 @@ class VllmEngine:
         given = {"traceparent": context.traceparent, "tracestate": context.tracestate}
         return {name: value for name, value in given.items() if value}
 
-    def _transferred(self, outcomes: list[Json]) -> None:
-        """What the connector reported."""
-        for outcome in outcomes:
-            self._transfers.count(outcome)
-            relay = self._relays.get(outcome["tag"] or "")
-            if outcome["kind"] == "load" and outcome["failure"] != "GivenUp":
-                measured = self._speed.loaded if outcome["failure"] is None else self._speed.load_failed
-                measured(outcome["bytes"], outcome["seconds"])
-            if relay is not None:
-                _note_transfer(relay, outcome)
+    async def place(
+        self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
+    ) -> tuple[list[int], list[Placed]]:
+        if self._image_prompts is None:
+            raise EngineUnavailable()
+        try:
+            return await self._image_prompts.place(prompt, pictures, begins=begins)
+        except Exception as error:  # the border to vLLM's processor, which raises anything at all
+            raise self._translate(error) from error
 
     async def render(self, body: Json) -> str:
         if self._handlers is None:
@@ -212,7 +216,11 @@ class VllmEngine:
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
         logger = self._series.stat_logger(
-            self._transferred, self._speed.prefilled, self._progress.made, self._transfers.thought
+            self._watch.transferred,
+            self._watch.prefilled,
+            self._progress.made,
+            self._transfers.thought,
+            self._transfers.encoded,
         )
         self._thread = EngineThread(self._args, logger, self.name)
         self._thread.start()
@@ -221,8 +229,9 @@ class VllmEngine:
         confirm_before_reuse(self._client)
         report("building the request handlers")
         self._plugin = await self._make_plugin(self._client)
+        self._image_prompts = ImagePrompts(self._client, self.name)
         self._handlers = await handlers.Handlers.build(
-            WatchedClient(self._client), self._namespace, plugin=self._plugin is not None
+            WatchedClient(self._client, self._image_prompts), self._namespace, plugin=self._plugin is not None
         )
         self._cards = await self._handlers.cards()
         report("warming up")
@@ -248,7 +257,8 @@ class VllmEngine:
         if self.relays:
             assert self._client is not None
             length = min(WARM_UP_PREFILL, self._client.model_config.max_model_len - 1)
-            prompt = [token for token in range(1, length + 1) if token != self._placeholder]
+            reserved = self._images.tokens | {self._placeholder}
+            prompt = [token for token in range(1, length + 1) if token not in reserved]
             body = {"model": self.name, "prompt": prompt, "max_tokens": 1}
             await self.call(Operation.COMPLETIONS, body, RequestContext("warm-up"))
 
@@ -266,7 +276,7 @@ class VllmEngine:
             self._client.output_handler.cancel()  # or it would log the end of its engine as a failure
             self._client.output_processor.propagate_error(EngineDeadError())  # which it now does not tell
         plugin, self._plugin = self._plugin, None
-        self._client = self._handlers = None
+        self._client = self._handlers = self._image_prompts = None
         if plugin is not None:
             await close_plugin(plugin)
         if thread is not None:
@@ -304,10 +314,10 @@ class VllmEngine:
             images=self._images,
         )
         if relay is not None:
-            self._relays[context.request_id] = relay
+            self._watch.add(context.request_id, relay)
         CURRENT_CALL.set(call)
         try:
-            body = _with_whole_prompt(operation, _for_responses(operation, body, context), relay)
+            body = with_whole_prompt(operation, for_responses(operation, body, context), relay)
             request = self._handlers.parse(operation, body)
             answer = await method(request, handlers.synthetic_request(context))
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all
@@ -359,41 +369,6 @@ class VllmEngine:
                 raise self._translate(error) from error
         if call.failure is not None:
             raise call.failure
-
-
-def _for_responses(operation: Operation, body: Json, context: RequestContext) -> Json:
-    """The id in the body, where this handler reads it; and no null that its answer would choke on."""
-    if operation is not Operation.RESPONSES:
-        return body
-    kept = {
-        key: value
-        for key, value in body.items()
-        if value is not None or key not in ("background", "truncation")
-    }
-    return kept | {"request_id": f"resp_{context.request_id}"}
-
-
-def _with_whole_prompt(operation: Operation, body: Json, relay: Relay | None) -> Json:
-    """The body with the token ids that are its prompt; a chat takes them beside its messages."""
-    if relay is None or relay.prompt is None:
-        return body
-    if operation is Operation.CHAT:
-        return body | {"kv_transfer_params": {"prompt_token_ids": relay.prompt}}
-    return body | {"prompt": relay.prompt, "add_special_tokens": False}
-
-
-def _note_transfer(relay: Relay, outcome: Json) -> None:
-    if outcome["kind"] == "save":
-        relay.save_over.set()
-        return
-    if outcome["kind"] == "look":
-        relay.miss = FAILURES.get(outcome["failure"], OTHER)
-        return
-    relay.load_ms = outcome["seconds"] * 1000
-    if outcome["failure"] is None:
-        relay.loaded = outcome["tokens"]
-    else:
-        relay.lost = outcome["tokens"]
 
 
 async def _last(outputs: AsyncGenerator[Any, None]) -> Any:

@@ -22,8 +22,9 @@ FAMILIES: dict[str, type[Any]] = {
 }
 
 Transferred = Callable[[list[dict[str, Any]]], None]
-Prefilled = Callable[[int, float], None]
+Prefilled = Callable[[str, int, float], None]
 Thought = Callable[[int, float], None]
+Encoded = Callable[[int], None]
 
 
 class EngineSeries:
@@ -40,17 +41,19 @@ class EngineSeries:
     def stat_logger(
         self,
         transferred: Transferred = lambda _outcomes: None,
-        prefilled: Prefilled = lambda _tokens, _seconds: None,
+        prefilled: Prefilled = lambda _request_id, _tokens, _seconds: None,
         progressed: Callable[[], None] = lambda: None,
         thought: Thought = lambda _steps, _seconds: None,
+        encoded: Encoded = lambda _images: None,
     ) -> type[PrometheusStatLogger]:
         """A `PrometheusStatLogger` that keeps these series.
 
         Args:
             transferred: told what the KV connector reports, on the event loop.
-            prefilled: told of every finished request how many tokens were prefilled, in how long.
+            prefilled: told of every finished request, by its id, how many tokens were prefilled, in how long.
             progressed: told of every step.
             thought: told of latent steps, how many and how long they took.
+            encoded: told how many images the model's encoder ran for.
 
         vLLM wants a class here: anything else it takes for a per-engine logger and adds its own too.
         """
@@ -60,7 +63,7 @@ class EngineSeries:
             helper = getattr(PrometheusStatLogger, name)
             own = {key: families[key] for key in families if hasattr(helper, key)}
             members[name] = type(helper.__name__, (helper,), own)
-        members["record"] = _record(transferred, prefilled, progressed, thought)
+        members["record"] = _record(transferred, prefilled, progressed, thought, encoded)
         return type("EnginePrometheusStatLogger", (PrometheusStatLogger,), members)
 
     def _one(self, family: type[Any], name: str, *args: Any, **options: Any) -> Any:
@@ -77,17 +80,23 @@ class EngineSeries:
 
 
 def _record(
-    transferred: Transferred, prefilled: Prefilled, progressed: Callable[[], None], thought: Thought
+    transferred: Transferred,
+    prefilled: Prefilled,
+    progressed: Callable[[], None],
+    thought: Thought,
+    encoded: Encoded,
 ) -> Callable[..., None]:
     def record(self: Any, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         progressed()
         PrometheusStatLogger.record(self, scheduler_stats, iteration_stats, *args, **kwargs)
         for request in iteration_stats.finished_requests if iteration_stats is not None else ():
-            prefilled(request.num_prompt_tokens - request.num_cached_tokens, request.prefill_time)
+            tokens = request.num_prompt_tokens - request.num_cached_tokens
+            prefilled(request.request_id or "", tokens, request.prefill_time)
         reported = getattr(scheduler_stats, "kv_connector_stats", None)
         if reported:
             transferred(reported.get("outcomes", []))
             if (latent := reported.get("latent")) is not None:
                 thought(int(latent["steps"]), float(latent["seconds"]))
+            encoded(int(reported.get("encoded", 0)))
 
     return record

@@ -1,21 +1,14 @@
-"""Every metric the gateway keeps of its own, in one list, and the page that shows them.
-
-vLLM's `vllm:*` series come from the engines' registries and pass through unchanged; families of the
-same name are merged, because Prometheus refuses a page that names one twice.
-"""
+"""Every metric the gateway keeps of its own, in one list; `page.py` shows them."""
 
 from __future__ import annotations
 
 import math
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
-from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import Metric
 
 from baton import __version__
 
@@ -229,7 +222,7 @@ class HandoffMetrics:
             "baton_handoff_expired_total", "Handoffs whose time was over.", registry=registry
         )
         self.kept = Gauge("baton_handoffs", "Handoffs there are.", registry=registry)
-        self.store_bytes = Gauge("baton_store_bytes", "Bytes all entries take.", registry=registry)
+        self.store_bytes = Gauge("baton_store_bytes", "Bytes all entries and images take.", registry=registry)
         self.store_budget = Gauge(
             "baton_store_budget_bytes", "Bytes that all entries may take.", registry=registry
         )
@@ -358,6 +351,18 @@ class TransferMetrics:
             "baton_latent_seconds_total", "Seconds latent steps took.", ("engine",), registry=registry
         )
 
+        self._encoded = Counter(
+            "baton_images_encoded_total",
+            "Images that the vision encoder of an engine with handoffs ran for.",
+            ("engine",),
+            registry=registry,
+        )
+        self._encoded.labels(engine)
+
+    def encoded(self, images: int) -> None:
+        """So many images more went through the model's encoder: they were in no cache, and not loaded."""
+        self._encoded.labels(self._engine).inc(images)
+
     def thought(self, steps: int, seconds: float) -> None:
         """Latent steps that were computed, of several requests at once too, and how long they took."""
         self._latent_steps.labels(self._engine).inc(steps)
@@ -377,42 +382,3 @@ class TransferMetrics:
             self._bytes.labels(self._engine, operation).inc(outcome["bytes"])
         else:
             self._errors.labels(self._engine, operation, FAILURES.get(outcome["failure"], OTHER)).inc()
-
-
-@dataclass(frozen=True)
-class MergedRegistry:
-    """Several registries read as one: families of the same name become one family.
-
-    Attributes:
-        registries: what is read.
-        tenant: the one whose series are shown; None: every tenant's.
-        prefixes: of the families that are shown.
-    """
-
-    registries: tuple[CollectorRegistry, ...]
-    tenant: str | None = None
-    prefixes: tuple[str, ...] = ("baton_", "vllm:", "process_", "python_")
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for metric in self._wanted():
-            known = families.setdefault(metric.name, _empty_copy(metric))
-            known.samples.extend(sample for sample in metric.samples if self._shows(sample.labels))
-        yield from families.values()
-
-    def _wanted(self) -> Iterable[Metric]:
-        for registry in self.registries:
-            for metric in registry.collect():
-                if metric.name.startswith(self.prefixes):
-                    yield metric
-
-    def _shows(self, labels: Mapping[str, str]) -> bool:
-        return self.tenant is None or labels.get("tenant", self.tenant) == self.tenant
-
-    def page(self) -> bytes:
-        """The text page a Prometheus server reads."""
-        return generate_latest(self)
-
-
-def _empty_copy(metric: Metric) -> Metric:
-    return Metric(metric.name, metric.documentation, metric.type, metric.unit)
