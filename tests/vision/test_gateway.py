@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -18,13 +19,12 @@ import pytest
 from asked import asked_all_the_time
 from gateways import RealGateway
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 MAKE = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import tiny_vision; "
 MAKE += "tiny_vision.make_llava(pathlib.Path(sys.argv[2]))"
 LENGTH = 256
 IMAGE_TOKENS = 9
-IMAGE_TOKEN = 3
 SETTINGS = """
 log_format = "json"
 [images]
@@ -52,6 +52,14 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
     with RealGateway(["--config", str(folder / "baton.toml")], folder) as running:
         running.wait_until_ready()
         yield running
+
+
+@pytest.fixture(scope="module")
+def token(gateway: RealGateway) -> int:
+    """What stands for an image in this model's prompts."""
+    config = json.loads((gateway.output.parent / "model" / "config.json").read_text())
+    found: int = config.get("image_token_index", config.get("image_token_id"))
+    return found
 
 
 def file(seed: int) -> bytes:
@@ -132,7 +140,7 @@ def test_images_in_a_file_of_any_kind_are_the_same_image(gateway: RealGateway) -
         assert said(ask(gateway, pictures.part_of(data), text("what?"))) == pytest.approx(wanted, abs=1e-3)
 
 
-def test_every_api_shows_the_model_the_same(gateway: RealGateway) -> None:
+def test_every_api_shows_the_model_the_same(gateway: RealGateway, token: int) -> None:
     """Chat, a stream, responses and messages count the same prompt for the same question."""
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file(4)).decode()}
     with gateway.client() as client:
@@ -153,7 +161,7 @@ def test_every_api_shows_the_model_the_same(gateway: RealGateway) -> None:
         told = client.post("/v1/messages/count_tokens", json=message).json()
         assert told["input_tokens"] == chat["prompt_tokens"]
         tokens = client.post("/tokenize", json=body_of(image(4), text("what?"))).json()["tokens"]
-        assert tokens.count(IMAGE_TOKEN) == IMAGE_TOKENS
+        assert tokens.count(token) == IMAGE_TOKENS
     streamed = ask(gateway, image(4), text("what?"), stream=True, stream_options={"include_usage": True})
     assert f'"prompt_tokens":{chat["prompt_tokens"]}' in streamed.text
     assert "error" not in streamed.text
@@ -196,21 +204,23 @@ def test_a_token_that_came_about_by_itself_is_refused(
     assert said(ask(gateway, image(8), text("b")))
 
 
-@pytest.mark.parametrize("prompt", [[5, IMAGE_TOKEN, 7], [IMAGE_TOKEN] * IMAGE_TOKENS, "a <image> b"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_image_tokens_of_the_client_s_own_are_refused(gateway: RealGateway, path: str, prompt: Any) -> None:
-    """As token ids and as text; and what else steers the prompt is not taken from a client."""
-    body = {"model": "look", "prompt": prompt, "max_tokens": 2}
-    if path != "/v1/completions":
-        body = body_of(text("a"), kv_transfer_params={"prompt_token_ids": prompt}, max_tokens=2)
+def test_image_tokens_of_the_client_s_own_are_refused(gateway: RealGateway, token: int) -> None:
+    """As token ids, one or as many as an image has, and as text; id by id the others pass."""
     with gateway.client() as client:
-        answer = client.post(path, json=body)
-    if path == "/v1/completions":
-        error = refused(answer)
-        assert "stands for an image" in error["message"]
-        assert error["param"] == "prompt"
-    else:
-        assert said(answer)
+        for prompt in ([5, token, 7], [token] * IMAGE_TOKENS, "a <image> b", ["a", "b<image>"]):
+            answer = client.post("/v1/completions", json={"model": "look", "prompt": prompt, "max_tokens": 2})
+            error = refused(answer)
+            assert "stands for an image" in error["message"]
+            assert error["param"].startswith("prompt")
+        body = {"model": "look", "prompt": [5, token - 1, 7], "max_tokens": 2}
+        assert client.post("/v1/completions", json=body).status_code == 200
+
+
+def test_token_ids_slipped_in_beside_a_chat_are_not_taken(gateway: RealGateway, token: int) -> None:
+    """vLLM would take them for the prompt; a client's are dropped."""
+    wanted = said(ask(gateway, text("what?")))
+    slipped = {"prompt_token_ids": [5, token, 7]}
+    assert said(ask(gateway, text("what?"), kv_transfer_params=slipped)) == pytest.approx(wanted, abs=1e-3)
 
 
 BAD = {
@@ -318,8 +328,6 @@ ODD: list[dict[str, Any]] = [
     {"truncate_prompt_tokens": -1},
     {"echo": True},
     {"continue_final_message": True, "add_generation_prompt": False},
-    {"logit_bias": {str(IMAGE_TOKEN): 100}},
-    {"allowed_token_ids": [IMAGE_TOKEN]},
     {"chat_template_kwargs": {"messages": []}},
     {"stream": True, "n": 2},
 ]
@@ -333,6 +341,13 @@ def test_odd_requests_with_an_image_harm_no_engine(gateway: RealGateway, fields:
         assert answer.status_code in (200, 400, 422), answer.text
         assert "event: error" not in answer.text
     assert said(ask(gateway, image(300), text("what?")))
+    assert metric(gateway, "baton_engine_restarts_total") == 0
+
+
+def test_a_model_may_say_what_stands_for_an_image(gateway: RealGateway, token: int) -> None:
+    """Its own words are no image: they take nobody's place, and end no engine."""
+    for fields in ({"logit_bias": {str(token): 100}}, {"allowed_token_ids": [token]}):
+        assert said(ask(gateway, image(320), text("what?"), max_tokens=12, **fields))
     assert metric(gateway, "baton_engine_restarts_total") == 0
 
 
