@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,17 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "fuyu": (FuyuForCausalLM, FuyuProcessor),
     "blip-2": (Blip2ForConditionalGeneration, Blip2Processor),
 }
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """On a busy machine so small a model does nothing but wait for its threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Reference:
@@ -53,5 +66,6 @@ class Reference:
         """After every token but the last of prompt and answer: `[positions, vocabulary]`, float64."""
         ids = torch.cat([inputs["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1)
         given = {name: value for name, value in inputs.items() if name != "input_ids"}
-        logits = self._model(input_ids=ids, **given).logits[0, :-1]
+        with one_thread():
+            logits = self._model(input_ids=ids, **given).logits[0, :-1]
         return torch.log_softmax(logits.double(), dim=-1)
