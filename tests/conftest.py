@@ -56,6 +56,11 @@ def pytest_runtest_teardown(item: pytest.Function) -> None:
             gateway.stop()
 
 
+def joined(folder: Path) -> str:
+    """`PYTHONPATH` with a folder before what it holds already: the tree that is tested may be there."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No setting of the person who runs the tests reaches them."""
@@ -118,7 +123,7 @@ def relay_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def relay_gateway(relay_config: Path) -> Iterator[RealGateway]:
     """`baton serve` with three engines that hand over, on SmolLM2's real weights in fp32."""
-    path = {"PYTHONPATH": str(ENGINE_TESTS)}  # where the slow connector is
+    path = {"PYTHONPATH": joined(ENGINE_TESTS)}  # where the slow connector is
     with RealGateway(["--config", str(relay_config)], relay_config.parent, path) as gateway:
         gateway.wait_until_ready()
         yield gateway
@@ -171,7 +176,7 @@ def geo_gateway(geo_folder: Path, raster_host: RasterHost) -> Iterator[RealGatew
     """`baton serve` with a small random geospatial model and a plugin of older vLLM, on a platform of the tests' own."""
     text = (ENGINE_TESTS / "geo_engines.toml").read_text()
     (geo_folder / "baton.toml").write_text(text.format(folder=geo_folder, port=raster_host.port))
-    environment = {"PYTHONPATH": str(geo_folder / "packages"), "TMPDIR": str(geo_folder / "spool")}
+    environment = {"PYTHONPATH": joined(geo_folder / "packages"), "TMPDIR": str(geo_folder / "spool")}
     with RealGateway(["--config", str(geo_folder / "baton.toml")], geo_folder, environment) as gateway:
         gateway.wait_until_ready()
         yield gateway
