@@ -1,0 +1,39 @@
+"""Pictures with what is true of them; the same seed gives the same picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from PIL import Image
+
+from baton_vision.look.facts import Facts
+from baton_vision.look.overhead import draw_overhead
+from baton_vision.look.questions import Question, questions
+from baton_vision.look.shapes import draw_shapes
+
+# Seeds of training pictures start here and go on without end; the others were never trained on.
+TRAINING_START: Final = 1_000_000
+VALIDATION_SEEDS: Final = range(100_000, 100_400)
+HELD_OUT_SEEDS: Final = range(200_000, 200_600)
+SIDES: Final = (128, 224)  # shortest and longest side of a picture, pixels
+SCENES: Final = 0.4  # share of the pictures that are scenes from above
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A picture, what is true of it, and questions about it in random order."""
+
+    picture: Image.Image
+    facts: Facts
+    questions: tuple[Question, ...]
+
+
+def make_sample(seed: int) -> Sample:
+    """Draw the picture of a seed (not negative) and ask about it."""
+    rng = np.random.default_rng([seed, 135])
+    width, height = (int(side) for side in rng.integers(SIDES[0], SIDES[1] + 1, size=2))
+    draw = draw_overhead if rng.random() < SCENES else draw_shapes
+    picture, facts = draw(rng, width, height)
+    return Sample(picture, facts, tuple(questions(facts, rng)))
