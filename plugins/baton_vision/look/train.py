@@ -290,7 +290,7 @@ def chats_of(book: Book, speller: Speller, recipe: Recipe) -> Iterator[tuple[npt
 
 
 def answer_accuracy(
-    eyes: nn.Module, book: Book, listener: Listener, speller: Speller, most: int = 160
+    eyes: nn.Module, book: Book, listener: Listener, speller: Speller, most: int = 50
 ) -> dict[str, float]:
     """Share of right answers by kind of question: an answer is right if greedy decoding gives each token."""
     asked = [(n, question) for n in range(most) for question in book.questions[n][:2]]
