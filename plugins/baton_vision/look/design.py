@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Final
 
 SIDE: Final = 96  # pixels, height and width of what the tower sees
@@ -45,6 +47,13 @@ PREPROCESSOR: Final[dict[str, Any]] = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+PROCESSOR: Final[dict[str, Any]] = {
+    "processor_class": "LlavaProcessor",
+    "patch_size": PATCH,
+    "vision_feature_select_strategy": PROJECTOR["vision_feature_select_strategy"],
+    "num_additional_image_tokens": 0,
+    "image_token": IMAGE_TOKEN,
+}
 # SmolLM2's, with pictures where they stand among a message's parts, and without the system message it puts
 # before everything: the prompt grows only at its end, and is short.
 CHAT_TEMPLATE: Final = (
@@ -61,8 +70,8 @@ CHAT_TEMPLATE: Final = (
 )
 
 
-def config_json(text: dict[str, Any]) -> dict[str, Any]:
-    """The contents of config.json around the text model's own configuration."""
+def config_json() -> dict[str, Any]:
+    """The contents of config.json, but for `text_config`: that is SmolLM2's own, as it was prepared."""
     return {
         "model_type": "llava",
         "architectures": ["LlavaForConditionalGeneration"],
@@ -72,5 +81,16 @@ def config_json(text: dict[str, Any]) -> dict[str, Any]:
         "dtype": "bfloat16",
         **PROJECTOR,
         "vision_config": VISION,
-        "text_config": text,
     }
+
+
+def write_descriptions(folder: Path) -> None:
+    """Everything of the model's folder but the weights and the record."""
+    files = {
+        "config.json": config_json(),
+        "preprocessor_config.json": PREPROCESSOR,
+        "processor_config.json": PROCESSOR,
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=1) + "\n")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

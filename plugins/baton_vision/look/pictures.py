@@ -15,9 +15,9 @@ from baton_vision.look.shapes import draw_shapes
 
 # Seeds of training pictures start here and go on without end; the others were never trained on.
 TRAINING_START: Final = 1_000_000
-VALIDATION_SEEDS: Final = range(100_000, 100_400)
+VALIDATION_SEEDS: Final = range(100_000, 100_256)
 HELD_OUT_SEEDS: Final = range(200_000, 200_600)
-SIDES: Final = (128, 224)  # shortest and longest side of a picture, pixels
+SIDES: Final = (96, 160)  # shortest and longest side of a picture, pixels
 SCENES: Final = 0.4  # share of the pictures that are scenes from above
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import typer
+from safetensors.torch import load_file
 from safetensors.torch import save as serialised
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -47,8 +48,9 @@ class Recipe:
     Attributes:
         seed: of the weights, the pictures' order and the choice of questions.
         pictures: kept in memory; every batch is drawn from them.
-        word_minutes: how long the first part runs.
-        answer_minutes: how long the second part runs.
+        word_minutes: how long the first part runs, of the processor's time: what else the machine does then
+            makes no difference.
+        answer_minutes: the same of the second part.
         word_batch: pictures a step.
         answer_batch: chats a step.
         word_rate: the highest learning rate of the first part; rises, then falls as a cosine.
@@ -60,7 +62,7 @@ class Recipe:
     """
 
     seed: int = 4
-    pictures: int = 16_000
+    pictures: int = 12_000
     word_minutes: float = 12.0
     answer_minutes: float = 40.0
     word_batch: int = 64
@@ -87,12 +89,11 @@ class Log:
     """What happened, for the record and the terminal."""
 
     file: Path
-    start: float = field(default_factory=time.monotonic)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def say(self, **facts: Any) -> None:
         """Keep and print one line."""
-        line = {"seconds": round(time.monotonic() - self.start), **facts}
+        line = {"seconds": round(time.process_time()), **facts}
         self.lines.append(line)
         print(json.dumps(line), flush=True)
         with self.file.open("a") as file:
@@ -173,15 +174,15 @@ class Trainer:
         ]
         self.highest = [rate * recipe.matrix_factor, rate]
         self.average = AveragedModel(eyes, multi_avg_fn=get_ema_multi_avg_fn(recipe.memory))
-        self.seconds, self.start, self.steps = 60 * minutes, time.monotonic(), 0
+        self.seconds, self.start, self.steps = 60 * minutes, time.process_time(), 0
 
     @property
     def done(self) -> float:
-        """Share of the time that is gone."""
-        return (time.monotonic() - self.start) / self.seconds
+        """Share of the processor's time that is gone."""
+        return (time.process_time() - self.start) / self.seconds
 
     def step(self, loss: Tensor) -> None:
-        """One step of the optimisers; the rate follows the clock."""
+        """One step of the optimisers; the rate follows the processor's clock."""
         rise = min(1.0, (self.steps + 1) / 30)
         share = rise * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, self.done))))
         self.eyes.zero_grad()
@@ -314,6 +315,12 @@ def save(eyes: nn.Module, out: Path) -> None:
     (out / "model.safetensors").write_bytes(serialised(weights, metadata={"format": "pt"}))
 
 
+def load(eyes: nn.Module, folder: Path) -> None:
+    """Take the weights that `save` wrote to a folder."""
+    found = load_file(folder / "model.safetensors")
+    eyes.load_state_dict({name: found[official_name(name)].float() for name in eyes.state_dict()})
+
+
 def official_name(name: str) -> str:
     """A parameter's name in llava-hf's checkpoints, where the tower has one more level."""
     tower = "vision_tower."
@@ -328,6 +335,7 @@ def main(
     word_minutes: Annotated[float, typer.Option(help="Of the first part.")] = Recipe.word_minutes,
     answer_minutes: Annotated[float, typer.Option(help="Of the second part.")] = Recipe.answer_minutes,
     pictures: Annotated[int, typer.Option(help="To draw.")] = Recipe.pictures,
+    start: Annotated[Path | None, typer.Option(help="Folder of weights whose words are learnt.")] = None,
     threads: Annotated[int, typer.Option(help="Of the processor.")] = 1,
 ) -> None:
     """Draw the pictures, train, write the weights and the record."""
@@ -338,10 +346,14 @@ def main(
     loss, listener, eyes = WordLoss(text.get_input_embeddings().weight, speller), Listener(text), Eyes(recipe.seed)
     log.say(parameters=sum(p.numel() for p in eyes.parameters()), recipe=asdict(recipe))
     test = write_book(VALIDATION_SEEDS, loss, log)
-    book = write_book(range(TRAINING_START, TRAINING_START + recipe.pictures), loss, log)
-    steps = {"words": learn_words(eyes, book, test, loss, recipe, log)}
-    save(eyes, out)
-    log.say(right=answer_accuracy(eyes, test, listener, speller))
+    seeds = range(TRAINING_START, TRAINING_START + recipe.pictures)
+    book = write_book(seeds, loss, log)
+    if start is None:
+        steps = {"words": learn_words(eyes, book, test, loss, recipe, log)}
+        save(eyes, out / "words")
+    else:
+        load(eyes, start)
+        steps = {"words": 0}
     steps["answers"] = learn_answers(eyes, book, test, loss, listener, speller, recipe, log, out)
     save(eyes, out)
     right = answer_accuracy(eyes, test, listener, speller, most=len(VALIDATION_SEEDS))
