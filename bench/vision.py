@@ -132,7 +132,9 @@ async def throughput(client: Client, side: int, requests: int, rounds: int) -> d
     """Requests per second with pictures that were processed before, that were not, and without the cache."""
     rows: Rows = defaultdict(list)
     for number in range(rounds):
-        fresh = [picture(5_000_000 + side * 1000 + number * requests + index, side) for index in range(requests)]
+        fresh = [
+            picture(5_000_000 + side * 1000 + number * requests + index, side) for index in range(requests)
+        ]
         known = [fresh[index % 4] for index in range(requests)]
         rows["cold"].append(await rate(client, "first", fresh, 8))
         rows["warm"].append(await rate(client, "first", known, 8))
@@ -168,7 +170,9 @@ async def cache_part(client: Client, options: argparse.Namespace) -> None:
     for side in track((256, 1024, 2048), "cache", console=Console(stderr=True)):
         found = await throughput(client, side, options.requests, max(3, options.rounds // 2))
         cells = [f"{side} x {side}", *(f"{found[name]:.1f}" for name in ("warm", "cold", "no cache"))]
-        rows.append([*cells, f"{found['warm'] / found['cold']:.2f}", f"{found['warm'] / found['no cache']:.2f}"])
+        rows.append(
+            [*cells, f"{found['warm'] / found['cold']:.2f}", f"{found['warm'] / found['no cache']:.2f}"]
+        )
     table(["picture", "warm, requests/s", "cold", "no cache", "warm / cold", "warm / no cache"], rows)
 
 

@@ -8,7 +8,14 @@ import pytest
 
 from baton.models.catalog import LOOK_TINY
 from baton.models.join import DESCRIPTIONS
-from baton_vision.look.design import CHAT_TEMPLATE, IMAGE_TOKEN, IMAGE_TOKEN_ID, PREPROCESSOR, PROCESSOR, config_json
+from baton_vision.look.design import (
+    CHAT_TEMPLATE,
+    IMAGE_TOKEN,
+    IMAGE_TOKEN_ID,
+    PREPROCESSOR,
+    PROCESSOR,
+    config_json,
+)
 from baton_vision.look.pictures import HELD_OUT_SEEDS, TRAINING_START
 from baton_vision.look.questions import CHANCE
 from baton_vision.look.record import SHIPPED, digest, pictures_digest
@@ -62,7 +69,11 @@ def test_the_record_meets_the_bar(card):
 
 def test_the_descriptions_are_what_the_code_says():
     """config.json, the processor's files and the chat template are the ones the design writes."""
-    written = {"config.json": config_json(), "preprocessor_config.json": PREPROCESSOR, "processor_config.json": PROCESSOR}
+    written = {
+        "config.json": config_json(),
+        "preprocessor_config.json": PREPROCESSOR,
+        "processor_config.json": PROCESSOR,
+    }
     for name, content in written.items():
         assert json.loads((SHIPPED / name).read_text()) == json.loads(json.dumps(content))
     assert (SHIPPED / "chat_template.jinja").read_text() == CHAT_TEMPLATE

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from baton_vision.look.design import IMAGE_TOKENS
-from baton_vision.look.facts import COLOURS, FEATURES, NUMBERS, PLACES, SHAPES, Facts, Thing, description, words
+from baton_vision.look.facts import (
+    COLOURS,
+    FEATURES,
+    NUMBERS,
+    PLACES,
+    SHAPES,
+    Facts,
+    Thing,
+    description,
+    words,
+)
 from baton_vision.look.overhead import draw_overhead
 from baton_vision.look.pictures import HELD_OUT_SEEDS, TRAINING_START, VALIDATION_SEEDS, make_sample
 from baton_vision.look.questions import CHANCE, questions
@@ -82,7 +92,9 @@ def test_guessing_gains_little(samples):
 
 def test_a_description_names_everything():
     """Shapes with colour and place, features with their article, bare land by its name."""
-    assert description(Facts(things=THINGS)) == "A red circle in the top left and an orange star in the middle."
+    assert (
+        description(Facts(things=THINGS)) == "A red circle in the top left and an orange star in the middle."
+    )
     seen = Facts(scene=True, features=frozenset({"road", "water", "clouds"}))
     assert description(seen) == "A scene from above with water, a road and clouds."
     assert description(Facts(scene=True)) == "A scene from above with bare land."

@@ -39,7 +39,9 @@ def eyes(tmp_path: Path) -> Path:
     folder = tmp_path / "site" / "eyes" / "look"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").write_text("raise RuntimeError('must not be imported')")
-    (folder / "model.safetensors").write_bytes(safetensors(**{"vision_tower.a": b"tower", "projector.b": b"p"}))
+    (folder / "model.safetensors").write_bytes(
+        safetensors(**{"vision_tower.a": b"tower", "projector.b": b"p"})
+    )
     (folder / "config.json").write_text(json.dumps({"model_type": "llava", "image_token_index": 3}))
     (folder / "processor_config.json").write_text(json.dumps({"image_token": "<image>"}))
     (folder / "preprocessor_config.json").write_text("{}")
@@ -65,7 +67,10 @@ def text(tmp_path: Path) -> Path:
 def test_every_tensor_is_there_under_its_official_name(eyes: Path, text: Path, tmp_path: Path) -> None:
     """Bytes as they were; the index says in which file."""
     join(eyes, text, tmp_path / "out")
-    found = {TEXT_SHARD: tensors_of(tmp_path / "out" / TEXT_SHARD), EYES_SHARD: tensors_of(tmp_path / "out" / EYES_SHARD)}
+    found = {
+        TEXT_SHARD: tensors_of(tmp_path / "out" / TEXT_SHARD),
+        EYES_SHARD: tensors_of(tmp_path / "out" / EYES_SHARD),
+    }
     assert found[TEXT_SHARD] == {"language_model.model.embed": b"words", "language_model.model.norm": b"nn"}
     assert found[EYES_SHARD] == {"vision_tower.a": b"tower", "projector.b": b"p"}
     index = json.loads((tmp_path / "out" / INDEX).read_text())

@@ -38,7 +38,9 @@ INTRODUCTION = (
     "watcher asks it for a description. A hydrologist and a pilot go on from the watcher's context at the "
     "same time: what the picture is to the model was computed once."
 )
-CLOSING = "The picture is described by a model with 139 million parameters that has seen made-up pictures only."
+CLOSING = (
+    "The picture is described by a model with 139 million parameters that has seen made-up pictures only."
+)
 # float32, so that a prompt's answer does not depend on how much of it was prefilled at a time.
 CONFIG = """\
 host = "127.0.0.1"
@@ -100,11 +102,14 @@ async def _shown(console: Console, out: Path | None) -> None:
     with tempfile.TemporaryDirectory(prefix="baton-scene-") as scratch:
         folder = out or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        scene = await _draw_scene(folder / "scene.tif")
+        await _draw_scene(folder / "scene.tif")
         with PhaseProgress(sys.stdout) as progress:
-            async with own_gateway(load_settings(), progress, CONFIG) as gateway, _client(gateway.url) as client:
+            async with (
+                own_gateway(load_settings(), progress, CONFIG) as gateway,
+                _client(gateway.url) as client,
+            ):
                 progress.close()
-                await Look(console, client, gateway.keys["handoff"], folder).show(scene)
+                await Look(console, client, gateway.keys["handoff"], folder).show()
     if out is not None:
         console.print(f"The scene, the mask and the picture are in {out}.", markup=False)
 
@@ -116,7 +121,7 @@ async def _client(url: str) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def _draw_scene(target: Path) -> Path:
+async def _draw_scene(target: Path) -> None:
     """Have the geospatial plugin draw one of its made-up scenes, in a process of its own."""
     command = (*SCENE, str(target), "--seed", str(SEED), "--size", str(SIZE))
     process = await asyncio.create_subprocess_exec(
@@ -126,7 +131,6 @@ async def _draw_scene(target: Path) -> Path:
     if process.returncode:
         last = (told.decode(errors="replace").strip().splitlines() or ["no reason"])[-1]
         raise OperatorError(f"The scene could not be drawn: {last}")
-    return target
 
 
 class Look:
@@ -136,7 +140,7 @@ class Look:
         console: where it is shown.
         client: of the gateway.
         key: the API key.
-        folder: for the mask and the picture.
+        folder: holds scene.tif; for the mask and the picture.
     """
 
     def __init__(self, console: Console, client: httpx.AsyncClient, key: str, folder: Path) -> None:
@@ -145,13 +149,13 @@ class Look:
         self._key = key
         self._folder = folder
 
-    async def show(self, scene: Path) -> None:
+    async def show(self) -> None:
         """Map the scene, describe the map, ask on.
 
         Raises:
             OperatorError: a request failed.
         """
-        mapped = await self._map(scene)
+        mapped = await self._map((self._folder / "scene.tif").read_bytes())
         self._say(f"\n{MAPPER} maps the scene: {', '.join(mapped.areas)}")
         before = await self._encoded()
         watched = await self._ask(*WATCHER, picture=mapped.preview)
@@ -163,11 +167,11 @@ class Look:
         self._say(f"Pictures that {LOOKER} encoded for these {1 + len(OTHERS)} agents: {runs:.0f}.")
         self._say(CLOSING)
 
-    async def _map(self, scene: Path) -> Mapped:
+    async def _map(self, scene: bytes) -> Mapped:
         path = f"/pooling?model={MAPPER}&outputs=mask,preview"
         headers = headers_of(self._key) | {"Content-Type": "image/tiff", "Accept": "application/json"}
         try:
-            response = await self._client.post(path, headers=headers, content=scene.read_bytes())
+            response = await self._client.post(path, headers=headers, content=scene)
         except httpx.HTTPError as error:
             raise OperatorError(f"No answer from {MAPPER}: {str(error) or type(error).__name__}.") from None
         if response.status_code != httpx.codes.OK:

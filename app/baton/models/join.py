@@ -1,4 +1,4 @@
-"""A text model and the parts that see, joined into one folder in the layout of HuggingFace's LLaVA checkpoints.
+"""A text model and the parts that see, joined into one folder in the layout of LLaVA checkpoints.
 
 The tensors are copied as they are; only their names change, so no tensor library is needed.
 Source of the file format: https://huggingface.co/docs/safetensors/index#format
@@ -56,7 +56,10 @@ def _join_tokenizers(text: Path, folder: Path, token: int, image: str) -> None:
     added["content"] = image
     _write(folder / "tokenizer.json", tokenizer)
     settings = _read(text / "tokenizer_config.json")
-    _write(folder / "tokenizer_config.json", settings | {"image_token": image, "processor_class": "LlavaProcessor"})
+    _write(
+        folder / "tokenizer_config.json",
+        settings | {"image_token": image, "processor_class": "LlavaProcessor"},
+    )
 
 
 def _renamed(source: Path, target: Path) -> int:
@@ -81,7 +84,7 @@ def _write_index(folder: Path, text_bytes: int) -> None:
         eyes = json.loads(file.read(int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")))
     with (folder / TEXT_SHARD).open("rb") as file:
         text = json.loads(file.read(int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")))
-    places = {name: TEXT_SHARD for name in text} | {name: EYES_SHARD for name in eyes}
+    places = dict.fromkeys(text, TEXT_SHARD) | dict.fromkeys(eyes, EYES_SHARD)
     places.pop("__metadata__", None)
     total = text_bytes + _bytes_of(eyes)
     _write(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})

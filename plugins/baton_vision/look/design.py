@@ -1,4 +1,4 @@
-"""What `look-tiny` is made of: the configurations of the model and of its processor, in HuggingFace's forms."""
+"""What `look-tiny` is made of: the configurations of model and processor, in HuggingFace's forms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATCH: Final = 16  # pixels
 IMAGE_TOKENS: Final = (SIDE // PATCH) ** 2
 WIDTH: Final = 256
 TEXT_WIDTH: Final = 576  # of SmolLM2-135M
-IMAGE_TOKEN: Final = "<image>"  # noqa: S105  # the placeholder's text
+IMAGE_TOKEN: Final = "<image>"  # the placeholder's text
 # SmolLM2's `<repo_name>`: a special token its chats have no use for, so the embedding needs no new row.
 IMAGE_TOKEN_ID: Final = 3
 VISION: Final[dict[str, Any]] = {

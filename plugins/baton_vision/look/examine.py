@@ -124,7 +124,9 @@ def main(
     model: Annotated[str, typer.Option(help="The model's name there.")] = "look-tiny",
     key: Annotated[str, typer.Option(help="The API key, if the server wants one.")] = "",
     pictures: Annotated[int, typer.Option(min=1, max=len(HELD_OUT_SEEDS))] = len(HELD_OUT_SEEDS),
-    record: Annotated[bool, typer.Option("--record", help="Write the figures into the model's card.")] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Write the figures into the model's card.")
+    ] = False,
     folder: Annotated[Path, typer.Option(help="The model's folder, for --record.")] = SHIPPED,
 ) -> None:
     """Ask every held-out question and print how many answers are right."""

@@ -74,7 +74,10 @@ def _fields(rng: np.random.Generator, scene: Field) -> Field:
     shape = (scene.shape[0], scene.shape[1])
     across, along = _turned(rng, shape)
     size = rng.uniform(0.09, 0.2)
-    rows, columns = np.floor(across / size).astype(int), np.floor(along / (size * rng.uniform(0.8, 1.8))).astype(int)
+    rows, columns = (
+        np.floor(across / size).astype(int),
+        np.floor(along / (size * rng.uniform(0.8, 1.8))).astype(int),
+    )
     cell = (rows * 7919 + columns * 104_729) % 64
     colours = CROPS[rng.integers(len(CROPS), size=64)] * rng.uniform(0.8, 1.15, (64, 1))
     patches = smooth(rng, shape, rng.uniform(2, 4))
@@ -86,7 +89,7 @@ def _water(rng: np.random.Generator, shape: tuple[int, int]) -> Field:
     """Share of each pixel that is water: a river, lakes, a flood or a coast; 0..1."""
     kind = rng.choice(("river", "lakes", "flood"), p=(0.4, 0.25, 0.35))
     if kind == "river":
-        across, along = _turned(rng, shape)
+        across, _ = _turned(rng, shape)
         bend = rng.uniform(0.03, 0.1) * smooth(rng, shape, 4) + rng.uniform(-0.2, 0.2)
         width = rng.uniform(0.025, 0.07) * np.exp(0.2 * smooth(rng, shape, 6))
         return 1 - _step(np.abs(across + bend) - width, -0.008, 0.008)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +16,11 @@ OF_THE_SHAPE: Final = (
     "Which colour does the {shape} have?",
     "Tell me the colour of the {shape}.",
 )
-OF_THE_ONE: Final = ("What colour is it?", "What color is the shape?", "Which colour is the shape in the picture?")
+OF_THE_ONE: Final = (
+    "What colour is it?",
+    "What color is the shape?",
+    "Which colour is the shape in the picture?",
+)
 SHAPE_OF_COLOUR: Final = (
     "What shape is the {colour} one?",
     "Which shape is {colour}?",
@@ -28,10 +31,23 @@ PLACE: Final = ("Where is the {shape}?", "In which part of the picture is the {s
 COUNT: Final = ("How many shapes are there?", "How many shapes do you see?", "Count the shapes.")
 IS_A: Final = ("Is there a {shape}?", "Is there a {shape} in the picture?", "Do you see a {shape}?")
 HAS: Final = {
-    "water": ("Is there water in this scene?", "Is there water in the picture?", "Do you see water?", "Is there any water here?"),
-    "fields": ("Are there fields in this scene?", "Do you see fields?", "Are there any fields in the picture?"),
+    "water": (
+        "Is there water in this scene?",
+        "Is there water in the picture?",
+        "Do you see water?",
+        "Is there any water here?",
+    ),
+    "fields": (
+        "Are there fields in this scene?",
+        "Do you see fields?",
+        "Are there any fields in the picture?",
+    ),
     "road": ("Is there a road in this scene?", "Do you see a road?", "Is there a road in the picture?"),
-    "clouds": ("Are there clouds in this scene?", "Do you see clouds?", "Are there any clouds in the picture?"),
+    "clouds": (
+        "Are there clouds in this scene?",
+        "Do you see clouds?",
+        "Are there any clouds in the picture?",
+    ),
 }
 DESCRIBE: Final = ("Describe the picture.", "What do you see?", "Describe this image in one sentence.")
 
@@ -42,7 +58,7 @@ CHANCE: Final = {
     "place": 1 / len(PLACES),
     "count": 1 / len(NUMBERS),
     "shape there": 1 / 2,
-    **{name: 1 / 2 for name in FEATURES},
+    **dict.fromkeys(FEATURES, 1 / 2),
 }
 
 
@@ -88,7 +104,9 @@ def _of_shapes(facts: Facts, rng: np.random.Generator) -> list[Question]:
     there = bool(rng.random() < 0.5)
     candidates = [shape for shape in SHAPES if (shape in shapes) == there]
     if candidates:
-        asked.append(Question("shape there", _one(rng, IS_A).format(shape=_one(rng, candidates)), _yes(there)))
+        asked.append(
+            Question("shape there", _one(rng, IS_A).format(shape=_one(rng, candidates)), _yes(there))
+        )
     return asked
 
 

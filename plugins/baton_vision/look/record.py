@@ -23,7 +23,7 @@ def digest(path: Path) -> str:
 
 
 def pictures_digest(seeds: Sequence[int]) -> str:
-    """SHA-256 over the pixels and the questions of some seeds: what the generator drew when it was trained on."""
+    """SHA-256 over the pixels and the questions of some seeds: what the generator draws."""
     told = hashlib.sha256()
     for seed in seeds:
         sample = make_sample(seed)

@@ -44,11 +44,9 @@ def _ground_colour(rng: np.random.Generator) -> Colour:
     return np.asarray(np.clip(grey + rng.normal(0, 9, 3), 0, 255))
 
 
-def _ground(
-    rng: np.random.Generator, colour: Colour, width: int, height: int
-) -> npt.NDArray[np.uint8]:
+def _ground(rng: np.random.Generator, colour: Colour, width: int, height: int) -> npt.NDArray[np.uint8]:
     """Plain, a gradient, or mottled."""
-    rows, columns = np.mgrid[0:1:height * 1j, 0:1:width * 1j]
+    rows, columns = np.mgrid[0 : 1 : height * 1j, 0 : 1 : width * 1j]
     angle, rise = rng.uniform(0, 2 * math.pi), rng.uniform(0, 28) * (rng.random() < 0.5)
     light = rise * (rows * math.sin(angle) + columns * math.cos(angle))
     if rng.random() < 0.4:
@@ -80,8 +78,10 @@ def _draw(
     x, y = (across + rng.uniform(-0.04, 0.04)) * width, (down + rng.uniform(-0.04, 0.04)) * height
     turn = math.radians(rng.uniform(-12, 12))
     corners = [
-        (x + radius * (u * math.cos(turn) - v * math.sin(turn)),
-         y + radius * (u * math.sin(turn) + v * math.cos(turn)))
+        (
+            x + radius * (u * math.cos(turn) - v * math.sin(turn)),
+            y + radius * (u * math.sin(turn) + v * math.cos(turn)),
+        )
         for u, v in outline(thing.shape)
     ]
     draw.polygon(corners, fill=paint)
