@@ -104,8 +104,8 @@ def test_the_words_of_every_picture_fit_into_its_tokens(samples):
     """The facts, one word a token, are never longer than what the tower gives."""
     assert max(len(words(sample.facts)) for sample in samples) <= IMAGE_TOKENS
     said = words(Facts(things=THINGS))
-    assert said[:6] == ["two", "shapes", "red", "circle", "top", "left"]
-    assert said[6:] == ["orange", "star", "middle", "middle"]
+    assert said[:10] == ["two", "shapes", "top", "left", "red", "circle", "top", "right", "no", "shape"]
+    assert said[10:14] == ["middle", "middle", "orange", "star"]
 
 
 def test_a_shape_can_be_told_from_its_ground():

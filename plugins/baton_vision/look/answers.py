@@ -20,6 +20,9 @@ from baton_vision.look.recipe import Book, Log, Recipe, Trainer, save
 
 SAY_EVERY, TEST_EVERY = 25, 250  # steps
 QUESTIONS: Final = (2, 4)  # fewest and most in one chat
+DESCRIPTIONS: Final = (
+    0.3  # share of them that may be asked for: they are long, and cost as much as ten answers
+)
 PICTURE_LAST: Final = 0.1  # share of the chats in which the picture stands after the question
 NO_MORE_WORDS: Final = 0.8  # share of the part after which the first part's loss counts no more
 TESTED: Final = 50  # pictures, two questions each
@@ -103,7 +106,11 @@ class Lesson:
             chosen = rng.integers(len(self.book.pixels), size=recipe.answer_batch)
             asked = []
             for number in chosen:
-                every = self.book.questions[number]
+                every = [
+                    question
+                    for question in self.book.questions[number]
+                    if question.kind != "description" or rng.random() < DESCRIPTIONS
+                ]
                 order = rng.permutation(len(every))[: int(rng.integers(QUESTIONS[0], QUESTIONS[1] + 1))]
                 asked.append([every[place] for place in order])
             last = [bool(rng.random() < PICTURE_LAST) for _ in chosen]

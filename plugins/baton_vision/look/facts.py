@@ -58,8 +58,9 @@ def description(facts: Facts) -> str:
 def words(facts: Facts) -> list[str]:
     """The facts as single words in fixed places: what the image's tokens are first taught to say.
 
-    A scene: `scene`, then `yes` or `no` and the name of each feature. Shapes: their number, `shapes`, then
-    colour, shape and the two words of the place for each.
+    A scene: `overhead scene`, then `yes` or `no` and the name of each feature. Shapes: their number, `shapes`,
+    then for each place its two words, and colour and shape of what is there, or `no shape`. So every word is
+    about one part of the picture, whatever else is in it.
     """
     if facts.scene:
         said = ["overhead", "scene"]
@@ -67,9 +68,10 @@ def words(facts: Facts) -> list[str]:
             said += ["yes" if name in facts.features else "no", name]
         return said
     said = [NUMBERS[len(facts.things) - 1], "shapes"]
-    for thing in facts.things:
-        down, _, across = thing.place.partition(" ")
-        said += [thing.colour, thing.shape, down, across or "middle"]
+    there = {thing.place: (thing.colour, thing.shape) for thing in facts.things}
+    for place in PLACES:
+        down, _, across = place.partition(" ")
+        said += [down, across or down, *there.get(place, ("no", "shape"))]
     return said
 
 

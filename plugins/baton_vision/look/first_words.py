@@ -17,7 +17,7 @@ from baton_vision.look.recipe import Book, Log, Recipe, Trainer
 
 VOCABULARY: Final = (
     *COLOURS, *SHAPES, *NUMBERS, *FEATURES,
-    "shapes", "overhead", "scene", "yes", "no", "top", "middle", "bottom", "left", "right",
+    "shape", "shapes", "overhead", "scene", "yes", "no", "top", "middle", "bottom", "left", "right",
 )  # fmt: skip
 FILLER: Final = "\n"
 FILLER_WEIGHT: Final = 0.05

@@ -46,12 +46,12 @@ class Recipe:
 
     seed: int = 4
     pictures: int = 12_000
-    word_minutes: float = 9.0
-    answer_minutes: float = 33.0
+    word_minutes: float = 5.0
+    answer_minutes: float = 25.0
     word_batch: int = 64
-    answer_batch: int = 8
+    answer_batch: int = 6
     word_rate: float = 1e-3
-    answer_rate: float = 4e-4
+    answer_rate: float = 8e-4
     matrix_factor: float = 2.0
     decay: float = 0.02
     word_share: float = 0.3
