@@ -58,9 +58,9 @@ def description(facts: Facts) -> str:
 def words(facts: Facts) -> list[str]:
     """The facts as single words in fixed places: what the image's tokens are first taught to say.
 
-    A scene: `overhead scene`, then `yes` or `no` and the name of each feature. Shapes: their number, `shapes`,
-    then for each place its two words, and colour and shape of what is there, or `no shape`. So every word is
-    about one part of the picture, whatever else is in it.
+    A scene: `overhead scene`, then `yes` or `no` and the name of each feature. Shapes: their number,
+    `shapes`, then for each place its two words, and colour and shape of what is there, or `no shape`. So
+    every word is about one part of the picture, whatever else is in it.
     """
     if facts.scene:
         said = ["overhead", "scene"]
