@@ -6,6 +6,9 @@
     │   ├── InvalidRequest           400 invalid_request
     │   ├── MalformedRequest         400 malformed_request
     │   ├── ContextTooLong           400 context_length_exceeded
+    │   ├── InvalidImage             400 invalid_image
+    │   │   └── ImageTooLarge        400 image_too_large
+    │   ├── ImageFetchFailed         400 image_fetch_failed
     │   ├── OperationUnsupported     400 operation_unsupported
     │   ├── TemplateUnsupported      400 handoff_template_unsupported
     │   ├── Unauthorized             401 invalid_api_key
@@ -122,6 +125,22 @@ class MalformedRequest(ClientError):
 class ContextTooLong(ClientError):
     code = "context_length_exceeded"
     default_message = "The prompt and the tokens asked for do not fit the model's context."
+
+
+class InvalidImage(ClientError):
+    """An image cannot be read, or is none of those that are taken."""
+
+    code = "invalid_image"
+
+
+class ImageTooLarge(InvalidImage):
+    code = "image_too_large"
+
+
+class ImageFetchFailed(ClientError):
+    """An image's address may be fetched, and could not be."""
+
+    code = "image_fetch_failed"
 
 
 class OperationUnsupported(ClientError):

@@ -50,6 +50,8 @@ from baton.errors import FleetLost, OperatorError, SettingsError, StartError
 from baton.handoffs.coordinator import Handoffs
 from baton.handoffs.files import RecordFiles
 from baton.handoffs.planner import Planner
+from baton.images.fetching import fetcher_of
+from baton.images.reading import ImageReading
 from baton.pooling.runner import Pooling
 from baton.settings import Settings
 from baton.telemetry.lag import watch_lag
@@ -120,11 +122,12 @@ def create_app(
         Pooling(settings.pooling, counted.pooling),
         Drain(),
         Admission(settings.admission, fleet.names, counted.admission),
+        ImageReading(settings.images, counted.images, fetcher_of(settings.images)),
     )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        with contextlib.closing(gateway.pooling):
+        with contextlib.closing(gateway.pooling), contextlib.closing(gateway.images):
             async with (
                 gateway.handoffs.running(),
                 _beside(watch_lag(counted.loop_lag), memory.run()),

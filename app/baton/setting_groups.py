@@ -104,6 +104,25 @@ class LimitSettings(Frozen):
     grammar_bytes: ByteSize = Field(ByteSize(64 * KIB), ge=64, description="Longest grammar.")
 
 
+class ImageSettings(Frozen):
+    """`[images]`: what an image in a request may be, and where one that is only named may come from."""
+
+    count: int = Field(16, ge=0, description="Most images of one request, whatever the model takes; 0: none.")
+    file_bytes: ByteSize = Field(ByteSize(16 * MIB), ge=1024, description="Largest image file, decoded.")
+    pixels: int = Field(25_000_000, ge=64, description="Most pixels of one image: width times height.")
+    side_max: int = Field(16_384, ge=8, description="Longest side of an image, in pixels.")
+    side_min: int = Field(4, ge=1, description="Shortest side of an image, in pixels.")
+    aspect: int = Field(100, ge=1, description="How many times longer one side may be than the other.")
+    threads: int = Field(2, ge=1, le=64, description="Images read at once; more wait.")
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="Hosts that image URLs may name: `example.org`, `*.example.org`, an IP address, each "
+        "with `:port` if it is not the usual one. Empty: images come inside requests only.",
+    )
+    allow_http: bool = Field(False, description="Fetch from these hosts over plain http too.")
+    fetch_s: float = Field(10.0, gt=0, le=600, description="Seconds one image may take to be fetched.")
+
+
 class SupervisionSettings(Frozen):
     """`[supervision]`: what happens to an engine that dies or hangs."""
 

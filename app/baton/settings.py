@@ -31,6 +31,7 @@ from baton.setting_groups import (
     EngineSettings,
     Frozen,
     HandoffSettings,
+    ImageSettings,
     LimitSettings,
     MetricsSettings,
     PoolingSettings,
@@ -87,6 +88,7 @@ class Settings(BaseSettings):
     )
     auth: AuthSettings = AuthSettings()
     limits: LimitSettings = LimitSettings()
+    images: ImageSettings = ImageSettings()
     edge: EdgeSettings = EdgeSettings()
     admission: AdmissionSettings = AdmissionSettings()
     metrics: MetricsSettings = MetricsSettings()

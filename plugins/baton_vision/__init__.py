@@ -10,3 +10,6 @@ __all__ = ["register"]
 
 def register() -> None:
     """`vllm.general_plugins`: make the models known. May be called again."""
+    from baton_vision.registration import register_models
+
+    register_models()

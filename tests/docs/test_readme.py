@@ -104,7 +104,7 @@ def test_the_two_commands_come_first_and_exist() -> None:
 def test_every_file_named_is_there() -> None:
     step_by_step = README[README.index("## A request") :]
     for name in re.findall(
-        r"`((?:api|engines|handoffs|models|pooling|telemetry)/\w+\.py|\w+\.py)`", step_by_step
+        r"`((?:api|engines|handoffs|images|models|pooling|telemetry)/\w+\.py|\w+\.py)`", step_by_step
     ):
         assert (ROOT / "app/baton" / name).is_file(), name
 

@@ -132,41 +132,6 @@ def test_steering_fields_are_dropped_and_counted(fake_gateway: FakeGateway) -> N
     assert 'baton_stripped_fields_total{field="cache_salt"} 1.0' in page
 
 
-MEDIA = (
-    {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest/meta-data"}},
-    {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
-    {"type": "input_image", "image_url": "https://example.com/a.png"},
-    {"type": "audio_url", "audio_url": {"url": " HTTP://example.com/a.wav"}},
-    {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}},
-)
-
-
-@pytest.mark.parametrize("part", MEDIA)
-def test_no_address_a_client_names_is_fetched(fake_gateway: FakeGateway, part: dict[str, object]) -> None:
-    sent = CHAT | {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [part]}]}]}
-    with fake_gateway.client() as client:
-        for path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
-            error = error_of(client.post(path, json=sent))
-            assert (error["code"], error["param"]) == (
-                "invalid_request",
-                next(k for k in part if k != "type"),
-            )
-    assert fake_gateway.engine("alpha").bodies == []
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
-        {"type": "tool_use", "name": "see", "input": {"image_url": "https://example.com/a.png"}},
-    ],
-)
-def test_data_urls_and_a_tool_s_own_json_pass(fake_gateway: FakeGateway, part: dict[str, object]) -> None:
-    sent = CHAT | {"messages": [{"role": "user", "content": [part]}]}
-    with fake_gateway.client() as client:
-        assert client.post("/v1/chat/completions", json=sent).status_code == 200
-
-
 @pytest.mark.parametrize("field", ["background", "previous_response_id"])
 def test_what_needs_stored_responses_is_refused(fake_gateway: FakeGateway, field: str) -> None:
     with fake_gateway.client() as client:

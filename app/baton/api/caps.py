@@ -188,8 +188,6 @@ CAPS: Mapping[str, Check] = {
     "metadata": _entries(ARGUMENTS, "entries"),
     "vllm_xargs": _arguments,
     "chat_template_kwargs": _entries(ARGUMENTS, "arguments"),
-    "mm_processor_kwargs": _entries(ARGUMENTS, "arguments"),
-    "media_io_kwargs": _entries(ARGUMENTS, "arguments"),
     "messages": _messages,
     "input": _messages,
     "previous_input_messages": _messages,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -11,7 +12,8 @@ from starlette.responses import Response
 
 from baton.api.caps import check_caps
 from baton.api.gateway import Gateway, context_of, gateway_of
-from baton.api.limits import read_json, refuse_remote_media, strip_steering
+from baton.api.limits import read_json, strip_steering
+from baton.api.pictures import take_pictures
 from baton.api.relay import relayed
 from baton.api.streams import event_stream
 from baton.api.strict_json import off_the_loop
@@ -52,18 +54,14 @@ async def operate(
 
 
 async def refuse_excess(request: Request, body: dict[str, Any]) -> None:
-    """Let no request through that names media by address or asks for too much of anything.
+    """Let no request through that asks for too much of anything.
 
     Raises:
         InvalidRequest: it does; `param` names the field.
     """
     limits = gateway_of(request).settings.limits
 
-    def look() -> None:
-        refuse_remote_media(body)
-        check_caps(body, limits)
-
-    await off_the_loop(await request.body(), look)
+    await off_the_loop(await request.body(), partial(check_caps, body, limits))
 
 
 async def _respond(
@@ -75,6 +73,7 @@ async def _respond(
     context: RequestContext,
 ) -> Response:
     wish = take_wish(body, engine, operation)
+    pictures = await take_pictures(request, engine, operation, body)
     source = None
     if wish is not None:
         require_latent(engine, wish.latent_steps, gateway.settings.handoffs.latent_steps_max)
@@ -84,7 +83,7 @@ async def _respond(
     if wish is None:
         reply = await engine.call(operation, body, context)
     else:
-        reply = await relayed(gateway, engine, operation, body, context, wish, source)
+        reply = await relayed(gateway, engine, operation, body, context, wish, source, pictures)
     if not isinstance(reply, StreamReply):
         ticket.leave_engine()  # however slowly the client reads
         return Response(reply.body, media_type=reply.media_type, headers=dict(reply.headers))

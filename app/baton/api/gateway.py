@@ -11,6 +11,7 @@ from baton.api.drain import Drain
 from baton.engines.fleet import Fleet
 from baton.handoffs.coordinator import Handoffs
 from baton.handoffs.planner import Planner
+from baton.images.reading import ImageReading
 from baton.pooling.runner import Pooling
 from baton.settings import Settings
 from baton.telemetry.ids import RequestContext
@@ -29,6 +30,7 @@ class Gateway:
     pooling: Pooling
     drain: Drain
     admission: Admission
+    images: ImageReading
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -11,14 +11,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.api.strict_json import off_the_loop, parse_object
-from baton.errors import BodyTooLarge, InvalidRequest, RequestTimeout, UnsupportedMediaType
+from baton.errors import BodyTooLarge, RequestTimeout, UnsupportedMediaType
 from baton.setting_groups import EdgeSettings, LimitSettings
-
-MEDIA_KEYS = ("image_url", "audio_url", "video_url", "file_url", "source")
-"""Where OpenAI's, Anthropic's and vLLM's requests name media."""
-
-FREE_JSON = frozenset({"tools", "functions", "metadata", "response_format", "input_schema", "parameters"})
-"""Fields whose JSON is the client's own: what looks like media there is not."""
 
 UPLOAD_TYPES = frozenset(
     {
@@ -33,8 +27,14 @@ UPLOAD_TYPES = frozenset(
 """Bodies of `POST /pooling` that are a file as it is, not JSON."""
 UPLOAD_PATH = "/pooling"
 
-STEERING_KEYS = ("kv_transfer_params", "ec_transfer_params", "cache_salt")
-"""Fields of vLLM's requests that steer its KV cache past the gateway."""
+STEERING_KEYS = (
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "cache_salt",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+)
+"""Fields of vLLM's requests that steer its caches, or how it reads images, past the gateway."""
 
 
 class BodyLimitMiddleware:
@@ -141,29 +141,3 @@ def strip_steering(body: dict[str, Any]) -> list[str]:
     if isinstance(extra, dict):
         stripped += [key for key in STEERING_KEYS if extra.pop(key, None) is not None]
     return stripped
-
-
-def refuse_remote_media(body: dict[str, Any]) -> None:
-    """Let media in as `data:` URLs only: this process fetches nothing a client names.
-
-    Raises:
-        InvalidRequest: a media part names any other URL.
-    """
-    open_values: list[object] = [body]
-    while open_values:
-        value = open_values.pop()
-        if isinstance(value, list):
-            open_values += [item for item in value if isinstance(item, dict | list)]
-        elif isinstance(value, dict):
-            for key in MEDIA_KEYS:
-                _refuse_remote(key, value.get(key))
-            free = FREE_JSON | ({"input"} if value.get("type") == "tool_use" else set())
-            open_values += [item for key, item in value.items() if key not in free]
-
-
-def _refuse_remote(key: str, media: object) -> None:
-    url = media.get("url") if isinstance(media, dict) else media if key != "source" else None
-    if isinstance(url, str) and url.lstrip()[:5].lower() != "data:":
-        raise InvalidRequest(
-            f"'{key}': media are taken as data: URLs only; no address is fetched.", param=key
-        )

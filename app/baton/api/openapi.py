@@ -39,7 +39,7 @@ PACKED = (Operation.EMBEDDINGS, Operation.POOLING)
 """These may answer in bytes."""
 STREAMING = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES)
 OPERATION_ERRORS = {
-    "400": "The request is not valid; `param` names the field.",
+    "400": "The request, or an image in it, is not valid; `param` names the field.",
     "404": "No such model.",
     "408": "The body came too slowly.",
     "413": "The body is too large.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from baton.errors import InvalidRequest
 from baton.handoffs.conversation import AFTER_THE_PROMPT, Chat, Writer, conversation_of, with_text
 from baton.handoffs.planner import Choice, Decision
 from baton.handoffs.record import Conversation, HandoffRecord
+from baton.images.picture import Picture
 from baton.telemetry.ids import RequestContext
 from baton_latent.contract import prepare_latent_prompt
 
@@ -145,8 +146,11 @@ async def relayed(
     context: RequestContext,
     wish: HandoffWish,
     source: HandoffRecord | None,
+    pictures: Sequence[Picture] = (),
 ) -> Reply:
     """Do a request that is part of a relay, and starts from `source`.
+
+    `pictures` are the images of `body`, which holds them too, in the order of its own prompt.
 
     Its prompt is always the whole truth: the handoff's token ids and then its own. The entry only
     brings KV for what both share.

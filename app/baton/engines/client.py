@@ -8,16 +8,18 @@ of their own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from baton.engines.faults import translate
-from baton.engines.port import Relay
+from baton.engines.port import ImageInput, Relay
+from baton.engines.vision import confirm, hashes_of, strays
 from baton.errors import BatonError, GenerationFailed, InvalidRequest
 from baton.telemetry.ids import RequestContext
 from baton_kv.contract import transfer_params
@@ -38,6 +40,7 @@ class Call:
         failure: why the engine failed this request, once it has.
         relay: what it starts from and leaves behind, if it is part of one.
         placeholder: the token id that stands for a latent step; None: the model does not think.
+        images: what images are to the model.
         deltas: outputs hold only what is new since the last one.
     """
 
@@ -46,15 +49,23 @@ class Call:
     failure: BatonError | None = None
     relay: Relay | None = None
     placeholder: int | None = None
+    images: ImageInput = field(default_factory=ImageInput)
     deltas: bool = False
 
-    async def watch(self, outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
-        """Pass the engine's outputs on, keep what ends them badly, and close them at once."""
+    async def watch(
+        self, outputs: AsyncGenerator[Any, None], arrived: Callable[[], None]
+    ) -> AsyncIterator[Any]:
+        """Pass the engine's outputs on, keep what ends them badly, and close them at once.
+
+        `arrived` is called once the engine process has shown that it has the prompt.
+        """
         first = True
         async with aclosing(outputs):
             try:
                 async for output in outputs:
                     self._count(output, first=first)
+                    if first and not failed(output):
+                        arrived()
                     first = False
                     if self.relay is not None:
                         _note(self.relay, output, deltas=self.deltas)
@@ -94,6 +105,7 @@ class WatchedClient:
         call = CURRENT_CALL.get()
         call.deltas = sampling_params.output_kind.name == "DELTA"
         _require_no_own_steps(call, prompt)
+        _require_own_images(call, prompt)
         if call.relay is not None:
             _require_prompt(call, prompt)
             wanted = transfer_params(
@@ -105,11 +117,24 @@ class WatchedClient:
             )
             extra = sampling_params.extra_args or {}
             sampling_params.extra_args = extra | {"kv_transfer_params": wanted}
-        return call.watch(self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs))
+        outputs = self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs)
+        return call.watch(outputs, self._arrival(prompt))
 
     def encode(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()
-        return call.watch(self._engine.encode(salted(prompt, call.salt), *args, **kwargs))
+        _require_own_images(call, prompt)
+        outputs = self._engine.encode(salted(prompt, call.salt), *args, **kwargs)
+        return call.watch(outputs, self._arrival(prompt))
+
+    def _arrival(self, prompt: Any) -> Callable[[], None]:
+        return partial(confirm, self._engine.renderer.mm_processor_cache, hashes_of(prompt))
+
+
+def failed(output: Any) -> bool:
+    """The engine process gave up on a request, perhaps before it had looked at all of it."""
+    completions = getattr(output, "outputs", ())
+    reasons = [item.finish_reason for item in completions] if isinstance(completions, list) else []
+    return "error" in reasons or getattr(output, "error", None) is not None
 
 
 def _require_prompt(call: Call, prompt: Any) -> None:
@@ -140,6 +165,25 @@ def _require_no_own_steps(call: Call, prompt: Any) -> None:
         call.failure = InvalidRequest(
             f"The prompt holds the token {call.placeholder}, which stands for a latent step of this model: "
             "leave it out, and ask for steps with 'handoff.save.latent_steps'.",
+            param="prompt",
+        )
+        raise call.failure
+
+
+def _require_own_images(call: Call, prompt: Any) -> None:
+    """Refuse a prompt in which something stands for an image that is none.
+
+    Such a token would take the place of an image that was sent, or be computed with what the model never
+    learned; several models' code fails on it, and the engine with it.
+
+    Raises:
+        InvalidRequest: the client's own text or token ids hold it.
+    """
+    if strays(prompt, call.images.tokens):
+        texts = ", ".join(f"'{text}'" for text in call.images.texts)
+        call.failure = InvalidRequest(
+            f"The prompt holds a token that stands for an image of this model (written {texts}) and belongs "
+            "to none: leave it out, and send images as parts of messages.",
             param="prompt",
         )
         raise call.failure

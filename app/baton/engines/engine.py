@@ -23,6 +23,7 @@ from baton.engines.faults import UNFORESEEN, from_response, scrub, translate
 from baton.engines.plugins import chosen_plugin, close_plugin, make_plugin, plugin_params
 from baton.engines.port import (
     EngineState,
+    ImageInput,
     Json,
     Operation,
     Plugin,
@@ -36,6 +37,7 @@ from baton.engines.progress import Progress
 from baton.engines.series import EngineSeries
 from baton.engines.speed import Speed
 from baton.engines.thread import EngineThread
+from baton.engines.vision import confirm_before_reuse, image_input
 from baton.errors import (
     BatonError,
     EngineUnavailable,
@@ -95,6 +97,7 @@ class VllmEngine:
         self._client: AsyncLLM | None = None
         self._handlers: handlers.Handlers | None = None
         self._plugin: Plugin | None = None
+        self._images = ImageInput()
         self._weights = identity(model)
         self._speed = Speed()
         self._transfers = TransferMetrics(self._series.registry, settings.name)
@@ -131,6 +134,10 @@ class VllmEngine:
     @property
     def speed(self) -> Speed:
         return self._speed
+
+    @property
+    def images(self) -> ImageInput:
+        return self._images
 
     @property
     def plugin(self) -> Plugin | None:
@@ -210,6 +217,8 @@ class VllmEngine:
         self._thread = EngineThread(self._args, logger, self.name)
         self._thread.start()
         self._client = await asyncio.wrap_future(self._thread.built)
+        self._images = image_input(self._client)
+        confirm_before_reuse(self._client)
         report("building the request handlers")
         self._plugin = await self._make_plugin(self._client)
         self._handlers = await handlers.Handlers.build(
@@ -287,7 +296,13 @@ class VllmEngine:
             raise EngineUnavailable()
         if method is None:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
-        call = Call(context, self._salt(context.tenant), relay=relay, placeholder=self._placeholder)
+        call = Call(
+            context,
+            self._salt(context.tenant),
+            relay=relay,
+            placeholder=self._placeholder,
+            images=self._images,
+        )
         if relay is not None:
             self._relays[context.request_id] = relay
         CURRENT_CALL.set(call)

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter
 from baton.engines.fake_shapes import CHUNK, KINDS, MAX_MODEL_LEN, WHOLE, event, token_id
 from baton.engines.port import (
     EngineState,
+    ImageInput,
     Json,
     Operation,
     Plugin,
@@ -86,6 +87,7 @@ class FakeEngine:
         plugin: what does its pooling, if a plugin does.
         placeholder: the token id that stands for a latent step, which costs it nothing.
         weights: what it says of where its weights are.
+        images: what images are to it; a text model's nothing, unless a test says otherwise.
         behaviour: what is to go wrong or to take time.
         bodies: every request it got, for tests to look at.
         active: requests under way now.
@@ -101,6 +103,7 @@ class FakeEngine:
     relays: bool = False
     placeholder: int | None = None
     weights: str = "fake"
+    images: ImageInput = field(default_factory=ImageInput)
     behaviour: FakeBehaviour = field(default_factory=FakeBehaviour)
     state: EngineState = EngineState.STARTING
     plugin: Plugin | None = None

@@ -34,6 +34,7 @@ from baton.errors import (
     EngineUnavailable,
     GenerationFailed,
     InternalError,
+    InvalidImage,
     InvalidRequest,
     ModelNotFound,
     NotFound,
@@ -67,6 +68,15 @@ TABLE: tuple[tuple[type[BaseException], type[BatonError]], ...] = (
 UNFORESEEN = (LookupError, AttributeError, AssertionError)
 """What vLLM's code raises at a shape nobody thought of."""
 
+MISPLACED_IMAGES = (
+    "prompt placeholders corresponding to",
+    "prompt updates corresponding to",
+    "Failed to apply prompt replacement for mm_items",
+)
+"""vLLM's words, in errors of several types, for images that the rendered prompt has no place for."""
+UNPROCESSED_IMAGE = re.compile(r"Failed to apply \w+ on data=")
+"""Its words for what a model's own image processor raised; the data itself follow."""
+
 CONTEXT_WORDS = ("maximum context length", "max_model_len", "maximum model length")
 
 
@@ -77,12 +87,26 @@ def translate(error: BaseException) -> BatonError:
     if isinstance(error, ValidationError):
         ours_to_mend = error.title.endswith(("Response", "StreamResponse", "Event"))
         return GenerationFailed() if ours_to_mend else from_validation(error)
+    if (about_images := _of_images(str(error))) is not None:
+        return about_images
     for foreign, ours in TABLE:
         if isinstance(error, foreign):
             return _build(ours, error)
     if any(cls.__name__ == "TemplateError" for cls in type(error).__mro__):
         return InvalidRequest("The model's chat template refuses these messages: " + scrub(str(error)))
     return InternalError()
+
+
+def _of_images(said: str) -> BatonError | None:
+    if any(words in said for words in MISPLACED_IMAGES):
+        return InvalidRequest(
+            "The model's chat template has no place for one of the images where it stands: send images in "
+            "messages of the user.",
+            param="messages",
+        )
+    if UNPROCESSED_IMAGE.search(said):
+        return InvalidImage("The model's image processor cannot take one of these images; send another size.")
+    return None
 
 
 def _build(ours: type[BatonError], error: BaseException) -> BatonError:

@@ -122,6 +122,21 @@ class Plugin:
     request: Callable[[Json], Any]
 
 
+@dataclass(frozen=True)
+class ImageInput:
+    """What images are to one engine's model.
+
+    Attributes:
+        limit: the most that one prompt may hold; 0: the model takes text alone.
+        tokens: the token ids that stand for an image, or a part of one, in its prompts.
+        texts: what its tokenizer or its chat template turns into these.
+    """
+
+    limit: int = 0
+    tokens: frozenset[int] = frozenset()
+    texts: tuple[str, ...] = ()
+
+
 Reply = WholeReply | StreamReply
 Report = Callable[[str], None]
 """Told the phase a start is in, in words a person understands."""
@@ -186,6 +201,11 @@ class Engine(Protocol):
     @property
     def speed(self) -> Speed:
         """How fast it computes and loads."""
+        ...
+
+    @property
+    def images(self) -> ImageInput:
+        """What images are to its model."""
         ...
 
     @property

@@ -104,6 +104,7 @@ class GatewayMetrics:
         self.tenants = TenantMetrics(registry)
         self.handoffs = HandoffMetrics(registry)
         self.pooling = PoolingMetrics(registry)
+        self.images = ImageMetrics(registry)
         Info("baton_build", "What is running.", registry=registry).info(
             {"version": __version__, "python": platform.python_version()}
         )
@@ -231,6 +232,32 @@ class HandoffMetrics:
         self.store_bytes = Gauge("baton_store_bytes", "Bytes all entries take.", registry=registry)
         self.store_budget = Gauge(
             "baton_store_budget_bytes", "Bytes that all entries may take.", registry=registry
+        )
+
+
+class ImageMetrics:
+    """The series of images in requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.images = Counter(
+            "baton_images_total",
+            "Images in requests, by whether they could be read, and as what they were refused.",
+            ("outcome",),
+            registry=registry,
+        )
+        for outcome in ("read", "invalid_image", "image_too_large", "image_fetch_failed", OTHER):
+            self.images.labels(outcome)
+        self.rewritten = Counter(
+            "baton_images_rewritten_total",
+            "Images that were turned upright or given another mode; the others go on as they came.",
+            registry=registry,
+        )
+        self.bytes = Counter("baton_image_bytes_total", "Bytes of the images read.", registry=registry)
+        self.seconds = Histogram(
+            "baton_image_read_seconds",
+            "Seconds from an image's turn until it was read or refused, fetching included.",
+            buckets=SECONDS,
+            registry=registry,
         )
 
 

@@ -1,0 +1,87 @@
+"""The images of a request: found, read, checked, and put back as what the engine is to see.
+
+After this no part of a body names anything outside of it, and every image in it is one that we have decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from baton.api.gateway import gateway_of
+from baton.api.strict_json import off_the_loop
+from baton.engines.port import Engine, ImageInput, Operation
+from baton.errors import InvalidRequest, OperationUnsupported
+from baton.images.parts import Dialect, Part, image_parts, part_of, typed_token
+from baton.images.picture import Picture
+from baton.setting_groups import ImageSettings
+
+DIALECTS = {
+    Operation.RESPONSES: Dialect.RESPONSES,
+    Operation.MESSAGES: Dialect.MESSAGES,
+    Operation.COUNT_TOKENS: Dialect.MESSAGES,
+}
+
+
+async def take_pictures(
+    request: Request, engine: Engine, operation: Operation, body: dict[str, Any]
+) -> list[Picture]:
+    """Read the images of a body, and put the images as they were read in their places.
+
+    Returns:
+        What was read, in the order of the prompt.
+
+    Raises:
+        InvalidRequest: there are too many, the model takes none, a text holds what stands for one, or there
+            are media that are no images.
+        InvalidImage: one is not taken.
+        ImageFetchFailed: one could not be fetched.
+    """
+    gateway = gateway_of(request)
+    dialect = DIALECTS.get(operation, Dialect.CHAT)
+
+    def find() -> list[Part]:
+        parts = list(image_parts(body, dialect))
+        _refuse_typed(body, engine.images)
+        return parts
+
+    parts = await off_the_loop(await request.body(), find)
+    if not parts:
+        return []
+    _require_count(parts, engine, gateway.settings.images)
+    pictures = await gateway.images.read(parts)
+    await asyncio.to_thread(_put, parts, pictures, dialect)
+    return pictures
+
+
+def _put(parts: Sequence[Part], pictures: Sequence[Picture], dialect: Dialect) -> None:
+    for part, picture in zip(parts, pictures, strict=True):
+        part.holder[part.key] = part_of(picture, dialect)
+
+
+def _require_count(parts: Sequence[Part], engine: Engine, settings: ImageSettings) -> None:
+    if engine.images.limit == 0:
+        raise OperationUnsupported(
+            f"{parts[0].where}: the model '{engine.name}' takes no images, only text.", param=parts[0].where
+        )
+    most = min(engine.images.limit, settings.count)
+    if len(parts) > most:
+        raise InvalidRequest(
+            f"The request holds {len(parts)} images; with the model '{engine.name}' at most {most} are taken "
+            "(setting images.count, and what the model takes).",
+            param=parts[most].where,
+        )
+
+
+def _refuse_typed(body: dict[str, Any], images: ImageInput) -> None:
+    found = typed_token(body, images.texts) if images.texts else None
+    if found is not None:
+        where, text = found
+        raise InvalidRequest(
+            f"{where}: the text holds '{text}', which stands for an image in this model's prompts: leave it "
+            "out, and send images as parts of their own.",
+            param=where,
+        )

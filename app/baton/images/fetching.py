@@ -1,0 +1,74 @@
+"""Images that a request only names: fetched from the operator's hosts, and from nowhere else."""
+
+from __future__ import annotations
+
+from baton.errors import ImageFetchFailed, ImageTooLarge, InvalidRequest, SettingsError
+from baton.images.reading import Fetch
+from baton.setting_groups import ImageSettings
+from baton_fetch.addresses import AllowedHosts
+from baton_fetch.errors import FetchFailed, FetchRefused
+from baton_fetch.fetch import Fetcher, Resolver, system_resolver
+
+ACCEPT = "image/png, image/jpeg, image/webp, image/gif"
+
+
+class InMemory:
+    """A file as it comes, up to a limit.
+
+    Args:
+        limit: most bytes.
+        where: the image's place in the request.
+    """
+
+    def __init__(self, limit: int, where: str) -> None:
+        self.data = bytearray()
+        self._limit = limit
+        self._where = where
+
+    def expect(self, size: int) -> None:
+        if size > self._limit:
+            raise ImageTooLarge(
+                f"{self._where}: the image file at this address has more than {self._limit} bytes "
+                "(setting images.file_bytes).",
+                param=self._where,
+            )
+
+    async def write(self, data: bytes) -> None:
+        self.expect(len(self.data) + len(data))
+        self.data += data
+
+
+def fetcher_of(settings: ImageSettings, resolver: Resolver = system_resolver) -> Fetch:
+    """What fetches an image's address; raises `InvalidRequest`, `ImageFetchFailed` or `ImageTooLarge`.
+
+    Raises:
+        SettingsError: an allowed host is none.
+    """
+    try:
+        hosts = AllowedHosts(settings.allowed_hosts, "images.allowed_hosts")
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    fetcher = Fetcher(
+        hosts,
+        allow_http=settings.allow_http,
+        seconds=settings.fetch_s,
+        accept=ACCEPT,
+        agent="baton",
+        resolver=resolver,
+    )
+
+    async def fetch(url: str, where: str) -> bytes:
+        if not hosts:
+            raise InvalidRequest(
+                f"{where}: this server fetches no addresses; send the image as a data: URL.", param=where
+            )
+        file = InMemory(int(settings.file_bytes), where)
+        try:
+            await fetcher.fetch(url, file)
+        except FetchRefused as error:
+            raise InvalidRequest(f"{where}: {error.reason}.", param=where) from None
+        except FetchFailed as error:
+            raise ImageFetchFailed(f"{where}: {error.reason}.", param=where) from None
+        return bytes(file.data)
+
+    return fetch

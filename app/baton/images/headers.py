@@ -1,0 +1,66 @@
+"""What is told of an image file by its first bytes, and by walking its parts without decoding any."""
+
+from __future__ import annotations
+
+from baton.errors import InvalidImage
+
+MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+"""The formats that are taken, by Pillow's names."""
+
+PARTS = 2048
+"""Chunks, segments or extensions before and between the pixels; more only keep a reader busy."""
+SCANS = 100
+"""Passes over a progressive JPEG's pixels; usual are ten, and each costs as much as all pixels."""
+
+PNG_HEAD = b"\x89PNG\r\n\x1a\n"
+START_OF_SCAN = b"\xff\xda"
+GIF_EXTENSION = b"\x00!"
+
+
+def format_of(data: bytes) -> str | None:
+    """Pillow's name of the format that the first bytes tell; None: none that is taken."""
+    if data.startswith(PNG_HEAD):
+        return "PNG"
+    if data.startswith(b"\xff\xd8\xff"):
+        return "JPEG"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    return "GIF" if data.startswith((b"GIF87a", b"GIF89a")) else None
+
+
+def refuse_endless_headers(kind: str, data: bytes, where: str) -> None:
+    """Refuse a file of so many small parts that reading them is the attack.
+
+    Raises:
+        InvalidImage: it is one.
+    """
+    endless = {"PNG": _png, "JPEG": _jpeg, "GIF": _gif}.get(kind)
+    if endless is not None and endless(data):
+        raise InvalidImage(
+            f"{where}: the {kind} file is made of too many parts; save the image anew, without metadata.",
+            param=where,
+        )
+
+
+def _png(data: bytes) -> bool:
+    """More chunks that are no pixels than a picture has."""
+    at, seen = len(PNG_HEAD), 0
+    while at + 8 <= len(data) and seen <= PARTS:
+        seen += data[at + 4 : at + 8] != b"IDAT"
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+    return seen > PARTS
+
+
+def _jpeg(data: bytes) -> bool:
+    """More segments before the first scan, or more scans, than a picture has."""
+    at, seen = data.find(b"\xff", 2), 0
+    while 0 <= at <= len(data) - 4 and seen <= PARTS and data[at : at + 2] != START_OF_SCAN:
+        seen += 1
+        padding = data[at + 1] in (0xFF, 0x00)
+        at = data.find(b"\xff", at + 1 if padding else at + 2 + int.from_bytes(data[at + 2 : at + 4], "big"))
+    return seen > PARTS or data.count(START_OF_SCAN) > SCANS
+
+
+def _gif(data: bytes) -> bool:
+    """More extensions than a still picture has. Pixels look like one about once in 64 KiB."""
+    return data.count(GIF_EXTENSION) > PARTS

@@ -1,0 +1,185 @@
+"""Where a request's body holds images, in the order in which the model will see them.
+
+OpenAI's, Anthropic's and vLLM's requests put them in many places. So every object of a body is looked at
+that is not the client's own JSON, and one that vLLM would take for media is either an image of a shape that
+is known, or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from baton.errors import InvalidImage, InvalidRequest
+from baton.images.picture import Picture
+
+Json = dict[str, Any]
+
+FREE_JSON = frozenset(
+    {
+        "arguments",
+        "chat_template_kwargs",
+        "functions",
+        "input_schema",
+        "metadata",
+        "parameters",
+        "response_format",
+        "tools",
+    }
+)
+"""Fields whose JSON is the client's own: what looks like media there is not."""
+
+IMAGES = frozenset({"image_url", "input_image"})
+OTHER_MEDIA = frozenset(
+    {
+        "audio_embeds",
+        "audio_url",
+        "file_url",
+        "image_embeds",
+        "image_pil",
+        "input_audio",
+        "input_file",
+        "video_embeds",
+        "video_url",
+    }
+)
+"""What vLLM takes for media under these types, and, beside any type at all, under these keys."""
+OTHER_TYPES = OTHER_MEDIA | {"audio", "file", "input_video", "video"}
+
+
+class Dialect(Enum):
+    """Whose shape of an image part a route's handler reads."""
+
+    CHAT = "chat"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One image where it lies in a body.
+
+    Attributes:
+        holder: the list or object that holds it.
+        key: its place there.
+        where: its place in the body, for messages: `messages[2].content[1].image_url`.
+        url: what it says, as it stands: a `data:` URL or an address.
+    """
+
+    holder: Any
+    key: int | str
+    where: str
+    url: str
+
+
+def image_parts(value: Any, dialect: Dialect, where: str = "") -> Iterator[Part]:
+    """Every image in a body.
+
+    Raises:
+        InvalidImage: one that has no shape we know, or nothing in it.
+        InvalidRequest: media that are no images.
+    """
+    items: Any = ()
+    if isinstance(value, list):
+        items = enumerate(value)
+    elif isinstance(value, dict):
+        free = FREE_JSON | ({"input"} if value.get("type") == "tool_use" else frozenset())
+        items = ((key, item) for key, item in value.items() if key not in free)
+    for key, item in items:
+        if not isinstance(item, dict | list):
+            continue
+        there = f"{where}[{key}]" if isinstance(key, int) else f"{where}.{key}" if where else key
+        found = _part(item, dialect, value, key, there) if isinstance(item, dict) else None
+        if found is not None:
+            yield found
+        else:
+            yield from image_parts(item, dialect, there)
+
+
+def _part(part: Json, dialect: Dialect, holder: Any, key: int | str, where: str) -> Part | None:
+    kind = part.get("type")
+    kind = kind if isinstance(kind, str) else None
+    _refuse_other_media(part, kind, where)
+    if kind == "image":
+        return Part(holder, key, f"{where}.source", _source_url(part.get("source"), dialect, where))
+    if not any(name in part for name in IMAGES) and kind not in IMAGES:
+        return None
+    if dialect is Dialect.MESSAGES:
+        raise InvalidImage(
+            f'{where}: images come here as {{"type": "image", "source": {{...}}}}.', param=where
+        )
+    if kind is not None and kind not in IMAGES:
+        raise InvalidRequest(
+            f"{where}: a part is either an image or of type '{str(kind)[:40]}'.", param=where
+        )
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, dict) else url
+    if not isinstance(url, str) or not url.strip():
+        raise InvalidImage(
+            f"{where}.image_url: there is no image here; send it as a data: URL. Nothing is kept that an id "
+            "alone could name.",
+            param=f"{where}.image_url",
+        )
+    return Part(holder, key, f"{where}.image_url", url)
+
+
+def _refuse_other_media(part: Json, kind: str | None, where: str) -> None:
+    source = part.get("source")
+    if kind != "image" and isinstance(source, Mapping) and "url" in source:
+        raise InvalidRequest(
+            f"{where}.source: no address is fetched but an image's.", param=f"{where}.source"
+        )
+    found = [kind] if kind in OTHER_TYPES else []
+    found += [name for name in part if name in OTHER_MEDIA]
+    if found:
+        raise InvalidRequest(
+            f"{where}: '{found[0]}' is not taken; of media only images are, as 'image_url'.",
+            param=f"{where}.{found[0]}" if found[0] in part else where,
+        )
+
+
+def _source_url(source: object, dialect: Dialect, where: str) -> str:
+    """Anthropic's two sources of an image, as one URL."""
+    if dialect is not Dialect.MESSAGES or not isinstance(source, Mapping):
+        raise InvalidImage(f"{where}: an image comes here as 'image_url'.", param=where)
+    url = source.get("url")
+    if source.get("type") == "base64" and isinstance(source.get("data"), str):
+        url = f"data:;base64,{source['data']}"
+    if not isinstance(url, str) or not url.strip():
+        raise InvalidImage(
+            f"{where}.source: there is no image here; send it in base64.", param=f"{where}.source"
+        )
+    return url
+
+
+def part_of(picture: Picture, dialect: Dialect) -> Json:
+    """What stands in an image's place when the body goes to the engine.
+
+    With `uuid` vLLM calls the image by the digest of its bytes, the same on every engine; where a handler
+    drops it, by a hash of its own.
+    """
+    if dialect is Dialect.MESSAGES:
+        source = {"type": "base64", "media_type": picture.media_type, "data": picture.base64}
+        return {"type": "image", "source": source}
+    if dialect is Dialect.RESPONSES:
+        image = {"type": "input_image", "image_url": picture.url, "detail": "auto"}
+        return image | {"uuid": picture.digest}
+    return {"type": "image_url", "image_url": {"url": picture.url}, "uuid": picture.digest}
+
+
+def typed_token(value: Any, texts: tuple[str, ...], where: str = "") -> tuple[str, str] | None:
+    """The first text of a body that holds what stands for an image: its place, and what it holds."""
+    if isinstance(value, str):
+        found = next((text for text in texts if text in value), None)
+        return (where, found) if found is not None else None
+    items: Any = ()
+    if isinstance(value, list):
+        items = ((f"{where}[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, dict):
+        items = (
+            (f"{where}.{key}" if where else key, item) for key, item in value.items() if key not in FREE_JSON
+        )
+    hits = (typed_token(item, texts, there) for there, item in items if isinstance(item, str | dict | list))
+    return next((hit for hit in hits if hit is not None), None)

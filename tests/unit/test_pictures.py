@@ -1,0 +1,276 @@
+"""Reading an image: what is taken as it is, what is written anew, what is refused."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pictures
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageChops
+
+from baton.errors import ImageTooLarge, InvalidImage
+from baton.images.picture import Picture
+from baton.images.reader import read_picture
+from baton.images.reading import decoded
+from baton.setting_groups import ImageSettings
+
+LIMITS = ImageSettings()
+WHERE = "messages[2].content[1].image_url"
+
+
+def read(data: bytes, **limits: Any) -> Picture:
+    return read_picture(data, ImageSettings(**limits), WHERE)
+
+
+def refused(data: bytes, **limits: Any) -> InvalidImage:
+    with pytest.raises(InvalidImage) as caught:
+        read(data, **limits)
+    assert caught.value.param == WHERE
+    assert caught.value.message.startswith(WHERE)
+    assert caught.value.message.isprintable()
+    return caught.value
+
+
+PLAIN = [
+    *(("PNG", mode) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")),
+    *(("JPEG", mode) for mode in ("L", "RGB")),
+    *(("WEBP", mode) for mode in ("RGB", "RGBA")),
+    *(("GIF", mode) for mode in ("L", "P", "RGB")),
+]
+
+
+@pytest.mark.parametrize(("kind", "mode"), PLAIN)
+def test_a_plain_upright_image_goes_on_as_it_came(kind: str, mode: str) -> None:
+    """Nothing is decoded and encoded again that need not be: the bytes are the client's."""
+    data = pictures.file_of(pictures.image(mode=mode), kind)
+    picture = read(data)
+    assert picture.data is data
+    assert (picture.width, picture.height, picture.media_type) == (24, 16, f"image/{kind.lower()}")
+
+
+def test_the_digest_names_the_bytes_and_the_url_holds_them() -> None:
+    """Another file is another name, also where the pixels are the same."""
+    one, other = read(pictures.file_of(pictures.image())), read(pictures.file_of(pictures.image(), "GIF"))
+    assert one.digest != other.digest
+    assert len(one.digest) == 64
+    assert one.url == pictures.url_of(one.data)
+    assert decoded(one.url, LIMITS, WHERE) == one.data
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_exif_orientation_is_applied_and_forgotten(kind: str, orientation: int) -> None:
+    """What comes out must be what a person sees who opens the file, to within JPEG's loss."""
+    turns = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_270,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90,
+    }
+    wanted = pictures.image()
+    if orientation != 1:
+        wanted = wanted.transpose(turns[orientation])
+    data = pictures.oriented(orientation, kind)
+    picture = read(data)
+    found = pictures.opened(picture.data)
+    assert (picture.data is data) == (orientation == 1)
+    assert found.getexif().get(0x0112, 1) == 1
+    assert found.size == wanted.size == (picture.width, picture.height)
+    assert max(high for _, high in ImageChops.difference(found.convert("RGB"), wanted).getextrema()) <= 12
+
+
+@pytest.mark.parametrize("said", [0, 9, 77])
+def test_an_orientation_that_is_none_is_nobodys_to_apply(said: int) -> None:
+    """EXIF knows eight."""
+    data = pictures.oriented(said)
+    assert read(data).data is data
+
+
+def test_cmyk_becomes_rgb() -> None:
+    """Printers' inks are no screen's colours, and processors do not know them."""
+    picture = read(pictures.file_of(Image.new("CMYK", (24, 16), (0, 255, 255, 0)), "JPEG", quality=95))
+    red, green, blue = pictures.opened(picture.data).getpixel((3, 3))  # type: ignore[misc]
+    assert (red > 240, green < 15, blue < 15, picture.media_type) == (True, True, True, "image/jpeg")
+
+
+def test_sixteen_bits_are_scaled_and_not_clipped() -> None:
+    """A ramp of 16 bits stays a ramp; clipped, nearly all of it would be white."""
+    ramp = np.linspace(0, 65535, 24 * 16).astype(np.uint16).reshape(16, 24)
+    found = np.asarray(pictures.opened(read(pictures.file_of(Image.fromarray(ramp))).data)).astype(int)
+    assert found.dtype == np.dtype(int)
+    assert np.abs(found - ramp / 257).max() <= 1
+
+
+def test_transparency_without_an_alpha_channel_gets_one() -> None:
+    """A palette's transparent entry must stay transparent, and not become whatever colour it has."""
+    made = pictures.image(mode="P")
+    picture = read(pictures.file_of(made, "PNG", transparency=made.getpixel((0, 0))))
+    found = pictures.opened(picture.data)
+    assert found.mode == "RGBA"
+    assert found.getpixel((0, 0))[3] == 0  # type: ignore[index]
+    assert found.getpixel((23, 0))[3] == 255  # type: ignore[index]
+
+
+def test_a_phone_s_jpeg_with_a_second_picture_is_its_first() -> None:
+    """Two pictures in one JPEG are no animation."""
+    data = pictures.two_pictures_in_one()
+    assert (read(data).data is data, read(data).width, read(data).media_type) == (True, 24, "image/jpeg")
+
+
+@pytest.mark.parametrize("name", sorted(pictures.DISGUISED))
+def test_what_is_no_image_is_refused_whatever_it_is_called(name: str) -> None:
+    """The bytes count."""
+    assert refused(pictures.DISGUISED[name]).code == "invalid_image"
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF"])
+def test_animated_files_are_refused(kind: str) -> None:
+    """One of its frames would be looked at, and nobody would know which."""
+    assert "animated" in refused(pictures.animated(kind)).message
+
+
+@pytest.mark.parametrize(
+    ("size", "code", "said"),
+    [
+        ((1, 1), "invalid_image", "at least 4"),
+        ((1, 65_000), "image_too_large", "16384 a side"),
+        ((65_000, 1), "image_too_large", "16384 a side"),
+        ((3, 50), "invalid_image", "at least 4"),
+        ((4, 404), "invalid_image", "100 times"),
+        ((5001, 5000), "image_too_large", "25000000 in all"),
+    ],
+)
+def test_sizes_no_model_was_made_for(size: tuple[int, int], code: str, said: str) -> None:
+    """Each is refused by what the file says of itself: there are no pixels in these."""
+    error = refused(pictures.png(*size))
+    assert (error.code, said in error.message) == (code, True)
+    assert f"{size[0]}x{size[1]}" in error.message
+
+
+def test_limits_are_taken_to_the_pixel() -> None:
+    """What is just allowed is read, one more is not."""
+    data = pictures.file_of(pictures.image(24, 16))
+    assert read(data, pixels=24 * 16, side_max=24, side_min=16).data is data
+    assert refused(data, pixels=24 * 16 - 1).code == "image_too_large"
+    assert refused(data, side_max=23).code == "image_too_large"
+    assert refused(data, side_min=17).code == "invalid_image"
+    padded = data + bytes(2000)
+    assert read(padded, file_bytes=len(padded)).data is padded
+    assert refused(padded, file_bytes=len(padded) - 1).code == "image_too_large"
+
+
+def test_a_bomb_is_refused_before_it_goes_off() -> None:
+    """65500 x 65500 pixels in a few KB, and sizes past all counting."""
+    for width, height in ((65_500, 65_500), (2**31 - 1, 2**31 - 1)):
+        error = refused(pictures.png(width, height, pictures.chunk(b"IDAT", b"x" * 100)))
+        assert isinstance(error, ImageTooLarge)
+
+
+@pytest.mark.parametrize("made", [pictures.text_bomb, pictures.profile_bomb])
+def test_what_is_packed_beside_the_pixels_is_not_unpacked_without_end(made: Any) -> None:
+    """64 MiB of text or profile in 64 KiB."""
+    data = made()
+    assert len(data) < 200_000
+    assert refused(data).code == "invalid_image"
+
+
+@pytest.mark.parametrize(
+    ("made", "few"),
+    [
+        (pictures.many_chunks, 1000),
+        (pictures.many_segments, 1000),
+        (pictures.many_extensions, 1000),
+        (pictures.many_scans, 20),
+    ],
+)
+def test_a_file_of_endless_small_parts_is_refused(made: Any, few: int) -> None:
+    """Reading them would be the attack; as many as files really have are taken."""
+    assert read(made(few)).width == 24
+    assert "too many parts" in refused(made(5000)).message
+
+
+@pytest.mark.parametrize("kind", pictures.FORMATS)
+def test_a_file_cut_short_loses_no_pixel_unnoticed(kind: str) -> None:
+    """Wherever it is cut, it is refused, or every pixel is still there."""
+    whole = pictures.file_of(pictures.image(), kind)
+    wanted = pictures.opened(whole).convert("RGBA")
+    for length in range(len(whole)):
+        try:
+            found = pictures.opened(read(whole[:length]).data).convert("RGBA")
+        except InvalidImage:
+            continue
+        assert found.tobytes() == wanted.tobytes(), length
+
+
+FILES = [
+    *(pictures.file_of(pictures.image(), kind) for kind in pictures.FORMATS),
+    pictures.file_of(pictures.image(), "JPEG", progressive=True),
+    pictures.file_of(pictures.image(mode="P"), "PNG", transparency=0),
+    pictures.oriented(6),
+    pictures.two_pictures_in_one(),
+    pictures.animated("GIF"),
+    pictures.animated("WEBP"),
+    pictures.animated("PNG"),
+]
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_no_file_raises_anything_but_our_errors(data: st.DataObject) -> None:
+    """Bytes changed, left out, doubled: it is read within the limits, or refused in our words."""
+    file = bytearray(data.draw(st.sampled_from(FILES)))
+    for _ in range(data.draw(st.integers(1, 8))):
+        at = data.draw(st.integers(0, len(file) - 1))
+        cut = data.draw(st.integers(0, 9))
+        file[at : at + cut] = data.draw(st.binary(max_size=9))
+        if not file:
+            break
+    try:
+        picture = read(bytes(file), pixels=100_000)
+    except InvalidImage:
+        return
+    assert picture.width * picture.height <= 100_000
+    assert min(picture.width, picture.height) >= 4
+    assert pictures.opened(picture.data).size == (picture.width, picture.height)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:",
+        "data:,hello",
+        "data:image/png,abc",
+        "data:image/png;base64",
+        "data:image/png;base64;AAAA",
+        "data:image/png;base64,A",
+        "data:image/png;base64,AA AA",
+        "data:image/png;base64,AA\nAA",
+        "data:image/png;base64,%41%41",
+        "data:image/png;base64,____",
+        "data:image/png;base64,ÄÄÄÄ",
+    ],
+)
+def test_what_is_no_data_url_of_base64_is_refused(url: str) -> None:
+    """In one way only can it be read."""
+    with pytest.raises(InvalidImage) as caught:
+        decoded(url, LIMITS, WHERE)
+    assert (caught.value.code, caught.value.param) == ("invalid_image", WHERE)
+
+
+@pytest.mark.parametrize("head", ["data:;base64,", "data:text/html;base64,", "DATA:x;a=b;BASE64,"])
+def test_the_type_a_data_url_names_does_not_matter(head: str) -> None:
+    """Clients get it wrong, and the bytes tell."""
+    assert decoded(head + base64.b64encode(b"abc").decode(), LIMITS, WHERE) == b"abc"
+
+
+def test_base64_of_too_much_is_not_decoded() -> None:
+    """It is counted first."""
+    with pytest.raises(ImageTooLarge):
+        decoded("data:;base64," + "A" * 4000, ImageSettings(file_bytes=1024), WHERE)

@@ -1,0 +1,47 @@
+"""HuggingFace's own models and processors: what vLLM is held against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    FuyuForCausalLM,
+    FuyuProcessor,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
+
+
+class Reference:
+    """A model in fp32 with its processor."""
+
+    def __init__(self, folder: Path) -> None:
+        llava = AutoConfig.from_pretrained(folder).model_type == "llava"
+        model, processor = (
+            (LlavaForConditionalGeneration, LlavaProcessor) if llava else (FuyuForCausalLM, FuyuProcessor)
+        )
+        self._model = model.from_pretrained(folder, dtype=torch.float32).eval()
+        self.processor = processor.from_pretrained(folder)
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        """As HuggingFace's users make them: token ids `[1, tokens]`, pixels or patches."""
+        found = dict(self.processor(images=images or None, text=text, return_tensors="pt"))
+        if isinstance(found["input_ids"], list):
+            found["input_ids"] = torch.stack(found["input_ids"])
+        return {
+            name: value
+            for name, value in found.items()
+            if name in ("input_ids", "pixel_values", "image_patches")
+        }
+
+    @torch.inference_mode()
+    def logprobs(self, inputs: dict[str, Any], said: list[int]) -> torch.Tensor:
+        """After every token but the last of prompt and answer: `[positions, vocabulary]`, float64."""
+        ids = torch.cat([inputs["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1)
+        given = {name: value for name, value in inputs.items() if name != "input_ids"}
+        logits = self._model(input_ids=ids, **given).logits[0, :-1]
+        return torch.log_softmax(logits.double(), dim=-1)

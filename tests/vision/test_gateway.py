@@ -1,0 +1,311 @@
+"""Images through a real gateway into a real engine: answered right, refused before they do harm, cached."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pictures
+import pytest
+from asked import asked_all_the_time
+from gateways import RealGateway
+
+pytestmark = pytest.mark.engine
+
+MAKE = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import tiny_vision; "
+MAKE += "tiny_vision.make_llava(pathlib.Path(sys.argv[2]))"
+LENGTH = 256
+IMAGE_TOKENS = 9
+IMAGE_TOKEN = 3
+SETTINGS = """
+log_format = "json"
+[images]
+count = 8
+[[engines]]
+name = "look"
+model = "{folder}/model"
+kv_cache_memory = "64MiB"
+[engines.args]
+max_model_len = {length}
+dtype = "float32"
+limit_mm_per_prompt = {{ image = 3 }}
+enable_prompt_tokens_details = true
+"""
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
+    """`baton serve` with a tiny random LLaVA."""
+    folder = tmp_path_factory.mktemp("vision")
+    (folder / "model").mkdir()
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-c", MAKE, here, str(folder / "model")]
+    subprocess.run(command, check=True, capture_output=True)
+    (folder / "baton.toml").write_text(SETTINGS.format(folder=folder, length=LENGTH))
+    with RealGateway(["--config", str(folder / "baton.toml")], folder) as running:
+        running.wait_until_ready()
+        yield running
+
+
+def file(seed: int) -> bytes:
+    """A picture like no other: bands of colours in an order of their own."""
+    made = pictures.image(32, 32)
+    for row in range(32):
+        made.paste(tuple((seed * 37 + row * step) % 256 for step in (7, 31, 101)), (0, row, 32, row + 1))
+    return pictures.file_of(made)
+
+
+def image(seed: int) -> dict[str, Any]:
+    return pictures.part_of(file(seed))
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def body_of(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    told = {"model": "look", "messages": [{"role": "user", "content": [*parts]}], "max_tokens": 6}
+    return told | {"temperature": 0, "logprobs": True} | fields
+
+
+def ask(gateway: RealGateway, *parts: dict[str, Any], **fields: Any) -> httpx.Response:
+    with gateway.client() as client:
+        return client.post("/v1/chat/completions", json=body_of(*parts, **fields))
+
+
+def said(answer: httpx.Response) -> list[float]:
+    """What was said, by its log probabilities: noise speaks in bytes that are no text."""
+    assert answer.status_code == 200, answer.text
+    return [token["logprob"] for token in answer.json()["choices"][0]["logprobs"]["content"]]
+
+
+def refused(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+def metric(gateway: RealGateway, name: str) -> float:
+    with gateway.client() as client:
+        page = client.get("/metrics").text
+    found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def test_what_is_in_the_image_decides_what_is_said(gateway: RealGateway) -> None:
+    """The same image gives the same answer, another one another, and their order counts."""
+    question = text("what is where? ")
+    one, other = said(ask(gateway, question, image(1))), said(ask(gateway, question, image(2)))
+    assert one != other
+    assert said(ask(gateway, question, image(1))) == pytest.approx(one, abs=1e-3)
+    both = said(ask(gateway, image(1), question, image(2)))
+    turned = said(ask(gateway, image(2), question, image(1)))
+    assert both != pytest.approx(turned, abs=1e-3)
+
+
+def test_an_image_takes_its_tokens(gateway: RealGateway) -> None:
+    """As many as the tower gives, for each of three."""
+    usage = [
+        ask(gateway, *[image(1)] * count, text("a")).json()["usage"]["prompt_tokens"] for count in range(4)
+    ]
+    assert usage == [usage[0] + count * IMAGE_TOKENS for count in range(4)]
+
+
+def test_images_in_a_file_of_any_kind_are_the_same_image(gateway: RealGateway) -> None:
+    """PNG, lossless WebP, a palette, and one on its side: one answer."""
+    made = pictures.opened(file(3))
+    wanted = said(ask(gateway, image(3), text("what?")))
+    exif = pictures.Image.Exif()
+    exif[0x0112] = 8
+    turned = made.transpose(pictures.Image.Transpose.ROTATE_270)
+    for data in (
+        pictures.file_of(made, "WEBP"),
+        pictures.file_of(made.quantize(256), "GIF"),
+        pictures.file_of(turned, "PNG", exif=exif.tobytes()),
+    ):
+        assert said(ask(gateway, pictures.part_of(data), text("what?"))) == pytest.approx(wanted, abs=1e-3)
+
+
+def test_every_api_shows_the_model_the_same(gateway: RealGateway) -> None:
+    """Chat, a stream, responses and messages count the same prompt for the same question."""
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file(4)).decode()}
+    with gateway.client() as client:
+        chat = client.post("/v1/chat/completions", json=body_of(image(4), text("what?"))).json()["usage"]
+        parts = [
+            {"type": "input_image", "image_url": image(4)["image_url"]["url"]},
+            {"type": "input_text", "text": "what?"},
+        ]
+        responses = {"model": "look", "input": [{"role": "user", "content": parts}], "max_output_tokens": 6}
+        told = client.post("/v1/responses", json=responses).json()
+        assert told["usage"]["input_tokens"] == chat["prompt_tokens"]
+        message = {
+            "model": "look",
+            "messages": [{"role": "user", "content": [{"type": "image", "source": source}, text("what?")]}],
+        }
+        told = client.post("/v1/messages", json=message | {"max_tokens": 6}).json()
+        assert told["usage"]["input_tokens"] == chat["prompt_tokens"]
+        told = client.post("/v1/messages/count_tokens", json=message).json()
+        assert told["input_tokens"] == chat["prompt_tokens"]
+        tokens = client.post("/tokenize", json=body_of(image(4), text("what?"))).json()["tokens"]
+        assert tokens.count(IMAGE_TOKEN) == IMAGE_TOKENS
+    streamed = ask(gateway, image(4), text("what?"), stream=True, stream_options={"include_usage": True})
+    assert f'"prompt_tokens":{chat["prompt_tokens"]}' in streamed.text
+    assert "error" not in streamed.text
+
+
+def test_nobody_calls_one_image_by_another_s_name(gateway: RealGateway) -> None:
+    """Two images under one `uuid` of the client's are still two, also when the first is cached under ours."""
+    question = text("what is in this picture, and where? " * 4)
+    wanted = [said(ask(gateway, image(seed) | {"uuid": "mine"}, question)) for seed in (5, 6)]
+    assert wanted[0] != pytest.approx(wanted[1], abs=1e-3)
+    again = [said(ask(gateway, image(seed) | {"uuid": "yours"}, question)) for seed in (5, 6)]
+    assert again[0] == pytest.approx(wanted[0], abs=1e-3)
+    assert again[1] == pytest.approx(wanted[1], abs=1e-3)
+
+
+def test_what_was_processed_once_is_processed_no_more(gateway: RealGateway) -> None:
+    """The second request with an image is a hit of vLLM's processor cache, counted for this engine."""
+    names = ("vllm:mm_cache_queries_total", "vllm:mm_cache_hits_total")
+    first = said(ask(gateway, image(7), text("a")))
+    before = [metric(gateway, name) for name in names]
+    assert said(ask(gateway, image(7), text("a"))) == pytest.approx(first, abs=1e-3)
+    assert said(ask(gateway, image(7), text("b"))) != pytest.approx(first, abs=1e-3)
+    after = [metric(gateway, name) for name in names]
+    assert [late - early for late, early in zip(after, before, strict=True)] == [2.0, 2.0]
+
+
+STOLEN = [
+    ("text of two parts", [text("a <ima"), text("ge> b")]),
+    ("text of two parts, before an image", [text("a <ima"), text("ge> b"), image(8)]),
+    ("text of two parts, after an image", [image(8), text("a <ima"), text("ge> b")]),
+]
+
+
+@pytest.mark.parametrize(("name", "parts"), STOLEN, ids=[name for name, _ in STOLEN])
+def test_a_token_that_came_about_by_itself_is_refused(
+    gateway: RealGateway, name: str, parts: list[dict[str, Any]]
+) -> None:
+    """No text alone holds it, but the prompt does: it would steal the image's place."""
+    assert refused(ask(gateway, *parts))["code"] == "invalid_request"
+    assert said(ask(gateway, image(8), text("b")))
+
+
+@pytest.mark.parametrize("prompt", [[5, IMAGE_TOKEN, 7], [IMAGE_TOKEN] * IMAGE_TOKENS, "a <image> b"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_image_tokens_of_the_client_s_own_are_refused(gateway: RealGateway, path: str, prompt: Any) -> None:
+    """As token ids and as text; and what else steers the prompt is not taken from a client."""
+    body = {"model": "look", "prompt": prompt, "max_tokens": 2}
+    if path != "/v1/completions":
+        body = body_of(text("a"), kv_transfer_params={"prompt_token_ids": prompt}, max_tokens=2)
+    with gateway.client() as client:
+        answer = client.post(path, json=body)
+    if path == "/v1/completions":
+        error = refused(answer)
+        assert "stands for an image" in error["message"]
+        assert error["param"] == "prompt"
+    else:
+        assert said(answer)
+
+
+BAD = {
+    "bomb": [{"image_url": pictures.url_of(pictures.png(65_500, 65_500, pictures.pixels_of(8, 8)))}],
+    "1x1": [pictures.part_of(pictures.file_of(pictures.image(1, 1)))],
+    "1x65000": [pictures.part_of(pictures.png(1, 65_000))],
+    "animated": [pictures.part_of(pictures.animated("WEBP"))],
+    "truncated": [pictures.part_of(file(1)[:90])],
+    "disguised": [pictures.part_of(pictures.SVG)],
+    "too many": [image(1)] * 4,
+    "by id alone": [{"type": "image_url", "image_url": None, "uuid": "x"}],
+    "embeddings": [{"type": "image_embeds", "image_embeds": "AAAA"}],
+    "local file": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
+    "sound": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}],
+    "typed": [text("<image>"), image(1)],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_and_the_engine_untouched(gateway: RealGateway, name: str) -> None:
+    """A 400, and the same engine answers on, which has seen no request."""
+    seen = metric(gateway, "vllm:mm_cache_queries_total")
+    prompts = metric(gateway, "vllm:prompt_tokens_total")
+    assert refused(ask(gateway, *BAD[name]))["message"]
+    assert metric(gateway, "vllm:mm_cache_queries_total") == seen
+    assert metric(gateway, "vllm:prompt_tokens_total") == prompts
+    assert metric(gateway, "baton_engine_restarts_total") == 0
+    assert metric(gateway, "baton_engine_up") == 1
+
+
+def filler(gateway: RealGateway, tokens: int) -> dict[str, Any]:
+    """A text that makes a chat of so many tokens, without images."""
+    with gateway.client() as client:
+        for words in range(tokens):
+            part = text("z" * words)
+            if client.post("/tokenize", json=body_of(part)).json()["count"] >= tokens:
+                return part
+    raise AssertionError("no text is so long")
+
+
+def test_an_image_of_a_refused_request_is_not_remembered_as_sent(gateway: RealGateway) -> None:
+    """The prompt is too long only once its image is written out, which is after vLLM has cached that image."""
+    long = filler(gateway, LENGTH - 4)
+    error = refused(ask(gateway, image(9), long, max_tokens=1))
+    assert error["code"] == "context_length_exceeded"
+    lone = said(ask(gateway, image(9), text("what?")))
+    assert said(ask(gateway, image(9), text("what?"))) == pytest.approx(lone, abs=1e-3)
+
+
+def test_an_image_of_a_cancelled_request_is_not_remembered_as_sent(gateway: RealGateway) -> None:
+    """Clients that go away at any moment, and then others who send the same images."""
+    seeds = range(100, 124)
+    for number, seed in enumerate(seeds):
+        patience = httpx.Timeout(30, read=0.001 + number * 0.002)
+        with gateway.client(timeout=patience) as client, contextlib.suppress(httpx.TimeoutException):
+            client.post("/v1/chat/completions", json=body_of(image(seed), text("what?")))
+    for seed in seeds:
+        assert said(ask(gateway, image(seed), text("what?")))
+
+
+def test_the_same_new_image_may_come_many_times_at_once(gateway: RealGateway) -> None:
+    """Twelve requests with one image that nobody has sent before: one answer."""
+    answers: list[httpx.Response] = []
+
+    def one() -> None:
+        answers.append(ask(gateway, image(200), text("what?")))
+
+    threads = [threading.Thread(target=one) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wanted = said(answers[0])
+    assert all(said(answer) == pytest.approx(wanted, abs=1e-3) for answer in answers)
+
+
+def test_large_images_hold_nobody_up(gateway: RealGateway) -> None:
+    """Six photos of 20 megapixels, one on its side: read, written anew and processed beside the event loop."""
+    exif = pictures.Image.Exif()
+    exif[0x0112] = 6
+    photo = pictures.image(5000, 4000)
+    bodies = [
+        pictures.part_of(pictures.file_of(photo, "JPEG", quality=90 - number, exif=exif.tobytes()))
+        for number in range(6)
+    ]
+    answers: list[httpx.Response] = []
+    with asked_all_the_time(gateway, "six photos"):
+        threads = [
+            threading.Thread(target=lambda part=part: answers.append(ask(gateway, part, text("what?"))))
+            for part in bodies
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(said(answer) for answer in answers)
