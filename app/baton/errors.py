@@ -21,6 +21,7 @@
     │   ├── HandoffIncompatible      409 handoff_incompatible
     │   ├── HandoffPending           409 handoff_pending         (retryable)
     │   ├── HandoffPinsFull          409 handoff_pins_full
+    │   ├── HandoffImagesLost        410 handoff_images_lost
     │   ├── BodyTooLarge             413 body_too_large
     │   ├── UriTooLong               414 uri_too_long
     │   ├── UnsupportedMediaType     415 unsupported_media_type
@@ -201,6 +202,15 @@ class HandoffPinsFull(ClientError):
     code = "handoff_pins_full"
     status = 409
     default_message = "Your share of what may be pinned is used up; unpin another of your handoffs first."
+
+
+class HandoffImagesLost(ClientError):
+    code = "handoff_images_lost"
+    status = 410
+    default_message = (
+        "An image of this handoff's context cannot be read any more, so it cannot be gone on from; "
+        "send the context again."
+    )
 
 
 class MethodNotAllowed(ClientError):

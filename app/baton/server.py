@@ -49,6 +49,7 @@ from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import FleetLost, OperatorError, SettingsError, StartError
 from baton.handoffs.coordinator import Handoffs
 from baton.handoffs.files import RecordFiles
+from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.planner import Planner
 from baton.images.fetching import fetcher_of
 from baton.images.reading import ImageReading
@@ -59,6 +60,7 @@ from baton.telemetry.memory import MemoryReader, MemoryWatch
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
+from baton_kv.stores.file import BESIDE
 from baton_kv.stores.memory import MemoryStore
 
 ROUTERS = (
@@ -84,13 +86,14 @@ def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:
         SettingsError: the store cannot be used.
     """
     if not any(engine.handoff for engine in settings.engines):
-        return Handoffs(settings.handoffs, MemoryStore(), RecordFiles(None), metrics)
+        return Handoffs(settings.handoffs, MemoryStore(), RecordFiles(None), ImageFiles(None), metrics)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
     except StoreError as error:
         raise SettingsError(f"handoffs.store: {error}") from None
-    folder = Path(settings.handoff_store.removeprefix("file:")) / "records"
-    return Handoffs(settings.handoffs, store, RecordFiles(folder), metrics)
+    folder = Path(settings.handoff_store.removeprefix("file:"))
+    images = ImageFiles(folder / BESIDE)
+    return Handoffs(settings.handoffs, store, RecordFiles(folder / "records"), images, metrics)
 
 
 def create_app(

@@ -206,7 +206,9 @@ class HandoffSettings(Frozen):
         description="`file:` and a folder; unset: a folder of this user in shared memory, else in the cache.",
     )
     budget: ByteSize = Field(
-        ByteSize(2048 * MIB), ge=MIB, description="Bytes of KV kept; the least recently used go first."
+        ByteSize(2048 * MIB),
+        ge=MIB,
+        description="Bytes of KV and images kept; the least recently used KV goes first.",
     )
     fsync: bool = Field(
         False,
@@ -221,6 +223,11 @@ class HandoffSettings(Frozen):
     )
     wait_s: float = Field(
         10.0, ge=0, le=600, description="Seconds a request waits for a pending handoff; then 409."
+    )
+    image_bytes: ByteSize = Field(
+        ByteSize(32 * MIB),
+        ge=1024,
+        description="Bytes of images one handoff may keep; all together take at most half of the budget.",
     )
     latent_steps_max: int = Field(
         64, ge=0, le=1024, description="Most latent steps one request may ask for, of engines that take them."

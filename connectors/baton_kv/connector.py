@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from baton_kv.blocks import KVBlocks
+from baton_kv.entry import MAX_IDENTIFIER, ImageSpan
 from baton_kv.fingerprint import fingerprint, weights_digest
 from baton_kv.messages import Outcome, StepJobs
 from baton_kv.scheduler_role import SchedulerRole
@@ -74,8 +75,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
 class TransferStats(KVConnectorStats):
     """Worker to whoever watches the engine: how its jobs ended, in vLLM's envelope.
 
-    `data` is `{"outcomes": [fields of Outcome, ...]}`, and of a model that thinks also `"latent"`,
-    the `{"steps": int, "seconds": float}` since the last time: it crosses a process as plain values.
+    `data` is `{"outcomes": [fields of Outcome, ...]}`, and since the last time also: of a model that thinks
+    `"latent"`, `{"steps": int, "seconds": float}`; of one that sees `"encoded"`, how many images its encoder
+    ran for. It crosses a process as plain values.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +94,12 @@ class TransferStats(KVConnectorStats):
         both = [*self.outcomes, *other.data.get("outcomes", [])]
         thoughts = [data["latent"] for data in (self.data, other.data) if "latent" in data]
         latent = {name: sum(thought[name] for thought in thoughts) for name in ("steps", "seconds")}
-        return TransferStats({"outcomes": both[-MAX_OUTCOMES:]} | ({"latent": latent} if thoughts else {}))
+        encoded = sum(data.get("encoded", 0) for data in (self.data, other.data))
+        return TransferStats(
+            {"outcomes": both[-MAX_OUTCOMES:]}
+            | ({"latent": latent} if thoughts else {})
+            | ({"encoded": encoded} if encoded else {})
+        )
 
     def reduce(self) -> dict[str, int | float]:
         rows = self.outcomes
@@ -103,7 +110,7 @@ class TransferStats(KVConnectorStats):
         } | {"failed": sum(1 for row in rows if row["failure"])}
 
     def is_empty(self) -> bool:
-        return not self.outcomes and "latent" not in self.data
+        return not self.outcomes and "latent" not in self.data and "encoded" not in self.data
 
 
 class BatonConnector(KVConnectorBase_V1):
@@ -127,6 +134,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._worker: WorkerRole | None = None
         self._finished = Finished()
         self._latent_told = {"steps": 0.0, "seconds": 0.0}
+        self._encoded = 0
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerRole(self._store, self._secret, self._fingerprint, self._block_size)
@@ -173,9 +181,14 @@ class BatonConnector(KVConnectorBase_V1):
         found = self._finished.outcomes if self._scheduler is None else self._scheduler.told()
         outcomes = [asdict(outcome) for outcome in found]
         latent = self._thought_since()
-        if not outcomes and latent is None:
+        encoded, self._encoded = self._encoded, 0
+        if not outcomes and latent is None and not encoded:
             return None
-        return TransferStats({"outcomes": outcomes} | ({"latent": latent} if latent else {}))
+        return TransferStats(
+            {"outcomes": outcomes}
+            | ({"latent": latent} if latent else {})
+            | ({"encoded": encoded} if encoded else {})
+        )
 
     def _latent_memory(self) -> Any:
         """The model's seeds, where it is one that thinks; see `baton_latent.memory.LatentMemory`."""
@@ -206,11 +219,12 @@ class BatonConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if not _told_by_token_ids(request):
+        images = images_of(request)
+        if images is None:
             return 0, False
         prompt = request.prompt_token_ids or []
         params = request.kv_transfer_params
-        matched = self._planning.matched(request.request_id, params, prompt, num_computed_tokens)
+        matched = self._planning.matched(request.request_id, params, prompt, num_computed_tokens, images)
         return matched, matched > 0
 
     def update_state_after_alloc(
@@ -220,6 +234,7 @@ class BatonConnector(KVConnectorBase_V1):
             self._planning.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._encoded += sum(map(len, scheduler_output.scheduled_encoder_inputs.values()))
         return StepMetadata(self._planning.step())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -228,6 +243,7 @@ class BatonConnector(KVConnectorBase_V1):
             self._planning.report(report.outcomes)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        images = images_of(request)
         return self._planning.finished(
             request.request_id,
             request.kv_transfer_params,
@@ -235,7 +251,8 @@ class BatonConnector(KVConnectorBase_V1):
             prompt=request.num_prompt_tokens,
             computed=request.num_computed_tokens,
             block_ids=block_ids,
-            whole=_came_to_its_end(request) and _told_by_token_ids(request),
+            whole=_came_to_its_end(request) and images is not None,
+            images=images or (),
         )
 
 
@@ -248,9 +265,24 @@ def _came_to_its_end(request: Request) -> bool:
     return request.status in OWN_END
 
 
-def _told_by_token_ids(request: Request) -> bool:
-    """Whether the token ids are all there is to a request's context."""
-    return not (request.mm_features or request.prompt_embeds is not None or request.lora_request)
+def images_of(request: Request) -> tuple[ImageSpan, ...] | None:
+    """The images that a request's token ids stand for; None: they stand for more than that.
+
+    An image is known by the identifier that the engine's own caches know it by: the `uuid` it came with, or
+    a hash of its pixels. Other media, embeddings and LoRA adapters are told by neither.
+    """
+    features = request.mm_features
+    if request.prompt_embeds is not None or request.lora_request:
+        return None
+    if any(feature.modality != "image" for feature in features):
+        return None
+    if not all(0 < len(feature.identifier) <= MAX_IDENTIFIER for feature in features):
+        return None
+    spans = (
+        ImageSpan(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+        for feature in features
+    )
+    return tuple(sorted(spans, key=lambda span: span.offset))
 
 
 def _refuse_what_cannot_be_exact(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -290,7 +322,16 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, An
         "hf_overrides": repr(model.hf_overrides),
         "load_format": str(config.load_config.load_format),
         "long_rope": _long_rope(model),
+        "images": _image_settings(model),
     }
+
+
+def _image_settings(model: Any) -> str | None:
+    """What the engine's own settings make of an image before its encoder sees it."""
+    settings = model.multimodal_config
+    if settings is None:
+        return None
+    return repr((settings.mm_processor_kwargs, settings.media_io_kwargs))
 
 
 def _long_rope(model: Any) -> int | None:

@@ -9,9 +9,13 @@ inside and nothing in it can run:
     digests    U8  [layers, chunks, 32]: one keyed BLAKE3 a chunk
     layer.N    U8  [blocks, block_bytes], in the order of the engine's layers
 
+A context is its token ids and the images they stand for: all images have the same ids, so the description
+names each one and where it stands.
+
 Digests are keyed BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) under the store's secret: a flipped
 bit and a forged entry look the same. The description's digest covers the key, the fingerprint, the
-token ids and all chunk digests; it is checked when an entry is opened, each chunk before it is copied.
+images, the token ids and all chunk digests; it is checked when an entry is opened, each chunk before it is
+copied.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy
@@ -28,13 +33,14 @@ from blake3 import blake3
 
 from baton_kv.stores.base import Reader
 
-FORMAT = "baton-kv/1"
+FORMAT = "baton-kv/2"
 OTHER_FORMAT = re.compile(r"baton-kv/\d{1,9}")
 CHUNK_BYTES = 1024 * 1024
 DIGEST_BYTES = 32
 PAGE_BYTES = 4096
 LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 1024 * 1024
+MAX_IDENTIFIER = 256
 Tokens = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
 
 
@@ -44,6 +50,26 @@ class EntryInvalid(Exception):
 
 class EntryForeign(EntryInvalid):
     """A sound entry, but of another model, layout or version: not to be used here."""
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """One image of a context, and the tokens that stand for it.
+
+    Attributes:
+        identifier: what tells it from every other image; the engine's name for it.
+        offset: index of the first of its tokens.
+        length: how many there are.
+    """
+
+    identifier: str
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """Index of the first token after it."""
+        return self.offset + self.length
 
 
 @dataclass(frozen=True)
@@ -58,6 +84,7 @@ class Description:
         layers: how many layers.
         blocks: blocks a layer.
         block_bytes: bytes of one block of one layer.
+        images: the images its token ids stand for, in order.
         format: of this file.
     """
 
@@ -68,6 +95,7 @@ class Description:
     layers: int
     blocks: int
     block_bytes: int
+    images: tuple[ImageSpan, ...] = ()
     format: str = FORMAT
 
     @property
@@ -244,15 +272,31 @@ def _read_header(reader: Reader) -> tuple[Description, str, int]:
     told = json.loads(metadata["baton_kv"])
     if told["format"] != FORMAT and OTHER_FORMAT.fullmatch(told["format"]):
         raise EntryForeign("it is in the format of another version")
-    described = Description(**told)
+    described = Description(**told | {"images": tuple(ImageSpan(**image) for image in told["images"])})
     numbers = (described.tokens, described.layers, described.blocks, described.block_bytes)
     if described.format != FORMAT or not all(type(number) is int and number > 0 for number in numbers):
         raise ValueError("another format")
     if type(described.computed) is not int or not 0 < described.computed <= described.tokens:
         raise ValueError("an impossible count of tokens")
+    if not _in_order(described.images, described.tokens):
+        raise ValueError("impossible images")
     if max(numbers) > 2**40 or described.layers > 4096 or header != _tensors(described):
         raise ValueError("the tensors are not those described")
     return described, metadata["digest"], LENGTH.size + length
+
+
+def _in_order(images: tuple[ImageSpan, ...], tokens: int) -> bool:
+    """Whether images stand one after the other within so many tokens."""
+    reached = 0
+    for image in images:
+        if type(image.identifier) is not str or not 0 < len(image.identifier) <= MAX_IDENTIFIER:
+            return False
+        if type(image.offset) is not int or type(image.length) is not int or image.length < 1:
+            return False
+        if not reached <= image.offset <= tokens - image.length:
+            return False
+        reached = image.end
+    return True
 
 
 def common_prefix(tokens: Tokens, prompt: Sequence[int]) -> int:
@@ -260,3 +304,23 @@ def common_prefix(tokens: Tokens, prompt: Sequence[int]) -> int:
     length = min(len(tokens), len(prompt))
     different = numpy.flatnonzero(tokens[:length] != numpy.asarray(prompt[:length], dtype=numpy.int64))
     return int(different[0]) if len(different) else length
+
+
+def same_images(ours: Sequence[ImageSpan], theirs: Sequence[ImageSpan], shared: int) -> int:
+    """How much of a prefix of equal token ids stands for the same images too.
+
+    Args:
+        ours: the images of one context, in order.
+        theirs: those of the other.
+        shared: how many token ids, from the first, are the same in both.
+
+    Returns:
+        `shared`, or where the first image begins that only one of them has there; and never the middle of
+        an image, of which a model may see either all or nothing.
+    """
+    for mine, other in zip_longest(ours, theirs):
+        if mine is None or other is None or mine != other:
+            return min([shared, *(image.offset for image in (mine, other) if image is not None)])
+        if mine.offset < shared < mine.end:
+            return mine.offset
+    return shared

@@ -12,7 +12,8 @@ from blake3 import blake3
 from baton_kv.entry import FORMAT
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
-CONFIGS = ("config.json",)
+CONFIGS = ("config.json", "preprocessor_config.json", "processor_config.json")
+"""The model's own, and what decides which pixels an image's KV comes from."""
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:

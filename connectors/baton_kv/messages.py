@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton_kv.entry import ImageSpan
+
 
 @dataclass(frozen=True)
 class LoadJob:
@@ -39,6 +41,7 @@ class SaveJob:
         tokens: every token id of its context.
         computed: for how many of them there is KV.
         block_ids: its blocks of the pool, in the order of the context.
+        images: the images its token ids stand for, in order.
         tag: what the request's asker calls it.
     """
 
@@ -47,6 +50,7 @@ class SaveJob:
     tokens: tuple[int, ...]
     computed: int
     block_ids: tuple[int, ...]
+    images: tuple[ImageSpan, ...] = ()
     tag: str | None = None
 
 

@@ -1,7 +1,7 @@
 """The scheduler's half: which request starts from which entry, and whose blocks are saved.
 
-It sees token ids and block ids, never a tensor. Nothing here raises: whatever is wrong with an entry
-or a message, the request is computed as if there were none.
+It sees token ids, images' names and block ids, never a tensor. Nothing here raises: whatever is wrong with an
+entry or a message, the request is computed as if there were none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton_kv.contract import Malformed, TransferParams, params_to_load, parse
-from baton_kv.entry import Entry, EntryForeign, EntryInvalid, common_prefix
+from baton_kv.entry import Entry, EntryForeign, EntryInvalid, ImageSpan, common_prefix, same_images
 from baton_kv.messages import LoadJob, Outcome, SaveJob, StepJobs
 from baton_kv.stores.base import Store, StoreError
 
@@ -59,7 +59,14 @@ class SchedulerRole:
         self._saved: OrderedDict[str, None] = OrderedDict()
         self._told: list[Outcome] = []
 
-    def matched(self, request_id: str, params: object, prompt: Sequence[int], computed: int) -> int:
+    def matched(
+        self,
+        request_id: str,
+        params: object,
+        prompt: Sequence[int],
+        computed: int,
+        images: Sequence[ImageSpan] = (),
+    ) -> int:
         """How many tokens beyond `computed` an entry can bring. Asked at every attempt to schedule: cheap.
 
         Args:
@@ -67,14 +74,17 @@ class SchedulerRole:
             params: its `kv_transfer_params`, as they came from outside.
             prompt: its prompt's token ids.
             computed: tokens the engine already has, whole blocks.
+            images: the images its prompt's token ids stand for, in order.
         """
         if request_id not in self._plans:
-            self._plans[request_id] = self._plan(request_id, params, prompt)
+            self._plans[request_id] = self._plan(request_id, params, prompt, images)
         plan = self._plans[request_id]
         brings = plan.matched - computed if plan is not None else 0
         return 0 if brings < 1 or (computed and brings < MIN_TAIL_TOKENS) else brings
 
-    def _plan(self, request_id: str, params: object, prompt: Sequence[int]) -> Plan | None:
+    def _plan(
+        self, request_id: str, params: object, prompt: Sequence[int], images: Sequence[ImageSpan]
+    ) -> Plan | None:
         wanted = parse(params)
         if isinstance(wanted, Malformed):
             self._told.append(Outcome(request_id, "", "look", failure=type(wanted).__name__))
@@ -82,14 +92,16 @@ class SchedulerRole:
         if wanted is None or wanted.load is None:
             return None
         try:
-            return self._plan_with(wanted.load, wanted, prompt)
+            return self._plan_with(wanted.load, wanted, prompt, images)
         except (EntryInvalid, StoreError) as error:
             if isinstance(error, EntryInvalid) and not isinstance(error, EntryForeign):
                 self._store.quarantine(wanted.load)
             self._told.append(Outcome(request_id, wanted.load, "look", wanted.tag, type(error).__name__))
             return None
 
-    def _plan_with(self, key: str, wanted: TransferParams, prompt: Sequence[int]) -> Plan | None:
+    def _plan_with(
+        self, key: str, wanted: TransferParams, prompt: Sequence[int], images: Sequence[ImageSpan]
+    ) -> Plan | None:
         with self._store.open(key) as reader:
             entry = Entry(reader, key, self._secret)
             entry.require(self._fingerprint)
@@ -98,6 +110,7 @@ class SchedulerRole:
             matched = min(shared, entry.description.computed, len(prompt) - 1)
         if wanted.limit is not None:
             matched = min(matched, wanted.limit)
+        matched = same_images(entry.description.images, images, matched)
         return Plan(key, matched, entry.seal, wanted.tag) if matched > 0 else None
 
     def told(self) -> list[Outcome]:
@@ -131,6 +144,7 @@ class SchedulerRole:
         computed: int,
         block_ids: Sequence[int],
         whole: bool,
+        images: Sequence[ImageSpan] = (),
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: save it, if it asked for that.
 
@@ -141,7 +155,8 @@ class SchedulerRole:
             prompt: how many of them are its prompt.
             computed: tokens the engine has KV for.
             block_ids: its blocks.
-            whole: it came to its own end, and holds nothing that token ids do not tell.
+            whole: it came to its own end, and holds nothing that token ids and images do not tell.
+            images: the images its prompt's token ids stand for, in order.
 
         Returns:
             Whether its blocks must be held until the save is reported, and what its answer carries.
@@ -166,7 +181,9 @@ class SchedulerRole:
         self._saved[key] = None
         if len(self._saved) > KEYS_REMEMBERED:
             self._saved.popitem(last=False)
-        self._jobs.saves.append(SaveJob(request_id, key, tuple(tokens), kept, blocks, wanted.tag))
+        self._jobs.saves.append(
+            SaveJob(request_id, key, tuple(tokens), kept, blocks, tuple(images), wanted.tag)
+        )
         return True, params_to_load(key)
 
     def report(self, outcomes: Iterable[Outcome]) -> None:

@@ -228,6 +228,7 @@ class WorkerRole:
             layers=len(self._blocks),
             blocks=len(job.block_ids),
             block_bytes=self._blocks.block_bytes,
+            images=job.images,
         )
         parts = write(
             described, job.tokens, lambda layer: self._blocks.gather(layer, job.block_ids), self._secret

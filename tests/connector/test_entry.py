@@ -11,7 +11,17 @@ import pytest
 import safetensors
 
 from baton_kv.contract import new_key
-from baton_kv.entry import CHUNK_BYTES, Description, Entry, EntryForeign, EntryInvalid, common_prefix, write
+from baton_kv.entry import (
+    CHUNK_BYTES,
+    Description,
+    Entry,
+    EntryForeign,
+    EntryInvalid,
+    ImageSpan,
+    common_prefix,
+    same_images,
+    write,
+)
 from baton_kv.stores.base import BytesReader
 
 SECRET = b"s" * 32
@@ -150,3 +160,79 @@ def test_hostile_bytes_are_refused_before_anything_is_made_of_them(hostile: byte
 )
 def test_the_common_prefix_is_counted_in_token_ids(prompt: list[int], shared: int) -> None:
     assert common_prefix(numpy.array([1, 2, 3], numpy.int32), prompt) == shared
+
+
+BIRD, FISH = "b" * 64, "f" * 64
+TWO = (ImageSpan(BIRD, 3, 100), ImageSpan(FISH, 150, 150))
+
+
+def test_an_entry_knows_the_images_of_its_context() -> None:
+    described = describe(block_bytes=64, images=TWO)
+    entry = Entry(BytesReader(encode(described)), described.key, SECRET)
+    assert entry.description.images == TWO
+
+
+def test_an_image_put_in_another_s_place_is_noticed() -> None:
+    described = describe(block_bytes=64, images=TWO)
+    sound = encode(described)
+    for before, after in ((BIRD, FISH), ('"offset\\": 3', '"offset\\": 4')):
+        changed = sound.replace(before.encode(), after.encode())
+        assert changed != sound
+        with pytest.raises(EntryInvalid, match="digest"):
+            Entry(BytesReader(changed), described.key, SECRET)
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        (ImageSpan(BIRD, -1, 5),),
+        (ImageSpan(BIRD, 0, 0),),
+        (ImageSpan(BIRD, 299, 2),),
+        (ImageSpan(BIRD, 2**70, 1),),
+        (ImageSpan("", 0, 5),),
+        (ImageSpan("x" * 257, 0, 5),),
+        (ImageSpan(BIRD, 5, 5), ImageSpan(FISH, 9, 5)),
+        (ImageSpan(BIRD, 5, 5), ImageSpan(FISH, 0, 5)),
+        (ImageSpan(7, 0, 5),),  # type: ignore[arg-type]  # whatever a file may say
+        (ImageSpan(BIRD, "0", 5),),  # type: ignore[arg-type]  # as above
+    ],
+)
+def test_an_entry_with_impossible_images_is_refused(images: tuple[ImageSpan, ...]) -> None:
+    described = describe(block_bytes=64, images=images)
+    with pytest.raises(EntryInvalid, match="header"):
+        Entry(BytesReader(encode(described)), described.key, SECRET)
+
+
+def test_an_entry_of_before_there_were_images_is_left_alone() -> None:
+    described = describe(block_bytes=64, format="baton-kv/1")
+    with pytest.raises(EntryForeign, match="another version"):
+        Entry(BytesReader(encode(described)), described.key, SECRET)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "shared", "same"),
+    [
+        (TWO, 300, 300),
+        (TWO, 3, 3),
+        (TWO, 103, 103),
+        (TWO, 120, 120),
+        ((), 300, 3),
+        ((), 2, 2),
+        (TWO[:1], 300, 150),
+        ((*TWO, ImageSpan(BIRD, 320, 5)), 310, 310),
+        ((ImageSpan(FISH, 3, 100), TWO[1]), 300, 3),
+        ((TWO[0], ImageSpan(BIRD, 150, 150)), 300, 150),
+        ((ImageSpan(BIRD, 4, 100), TWO[1]), 300, 3),
+        ((ImageSpan(BIRD, 1, 100), TWO[1]), 300, 1),
+        ((ImageSpan(BIRD, 3, 99), TWO[1]), 300, 3),
+        ((TWO[1],), 300, 3),
+        (TWO, 4, 3),
+        (TWO, 102, 3),
+        (TWO, 299, 150),
+    ],
+)
+def test_equal_token_ids_count_up_to_the_first_image_that_differs_and_never_to_the_middle_of_one(
+    theirs: tuple[ImageSpan, ...], shared: int, same: int
+) -> None:
+    assert same_images(TWO, theirs, shared) == same
+    assert same_images(theirs, TWO, shared) == same

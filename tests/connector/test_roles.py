@@ -18,7 +18,9 @@ from baton_kv.contract import (
     params_to_load,
     params_to_save,
     parse,
+    transfer_params,
 )
+from baton_kv.entry import ImageSpan
 from baton_kv.messages import StepJobs
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
@@ -56,7 +58,13 @@ class Engine:
         self.scheduler.report(finished.outcomes)
         return finished
 
-    def save(self, params: object, blocks: list[int], tokens: list[int] = PROMPT) -> str:
+    def save(
+        self,
+        params: object,
+        blocks: list[int],
+        tokens: list[int] = PROMPT,
+        images: tuple[ImageSpan, ...] = (),
+    ) -> str:
         held, answer = self.scheduler.finished(
             "a",
             params,
@@ -65,6 +73,7 @@ class Engine:
             computed=len(tokens),
             block_ids=blocks,
             whole=True,
+            images=images,
         )
         assert held
         assert answer is not None
@@ -120,6 +129,40 @@ def test_the_longest_common_prefix_counts(
     engine = Engine(store)
     key = engine.save(params_to_save(), [1, 2, 3, 6])
     assert engine.scheduler.matched("b", params_to_load(key), prompt, computed) == matched
+
+
+BIRD, FISH = ImageSpan("bird", 10, 20), ImageSpan("fish", 10, 20)
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "prompt", "matched"),
+    [
+        ((BIRD,), (BIRD,), [*PROMPT, 1], 49),
+        ((BIRD,), (FISH,), [*PROMPT, 1], 10),
+        ((BIRD,), (), [*PROMPT, 1], 10),
+        ((), (BIRD,), [*PROMPT, 1], 10),
+        ((BIRD,), (BIRD,), PROMPT[:30], 10),  # its last token is computed here, and the image with it
+        ((BIRD,), (BIRD,), PROMPT[:31], 30),
+        ((ImageSpan("bird", 0, 5),), (ImageSpan("fish", 0, 5),), [*PROMPT, 1], 0),
+    ],
+)
+def test_the_same_token_ids_with_another_image_are_another_context(
+    store: MemoryStore,
+    saved: tuple[ImageSpan, ...],
+    asked: tuple[ImageSpan, ...],
+    prompt: list[int],
+    matched: int,
+) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [1, 2, 3, 6], images=saved)
+    assert engine.scheduler.matched("b", params_to_load(key), prompt, 0, asked) == matched
+
+
+def test_a_limit_within_an_image_ends_before_it(store: MemoryStore) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [1, 2, 3, 6], images=(BIRD,))
+    params = transfer_params(load=key, limit=25)
+    assert engine.scheduler.matched("b", params, PROMPT, 0, (BIRD,)) == 10
 
 
 def test_asking_again_opens_nothing(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,20 @@ def test_an_entry_above_the_whole_budget_is_refused_and_costs_nobody_anything(st
     assert list(store.keys()) == [key]
 
 
+def test_room_is_made_for_what_lies_beside_the_entries_and_no_more_than_is_needed(store: Store) -> None:
+    keys = [new_key("local") for _ in range(2)]
+    for key in keys:
+        store.put(key, [b"x" * 400])
+    store.make_room(200)
+    assert [store.exists(key) for key in keys] == [True, True]
+    store.make_room(201)
+    assert [store.exists(key) for key in keys] == [False, True]
+    store.pin(keys[1], True)
+    with pytest.raises(StoreFull):
+        store.make_room(601)
+    assert store.exists(keys[1])
+
+
 def test_a_quarantined_entry_is_found_by_nobody(store: Store) -> None:
     key = new_key("local")
     store.put(key, [b"wrong"])
@@ -185,3 +199,18 @@ def test_a_store_s_address_says_what_is_wrong_with_it() -> None:
     for address, reason in (("memory:", "three"), ("redis://x", "no store"), ("file:relative", "no store")):
         with pytest.raises(StoreError, match=reason):
             open_store(address)
+
+
+def test_images_count_and_do_not_go(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store", budget=1000)
+    (tmp_path / "store" / "images").mkdir()
+    image = tmp_path / "store" / "images" / "one.digest"
+    image.write_bytes(b"i" * 500)
+    os.link(image, image.with_name("two.digest"))
+    assert store.size() == 500, "of two names the bytes are there once"
+    first, second = new_key("local"), new_key("local")
+    store.put(first, [b"x" * 400])
+    store.put(second, [b"x" * 400])
+    assert (store.exists(first), store.exists(second), image.exists()) == (False, True, True)
+    with pytest.raises(StoreFull):
+        store.put(first, [b"x" * 501])

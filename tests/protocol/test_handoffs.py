@@ -208,8 +208,12 @@ def test_a_handoff_deleted_while_it_is_pending_does_not_come_back(relay: FakeGat
     [
         ({"echo": True}, "echo"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:x"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
             "messages",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:x"}]}]},
+            "messages[0].content[0].image_url",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": None}]}]},
@@ -218,7 +222,7 @@ def test_a_handoff_deleted_while_it_is_pending_does_not_come_back(relay: FakeGat
         ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
     ],
 )
-def test_what_token_ids_do_not_tell_is_not_handed_over(
+def test_what_neither_token_ids_nor_images_tell_is_not_handed_over(
     relay: FakeGateway, more: dict[str, Any], param: str
 ) -> None:
     chat = {"model": "a", "messages": [{"role": "user", "content": "x"}], "handoff": {"save": True}}

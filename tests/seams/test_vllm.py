@@ -138,7 +138,7 @@ def test_every_engine_client_method_passes_through_the_wrapper() -> None:
     for name in dir(EngineClient):
         if not name.startswith("_"):
             setattr(engine, name, f"the engine's {name}")
-    wrapper = WatchedClient(engine)  # type: ignore[arg-type]  # only its attributes count
+    wrapper = WatchedClient(engine, None)  # type: ignore[arg-type]  # only its attributes count
     for name in dir(EngineClient):
         if not name.startswith("_") and name not in ("generate", "encode"):
             assert getattr(wrapper, name) == f"the engine's {name}"
@@ -160,7 +160,7 @@ def test_the_salt_is_the_gateway_s_whatever_the_prompt_says() -> None:
     engine = Engine()
     for salt, expected in ((None, {}), ("ours", {"cache_salt": "ours"})):
         CURRENT_CALL.set(Call(RequestContext("id"), salt))
-        WatchedClient(engine).generate({"cache_salt": "theirs"}, SamplingParams(), "id")  # type: ignore[arg-type]  # as above
+        WatchedClient(engine, None).generate({"cache_salt": "theirs"}, SamplingParams(), "id")  # type: ignore[arg-type]  # as above
         assert engine.prompt == expected
 
 

@@ -19,6 +19,7 @@ from baton.engines.port import Relay
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.handoffs.coordinator import ORPHANED_AFTER_S, Handoffs
 from baton.handoffs.files import RecordFiles
+from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord, HandoffState
 from baton.setting_groups import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
@@ -48,6 +49,7 @@ class House:
             HandoffSettings(**settings),
             FileStore(self.folder / "store"),
             RecordFiles(self.folder / "records"),
+            ImageFiles(self.folder / "store" / "images"),
             HandoffMetrics(CollectorRegistry()),
             clock=lambda: self.clocks.monotonic,
             wall=lambda: self.clocks.wall,

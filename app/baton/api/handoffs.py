@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -11,10 +12,12 @@ from fastapi import APIRouter, Query, Request, Response
 from baton.api.dispatch import refuse_excess, unless_gone
 from baton.api.gateway import Gateway, context_of, gateway_of
 from baton.api.limits import read_json, strip_steering
+from baton.api.pictures import take_pictures
 from baton.api.relay import ID_HEADER, Leg, computed
-from baton.api.wishes import Changes, NewHandoff, parsed, require_latent, require_relay, require_text_only
+from baton.api.wishes import Changes, NewHandoff, parsed, require_known_parts, require_latent, require_relay
 from baton.engines.port import Engine, Json, Operation, WholeReply
 from baton.handoffs.record import HandoffState
+from baton.images.picture import Picture
 from baton.telemetry.ids import RequestContext
 
 router = APIRouter()
@@ -29,23 +32,29 @@ async def create_handoff(request: Request) -> Response:
     for field in strip_steering(body):
         gateway.metrics.stripped.labels(field).inc()
     await refuse_excess(request, body)
-    require_text_only(body)
+    require_known_parts(body)
     wish = parsed(NewHandoff, body)
     engine = gateway.fleet.pick(wish.model)
     require_relay(engine)
     require_latent(engine, wish.latent_steps, gateway.settings.handoffs.latent_steps_max)
     request.scope["baton_model"] = engine.name
-    return await unless_gone(request, _create(request, gateway, engine, wish, body))
+    pictures = await take_pictures(request, engine, Operation.CHAT, body)
+    return await unless_gone(request, _create(request, gateway, engine, wish, body, pictures))
 
 
 async def _create(
-    request: Request, gateway: Gateway, engine: Engine, wish: NewHandoff, body: Json
+    request: Request,
+    gateway: Gateway,
+    engine: Engine,
+    wish: NewHandoff,
+    body: Json,
+    pictures: Sequence[Picture],
 ) -> Response:
     context, source = context_of(request), None
     if wish.source:  # waited for before there is a place: its own request may need one
         source = await gateway.handoffs.source(wish.source, engine, context.tenant)
     ticket = await gateway.admission.engine(request, engine.name)
-    leg, own = await computed(gateway, engine, wish, body, context, source)
+    leg, own = await computed(gateway, engine, wish, body, context, source, pictures)
     assert leg.target is not None
     work = gateway.handoffs.begin_work(_compute(leg, own, context))
     ticket.keep_until(work)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.api.gateway import Gateway
 from baton.api.wishes import HandoffWish, NewHandoff
-from baton.engines.port import Engine, Json, Operation, Relay, Reply, StreamReply, WholeReply
+from baton.engines.port import Engine, Json, Operation, Placed, Relay, Reply, StreamReply, WholeReply
 from baton.errors import InvalidRequest
 from baton.handoffs.conversation import AFTER_THE_PROMPT, Chat, Writer, conversation_of, with_text
 from baton.handoffs.planner import Choice, Decision
@@ -47,6 +47,7 @@ class Leg:
         decision: what the planner made of the source.
         conversation: the messages of its context, if it is a chat.
         rests_at: where its context ends when only the prompt is left behind; None: at its own end.
+        seen: the images of the context it starts from.
     """
 
     gateway: Gateway
@@ -57,6 +58,12 @@ class Leg:
     decision: Decision | None = None
     conversation: Conversation | None = None
     rests_at: int | None = None
+    seen: list[Placed] = field(default_factory=list)
+
+    def write(self, chat: Chat) -> None:
+        """Make a chat the prompt."""
+        self.relay.prompt, self.relay.images = chat.tokens, chat.images
+        self.conversation = chat.conversation
 
     def start_from(self, source: HandoffRecord) -> None:
         """Start from a handoff, as the planner thinks best."""
@@ -156,16 +163,19 @@ async def relayed(
     brings KV for what both share.
     """
     handoffs = gateway.handoffs
-    leg = Leg(gateway, engine, Relay())
+    leg = Leg(gateway, engine, Relay(), seen=await handoffs.images(source) if source is not None else [])
     steps = wish.latent_steps
+    writer = Writer(engine, context, pictures)
     await _write_prompt(
-        leg, source, operation, body, context, prompt_only=_prompt_only(wish), thinks=bool(steps)
+        leg, source, operation, body, writer, prompt_only=_prompt_only(wish), thinks=bool(steps)
     )
+    _refuse_many_images(leg)
     leg.think(source, steps)
     _refuse_logprobs_of_thoughts(leg, body)
     if source is not None:
         leg.start_from(source)
     if (save := wish.saving) is not None:
+        _refuse_heavy_images(leg)
         target = handoffs.begin(
             engine, context.tenant, parent=wish.source, label=save.label, ttl_s=save.ttl_s, pin=save.pin
         )
@@ -188,25 +198,29 @@ async def computed(
     body: Json,
     context: RequestContext,
     source: HandoffRecord | None,
+    pictures: Sequence[Picture] = (),
 ) -> tuple[Leg, Json]:
     """A leg that only computes a context and leaves it behind, and the body that does it."""
-    leg = Leg(gateway, engine, Relay())
+    seen = await gateway.handoffs.images(source) if source is not None else []
+    leg = Leg(gateway, engine, Relay(), seen=seen)
+    writer = Writer(engine, context, pictures)
     if wish.messages is not None:
-        chat = await _chat(Writer(engine, context), source, body, answered=False)
-        leg.relay.prompt, leg.conversation = chat.tokens, chat.conversation
+        leg.write(await _chat(leg, writer, source, body, answered=False))
     else:
         await _write_prompt(
             leg,
             source,
             Operation.COMPLETIONS,
             body,
-            context,
+            writer,
             prompt_only=True,
             thinks=bool(wish.latent_steps),
         )
+    _refuse_many_images(leg)
     leg.think(source, wish.latent_steps)
     if source is not None:
         leg.start_from(source)
+    _refuse_heavy_images(leg)
     target = gateway.handoffs.begin(
         engine, context.tenant, parent=wish.source, label=wish.label, ttl_s=wish.ttl_s, pin=wish.pin
     )
@@ -221,6 +235,29 @@ def _refuse_logprobs_of_thoughts(leg: Leg, body: Json) -> None:
         raise InvalidRequest("'prompt_logprobs' does not go with latent steps.", param="prompt_logprobs")
 
 
+def _refuse_many_images(leg: Leg) -> None:
+    """Those of the handoff count with the request's own."""
+    found, most = len(leg.relay.images), leg.engine.images.limit
+    if found > most:
+        raise InvalidRequest(
+            f"The context holds {found} images with those of its handoff; the model '{leg.engine.name}' "
+            f"takes at most {most}.",
+            param="messages",
+        )
+
+
+def _refuse_heavy_images(leg: Leg) -> None:
+    """What a handoff keeps of images is bounded; of one that is too heavy the engine never hears."""
+    most = leg.gateway.settings.handoffs.image_bytes
+    weight = sum({image.digest: len(image.picture.data) for image in leg.relay.images}.values())
+    if weight > most:
+        raise InvalidRequest(
+            f"The context's images take {weight} bytes, and a handoff keeps at most {most} "
+            "(setting handoffs.image_bytes): send smaller ones, or do not save.",
+            param="messages",
+        )
+
+
 def _prompt_only(wish: HandoffWish) -> bool:
     return wish.saving is not None and wish.saving.scope == "prompt"
 
@@ -230,13 +267,12 @@ async def _write_prompt(
     source: HandoffRecord | None,
     operation: Operation,
     body: Json,
-    context: RequestContext,
+    writer: Writer,
     *,
     prompt_only: bool,
     thinks: bool,
 ) -> None:
     """Set the leg's whole prompt, where the body alone does not say it, and what it is as a conversation."""
-    writer = Writer(leg.engine, context)
     if operation is Operation.COMPLETIONS:
         prompt = body.get("prompt") or ""
         if source is None and thinks:
@@ -245,22 +281,27 @@ async def _write_prompt(
         if source is not None:
             own = await writer.tokens(prompt) if isinstance(prompt, str) else prompt
             leg.relay.prompt, leg.conversation = [*source.tokens, *own], with_text(source.conversation)
+            leg.relay.images = leg.seen
         return
-    if source is None and not prompt_only and not thinks:  # the engine writes it, as every other chat
+    if source is None and not (
+        prompt_only or thinks or writer.pictures
+    ):  # the engine writes it, as every other chat
         leg.conversation = conversation_of(body, AFTER_THE_PROMPT)
         return
-    chat = await _chat(writer, source, body, answered=True)
-    leg.relay.prompt, leg.conversation = chat.tokens, chat.conversation
+    chat = await _chat(leg, writer, source, body, answered=True)
+    leg.write(chat)
     if prompt_only and not thinks:  # thoughts come after the prompt, where the answer begins
-        resting = await _chat(writer, source, body, answered=False)
+        resting = await _chat(leg, writer, source, body, answered=False)
         if chat.tokens[: len(resting.tokens)] == resting.tokens:
             leg.rests_at, leg.conversation = len(resting.tokens), resting.conversation
 
 
-async def _chat(writer: Writer, source: HandoffRecord | None, body: Json, *, answered: bool) -> Chat:
+async def _chat(
+    leg: Leg, writer: Writer, source: HandoffRecord | None, body: Json, *, answered: bool
+) -> Chat:
     if source is None:
         return await writer.begun(body, answered=answered)
-    return await writer.continued(source, body, answered=answered)
+    return await writer.continued(source, leg.seen, body, answered=answered)
 
 
 async def _whole(leg: Leg, reply: WholeReply, headers: dict[str, str]) -> WholeReply:

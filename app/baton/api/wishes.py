@@ -186,7 +186,7 @@ def _require_one_prompt(body: dict[str, Any], wish: HandoffWish) -> None:
 
 
 def _require_chat(body: dict[str, Any], _wish: HandoffWish) -> None:
-    require_text_only(body)
+    require_known_parts(body)
     if body.get("continue_final_message") or body.get("add_generation_prompt") is False:
         raise InvalidRequest(
             "A chat with a handoff ends with a message that the model answers.",
@@ -196,17 +196,23 @@ def _require_chat(body: dict[str, Any], _wish: HandoffWish) -> None:
 
 TEXT_KEYS = {"type", "text"}
 """A part with any other key, null or not, is taken for an image by vLLM, which then forgets our token ids."""
+IMAGE_KEYS = {"type", "image_url", "uuid", "detail"}
 
 
-def require_text_only(body: dict[str, Any]) -> None:
-    """Token ids do not tell an image; a context that holds one is not handed over.
+def require_known_parts(body: dict[str, Any]) -> None:
+    """A context is handed over as its token ids and its images; what is neither has no place in either.
 
     Raises:
-        InvalidRequest: it holds one.
+        InvalidRequest: it holds sound, video, embeddings, or parts that say more than they should.
     """
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and (part.get("type") != "text" or not part.keys() <= TEXT_KEYS):
-                raise InvalidRequest("Only a context of text is handed over.", param="messages")
+            if isinstance(part, dict) and not _is_known(part):
+                raise InvalidRequest("Only a context of text and images is handed over.", param="messages")
+
+
+def _is_known(part: dict[str, Any]) -> bool:
+    keys = {"text": TEXT_KEYS, "image_url": IMAGE_KEYS}.get(str(part.get("type")))
+    return keys is not None and part.keys() <= keys

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from baton.engines.faults import translate
-from baton.engines.port import ImageInput, Relay
+from baton.engines.port import ImageInput, Placed, Relay
 from baton.engines.vision import confirm, hashes_of, strays
 from baton.errors import BatonError, GenerationFailed, InvalidRequest
 from baton.telemetry.ids import RequestContext
@@ -26,6 +26,8 @@ from baton_kv.contract import transfer_params
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from baton.engines.image_prompts import ImagePrompts
 
 log = structlog.get_logger("baton.engine")
 
@@ -93,10 +95,16 @@ CURRENT_CALL: ContextVar[Call] = ContextVar("baton_current_call")
 
 
 class WatchedClient:
-    """An `EngineClient` that is `AsyncLLM` but for `generate` and `encode`."""
+    """An `EngineClient` that is `AsyncLLM` but for `generate` and `encode`.
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    Args:
+        engine: the engine.
+        images: puts images into prompts of token ids.
+    """
+
+    def __init__(self, engine: AsyncLLM, images: ImagePrompts) -> None:
         self._engine = engine
+        self._images = images
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -105,7 +113,6 @@ class WatchedClient:
         call = CURRENT_CALL.get()
         call.deltas = sampling_params.output_kind.name == "DELTA"
         _require_no_own_steps(call, prompt)
-        _require_own_images(call, prompt)
         if call.relay is not None:
             _require_prompt(call, prompt)
             wanted = transfer_params(
@@ -117,17 +124,31 @@ class WatchedClient:
             )
             extra = sampling_params.extra_args or {}
             sampling_params.extra_args = extra | {"kv_transfer_params": wanted}
+            if call.relay.images:
+                outputs = self._seeing(call, call.relay.images, prompt, sampling_params, *args, **kwargs)
+                return call.watch(outputs, self._arrival([image.digest for image in call.relay.images]))
+        _require_own_images(call, prompt)
         outputs = self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs)
-        return call.watch(outputs, self._arrival(prompt))
+        return call.watch(outputs, self._arrival(hashes_of(prompt)))
+
+    async def _seeing(
+        self, call: Call, images: list[Placed], prompt: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """The same for a prompt of token ids some of which stand for images."""
+        prompt = await self._images.laid_over(prompt, images)
+        _require_own_images(call, prompt)
+        async with aclosing(self._engine.generate(salted(prompt, call.salt), *args, **kwargs)) as outputs:
+            async for output in outputs:
+                yield output
 
     def encode(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()
         _require_own_images(call, prompt)
         outputs = self._engine.encode(salted(prompt, call.salt), *args, **kwargs)
-        return call.watch(outputs, self._arrival(prompt))
+        return call.watch(outputs, self._arrival(hashes_of(prompt)))
 
-    def _arrival(self, prompt: Any) -> Callable[[], None]:
-        return partial(confirm, self._engine.renderer.mm_processor_cache, hashes_of(prompt))
+    def _arrival(self, hashes: list[str]) -> Callable[[], None]:
+        return partial(confirm, self._engine.renderer.mm_processor_cache, hashes)
 
 
 def failed(output: Any) -> bool:

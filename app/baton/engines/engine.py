@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 from weakref import WeakValueDictionary
@@ -18,14 +18,17 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from baton.engines import arguments, handlers
+from baton.engines.bodies import for_responses, with_whole_prompt
 from baton.engines.client import CURRENT_CALL, Call, WatchedClient, salted
 from baton.engines.faults import UNFORESEEN, from_response, scrub, translate
+from baton.engines.image_prompts import ImagePrompts
 from baton.engines.plugins import chosen_plugin, close_plugin, make_plugin, plugin_params
 from baton.engines.port import (
     EngineState,
     ImageInput,
     Json,
     Operation,
+    Placed,
     Plugin,
     Relay,
     Reply,
@@ -46,6 +49,7 @@ from baton.errors import (
     PluginFailed,
     StartError,
 )
+from baton.images.picture import Picture
 from baton.models.store import identity
 from baton.setting_groups import EngineSettings
 from baton.telemetry.ids import RequestContext
@@ -96,6 +100,7 @@ class VllmEngine:
         self._thread: EngineThread | None = None
         self._client: AsyncLLM | None = None
         self._handlers: handlers.Handlers | None = None
+        self._image_prompts: ImagePrompts | None = None
         self._plugin: Plugin | None = None
         self._images = ImageInput()
         self._weights = identity(model)
@@ -187,6 +192,16 @@ class VllmEngine:
             if relay is not None:
                 _note_transfer(relay, outcome)
 
+    async def place(
+        self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
+    ) -> tuple[list[int], list[Placed]]:
+        if self._image_prompts is None:
+            raise EngineUnavailable()
+        try:
+            return await self._image_prompts.place(prompt, pictures, begins=begins)
+        except Exception as error:  # the border to vLLM's processor, which raises anything at all
+            raise self._translate(error) from error
+
     async def render(self, body: Json) -> str:
         if self._handlers is None:
             raise EngineUnavailable()
@@ -212,7 +227,11 @@ class VllmEngine:
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
         logger = self._series.stat_logger(
-            self._transferred, self._speed.prefilled, self._progress.made, self._transfers.thought
+            self._transferred,
+            self._speed.prefilled,
+            self._progress.made,
+            self._transfers.thought,
+            self._transfers.encoded,
         )
         self._thread = EngineThread(self._args, logger, self.name)
         self._thread.start()
@@ -221,8 +240,9 @@ class VllmEngine:
         confirm_before_reuse(self._client)
         report("building the request handlers")
         self._plugin = await self._make_plugin(self._client)
+        self._image_prompts = ImagePrompts(self._client, self.name)
         self._handlers = await handlers.Handlers.build(
-            WatchedClient(self._client), self._namespace, plugin=self._plugin is not None
+            WatchedClient(self._client, self._image_prompts), self._namespace, plugin=self._plugin is not None
         )
         self._cards = await self._handlers.cards()
         report("warming up")
@@ -266,7 +286,7 @@ class VllmEngine:
             self._client.output_handler.cancel()  # or it would log the end of its engine as a failure
             self._client.output_processor.propagate_error(EngineDeadError())  # which it now does not tell
         plugin, self._plugin = self._plugin, None
-        self._client = self._handlers = None
+        self._client = self._handlers = self._image_prompts = None
         if plugin is not None:
             await close_plugin(plugin)
         if thread is not None:
@@ -307,7 +327,7 @@ class VllmEngine:
             self._relays[context.request_id] = relay
         CURRENT_CALL.set(call)
         try:
-            body = _with_whole_prompt(operation, _for_responses(operation, body, context), relay)
+            body = with_whole_prompt(operation, for_responses(operation, body, context), relay)
             request = self._handlers.parse(operation, body)
             answer = await method(request, handlers.synthetic_request(context))
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all
@@ -359,27 +379,6 @@ class VllmEngine:
                 raise self._translate(error) from error
         if call.failure is not None:
             raise call.failure
-
-
-def _for_responses(operation: Operation, body: Json, context: RequestContext) -> Json:
-    """The id in the body, where this handler reads it; and no null that its answer would choke on."""
-    if operation is not Operation.RESPONSES:
-        return body
-    kept = {
-        key: value
-        for key, value in body.items()
-        if value is not None or key not in ("background", "truncation")
-    }
-    return kept | {"request_id": f"resp_{context.request_id}"}
-
-
-def _with_whole_prompt(operation: Operation, body: Json, relay: Relay | None) -> Json:
-    """The body with the token ids that are its prompt; a chat takes them beside its messages."""
-    if relay is None or relay.prompt is None:
-        return body
-    if operation is Operation.CHAT:
-        return body | {"kv_transfer_params": {"prompt_token_ids": relay.prompt}}
-    return body | {"prompt": relay.prompt, "add_special_tokens": False}
 
 
 def _note_transfer(relay: Relay, outcome: Json) -> None:

@@ -10,18 +10,28 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.engines.fake_shapes import CHUNK, KINDS, MAX_MODEL_LEN, WHOLE, event, token_id
+from baton.engines.fake_shapes import (
+    CHUNK,
+    IMAGE,
+    KINDS,
+    MAX_MODEL_LEN,
+    WHOLE,
+    event,
+    token_id,
+    with_images,
+)
 from baton.engines.port import (
     EngineState,
     ImageInput,
     Json,
     Operation,
+    Placed,
     Plugin,
     Relay,
     Reply,
@@ -38,6 +48,7 @@ from baton.errors import (
     OperationUnsupported,
     StartError,
 )
+from baton.images.picture import Picture
 from baton.telemetry.ids import RequestContext
 
 DEFAULT_TOKENS = 16
@@ -90,6 +101,7 @@ class FakeEngine:
         images: what images are to it; a text model's nothing, unless a test says otherwise.
         behaviour: what is to go wrong or to take time.
         bodies: every request it got, for tests to look at.
+        relayed: what those that were part of a relay started from and were to leave.
         active: requests under way now.
         aborted: requests that were ended from outside.
         starts: how often it was started.
@@ -110,6 +122,7 @@ class FakeEngine:
     speed: Speed = field(default_factory=Speed)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     bodies: list[Json] = field(default_factory=list)
+    relayed: list[Relay] = field(default_factory=list)
     active: int = 0
     aborted: int = 0
     starts: int = 0
@@ -152,6 +165,11 @@ class FakeEngine:
     def stalled_s(self) -> float:
         return self.behaviour.stalled_seconds
 
+    async def place(
+        self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
+    ) -> tuple[list[int], list[Placed]]:
+        return with_images(prompt, pictures)
+
     async def render(self, body: Json) -> str:
         """One line a message, a system line first as many models' templates have it."""
         messages = body["messages"]
@@ -177,6 +195,8 @@ class FakeEngine:
     async def call(
         self, operation: Operation, body: Json, context: RequestContext, relay: Relay | None = None
     ) -> Reply:
+        if relay is not None:
+            self.relayed.append(relay)
         relay = relay or Relay()
         if relay.prompt is not None:
             body = body | {"prompt": relay.prompt}
@@ -365,7 +385,10 @@ def _prompt_words(operation: Operation, body: Json, relay: Relay) -> list[str]:
 def _message_text(message: Any) -> str:
     if not isinstance(message, dict) or "role" not in message or "content" not in message:
         raise InvalidRequest("messages: Input should have a role and a content", param="messages")
-    return str(message["content"])
+    content = message["content"]
+    if isinstance(content, list) and any(part.get("type") == "image_url" for part in content):
+        return " ".join(IMAGE if part["type"] == "image_url" else part["text"] for part in content)
+    return str(content)
 
 
 def _limit(operation: Operation, body: Json) -> int:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from baton.engines.port import Json, Operation
+from baton.engines.port import Json, Operation, Placed
+from baton.errors import InvalidRequest
+from baton.images.picture import Picture
 
 if TYPE_CHECKING:
     from baton.engines.fake import Answer
 
 MAX_MODEL_LEN = 8192
+IMAGE = "<image>"
+"""The word that stands for an image."""
 
 KINDS = {
     Operation.COMPLETIONS: ("cmpl", "text_completion"),
@@ -148,6 +153,27 @@ def token_ids(text: str) -> list[int]:
 def token_id(word: str) -> int:
     """A number stays itself, so that token ids as a prompt come back as they are."""
     return int(word) if word.isdecimal() else sum(word.encode())
+
+
+def with_images(prompt: list[int], pictures: Sequence[Picture]) -> tuple[list[int], list[Placed]]:
+    """A prompt in which every `<image>` is said once for each pixel of its image's width.
+
+    Raises:
+        InvalidRequest: there are not as many as images.
+    """
+    target = token_id(IMAGE)
+    if prompt.count(target) != len(pictures):
+        raise InvalidRequest("There are not as many images as places for them.", param="messages")
+    tokens: list[int] = []
+    placed: list[Placed] = []
+    for token in prompt:
+        if token != target:
+            tokens.append(token)
+            continue
+        picture = pictures[len(placed)]
+        placed.append(Placed(picture, picture.digest, len(tokens), picture.width, (target,)))
+        tokens += [target] * picture.width
+    return tokens, placed
 
 
 def _whole_tokens(answer: Answer, _text: str) -> Json:

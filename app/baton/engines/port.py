@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from baton.engines.speed import Speed
+from baton.images.picture import Picture
 from baton.telemetry.ids import RequestContext
 
 Json = dict[str, Any]
@@ -65,12 +66,32 @@ class StreamReply:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Placed:
+    """An image, and the tokens of a prompt that stand for it.
+
+    Attributes:
+        picture: the image.
+        digest: its SHA-256, by which engines know it.
+        offset: index of the first of its tokens.
+        length: how many there are.
+        target: the tokens that stood there before they did; none where the model asks for none.
+    """
+
+    picture: Picture
+    digest: str
+    offset: int
+    length: int
+    target: tuple[int, ...]
+
+
 @dataclass
 class Relay:
     """What one call starts from and leaves behind; the engine fills in what it saw.
 
     Attributes:
         prompt: its whole prompt in token ids, in place of what its body says; None: as the body says.
+        images: the images that those stand for, in order.
         save: the entry its KV is to be saved as.
         prompt_only: save the prompt's KV, not the answer's.
         load: the entry it may start from.
@@ -89,6 +110,7 @@ class Relay:
     """
 
     prompt: list[int] | None = None
+    images: list[Placed] = field(default_factory=list)
     save: str | None = None
     prompt_only: bool = False
     load: str | None = None
@@ -233,8 +255,23 @@ class Engine(Protocol):
         """
         ...
 
+    async def place(
+        self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
+    ) -> tuple[list[int], list[Placed]]:
+        """Put images into a prompt: the tokens that stand for them, where its text has places for them.
+
+        Args:
+            prompt: token ids of a text as the template writes it.
+            pictures: its images, in order; at least one.
+            begins: nothing stands before this prompt.
+
+        Raises:
+            BatonError: the model takes none, or not so many, or not in such places.
+        """
+        ...
+
     async def render(self, body: Json) -> str:
-        """A conversation as the model's template writes it.
+        """A conversation as the model's template writes it. Of images it needs no more than the names.
 
         Args:
             body: of a chat request: `messages`, and what else decides how they are written.

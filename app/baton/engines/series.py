@@ -24,6 +24,7 @@ FAMILIES: dict[str, type[Any]] = {
 Transferred = Callable[[list[dict[str, Any]]], None]
 Prefilled = Callable[[int, float], None]
 Thought = Callable[[int, float], None]
+Encoded = Callable[[int], None]
 
 
 class EngineSeries:
@@ -43,6 +44,7 @@ class EngineSeries:
         prefilled: Prefilled = lambda _tokens, _seconds: None,
         progressed: Callable[[], None] = lambda: None,
         thought: Thought = lambda _steps, _seconds: None,
+        encoded: Encoded = lambda _images: None,
     ) -> type[PrometheusStatLogger]:
         """A `PrometheusStatLogger` that keeps these series.
 
@@ -51,6 +53,7 @@ class EngineSeries:
             prefilled: told of every finished request how many tokens were prefilled, in how long.
             progressed: told of every step.
             thought: told of latent steps, how many and how long they took.
+            encoded: told how many images the model's encoder ran for.
 
         vLLM wants a class here: anything else it takes for a per-engine logger and adds its own too.
         """
@@ -60,7 +63,7 @@ class EngineSeries:
             helper = getattr(PrometheusStatLogger, name)
             own = {key: families[key] for key in families if hasattr(helper, key)}
             members[name] = type(helper.__name__, (helper,), own)
-        members["record"] = _record(transferred, prefilled, progressed, thought)
+        members["record"] = _record(transferred, prefilled, progressed, thought, encoded)
         return type("EnginePrometheusStatLogger", (PrometheusStatLogger,), members)
 
     def _one(self, family: type[Any], name: str, *args: Any, **options: Any) -> Any:
@@ -77,7 +80,11 @@ class EngineSeries:
 
 
 def _record(
-    transferred: Transferred, prefilled: Prefilled, progressed: Callable[[], None], thought: Thought
+    transferred: Transferred,
+    prefilled: Prefilled,
+    progressed: Callable[[], None],
+    thought: Thought,
+    encoded: Encoded,
 ) -> Callable[..., None]:
     def record(self: Any, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         progressed()
@@ -89,5 +96,6 @@ def _record(
             transferred(reported.get("outcomes", []))
             if (latent := reported.get("latent")) is not None:
                 thought(int(latent["steps"]), float(latent["seconds"]))
+            encoded(int(reported.get("encoded", 0)))
 
     return record

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from baton.engines.port import Engine, Json, Operation, WholeReply
+from baton.engines.port import Engine, Json, Operation, Placed, WholeReply
 from baton.errors import GenerationFailed, InvalidRequest, TemplateUnsupported
+from baton.handoffs.image_parts import moved, named
 from baton.handoffs.record import Conversation, HandoffRecord
+from baton.images.picture import Picture
 from baton.telemetry.ids import RequestContext
 
 TEMPLATE_FIELDS = (
@@ -39,10 +42,12 @@ class Chat:
     Attributes:
         tokens: every token id of the prompt.
         conversation: what it is as messages; the answer, if one follows, begins after the tokens.
+        images: the images that the tokens stand for, in order.
     """
 
     tokens: list[int]
     conversation: Conversation
+    images: list[Placed] = field(default_factory=list)
 
 
 def template_of(body: Json) -> Json:
@@ -92,26 +97,38 @@ class Writer:
     Args:
         engine: whose template and tokenizer.
         context: of the request this is done for.
+        pictures: the images in the request's messages, in order.
     """
 
-    def __init__(self, engine: Engine, context: RequestContext) -> None:
+    def __init__(self, engine: Engine, context: RequestContext, pictures: Sequence[Picture] = ()) -> None:
         self._engine = engine
         self._context = context
+        self.pictures = pictures
 
-    async def begun(self, body: Json, *, answered: bool) -> Chat:
+    async def begun(self, body: Json, *, answered: bool, begins: bool = True) -> Chat:
         """A chat that starts from nothing.
 
         Args:
             body: of the request.
             answered: the model is to answer; else the conversation rests after the last message.
+            begins: nothing at all stands before it.
         """
         messages, template = _messages(body), template_of(body)
         text = await self._text(messages, template, answered)
         tokens = await self._tokenized(text, special=bool(body.get("add_special_tokens")))
-        return Chat(tokens, _conversation(messages, template, tokens, answered))
+        tokens, images = await self._placed(tokens, begins=begins)
+        return Chat(tokens, _conversation(messages, template, tokens, answered), images)
 
-    async def continued(self, source: HandoffRecord, body: Json, *, answered: bool) -> Chat:
+    async def continued(
+        self, source: HandoffRecord, seen: list[Placed], body: Json, *, answered: bool
+    ) -> Chat:
         """A chat that goes on from a handoff.
+
+        Args:
+            source: the handoff.
+            seen: the images of its context.
+            body: of the request.
+            answered: as for `begun`.
 
         Raises:
             TemplateUnsupported: the template cannot write what follows without rewriting what was said.
@@ -119,19 +136,20 @@ class Writer:
         messages = _messages(body)
         past = source.conversation
         if past is None:
-            return await self._after_text(source, body, answered=answered)
+            return await self._after_text(source, seen, body, answered=answered)
         if past.torn:
             raise TemplateUnsupported()
         template = past.template | template_of(body)
         said: list[Json] = []
         if past.answer_from is None:
             base = await self._text(past.messages, past.template, False)
-            own = await self._rest(base, [*past.messages, *messages], template, answered)
-            tokens = [*source.tokens, *await self.tokens(own)]
+            text = await self._rest(base, [*past.messages, *messages], template, answered)
+            own, images = await self._placed(await self.tokens(text))
+            tokens, images = [*source.tokens, *own], moved(images, len(source.tokens))
         else:
-            tokens, said = await self._after_answer(source, past, messages, template, answered)
+            tokens, images, said = await self._after_answer(source, past, messages, template, answered)
         everything = [*past.messages, *said, *messages]
-        return Chat(tokens, _conversation(everything, template, tokens, answered))
+        return Chat(tokens, _conversation(everything, template, tokens, answered), [*seen, *images])
 
     async def text(self, prompt: str | list[int], *, special: bool) -> list[int]:
         """The token ids of a plain prompt that starts from nothing."""
@@ -141,21 +159,25 @@ class Writer:
         """The token ids of a text, nothing added to them."""
         return await self._tokenized(text, special=False)
 
-    async def _after_text(self, source: HandoffRecord, body: Json, *, answered: bool) -> Chat:
+    async def _after_text(
+        self, source: HandoffRecord, seen: list[Placed], body: Json, *, answered: bool
+    ) -> Chat:
         """The first messages after a context that was never a chat."""
-        chat = await self.begun(body, answered=answered)
+        chat = await self.begun(body, answered=answered, begins=False)
         start = await self._tokenized("", special=True)
         added = chat.tokens
         if start and added[: len(start)] == start and list(source.tokens[: len(start)]) == start:
             added = added[len(start) :]  # a text begins once
         tokens = [*source.tokens, *added]
         said = chat.conversation
-        return Chat(tokens, _conversation(said.messages, said.template, tokens, answered))
+        images = [*seen, *moved(chat.images, len(tokens) - len(chat.tokens))]
+        return Chat(tokens, _conversation(said.messages, said.template, tokens, answered), images)
 
     async def _after_answer(
         self, source: HandoffRecord, past: Conversation, messages: list[Json], template: Json, answered: bool
-    ) -> tuple[list[int], list[Json]]:
-        """The prompt with the assistant's turn closed and the new messages after it; and that turn's message.
+    ) -> tuple[list[int], list[Placed], list[Json]]:
+        """The prompt with the assistant's turn closed and the new messages after it; the images of those,
+        and that turn's message.
 
         The token that ended the answer goes, for the template writes the turn's end itself.
         """
@@ -165,7 +187,7 @@ class Writer:
         before, found, after = (await self._rest(base, marked, template, answered)).partition(mark)
         if before or not found:
             raise TemplateUnsupported()
-        added = await self.tokens(after)
+        added, images = await self._placed(await self.tokens(after))
         tokens = list(source.tokens[:-1] if past.ended else source.tokens)
         ended = _overlap(tokens[past.answer_from :], added)
         answer = await self._words(tokens[past.answer_from : len(tokens) - ended])
@@ -174,7 +196,15 @@ class Writer:
             whole = await self._rest(base, [*past.messages, *said, *messages], template, answered)
             if not whole.endswith(after) or whole.removesuffix(after).strip() != answer.strip():
                 raise TemplateUnsupported()
-        return [*tokens, *added[ended:]], said
+        if images and images[0].offset < ended:
+            raise TemplateUnsupported()
+        return [*tokens, *added[ended:]], moved(images, len(tokens) - ended), said
+
+    async def _placed(self, tokens: list[int], *, begins: bool = False) -> tuple[list[int], list[Placed]]:
+        """The token ids of the request's own messages, with their images in them."""
+        if not self.pictures:
+            return tokens, []
+        return await self._engine.place(tokens, self.pictures, begins=begins)
 
     async def _rest(self, base: str, messages: list[Json], template: Json, answered: bool) -> str:
         """What the template writes after `base`, which must come out as it was."""
@@ -215,7 +245,7 @@ def _messages(body: Json) -> list[Json]:
         raise InvalidRequest("messages: Input should be a list of messages", param="messages")
     if not messages:
         raise InvalidRequest("messages: There must be at least one", param="messages")
-    return messages
+    return named(messages)
 
 
 def _conversation(messages: list[Json], template: Json, tokens: list[int], answered: bool) -> Conversation:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from baton.engines.port import Engine, Relay
+from baton.engines.port import Engine, Placed, Relay
 from baton.errors import (
     BatonError,
     HandoffIncompatible,
@@ -19,6 +19,7 @@ from baton.errors import (
     HandoffPinsFull,
 )
 from baton.handoffs.files import RecordFiles
+from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord, HandoffState, is_ours
 from baton.handoffs.shelf import Shelf
 from baton.setting_groups import HandoffSettings
@@ -41,6 +42,8 @@ MAX_PER_TENANT = 10_000
 MAX_WEIGHT_PER_TENANT = 256 * 1024 * 1024
 """Bytes of token ids and messages; above it a tenant loses its oldest handoffs."""
 Result = TypeVar("Result")
+IMAGES_SHARE = 0.5
+"""Of the budget; images do not go as KV does, for a context without them is another one."""
 PINNED_SHARE = 0.5
 """Of the budget, shared by the tenants there are; the rest stays for handoffs that nobody pinned."""
 
@@ -52,6 +55,7 @@ class Handoffs:
         settings: how long they live.
         store: where their KV is; the connector writes it, this side looks, pins and deletes.
         files: what is known of them, kept beyond this process.
+        images: the images of their contexts, likewise.
         metrics: where they are counted.
         clock: monotonic seconds, by which they expire.
         wall: seconds since the epoch, which are shown and kept.
@@ -62,6 +66,7 @@ class Handoffs:
         settings: HandoffSettings,
         store: Store,
         files: RecordFiles,
+        images: ImageFiles,
         metrics: HandoffMetrics,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -70,6 +75,7 @@ class Handoffs:
         self._settings = settings
         self._store = store
         self._files = files
+        self._images = images
         self._metrics = metrics
         metrics.store_budget.set(int(settings.budget))
         self._wall = wall
@@ -130,6 +136,8 @@ class Handoffs:
         if record.id not in self._over or record.tokens:
             return
         record.tokens.extend(tokens)
+        if relay is not None:
+            record.show(relay.images)
         if relay is None or not record.tokens:
             record.state = HandoffState.FAILED
             self._shelf.live(record, min(FAILED_FOR_S, record.ttl_s))
@@ -150,7 +158,8 @@ class Handoffs:
         Raises:
             HandoffNotFound: unknown, expired, failed, or another tenant's: one answer for all.
             HandoffPending: it did not come within the deadline.
-            HandoffIncompatible: it is of other weights, or holds latent steps that the engine cannot compute.
+            HandoffIncompatible: it is of other weights, or holds latent steps or images that the engine
+                cannot compute.
         """
         record = await self.get(handoff_id, tenant)
         await self.settled(record, self._settings.wait_s)
@@ -170,7 +179,21 @@ class Handoffs:
                 "does not take them, or marks them with another token.",
                 param="handoff.from",
             )
+        if len(record.images) > engine.images.limit:
+            raise HandoffIncompatible(
+                f"The handoff holds {len(record.images)} images; '{engine.name}' takes at most "
+                f"{engine.images.limit}.",
+                param="handoff.from",
+            )
         return record
+
+    async def images(self, record: HandoffRecord) -> list[Placed]:
+        """The images of a handoff's context, in order.
+
+        Raises:
+            HandoffImagesLost: one is not there any more, or not as it was.
+        """
+        return await asyncio.to_thread(self._images.read, record) if record.images else []
 
     async def get(self, handoff_id: str, tenant: str) -> HandoffRecord:
         """One of the tenant's handoffs, also one that another gateway over the same store left or deleted.
@@ -262,6 +285,7 @@ class Handoffs:
     async def _settle(self, record: HandoffRecord, relay: Relay) -> None:
         """Wait for the entry. The engine says when it is there; the store's rename is the truth."""
         try:
+            await self._keep_images(record)
             if not await self._committed(record, relay, COMMIT_WITHIN_S):
                 self._ready(record)
                 await self._committed(record, relay, GIVEN_UP_AFTER_S)
@@ -305,7 +329,30 @@ class Handoffs:
         except (EntryMissing, StoreError):
             return 0
 
+    async def _keep_images(self, record: HandoffRecord) -> None:
+        """Put a handoff's images on disk. Where there is no room its life ends with this process."""
+        if not record.pictures:
+            return
+        share = IMAGES_SHARE * int(self._settings.budget)
+        while await asyncio.to_thread(self._images.size) + record.image_bytes > share:
+            if (other := self._shelf.oldest_with_images(record)) is None:
+                self._log.warning("handoff_images_not_kept", reason="there is no room for them")
+                return
+            self._shelf.forget(other)
+            await asyncio.to_thread(self._remove, other)
+        await asyncio.to_thread(self._put_images, record)
+
+    def _put_images(self, record: HandoffRecord) -> None:
+        try:
+            self._store.make_room(record.image_bytes)
+        except StoreError as error:
+            self._log.warning("handoff_images_not_kept", reason=str(error))
+            return
+        self._images.keep(record)
+
     async def _write(self, record: HandoffRecord) -> None:
+        if record.pictures:
+            return  # of no use without them to another process
         record.kept = await asyncio.to_thread(self._files.write, record) or record.kept
         if record not in self._shelf:  # deleted while it was written
             await asyncio.to_thread(self._remove, record)
@@ -322,9 +369,7 @@ class Handoffs:
             try:
                 if time.monotonic() >= next_orphans:
                     next_orphans = time.monotonic() + ORPHANS_EVERY_S
-                    await asyncio.to_thread(
-                        self._store.sweep, wanted=self._wanted, older_than_s=ORPHANED_AFTER_S
-                    )
+                    await asyncio.to_thread(self._sweep_orphans)
                 self._sweep()
                 for tenant in self._shelf.tenants:
                     self._make_room(tenant)
@@ -334,8 +379,15 @@ class Handoffs:
                 self._log.warning("handoff_sweep_failed", reason=f"{type(error).__name__}: {error}")
             await asyncio.sleep(SWEEP_EVERY_S)
 
-    def _wanted(self, key: str) -> bool:
-        return not is_ours(key) or self._files.read(key.partition("/")[2]) is not None
+    def _sweep_orphans(self) -> None:
+        self._store.sweep(
+            wanted=lambda key: not is_ours(key) or self._is_kept(key.partition("/")[2]),
+            older_than_s=ORPHANED_AFTER_S,
+        )
+        self._images.sweep(wanted=self._is_kept, older_than_s=ORPHANED_AFTER_S)
+
+    def _is_kept(self, handoff_id: str) -> bool:
+        return self._files.read(handoff_id) is not None
 
     def _sweep(self) -> None:
         """Drop what has expired; the files go in the background."""
@@ -364,6 +416,7 @@ class Handoffs:
     def _remove(self, record: HandoffRecord) -> None:
         try:
             self._files.remove(record)
+            self._images.remove(record)
             self._store.delete(record.key)
         except (OSError, StoreError) as error:
             self._log.warning("handoff_not_removed", reason=type(error).__name__)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
+
+from baton.engines.port import Placed
 
 
 def _token_ids(value: Any) -> array[int]:
@@ -26,6 +29,10 @@ else:
     Ids = array  # of Python 3.11 takes no parameter
 TokenIds = Annotated[Ids, PlainValidator(_token_ids), PlainSerializer(list)]
 """Four bytes a token: a gateway remembers many long contexts."""
+
+
+Bytes = bytes
+"""A record has a field of that name."""
 
 
 class HandoffState(StrEnum):
@@ -57,6 +64,32 @@ class Conversation(BaseModel):
     weight: int = 0
 
 
+class KeptImage(BaseModel):
+    """One image of a handoff's context; see `baton.engines.port.Placed`.
+
+    Attributes:
+        digest: SHA-256 of its bytes, which lie in a file of their own.
+        media_type: of the file.
+        width: pixels.
+        height: pixels.
+        bytes: size of the file.
+        offset: index of the first of the tokens that stand for it.
+        length: how many there are.
+        target: the tokens that the template had in their place.
+    """
+
+    model_config = ConfigDict(extra="ignore")  # as above
+
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")  # it names a file
+    media_type: str
+    width: int
+    height: int
+    bytes: int
+    offset: int
+    length: int
+    target: list[int]
+
+
 class HandoffRecord(BaseModel):
     """One handoff: its token ids are the truth, its KV may or may not still be there.
 
@@ -66,6 +99,7 @@ class HandoffRecord(BaseModel):
         model: the engine that left it behind.
         weights: that engine's; engines of the same weights understand it.
         tokens: every token id of its context, in order.
+        images: the images that they stand for, in order.
         conversation: what they are as messages; None: they were never a chat.
         latent_steps: how many of its tokens stand for latent steps.
         placeholder: the token id that does; None where there are none.
@@ -86,6 +120,7 @@ class HandoffRecord(BaseModel):
     model: str
     weights: str
     tokens: TokenIds = Field(default_factory=lambda: array("i"))
+    images: list[KeptImage] = []
     conversation: Conversation | None = None
     latent_steps: int = 0
     placeholder: int | None = None
@@ -98,6 +133,7 @@ class HandoffRecord(BaseModel):
     parent: str | None = None
     label: str | None = None
     _kept: bool = PrivateAttr(False)
+    _pictures: dict[str, Bytes] = PrivateAttr(default_factory=dict)
 
     @property
     def kept(self) -> bool:
@@ -109,9 +145,38 @@ class HandoffRecord(BaseModel):
         self._kept = kept
 
     @property
+    def pictures(self) -> dict[str, Bytes]:
+        """The bytes of its images by digest, until they lie on disk."""
+        return self._pictures
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes its images take on disk, each once."""
+        return sum({image.digest: image.bytes for image in self.images}.values())
+
+    @property
     def weight(self) -> int:
         """Bytes it takes in memory, about."""
-        return 1024 + 4 * len(self.tokens) + (self.conversation.weight if self.conversation else 0)
+        said = self.conversation.weight if self.conversation else 0
+        return 1024 + 4 * len(self.tokens) + said + sum(map(len, self._pictures.values()))
+
+    def show(self, images: Iterable[Placed]) -> None:
+        """Take in the images of its context."""
+        for image in images:
+            picture = image.picture
+            self._pictures[image.digest] = picture.data
+            self.images.append(
+                KeptImage(
+                    digest=image.digest,
+                    media_type=picture.media_type,
+                    width=picture.width,
+                    height=picture.height,
+                    bytes=len(picture.data),
+                    offset=image.offset,
+                    length=image.length,
+                    target=list(image.target),
+                )
+            )
 
     @property
     def key(self) -> str:
@@ -126,6 +191,7 @@ class HandoffRecord(BaseModel):
             "state": self.state.value,
             "model": self.model,
             "tokens": len(self.tokens),
+            "images": len(self.images),
             "latent_steps": self.latent_steps,
             "bytes": self.bytes,
             "pin": self.pin,

@@ -74,6 +74,19 @@ class Shelf:
         """A tenant's, the oldest first; also those whose time has just run out."""
         return iter(list(self._tenants.get(tenant, {}).values()))
 
+    def oldest_with_images(self, newest: HandoffRecord) -> HandoffRecord | None:
+        """The oldest handoff with images, and no pin, of the tenant whose take most; None: there is none.
+
+        Args:
+            newest: the one that room is made for.
+        """
+        loose = {
+            tenant: [each for each in mine.values() if each.images and not each.pin and each is not newest]
+            for tenant, mine in self._tenants.items()
+        }
+        most = max(loose.values(), key=lambda mine: sum(each.image_bytes for each in mine), default=[])
+        return most[0] if most else None
+
     @property
     def tenants(self) -> list[str]:
         """Those who have any."""

@@ -229,7 +229,7 @@ class HandoffMetrics:
             "baton_handoff_expired_total", "Handoffs whose time was over.", registry=registry
         )
         self.kept = Gauge("baton_handoffs", "Handoffs there are.", registry=registry)
-        self.store_bytes = Gauge("baton_store_bytes", "Bytes all entries take.", registry=registry)
+        self.store_bytes = Gauge("baton_store_bytes", "Bytes all entries and images take.", registry=registry)
         self.store_budget = Gauge(
             "baton_store_budget_bytes", "Bytes that all entries may take.", registry=registry
         )
@@ -357,6 +357,18 @@ class TransferMetrics:
         self._latent_seconds = Counter(
             "baton_latent_seconds_total", "Seconds latent steps took.", ("engine",), registry=registry
         )
+
+        self._encoded = Counter(
+            "baton_images_encoded_total",
+            "Images that the vision encoder of an engine with handoffs ran for.",
+            ("engine",),
+            registry=registry,
+        )
+        self._encoded.labels(engine)
+
+    def encoded(self, images: int) -> None:
+        """So many images more went through the model's encoder: they were in no cache, and not loaded."""
+        self._encoded.labels(self._engine).inc(images)
 
     def thought(self, steps: int, seconds: float) -> None:
         """Latent steps that were computed, of several requests at once too, and how long they took."""

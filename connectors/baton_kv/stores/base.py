@@ -114,7 +114,16 @@ class Store(Protocol):
         ...
 
     def size(self) -> int:
-        """Bytes all entries take."""
+        """Bytes all entries take, and what else counts with them."""
+        ...
+
+    def make_room(self, size: int) -> None:
+        """Let entries go until so many bytes more fit the budget.
+
+        Raises:
+            StoreFull: they cannot be made to.
+            StoreError: the store could not be looked at.
+        """
         ...
 
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> int:

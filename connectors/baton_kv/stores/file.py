@@ -5,6 +5,7 @@ root/                    mode 0700
   entries/SCOPE/ID.pin   an empty file: that entry stays when others go for the budget
   writing/               what is being written; swept when a store is opened
   quarantine/            what proved wrong, for a person to look at; swept to a few
+  images/                the gateway's: counted with the entries, never evicted by them
   lock                   held while the budget is enforced
 """
 
@@ -29,6 +30,7 @@ from baton_kv.stores.base import Buffer, EntryMissing, StoreError, StoreFull
 KEY = re.compile(r"[a-z0-9][a-z0-9-]{0,63}/[A-Za-z0-9_-]{16,64}")
 SUFFIX = ".kv"
 PIN = ".pin"
+BESIDE = "images"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 ABANDONED_AFTER_S = 600
 """A file that has been in `writing` this long has no writer any more."""
@@ -156,7 +158,7 @@ class FileStore:
         if self._budget is None:
             return
         loose = [(taken, path) for taken, path in self._loose() if path != keep]
-        total = sum(status.st_size for path, status in self._files() if path != keep)
+        total = self._beside() + sum(status.st_size for path, status in self._files() if path != keep)
         if size + total - sum(taken for taken, _ in loose) > self._budget:
             raise StoreFull(f"an entry of {size} bytes does not fit the store's {self._budget}")
         for taken, path in loose:
@@ -164,6 +166,9 @@ class FileStore:
                 return
             path.unlink(missing_ok=True)
             total -= taken
+
+    def _beside(self) -> int:
+        return bytes_in(self._root / BESIDE)
 
     def _loose(self) -> list[tuple[int, Path]]:
         """Sizes and paths of the entries that may go: of who holds more than a fair share first, and of
@@ -246,7 +251,14 @@ class FileStore:
             yield _key(path)
 
     def size(self) -> int:
-        return sum(status.st_size for _, status in self._files())
+        return self._beside() + sum(status.st_size for _, status in self._files())
+
+    def make_room(self, size: int) -> None:
+        try:
+            with self._locked():
+                self._make_room(size, keep=self._root)
+        except OSError as error:
+            raise StoreError(f"making room: {error.strerror}") from None
 
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> int:
         oldest = time.time() - older_than_s
@@ -286,6 +298,17 @@ class FileStore:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat(follow_symlinks=False).st_mtime > ABANDONED_AFTER_S:
                     path.unlink()
+
+
+def bytes_in(folder: Path) -> int:
+    """Bytes that a folder's files take; one of several names counts at each with its share."""
+    total = 0.0
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as found:
+        for each in found:
+            with contextlib.suppress(FileNotFoundError):
+                status = each.stat(follow_symlinks=False)
+                total += status.st_size / status.st_nlink
+    return round(total)
 
 
 def _key(path: Path) -> str:

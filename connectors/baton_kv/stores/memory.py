@@ -80,6 +80,10 @@ class MemoryStore:
         with self._lock:
             return sum(map(len, self._entries.values()))
 
+    def make_room(self, size: int) -> None:
+        with self._lock:
+            self._make_room(size, keep="")
+
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> int:
         oldest = time.monotonic() - older_than_s
         return sum(self.delete(key) for key in self.keys() if not wanted(key) and self._used[key] <= oldest)

@@ -1,0 +1,28 @@
+"""Images in a chat's messages, as names: what a conversation remembers of them, and its template needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.engines.port import Json, Placed
+
+
+def named(messages: list[Json]) -> list[Json]:
+    """Messages whose images are names only: the engine's template writes them like those with pixels."""
+    return [
+        message | {"content": [_named(part) for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def moved(images: list[Placed], by: int) -> list[Placed]:
+    """Images of a prompt that so many tokens have come before."""
+    return [replace(image, offset=image.offset + by) for image in images]
+
+
+def _named(part: object) -> object:
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return part
+    return {"type": "image_url", "image_url": None, "uuid": part["uuid"]}

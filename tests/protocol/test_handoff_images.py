@@ -1,0 +1,264 @@
+"""Handoffs of contexts with images, with a fake engine: the images go with the token ids, by their digests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateways import FakeGateway, run_fake
+from noise import part, picture, text, user
+
+from baton.api.keys import create_key
+from baton.engines.fake import FakeEngine
+from baton.engines.fake_shapes import IMAGE, token_id
+from baton.engines.port import ImageInput, Placed
+from baton.setting_groups import EngineSettings
+
+CHAT = "/v1/chat/completions"
+SEES = ImageInput(limit=4, tokens=frozenset({token_id(IMAGE)}), texts=(IMAGE,))
+BIRD, FISH = picture(1, 5), picture(2, 6)
+ASKED = user(part(BIRD), "11")
+
+
+def engines() -> tuple[FakeEngine, ...]:
+    return (
+        FakeEngine("a", relays=True, images=SEES),
+        FakeEngine("b", relays=True, images=SEES),
+        FakeEngine("blind", relays=True),
+    )
+
+
+@contextmanager
+def run(store: Path, **more: Any) -> Iterator[FakeGateway]:
+    """A gateway whose handoffs lie in a folder."""
+    served = tuple(EngineSettings(name=engine.name, model="fake", handoff=True) for engine in engines())
+    handoffs = {"store": f"file:{store}"} | more.pop("handoffs", {})
+    with run_fake(*engines(), engines=served, handoffs=handoffs, **more) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def relay(tmp_path: Path) -> Iterator[FakeGateway]:
+    with run(tmp_path / "store") as gateway:
+        yield gateway
+
+
+def images_of(gateway: FakeGateway) -> Path:
+    return Path(gateway.settings.handoff_store.removeprefix("file:")) / "images"
+
+
+def post(gateway: FakeGateway, body: dict[str, Any], path: str = CHAT, **options: Any) -> httpx.Response:
+    with gateway.client(**options) as client:
+        return client.post(path, json={"model": "a", "max_tokens": 2} | body)
+
+
+def leave(gateway: FakeGateway, *messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    response = post(gateway, {"messages": list(messages), "handoff": {"save": True} | more})
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()["handoff"]
+    return found
+
+
+def seen(gateway: FakeGateway, name: str = "a") -> tuple[list[int], list[Placed]]:
+    """The last prompt an engine was given, and its images."""
+    relay = gateway.engine(name).relayed[-1]
+    assert relay.prompt is not None
+    return relay.prompt, relay.images
+
+
+def require_in_place(prompt: list[int], images: list[Placed]) -> None:
+    """Every token of an image stands where its image is said to be, and no other one does."""
+    places = {index for image in images for index in range(image.offset, image.offset + image.length)}
+    assert {index for index, token in enumerate(prompt) if token == token_id(IMAGE)} == places
+
+
+def test_b_is_given_a_s_tokens_and_a_s_images(relay: FakeGateway) -> None:
+    left = leave(relay, ASKED)
+    assert (left["state"], left["images"]) == ("ready", 1)
+    first, _ = seen(relay)
+    assert first.count(token_id(IMAGE)) == 5, "one token a pixel of its width"
+    response = post(
+        relay,
+        {"model": "b", "messages": [{"role": "user", "content": "22"}], "handoff": {"from": left["id"]}},
+    )
+    assert response.status_code == 200, response.text
+    prompt, images = seen(relay, "b")
+    assert prompt[: len(first)] == first
+    assert [image.picture for image in images] == [BIRD]
+    require_in_place(prompt, images)
+
+
+def test_b_s_own_images_come_after_a_s(relay: FakeGateway) -> None:
+    left = leave(relay, ASKED)
+    second = leave(relay, user("22", part(FISH), "33", part(BIRD)), **{"from": left["id"]})
+    assert second["images"] == 3
+    third = leave(relay, user(part(FISH)), **{"from": second["id"]})
+    prompt, images = seen(relay)
+    assert third["images"] == 4
+    assert [image.picture for image in images] == [BIRD, FISH, BIRD, FISH]
+    require_in_place(prompt, images)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_goes_on_from_a_chat_with_images(relay: FakeGateway, stream: bool) -> None:
+    left = leave(relay, ASKED)
+    body = {"prompt": "7 8", "stream": stream, "handoff": {"from": left["id"], "save": {"scope": "prompt"}}}
+    assert post(relay, body, "/v1/completions").status_code == 200
+    prompt, images = seen(relay)
+    assert (prompt[-2:], [image.picture for image in images]) == ([7, 8], [BIRD])
+    require_in_place(prompt, images)
+
+
+@pytest.mark.parametrize("first", [{"scope": "prompt"}, {"scope": "context"}])
+def test_a_prompt_alone_is_left_with_its_images(relay: FakeGateway, first: dict[str, Any]) -> None:
+    left = leave(relay, ASKED, save=first)
+    assert left["images"] == 1
+    leave(relay, user(part(FISH)), **{"from": left["id"]})
+    prompt, images = seen(relay)
+    assert [image.picture for image in images] == [BIRD, FISH]
+    require_in_place(prompt, images)
+
+
+def test_a_context_with_images_is_computed_without_an_answer(relay: FakeGateway) -> None:
+    made = post(relay, {"messages": [ASKED]}, "/v1/handoffs").json()
+    assert (made["state"], made["images"]) == ("ready", 1)
+    grown = post(relay, {"messages": [user(part(FISH))], "from": made["id"]}, "/v1/handoffs").json()
+    assert grown["images"] == 2
+    leave(relay, user("22"), **{"from": grown["id"]})
+    prompt, images = seen(relay)
+    assert [image.picture for image in images] == [BIRD, FISH]
+    require_in_place(prompt, images)
+
+
+def test_a_chat_with_images_begins_after_a_text(relay: FakeGateway) -> None:
+    body = {"prompt": "1 2 3", "handoff": {"save": True}}
+    left = post(relay, body, "/v1/completions").json()["handoff"]
+    leave(relay, ASKED, **{"from": left["id"]})
+    prompt, images = seen(relay)
+    assert prompt[:5] == [1, 2, 3, 1, 2]
+    require_in_place(prompt, images)
+
+
+def test_what_a_template_needs_of_an_image_is_its_place(relay: FakeGateway) -> None:
+    """A record holds no pixels in its messages: those lie in a file, once."""
+    left = leave(relay, ASKED)
+    folder = images_of(relay)
+    record = (folder.parent / "records" / f"{left['id']}.json").read_text()
+    assert "base64" not in record
+    assert (folder / f"{left['id']}.{BIRD.digest}").read_bytes() == BIRD.data
+
+
+def test_a_handoff_outlives_its_gateway_with_its_images(relay: FakeGateway) -> None:
+    left = leave(relay, ASKED)
+    with run(images_of(relay).parent) as again:
+        answer = post(again, {"messages": [user("22")], "handoff": {"from": left["id"]}})
+        assert answer.status_code == 200, answer.text
+        prompt, images = seen(again)
+        assert [image.picture for image in images] == [BIRD]
+        require_in_place(prompt, images)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "another", "link"])
+def test_an_image_that_is_not_what_it_was_is_never_shown_to_a_model(relay: FakeGateway, damage: str) -> None:
+    left = leave(relay, ASKED)
+    path = images_of(relay) / f"{left['id']}.{BIRD.digest}"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    if damage == "link":
+        path.symlink_to("/dev/zero")
+    elif damage != "gone":
+        path.write_bytes({"flipped": data, "cut": data[:-9], "another": FISH.data}[damage])
+    asked = len(relay.engine("a").relayed)
+    response = post(relay, {"messages": [user("22")], "handoff": {"from": left["id"]}})
+    assert (response.status_code, response.json()["error"]["code"]) == (410, "handoff_images_lost")
+    assert len(relay.engine("a").relayed) == asked, "no engine heard of it"
+
+
+def test_images_go_with_their_handoff_and_stay_with_those_that_went_on_from_it(relay: FakeGateway) -> None:
+    folder = images_of(relay)
+    first = leave(relay, ASKED)
+    second = leave(relay, user(part(FISH)), **{"from": first["id"]})
+    ours = [path for path in folder.iterdir() if path.name.partition(".")[0] in (first["id"], second["id"])]
+    assert len(ours) == 3
+    assert len({path.stat().st_ino for path in ours}) == 2, "the same bytes are there once"
+    with relay.client() as client:
+        assert client.delete(f"/v1/handoffs/{first['id']}").status_code == 204
+        assert post(relay, {"messages": [user("3")], "handoff": {"from": second["id"]}}).status_code == 200
+        assert client.delete(f"/v1/handoffs/{second['id']}").status_code == 204
+    assert not [path for path in ours if path.exists()]
+
+
+def test_more_bytes_of_images_than_a_handoff_keeps_are_refused_before_the_engine(tmp_path: Path) -> None:
+    big = picture(3, 40, 40)
+    with run(tmp_path / "store", handoffs={"image_bytes": 4096}) as gateway:
+        assert len(big.data) > 4096
+        body = {"messages": [user(part(big))]}
+        refused = post(gateway, body | {"handoff": {"save": True}})
+        assert (refused.status_code, "image_bytes" in refused.text) == (400, True)
+        assert post(gateway, body, "/v1/handoffs").status_code == 400
+        assert gateway.engine("a").relayed == []
+        assert post(gateway, body).status_code == 200
+
+
+def test_an_engine_that_sees_nothing_takes_no_images_from_a_handoff_either(relay: FakeGateway) -> None:
+    left = leave(relay, ASKED)
+    body = {"model": "blind", "messages": [user("22")], "handoff": {"from": left["id"]}}
+    refused = post(relay, body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "handoff_incompatible")
+    assert post(relay, {"model": "blind", "messages": [ASKED], "handoff": {"save": True}}).status_code == 400
+
+
+def test_more_images_than_a_prompt_may_hold_are_refused_whoever_sent_them(relay: FakeGateway) -> None:
+    left = leave(relay, user(part(BIRD), part(FISH), part(BIRD)))
+    body = {"messages": [user(part(FISH), part(BIRD))], "handoff": {"from": left["id"]}}
+    refused = post(relay, body)
+    assert (refused.status_code, "images" in refused.text) == (400, True)
+
+
+def test_another_tenant_s_images_cannot_be_named(tmp_path: Path) -> None:
+    keys = {tenant: create_key(tmp_path / "keys.json", tenant) for tenant in ("acme", "globex")}
+    auth = {"keys_file": tmp_path / "keys.json"}
+    headers = {tenant: {"Authorization": f"Bearer {key}"} for tenant, key in keys.items()}
+    with run(tmp_path / "store", auth=auth) as gateway:
+        body = {"messages": [ASKED], "handoff": {"save": True}}
+        left = post(gateway, body, headers=headers["acme"]).json()["handoff"]
+        stolen = post(
+            gateway,
+            {"messages": [user("2")], "handoff": {"from": left["id"]}},
+            headers=headers["globex"],
+        )
+        assert stolen.status_code == 404
+        by_name = {"type": "image_url", "image_url": None, "uuid": BIRD.digest}
+        for wish in ({}, {"handoff": {"save": True}}):
+            named = post(gateway, {"messages": [user(by_name)]} | wish, headers=headers["globex"])
+            assert named.status_code == 400
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}},
+        {"type": "image_embeds", "image_embeds": "x"},
+        text("x") | {"image_url": None},
+        part(BIRD) | {"mm_processor_kwargs": {}},
+    ],
+)
+def test_what_is_neither_text_nor_image_is_not_handed_over(relay: FakeGateway, bad: dict[str, Any]) -> None:
+    for path, body in ((CHAT, {"handoff": {"save": True}}), ("/v1/handoffs", {})):
+        refused = post(relay, {"messages": [user("1", bad)]} | body, path)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+
+
+def test_images_of_a_request_that_was_given_up_are_not_kept(relay: FakeGateway) -> None:
+    relay.engine("a").behaviour.call_error = TimeoutError()
+    post(relay, {"messages": [ASKED], "handoff": {"save": True}})
+    time.sleep(0.1)
+    folder = images_of(relay)
+    assert [path for path in folder.iterdir() if path.name.endswith(BIRD.digest)] == []

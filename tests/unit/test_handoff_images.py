@@ -1,0 +1,205 @@
+"""The images of handoffs by themselves: kept once, proved when read, gone with their record."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from noise import picture
+from prometheus_client import CollectorRegistry
+
+from baton.engines.fake import FakeEngine
+from baton.engines.port import ImageInput, Placed, Relay
+from baton.errors import HandoffImagesLost, HandoffIncompatible
+from baton.handoffs.coordinator import ORPHANED_AFTER_S, Handoffs
+from baton.handoffs.files import RecordFiles
+from baton.handoffs.image_files import ImageFiles
+from baton.handoffs.record import HandoffRecord, HandoffState
+from baton.images.picture import Picture
+from baton.setting_groups import HandoffSettings
+from baton.telemetry.metrics import HandoffMetrics
+from baton_kv.stores.file import FileStore
+
+ENGINE = FakeEngine("a", relays=True, images=ImageInput(limit=4))
+KB = 1024
+
+
+def placed(*pictures: Picture) -> list[Placed]:
+    return [Placed(each, each.digest, 10 * index, 4, (7,)) for index, each in enumerate(pictures)]
+
+
+def big(number: int, size: int) -> Picture:
+    """No picture, but of a size that is known; nothing here looks inside."""
+    return Picture(bytes([number]) * size, "image/png", 4, 4)
+
+
+def gateway(folder: Path, **settings: Any) -> Handoffs:
+    chosen = HandoffSettings(**settings)
+    return Handoffs(
+        chosen,
+        FileStore(folder / "store", budget=int(chosen.budget)),
+        RecordFiles(folder / "records"),
+        ImageFiles(folder / "store" / "images"),
+        HandoffMetrics(CollectorRegistry()),
+    )
+
+
+async def left(handoffs: Handoffs, *pictures: Picture, tenant: str = "local", **more: Any) -> HandoffRecord:
+    record = handoffs.begin(ENGINE, tenant, **({"parent": None} | more))
+    handoffs.end(record, Relay(images=placed(*pictures), saves=False), range(50))
+    await asyncio.gather(*handoffs._background)
+    assert record.state is HandoffState.READY
+    return record
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "store" / "images").iterdir())
+
+
+def test_another_gateway_over_the_same_store_reads_the_same_images(tmp_path: Path) -> None:
+    async def story() -> None:
+        record = await left(gateway(tmp_path), picture(1), picture(2), picture(1))
+        assert len(files(tmp_path)) == 2, "an image that a context holds twice lies there once"
+        assert record.pictures == {}, "what lies on disk is not held in memory too"
+        other = gateway(tmp_path)
+        found = await other.source(record.id, ENGINE, "local")
+        assert await other.images(found) == placed(picture(1), picture(2), picture(1))
+
+    asyncio.run(story())
+
+
+def test_an_image_that_was_changed_is_refused_by_its_digest(tmp_path: Path) -> None:
+    async def story() -> None:
+        handoffs = gateway(tmp_path)
+        record = await left(handoffs, picture(1))
+        (tmp_path / "store" / "images" / files(tmp_path)[0]).write_bytes(picture(2).data)
+        with pytest.raises(HandoffImagesLost):
+            await handoffs.images(record)
+
+    asyncio.run(story())
+
+
+def test_a_model_that_takes_fewer_images_does_not_go_on_from_more(tmp_path: Path) -> None:
+    async def story() -> None:
+        handoffs = gateway(tmp_path)
+        record = await left(handoffs, picture(1), picture(2))
+        narrow = FakeEngine("b", relays=True, images=ImageInput(limit=1))
+        with pytest.raises(HandoffIncompatible):
+            await handoffs.source(record.id, narrow, "local")
+
+    asyncio.run(story())
+
+
+def test_what_cannot_be_kept_on_disk_lives_as_long_as_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        handoffs = gateway(tmp_path)
+
+        def full(*_args: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(ImageFiles, "_keep", full)
+        record = await left(handoffs, picture(1))
+        assert await handoffs.images(record) == placed(picture(1))
+        assert record.weight > len(picture(1).data), "memory it takes is counted"
+        assert files(tmp_path) == []
+        assert list((tmp_path / "records").iterdir()) == [], "of no use to others without its images"
+
+    asyncio.run(story())
+
+
+def test_images_take_half_of_the_budget_at_most_and_the_oldest_handoffs_go_with_theirs(
+    tmp_path: Path,
+) -> None:
+    async def story() -> None:
+        handoffs = gateway(tmp_path, budget=1024 * KB)
+        pinned = await left(handoffs, big(1, 200 * KB), tenant="acme", pin=True)
+        first = await left(handoffs, big(2, 200 * KB), tenant="acme")
+        small = await left(handoffs, big(3, 10 * KB), tenant="globex")
+        last = await left(handoffs, big(4, 200 * KB), tenant="acme")
+        there = {name.partition(".")[0] for name in files(tmp_path)}
+        assert there == {pinned.id, small.id, last.id}
+        assert handoffs._shelf.find(first.id) is None
+        assert not (tmp_path / "records" / f"{first.id}.json").exists()
+
+    asyncio.run(story())
+
+
+def test_kv_makes_room_for_images(tmp_path: Path) -> None:
+    async def story() -> None:
+        handoffs = gateway(tmp_path, budget=1024 * KB)
+        store = FileStore(tmp_path / "store", budget=1024 * KB)
+        old = await left(handoffs)
+        store.put(old.key, [b"k" * (900 * KB)])
+        await left(handoffs, big(1, 200 * KB))
+        assert not store.exists(old.key)
+        assert store.size() == 200 * KB
+
+    asyncio.run(story())
+
+
+def test_a_chain_s_images_are_there_once_and_go_with_the_last_of_it(tmp_path: Path) -> None:
+    async def story() -> None:
+        handoffs = gateway(tmp_path)
+        first = await left(handoffs, big(1, 100 * KB))
+        second = await left(handoffs, big(1, 100 * KB), big(2, 50 * KB), parent=first.id)
+        images = ImageFiles(tmp_path / "store" / "images")
+        assert images.size() == 150 * KB
+        await handoffs.delete(first)
+        assert await handoffs.images(second) == placed(big(1, 100 * KB), big(2, 50 * KB))
+        assert images.size() == 150 * KB
+        await handoffs.delete(second)
+        assert (images.size(), files(tmp_path)) == (0, [])
+
+    asyncio.run(story())
+
+
+def test_images_of_nobody_are_swept_and_those_of_a_chain_just_begun_are_not(tmp_path: Path) -> None:
+    async def story() -> None:
+        handoffs = gateway(tmp_path)
+        first = await left(handoffs, picture(1))
+        folder = tmp_path / "store" / "images"
+        orphan, torn, young = folder / f"{'o' * 32}.{'a' * 64}", folder / ".torn", folder / f"{'y' * 32}.x"
+        for path in (orphan, torn, young):
+            path.write_bytes(b"x")
+        past = time.time() - ORPHANED_AFTER_S - 5
+        for path in folder.iterdir():
+            if path != young:
+                os.utime(path, (past, past))
+        begun = handoffs.begin(ENGINE, "local", parent=first.id)
+        begun.show(placed(picture(1)))
+        assert ImageFiles(folder).keep(begun)
+        async with handoffs.running():
+            await asyncio.sleep(0.1)
+        assert {name.partition(".")[0] for name in files(tmp_path)} == {first.id, begun.id, "y" * 32}
+
+    asyncio.run(story())
+
+
+def test_a_handoff_deleted_while_it_is_settled_leaves_no_image(tmp_path: Path) -> None:
+    async def story() -> None:
+        handoffs = gateway(tmp_path)
+        for number in range(30):
+            record = handoffs.begin(ENGINE, "local", parent=None)
+            handoffs.end(record, Relay(images=placed(picture(number)), saves=False), range(50))
+            await asyncio.sleep(0.0005 * number)
+            await handoffs.delete(record)
+            await asyncio.gather(*handoffs._background)
+            assert files(tmp_path) == []
+
+    asyncio.run(story())
+
+
+def test_a_record_whose_image_s_name_leads_elsewhere_is_left_alone(tmp_path: Path) -> None:
+    async def story() -> None:
+        record = await left(gateway(tmp_path), picture(1))
+        path = tmp_path / "records" / f"{record.id}.json"
+        path.write_text(path.read_text().replace(picture(1).digest, "../../../etc/passwd"))
+        assert RecordFiles(tmp_path / "records").read(record.id) is None
+
+    asyncio.run(story())

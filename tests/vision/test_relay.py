@@ -1,0 +1,367 @@
+"""Handoffs of contexts with images on real engines: what B says is what a model says that sees everything anew.
+
+The reference is HuggingFace's model in fp32, given the token ids and pixels that B's prompt is said to be.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from gateways import RealGateway
+from noise import part, picture, user
+from PIL import Image
+from transformers import LlavaForConditionalGeneration, LlavaProcessor
+from vision.tiny_vision import make_llava
+
+from baton.images.picture import Picture
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+CONFIG = Path(__file__).with_name("relay_engines.toml")
+CHAT, TEXT, COMPUTE = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
+ENGINES = ("reader", "writer")
+SAID = 6
+WORDS = [
+    "a",
+    "red",
+    "square",
+    "left",
+    "of",
+    "two",
+    "blue",
+    "circles",
+    "on",
+    "a",
+    "green",
+    "field",
+    "with",
+    "water,",
+    "roads",
+    "and",
+    "clouds",
+]
+
+
+class Seer:
+    """HuggingFace's model: greedy answers to token ids and images."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        self._processor = LlavaProcessor.from_pretrained(folder)
+        self.image_token = self._model.config.image_token_index
+
+    @torch.inference_mode()
+    def says(self, prompt: list[int], pictures: list[Picture], count: int = SAID) -> list[int]:
+        ids = list(prompt)
+        given: dict[str, Any] = {}
+        if pictures:
+            images = [Image.open(io.BytesIO(each.data)).convert("RGB") for each in pictures]
+            given = dict(self._processor.image_processor(images, return_tensors="pt"))
+        for _ in range(count):
+            logits = self._model(input_ids=torch.tensor([ids]), **given).logits[0, -1]
+            logits[self.image_token] = -torch.inf
+            ids.append(int(logits.argmax()))
+        return ids[len(prompt) :]
+
+
+@dataclass
+class Eyes:
+    """The gateway, and what its answers are held against."""
+
+    gateway: RealGateway
+    seer: Seer
+    store: Path
+
+    def ask(self, model: str, body: dict[str, Any], path: str = CHAT) -> Answer:
+        """One request: its prompt's and its answer's token ids, and its handoff."""
+        options = {"max_tokens": SAID, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        options["logit_bias"] = {str(self.seer.image_token): -100}  # random weights might say it
+        with self.gateway.client() as client:
+            response = client.post(path, json={"model": model} | options | body)
+        assert response.status_code == 200, response.text
+        return _streamed(response) if body.get("stream") else _whole(response.json())
+
+    def compute(self, model: str, body: dict[str, Any]) -> dict[str, Any]:
+        with self.gateway.client() as client:
+            response = client.post(COMPUTE, json={"model": model} | body)
+        assert response.status_code == 201, response.text
+        told: dict[str, Any] = response.json()
+        return told
+
+    def encoded(self, model: str) -> int:
+        """Images that an engine's encoder has run for."""
+        with self.gateway.client() as client:
+            page = client.get("/metrics").text
+        (value,) = re.findall(rf'^baton_images_encoded_total{{engine="{model}"}} (\S+)$', page, re.MULTILINE)
+        return int(float(value))
+
+    def encodes(self, model: str, before: int, expected: int) -> None:
+        """The count of images has gone up by so many, no more."""
+        deadline = time.monotonic() + 3
+        while self.encoded(model) - before < expected and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.encoded(model) - before == expected
+
+    def forget_kv(self, handoff: str) -> None:
+        """Its entry is evicted: nothing is left but its tokens and images."""
+        (path,) = (self.store / "entries").rglob(f"{handoff}.kv")
+        path.unlink()
+
+
+@dataclass(frozen=True)
+class Answer:
+    prompt: list[int]
+    said: list[int]
+    handoff: dict[str, Any] | None
+
+    @property
+    def left(self) -> str:
+        assert self.handoff is not None
+        assert self.handoff["state"] == "ready"
+        return str(self.handoff["id"])
+
+    @property
+    def source(self) -> dict[str, Any]:
+        assert self.handoff is not None
+        found: dict[str, Any] = self.handoff["source"]
+        return found
+
+
+def _whole(body: dict[str, Any]) -> Answer:
+    choice = body["choices"][0]
+    prompt = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    return Answer(prompt, choice["token_ids"], body.get("handoff"))
+
+
+def _streamed(response: httpx.Response) -> Answer:
+    lines = [
+        line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: {")
+    ]
+    prompt: list[int] = []
+    said: list[int] = []
+    handoff = None
+    for chunk in map(json.loads, lines):
+        handoff = chunk.get("handoff", handoff)
+        prompt = prompt or chunk.get("prompt_token_ids") or []
+        for choice in chunk["choices"]:
+            prompt = prompt or choice.get("prompt_token_ids") or []
+            said += choice.get("token_ids") or []
+    return Answer(prompt, said, handoff)
+
+
+@pytest.fixture(scope="module")
+def eyes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eyes]:
+    folder = tmp_path_factory.mktemp("eyes")
+    make_llava(folder / "model")
+    (folder / "baton.toml").write_text(CONFIG.read_text().format(folder=folder))
+    with RealGateway(["--config", str(folder / "baton.toml")], folder) as gateway:
+        gateway.wait_until_ready()
+        yield Eyes(gateway, Seer(folder / "model"), folder / "store")
+
+
+class Cases:
+    """Made-up contexts: no picture and no text twice."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def picture(self, chance: random.Random) -> Picture:
+        self._number += 1
+        return picture(self._number, chance.choice([8, 24, 30, 61]), chance.choice([8, 30, 47]))
+
+    def message(self, chance: random.Random, images: int) -> tuple[dict[str, Any], list[Picture]]:
+        """What a person says: words, and so many pictures at places of any kind."""
+        pictures = [self.picture(chance) for _ in range(images)]
+        parts: list[Any] = [part(each) for each in pictures]
+        for _ in range(chance.randint(1, 3)):
+            words = " ".join(chance.choices(WORDS, k=chance.randint(1, 12)))
+            parts.insert(chance.randint(0, len(parts)), f" {words} {self._number}")
+        return user(*parts), pictures
+
+
+CASES = Cases()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One relay from A to B.
+
+    Attributes:
+        number: its seed.
+        first: images in what A is asked.
+        then: images in what B is asked.
+        how: A answers (`chat`), answers and leaves its prompt alone (`prompt`), or only computes (`compute`).
+        goes_on: B is asked in a chat, or as plain text.
+        to: B's engine; A's is the first.
+        stream: B's answer is streamed.
+        evicted: A's KV is gone by then.
+        chain: requests between A and B, each with an image of its own.
+    """
+
+    number: int
+    first: int
+    then: int
+    how: str
+    goes_on: str
+    to: str
+    stream: bool
+    evicted: bool
+    chain: int
+
+
+def cases(count: int) -> list[Case]:
+    chance = random.Random(8)
+    made = []
+    for number in range(count):
+        goes_on = chance.choice(["chat", "chat", "text"])
+        first = chance.choice([1, 1, 2, 3]) if number % 5 else 0
+        then = 0 if goes_on == "text" else chance.choice([0, 1, 2])
+        how = chance.choice(["chat", "chat", "prompt", "compute"])
+        evicted, chain = chance.random() < 0.25, chance.choice([0, 0, 0, 1, 2])
+        made.append(
+            Case(number, first, then, how, goes_on, chance.choice(ENGINES), number % 3 == 0, evicted, chain)
+        )
+    return made
+
+
+def name_of(case: Case) -> str:
+    ways = [str(case.number), case.how, f"{case.first}+{case.then}", case.goes_on, case.to]
+    ways += ["stream"] * case.stream + ["evicted"] * case.evicted + [f"chain{case.chain}"] * bool(case.chain)
+    return "-".join(ways)
+
+
+@pytest.mark.parametrize("case", cases(50), ids=name_of)
+def test_b_says_what_a_model_says_that_sees_everything_anew(eyes: Eyes, case: Case) -> None:
+    chance = random.Random(case.number)
+    message, seen = CASES.message(chance, case.first)
+    if case.how == "compute":
+        left = eyes.compute("reader", {"messages": [message]})["id"]
+    else:
+        scope = "prompt" if case.how == "prompt" else "context"
+        first = eyes.ask("reader", {"messages": [message], "handoff": {"save": {"scope": scope}}})
+        assert first.said == eyes.seer.says(first.prompt, seen)
+        left = first.left
+    for _ in range(case.chain):
+        message, more = CASES.message(chance, 1)
+        seen = seen + more
+        between = eyes.ask("reader", {"messages": [message], "handoff": {"from": left, "save": True}})
+        assert between.said == eyes.seer.says(between.prompt, seen)
+        left = between.left
+    if case.evicted:
+        eyes.forget_kv(left)
+    before = eyes.encoded(case.to)
+    wish = {"handoff": {"from": left}, "stream": case.stream}
+    if case.goes_on == "text":
+        own: list[Picture] = []
+        answer = eyes.ask(case.to, wish | {"prompt": f" and {chance.choice(WORDS)}"}, TEXT)
+    else:
+        message, own = CASES.message(chance, case.then)
+        answer = eyes.ask(case.to, wish | {"messages": [message]})
+    assert answer.said == eyes.seer.says(answer.prompt, seen + own)
+    _require_encoded(eyes, case, answer, before, len(seen), len(own))
+
+
+def _require_encoded(eyes: Eyes, case: Case, answer: Answer, before: int, seen: int, own: int) -> None:
+    """Where KV was used, the encoder has run for B's own images alone."""
+    source = answer.source
+    if not case.evicted:
+        assert source["outcome"] in ("loaded", "resident")
+        eyes.encodes(case.to, before, own)
+        return
+    assert (source["outcome"], source["reason"]) == ("recomputed", "kv_gone")
+    if case.to == "writer":  # which has met none of them yet; the reader's encoder keeps some
+        eyes.encodes("writer", before, seen + own)
+
+
+def test_many_go_on_from_one_picture_and_it_is_encoded_once(eyes: Eyes) -> None:
+    chance = random.Random(1)
+    message, seen = CASES.message(chance, 1)
+    before = {name: eyes.encoded(name) for name in ENGINES}
+    left = eyes.ask("reader", {"messages": [message], "handoff": {"save": True}}).left
+    for question in ("what is where?", "a red square?", "and the water?"):
+        for model in ENGINES:
+            answer = eyes.ask(model, {"messages": [user(question)], "handoff": {"from": left}})
+            assert answer.said == eyes.seer.says(answer.prompt, seen)
+    eyes.encodes("reader", before["reader"], 1)
+    eyes.encodes("writer", before["writer"], 0)
+
+
+def test_the_same_words_about_another_picture_start_from_nothing(eyes: Eyes) -> None:
+    """Token ids and places are equal: were images not compared, A's KV would be used, and answer about A's picture."""
+    one, other = picture(5001, 30, 30), picture(5002, 30, 30)
+    left = eyes.compute("reader", {"messages": [user(part(one), " what is where?")]})["id"]
+    whole = eyes.compute("reader", {"messages": [user(part(other), " what is where?")]})["id"]
+    record = eyes.store / "records" / f"{whole}.json"
+    entries = {path.stem: path for path in (eyes.store / "entries").rglob("*.kv")}
+    assert (
+        json.loads(record.read_text())["tokens"]
+        == json.loads((eyes.store / "records" / f"{left}.json").read_text())["tokens"]
+    )
+    assert entries[left].read_bytes() != entries[whole].read_bytes()
+    answers = {}
+    for handoff, pictures in ((left, [one]), (whole, [other])):
+        answer = eyes.ask("writer", {"messages": [user("a field?")], "handoff": {"from": handoff}})
+        assert answer.said == eyes.seer.says(answer.prompt, pictures)
+        answers[handoff] = answer
+    assert answers[left].prompt == answers[whole].prompt
+    assert answers[left].said != answers[whole].said, "the pictures matter to this model"
+    again = eyes.ask("writer", {"messages": [user("a field?")], "handoff": {"from": left}})
+    assert again.said == answers[left].said
+
+
+def test_a_picture_changed_on_disk_is_never_shown(eyes: Eyes) -> None:
+    left = eyes.compute("reader", {"messages": [user(part(picture(5003)), " a road?")]})["id"]
+    (path,) = (eyes.store / "images").glob(f"{left}.*")
+    path.write_bytes(picture(5004).data)
+    for model in ENGINES:
+        with eyes.gateway.client() as client:
+            body = {"model": model, "messages": [user("so?")], "handoff": {"from": left}}
+            refused = client.post(CHAT, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (410, "handoff_images_lost")
+
+
+@pytest.mark.parametrize("then", [[], [user(part(picture(5010)), "one more")]])
+def test_what_is_too_much_is_refused_and_the_engine_goes_on(eyes: Eyes, then: list[dict[str, Any]]) -> None:
+    eight = [part(picture(5020 + number)) for number in range(8)]
+    left = eyes.compute("reader", {"messages": [user(*eight)]})
+    assert left["images"] == 8
+    with eyes.gateway.client() as client:
+        body = {"model": "reader", "messages": then or [user("so? " * 900)]}
+        refused = client.post(CHAT, json=body | {"handoff": {"from": left["id"]}})
+        assert refused.status_code == 400, refused.text
+    answer = eyes.ask("writer", {"messages": [user("so?")], "handoff": {"from": left["id"]}})
+    assert answer.source["outcome"] == "loaded"
+
+
+def test_after_a_restart_a_handoff_is_what_it_was_and_a_swapped_picture_never_hits(eyes: Eyes) -> None:
+    """The restart is the only way to make a gateway believe a record that somebody else wrote."""
+    one, other = picture(5101, 30, 30), picture(5102, 30, 30)
+    asked = {"messages": [user(part(one), " what is where?")]}
+    kept, swapped = (eyes.compute("reader", asked)["id"] for _ in range(2))
+    record = eyes.store / "records" / f"{swapped}.json"
+    record.write_text(record.read_text().replace(one.digest, other.digest))
+    (eyes.store / "images" / f"{swapped}.{other.digest}").write_bytes(other.data)
+    eyes.gateway.restart()
+    begins = json.loads(record.read_text())["images"][0]["offset"]
+    before = eyes.encoded("writer")
+    wish = {"messages": [user("a field?")]}
+    forged = eyes.ask("writer", wish | {"handoff": {"from": swapped}})
+    assert forged.said == eyes.seer.says(forged.prompt, [other])
+    assert forged.source["loaded_tokens"] <= begins, "its KV is of another picture from there on"
+    eyes.encodes("writer", before, 1)
+    sound = eyes.ask("reader", wish | {"handoff": {"from": kept}})
+    assert sound.said == eyes.seer.says(sound.prompt, [one])
+    assert sound.source["outcome"] == "loaded"
+    eyes.encodes("reader", 0, 0)
+    assert sound.prompt == forged.prompt
+    assert sound.said != forged.said
