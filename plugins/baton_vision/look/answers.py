@@ -16,6 +16,7 @@ from baton_vision.look.chats import IGNORED, Chats, Speller
 from baton_vision.look.design import IMAGE_TOKENS
 from baton_vision.look.first_words import WordLoss
 from baton_vision.look.network import Eyes, normalised
+from baton_vision.look.questions import with_areas
 from baton_vision.look.recipe import Book, Log, Recipe, Trainer, save
 
 SAY_EVERY, TEST_EVERY = 25, 250  # steps
@@ -23,6 +24,7 @@ QUESTIONS: Final = (2, 4)  # fewest and most in one chat
 DESCRIPTIONS: Final = (
     0.3  # share of them that may be asked for: they are long, and cost as much as ten answers
 )
+AREAS: Final = 0.2  # share of the chats about scenes that begin with a line of areas
 PICTURE_LAST: Final = 0.1  # share of the chats in which the picture stands after the question
 NO_MORE_WORDS: Final = 0.8  # share of the part after which the first part's loss counts no more
 TESTED: Final = 50  # pictures, two questions each
@@ -112,7 +114,10 @@ class Lesson:
                     if question.kind != "description" or rng.random() < DESCRIPTIONS
                 ]
                 order = rng.permutation(len(every))[: int(rng.integers(QUESTIONS[0], QUESTIONS[1] + 1))]
-                asked.append([every[place] for place in order])
+                chat = [every[place] for place in order]
+                if self.book.facts[number].scene and rng.random() < AREAS:
+                    chat[0] = with_areas(chat[0], self.book.facts[number], rng)
+                asked.append(chat)
             last = [bool(rng.random() < PICTURE_LAST) for _ in chosen]
             yield chosen, self.speller.chats(asked, picture_last=last)
 

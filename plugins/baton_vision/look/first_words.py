@@ -64,14 +64,15 @@ class WordLoss:
 
 def write_book(seeds: range, loss: WordLoss, log: Log) -> Book:
     """Draw the pictures of some seeds."""
-    pixels, target, asked = [], [], []
+    pixels, facts, target, asked = [], [], [], []
     for seed in seeds:
         sample = make_sample(seed)
         pixels.append(shrunk(sample.picture))
+        facts.append(sample.facts)
         target.append(loss.target(sample))
         asked.append(sample.questions)
     log.say(drawn=len(seeds))
-    return Book(np.stack(pixels), torch.tensor(target), asked)
+    return Book(np.stack(pixels), facts, torch.tensor(target), asked)
 
 
 def learn_words(eyes: Eyes, book: Book, test: Book, loss: WordLoss, recipe: Recipe, log: Log) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -82,6 +82,15 @@ def questions(facts: Facts, rng: np.random.Generator) -> list[Question]:
     asked = _of_scene(facts, rng) if facts.scene else _of_shapes(facts, rng)
     asked.append(Question("description", _one(rng, DESCRIBE), description(facts)))
     return [asked[int(place)] for place in rng.permutation(len(asked))]
+
+
+def with_areas(asked: Question, facts: Facts, rng: np.random.Generator) -> Question:
+    """A question about a scene after a line with its areas, as a mapping model before this one gives it."""
+    water = float(rng.uniform(1, 60)) if "water" in facts.features else 0.0
+    hectares = float(rng.uniform(50, 3000))
+    shares = (("land", 100 - water), ("water", water))
+    parts = [f"{name} {share:.1f} % ({hectares * share / 100:,.0f} ha)" for name, share in shares]
+    return replace(asked, text=f"Areas: {', '.join(parts)}.\n{asked.text}")
 
 
 def _of_scene(facts: Facts, rng: np.random.Generator) -> list[Question]:

@@ -17,6 +17,7 @@ from safetensors.torch import save as serialised
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from baton_vision.look.facts import Facts
 from baton_vision.look.network import Eyes
 from baton_vision.look.questions import Question
 
@@ -60,9 +61,10 @@ class Recipe:
 
 @dataclass
 class Book:
-    """The training pictures: pixels uint8 (count, side, side, 3), their words, their questions."""
+    """The training pictures: pixels uint8 (count, side, side, 3), their facts, their words, their questions."""
 
     pixels: npt.NDArray[np.uint8]
+    facts: list[Facts]
     words: Tensor
     questions: list[tuple[Question, ...]]
 
