@@ -47,9 +47,9 @@ class Recipe:
 
     seed: int = 4
     pictures: int = 12_000
-    word_minutes: float = 5.0
-    answer_minutes: float = 25.0
-    word_batch: int = 64
+    word_minutes: float = 12.0
+    answer_minutes: float = 14.0
+    word_batch: int = 48
     answer_batch: int = 6
     word_rate: float = 1e-3
     answer_rate: float = 8e-4

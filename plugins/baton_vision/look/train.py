@@ -36,12 +36,10 @@ def train(recipe: Recipe, text_model: Path, out: Path, start: Path | None) -> No
     log.say(parameters=sum(p.numel() for p in eyes.parameters()), recipe=asdict(recipe))
     test = write_book(VALIDATION_SEEDS, loss, log)
     book = write_book(range(TRAINING_START, TRAINING_START + recipe.pictures), loss, log)
-    steps = {"words": 0}
-    if start is None:
-        steps["words"] = learn_words(eyes, book, test, loss, recipe, log)
-        save(eyes, out / "words")
-    else:
+    if start is not None:
         load(eyes, start)
+    steps = {"words": learn_words(eyes, book, test, loss, recipe, log)}
+    save(eyes, out / "words")
     lesson = Lesson(book, test, loss, Listener(text), speller, out)
     steps["answers"] = lesson.learn(eyes, recipe, log)
     save(eyes, out)
@@ -56,7 +54,7 @@ def main(
     word_minutes: Annotated[float, typer.Option(help="Of the first part.")] = Recipe.word_minutes,
     answer_minutes: Annotated[float, typer.Option(help="Of the second part.")] = Recipe.answer_minutes,
     pictures: Annotated[int, typer.Option(help="To draw.")] = Recipe.pictures,
-    start: Annotated[Path | None, typer.Option(help="Folder of weights that know their words.")] = None,
+    start: Annotated[Path | None, typer.Option(help="Folder of weights to go on from.")] = None,
     threads: Annotated[int, typer.Option(help="Of the processor.")] = 1,
 ) -> None:
     """Train look-tiny and write its folder; then examine it, see baton_vision.look.examine."""
