@@ -51,7 +51,7 @@ def _ground(rng: np.random.Generator, colour: Colour, width: int, height: int) -
     light = rise * (rows * math.sin(angle) + columns * math.cos(angle))
     if rng.random() < 0.4:
         light = light + rng.normal(0, rng.uniform(1, 7), (height, width))
-    return np.clip(colour + light[:, :, None], 0, 255).astype(np.uint8)
+    return np.asarray(np.clip(colour + light[:, :, None], 0, 255), np.uint8)
 
 
 def _paint(rng: np.random.Generator, ground: Colour) -> tuple[str, tuple[int, int, int]]:
