@@ -6,6 +6,7 @@ A plugin joins with a row: how its model is made, the words after `api_server`, 
 from __future__ import annotations
 
 import base64
+import io
 import os
 import re
 import shlex
@@ -24,10 +25,13 @@ from geo_readme import server_command
 from latent.reference import Reference
 from markdown_it import MarkdownIt
 from offline_engines import prompt
+from PIL.Image import Image
 from raster_host import RasterHost
 from rasters import RGB, geotiff, opened
 from rgb_model import make_rgb
 from torch_pipeline import torch_mask
+from vision.reference import Reference as LookReference
+from vision.tiny_vision import make_llava, picture
 from wheel_environment import ROOT, clean
 
 from baton.models.store import ModelStore
@@ -214,6 +218,44 @@ def think(server: PlainServer) -> None:
     assert said == reference.think(context, 8).tokens
 
 
+def llava(folder: Path) -> str:
+    (folder / "llava").mkdir()
+    return str(make_llava(folder / "llava", layout="official"))
+
+
+def vision_words(model: str, _folder: Path, _files: RasterHost) -> list[str]:
+    """The README's; the checkpoint says `LlavaForConditionalGeneration`, and nothing else names the plugin."""
+    words = shown_command(ROOT / "plugins" / "baton_vision" / "README.md")
+    words = [word.replace("MODEL", model) for word in words]
+    words += ["--served-model-name", "m", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
+    return [*words, "--block-size", "32", "--kv-cache-memory-bytes", str(64 * 1024 * 1024)]
+
+
+def look(server: PlainServer) -> None:
+    """What is said of an image is what HuggingFace's model says of it; of another image, something else."""
+    said = [(image := picture(50, 40, seed), ask_about(server, image)) for seed in (1, 2)]
+    reference = LookReference(Path(server.model))
+    for image, ids in said:
+        shown = "user: <image>what is where?\nassistant: "  # what the template makes of it
+        inputs = reference.inputs(shown, [image], add_special_tokens=False)
+        assert reference.logprobs(inputs, ids)[-len(ids) :].argmax(-1).tolist() == ids
+    assert said[0][1] != said[1][1]
+
+
+def ask_about(server: PlainServer, image: Image) -> list[int]:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    content = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "what is where?"},
+    ]
+    asked = {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 8}
+    asked |= {"temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    ids: list[int] = server.post("/v1/chat/completions", asked)["choices"][0]["token_ids"]
+    return ids
+
+
 ROWS: dict[str, Row] = {
     "connector": Row(
         model=smollm2,
@@ -230,6 +272,7 @@ ROWS: dict[str, Row] = {
         environment={"VLLM_PLUGINS": "baton_geo"},
     ),
     "latent": Row(model=smollm2, words=latent_words, ask=think),
+    "vision": Row(model=llava, words=vision_words, ask=look),
 }
 
 

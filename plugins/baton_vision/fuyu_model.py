@@ -1,6 +1,6 @@
-"""Fuyu: no vision tower. Raw patches go through one linear layer and take the places of image tokens in Persimmon.
+"""Fuyu: no vision tower. Raw patches go through one linear layer and take the places of image tokens.
 
-The names of modules are those of official checkpoints.
+The text model is Persimmon. The names of modules are those of official checkpoints.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from baton_vision.persimmon import PersimmonForCausalLM
 class BatonFuyuForCausalLM(nn.Module, SupportsMultiModal, SupportsPP):
     """Fuyu-8B and its like.
 
-    No exception may leave `embed_multimodal` or `forward`: it would end the engine for everybody. What could raise
-    one is refused where inputs are processed.
+    No exception may leave `embed_multimodal` or `forward`: it would end the engine for everybody. What could
+    raise one is refused where inputs are processed.
     """
 
-    # As for LLaVA: old checkpoints have `language_model.model.`, new ones `model.language_model.` and a head apart.
+    # Old checkpoints have `language_model.model.` and `language_model.lm_head.`; see LLaVA's for the others.
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_regex={
             re.compile(r"^lm_head\."): "language_model.lm_head.",
@@ -69,8 +69,8 @@ class BatonFuyuForCausalLM(nn.Module, SupportsMultiModal, SupportsPP):
         """An image's embeddings, (patches, hidden) each.
 
         Args:
-            kwargs: `image_patches`, (patches, values of a patch) for each image in the model's dtype; absent in
-                vLLM's dry runs.
+            kwargs: `image_patches`, (patches, values of a patch) for each image in the model's dtype; absent
+                in vLLM's dry runs.
         """
         images = kwargs.get("image_patches")
         if images is None:

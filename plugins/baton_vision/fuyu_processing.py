@@ -1,7 +1,8 @@
 """Fuyu's inputs: an image is put before the prompt, row by row, and its patches are the embeddings.
 
-What the model sees of an image of 2 x 3 patches, as HuggingFace's FuyuProcessor writes it, is
-`II# II# II# <s> prompt <0x04>` with I `|SPEAKER|`, # `|NEWLINE|`. Only I are embeddings; `<0x04>` begins the answer.
+What the model sees of an image two patches wide and three high, as HuggingFace's FuyuProcessor writes it, is
+`II# II# II# <s> prompt <0x04>` with I `|SPEAKER|` and # `|NEWLINE|`. Only the I are embeddings; `<0x04>`
+begins the answer.
 """
 
 from __future__ import annotations

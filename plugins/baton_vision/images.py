@@ -1,7 +1,7 @@
 """Images before any model sees them: what is refused, at the last place where a refusal harms nobody else.
 
-Whatever raises here is one request's error. What raises in a model ends the engine for everybody, so shapes and
-types are settled in this process.
+Whatever raises here is one request's error. What raises in a model ends the engine for everybody, so shapes
+and types are settled in this process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.multimodal.parse import ImageProcessorItems, ModalityDataItems, MultiM
 ImageCheck = Callable[[int, int], None]
 """Looks at a width and a height in pixels, and raises `VLLMValidationError`."""
 MAX_PROPORTION = 100
-"""Longer side over shorter. Processors scale the shorter side up: of a line of pixels they would make gigabytes."""
+"""Longer side over shorter. Processors scale the shorter one up: a line of pixels would become gigabytes."""
 
 
 class ImageParser(MultiModalDataParser):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import LlavaConfig
@@ -58,11 +58,11 @@ class LlavaProjector(nn.Module):
 class BatonLlavaForConditionalGeneration(nn.Module, SupportsMultiModal, SupportsPP):
     """LLaVA 1.5 and what is built like it: a CLIP or SigLIP tower, a projector, a text model of vLLM's.
 
-    No exception may leave `embed_multimodal` or `forward`: it would end the engine for everybody. What could raise
-    one is refused where inputs are processed.
+    No exception may leave `embed_multimodal` or `forward`: it would end the engine for everybody. What could
+    raise one is refused where inputs are processed.
     """
 
-    packed_modules_mapping = {
+    packed_modules_mapping: ClassVar = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }

@@ -33,7 +33,10 @@ class LlavaProcessingInfo(BaseProcessingInfo):
         return self.ctx.get_hf_config(LlavaConfig)
 
     def get_hf_processor(self, **kwargs: object) -> LlavaProcessor:
-        return self.ctx.get_hf_processor(LlavaProcessor, **kwargs)
+        processor = self.ctx.get_hf_processor(LlavaProcessor, **kwargs)
+        if processor.patch_size is None:  # some checkpoints leave it to the tower
+            processor.patch_size = self.encoder.get_patch_size()
+        return processor
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}

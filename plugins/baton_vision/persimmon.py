@@ -1,5 +1,6 @@
-"""Persimmon, Fuyu's text model, which vLLM has no more: rotary embeddings on half of each head, normalised queries
-and keys, squared ReLU, LayerNorm with bias. Held against HuggingFace's in tests/vision.
+"""Persimmon, Fuyu's text model, which vLLM has no more.
+
+Rotary embeddings on half of each head, normalised queries and keys, squared ReLU, LayerNorm with bias.
 """
 # No `from __future__ import annotations`: vLLM's compile decorator reads the types of `forward` as objects.
 

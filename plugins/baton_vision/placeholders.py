@@ -1,7 +1,7 @@
 """Token ids that stand for images: how many there are, and prompts in which they are written out already.
 
-A prompt comes in one of two forms: as a user writes it (LLaVA: one token an image; Fuyu: none), or *expanded*, as
-the model sees it and as vLLM's answers and handoffs have it, with a token for every embedding of an image.
+A prompt comes in one of two forms: as a user writes it (LLaVA: a token an image; Fuyu: none), or *expanded*,
+as the model sees it and as vLLM's answers and handoffs have it, with a token for every embedding of an image.
 """
 
 from __future__ import annotations

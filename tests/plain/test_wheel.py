@@ -14,16 +14,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 def test_of_baton_there_is_the_wheel_alone(wheel_environment: WheelEnvironment) -> None:
     """Nothing of the source tree, and every entry point under the distribution's name."""
-    script = (
-        "import sys, baton, baton_kv, baton_geo, baton_stats; print(*sys.path, baton_kv.__file__, sep='\\n')"
-    )
+    script = "import sys, baton, baton_kv, baton_geo, baton_stats, baton_vision; print(*sys.path, baton_kv.__file__, sep='\\n')"
     done = wheel_environment.run("-c", script)
     assert done.returncode == 0, done.stderr
     assert str(ROOT) not in [line.strip() for line in done.stdout.splitlines()]
     assert done.stdout.splitlines()[-1].startswith(str(wheel_environment.packages))
     rows = json.loads(wheel_environment.run("-m", "baton.cli", "plugins", "--json").stdout)
     ours = {row["name"] for row in rows if row["distribution"] == "vllm-baton" and row["loaded"]}
-    assert {"baton_geo", "baton_stats"} <= ours
+    assert {"baton_geo", "baton_stats", "baton_vision"} <= ours
     assert wheel_environment.run("-c", "import pytest").returncode != 0, "more is there than the lock names"
 
 

@@ -9,27 +9,32 @@ import torch
 from PIL import Image
 from transformers import (
     AutoConfig,
+    Blip2ForConditionalGeneration,
+    Blip2Processor,
     FuyuForCausalLM,
     FuyuProcessor,
     LlavaForConditionalGeneration,
     LlavaProcessor,
 )
 
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "llava": (LlavaForConditionalGeneration, LlavaProcessor),
+    "fuyu": (FuyuForCausalLM, FuyuProcessor),
+    "blip-2": (Blip2ForConditionalGeneration, Blip2Processor),
+}
+
 
 class Reference:
     """A model in fp32 with its processor."""
 
     def __init__(self, folder: Path) -> None:
-        llava = AutoConfig.from_pretrained(folder).model_type == "llava"
-        model, processor = (
-            (LlavaForConditionalGeneration, LlavaProcessor) if llava else (FuyuForCausalLM, FuyuProcessor)
-        )
+        model, processor = CLASSES[AutoConfig.from_pretrained(folder).model_type]
         self._model = model.from_pretrained(folder, dtype=torch.float32).eval()
         self.processor = processor.from_pretrained(folder)
 
-    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+    def inputs(self, text: str, images: list[Image.Image], **options: Any) -> dict[str, Any]:
         """As HuggingFace's users make them: token ids `[1, tokens]`, pixels or patches."""
-        found = dict(self.processor(images=images or None, text=text, return_tensors="pt"))
+        found = dict(self.processor(images=images or None, text=text, return_tensors="pt", **options))
         if isinstance(found["input_ids"], list):
             found["input_ids"] = torch.stack(found["input_ids"])
         return {

@@ -13,6 +13,12 @@ from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    Blip2Processor,
+    Blip2QFormerConfig,
+    Blip2VisionConfig,
+    BlipImageProcessorPil,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
     FuyuConfig,
@@ -23,6 +29,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    OPTConfig,
     PersimmonConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -175,6 +182,38 @@ def make_fuyu(folder: Path, *, layout: str = "saved") -> Path:
         patch_size={"height": FUYU_PATCH, "width": FUYU_PATCH},
     )
     FuyuProcessor(image_processor=images, tokenizer=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def make_blip2(folder: Path) -> Path:
+    """vLLM's own model whose image tokens are inserted: four before each prompt."""
+    tokenizer = llava_tokenizer()
+    shape = {"num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48}
+    config = Blip2Config(
+        vision_config=Blip2VisionConfig(hidden_size=32, image_size=SIDE, patch_size=PATCH, **shape).to_dict(),
+        qformer_config=Blip2QFormerConfig(
+            hidden_size=32, encoder_hidden_size=32, vocab_size=9, cross_attention_frequency=1, **shape
+        ).to_dict(),
+        text_config=OPTConfig(
+            vocab_size=len(tokenizer) + 60,
+            hidden_size=64,
+            word_embed_proj_dim=64,
+            ffn_dim=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=1024,
+            init_std=0.2,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        ).to_dict(),
+        num_query_tokens=4,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        initializer_range=0.3,
+    )
+    torch.manual_seed(3)
+    write(Blip2ForConditionalGeneration(config), folder, "saved")
+    images = BlipImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    Blip2Processor(image_processor=images, tokenizer=tokenizer, num_query_tokens=4).save_pretrained(folder)
     return folder
 
 

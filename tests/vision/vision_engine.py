@@ -18,7 +18,6 @@ from typing import Any
 def main() -> None:
     folder = sys.argv[1]
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TORCHDYNAMO_DISABLE": "1"}
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     llm = None
     for number, line in enumerate(sys.stdin):
         asked = json.loads(line)
@@ -32,6 +31,9 @@ def main() -> None:
 
 
 def _engine(args: dict[str, Any]) -> Any:
+    cores, ranks = sorted(os.sched_getaffinity(0)), args.get("tensor_parallel_size", 1)
+    parts = [cores[rank::ranks] for rank in range(ranks)]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
     from vllm import LLM
 
     usual = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 * 1024 * 1024}
