@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from baton_vision.look.chats import IGNORED, Chats, Speller
 from baton_vision.look.design import IMAGE_TOKENS
 from baton_vision.look.first_words import WordLoss
-from baton_vision.look.network import Eyes, normalised
+from baton_vision.look.network import Eyes, jittered, normalised
 from baton_vision.look.questions import with_areas
 from baton_vision.look.recipe import Book, Log, Recipe, Trainer, save
 
@@ -75,10 +75,13 @@ class Lesson:
     def learn(self, eyes: Eyes, recipe: Recipe, log: Log) -> int:
         """The second part; returns its steps."""
         trainer = Trainer(eyes, recipe.answer_rate, recipe.answer_minutes, recipe)
+        rng = np.random.default_rng(recipe.seed + 2)
         recent: list[float] = []
         for chosen, chats in self._chats(recipe):
+            more = rng.integers(len(self.book.pixels), size=recipe.word_more)
+            chosen = np.concatenate([chosen, more])
             share = recipe.word_share * max(0.0, 1 - trainer.done / NO_MORE_WORDS)
-            recent.append(self._step(trainer, chosen, chats, share))
+            recent.append(self._step(trainer, chosen, chats, share, rng))
             if trainer.steps % SAY_EVERY == 0:
                 mean = round(float(np.mean(recent[-SAY_EVERY:])), 4)
                 log.say(part="answers", step=trainer.steps, loss=mean)
@@ -91,11 +94,17 @@ class Lesson:
         return trainer.steps
 
     def _step(
-        self, trainer: Trainer, chosen: npt.NDArray[np.int64], chats: Chats, word_share: float
+        self,
+        trainer: Trainer,
+        chosen: npt.NDArray[np.int64],
+        chats: Chats,
+        word_share: float,
+        rng: np.random.Generator,
     ) -> float:
+        """The first pictures of `chosen` are in the chats, the others for the words alone."""
         with torch.autocast("cpu", torch.bfloat16):
-            tokens = trainer.eyes(normalised(self.book.pixels[chosen]))
-        logits, labels, weights = self.listener.scores(chats, tokens)
+            tokens = trainer.eyes(normalised(jittered(self.book.pixels[chosen], rng)))
+        logits, labels, weights = self.listener.scores(chats, tokens[: len(chats.ids)])
         each = nn.functional.cross_entropy(logits, labels, reduction="none")
         loss = (each * weights).sum() / weights.sum()
         trainer.step(loss + word_share * self.loss(tokens, self.book.words[chosen]))

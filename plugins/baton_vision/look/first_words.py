@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from baton_vision.look.chats import Speller
 from baton_vision.look.design import IMAGE_TOKENS
 from baton_vision.look.facts import COLOURS, FEATURES, NUMBERS, SHAPES, words
-from baton_vision.look.network import Eyes, normalised, shrunk
+from baton_vision.look.network import Eyes, jittered, normalised, shrunk
 from baton_vision.look.pictures import Sample, make_sample
 from baton_vision.look.recipe import Book, Log, Recipe, Trainer
 
@@ -83,7 +83,7 @@ def learn_words(eyes: Eyes, book: Book, test: Book, loss: WordLoss, recipe: Reci
     while trainer.done < 1:
         chosen = rng.integers(len(book.pixels), size=recipe.word_batch)
         with torch.autocast("cpu", torch.bfloat16):
-            tokens = eyes(normalised(book.pixels[chosen]))
+            tokens = eyes(normalised(jittered(book.pixels[chosen], rng)))
         now = loss(tokens, book.words[chosen])
         trainer.step(now)
         recent.append(float(now.detach()))

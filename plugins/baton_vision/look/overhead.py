@@ -110,12 +110,12 @@ def _road(rng: np.random.Generator, scene: Field) -> Field:
     shape = (scene.shape[0], scene.shape[1])
     across, along = _turned(rng, shape)
     bend = rng.uniform(0, 0.03) * smooth(rng, shape, 3)
-    width = rng.uniform(0.009, 0.016)
+    width = rng.uniform(0.013, 0.022)
     lines = [np.abs(across + bend + rng.uniform(-0.25, 0.25))]
     if rng.random() < 0.35:
         lines.append(np.abs(along + bend + rng.uniform(-0.25, 0.25)))
     share = 1 - _step(np.minimum.reduce(lines) - width, -0.005, 0.005)
-    return _over(scene, ASPHALT * rng.uniform(0.85, 1.2), 0.95 * share)
+    return _over(scene, ASPHALT * rng.uniform(0.95, 1.25), share)
 
 
 def _clouds(rng: np.random.Generator, scene: Field) -> Field:

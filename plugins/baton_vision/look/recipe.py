@@ -42,6 +42,7 @@ class Recipe:
         matrix_factor: how much higher the rate of the tower's matrices is (Muon).
         decay: weight decay.
         word_share: how much the first part's loss counts in the second; falls to 0.
+        word_more: pictures a step of the second part that are in no chat, for that loss alone.
         memory: of the moving average of the weights, which is what is kept.
     """
 
@@ -51,11 +52,12 @@ class Recipe:
     answer_minutes: float = 14.0
     word_batch: int = 48
     answer_batch: int = 6
-    word_rate: float = 1e-3
+    word_rate: float = 1.3e-3
     answer_rate: float = 8e-4
     matrix_factor: float = 2.0
     decay: float = 0.02
-    word_share: float = 0.3
+    word_share: float = 0.5
+    word_more: int = 24
     memory: float = 0.98
 
 

@@ -73,7 +73,7 @@ def _draw(
 ) -> None:
     width, height = draw.im.size
     side = min(width, height)
-    radius = side * (rng.uniform(0.13, 0.24) if alone else rng.uniform(0.11, 0.165))
+    radius = side * (rng.uniform(0.17, 0.24) if alone else rng.uniform(0.145, 0.18))
     across, down = CENTRES[thing.place]
     x, y = (across + rng.uniform(-0.04, 0.04)) * width, (down + rng.uniform(-0.04, 0.04)) * height
     turn = math.radians(rng.uniform(-12, 12))
