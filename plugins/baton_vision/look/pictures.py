@@ -17,7 +17,8 @@ from baton_vision.look.shapes import draw_shapes
 TRAINING_START: Final = 1_000_000
 VALIDATION_SEEDS: Final = range(100_000, 100_256)
 HELD_OUT_SEEDS: Final = range(200_000, 200_600)
-SIDES: Final = (96, 160)  # shortest and longest side of a picture, pixels
+SIDES: Final = (96, 144)  # width of a picture, pixels
+PROPORTIONS: Final = (0.8, 1.25)  # of its height to its width
 SCENES: Final = 0.4  # share of the pictures that are scenes from above
 
 
@@ -33,7 +34,8 @@ class Sample:
 def make_sample(seed: int) -> Sample:
     """Draw the picture of a seed (not negative) and ask about it."""
     rng = np.random.default_rng([seed, 135])
-    width, height = (int(side) for side in rng.integers(SIDES[0], SIDES[1] + 1, size=2))
+    width = int(rng.integers(SIDES[0], SIDES[1] + 1))
+    height = round(width * rng.uniform(*PROPORTIONS))
     draw = draw_overhead if rng.random() < SCENES else draw_shapes
     picture, facts = draw(rng, width, height)
     return Sample(picture, facts, tuple(questions(facts, rng)))

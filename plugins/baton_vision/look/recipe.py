@@ -63,7 +63,7 @@ class Recipe:
 
 @dataclass
 class Book:
-    """The training pictures: pixels uint8 (count, side, side, 3), their facts, their words, their questions."""
+    """The training pictures: pixels uint8 (count, side, side, 3), facts, words, questions."""
 
     pixels: npt.NDArray[np.uint8]
     facts: list[Facts]
