@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from torch import Tensor
 from transformers import BatchFeature, FuyuConfig, FuyuProcessor
 from vllm.config.multimodal import MultiModalDummyOptions
 from vllm.inputs import MultiModalDataDict, MultiModalInput
@@ -146,6 +147,8 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):
         width, height = ImageProcessorItems([image]).get_image_size(0)
         columns, rows = self.info.canvas.patches(width, height)
         patches = super()._call_hf_processor(hf_data, hf_kwargs).get("image_patches")
+        if isinstance(patches, Tensor) and patches.ndim == 1:
+            patches = patches[None]  # of a single one FuyuProcessor squeezes the dimension away
         shape = (columns * rows, self.info.patch_values)
         require_tensor(patches, shape, self.info.ctx.model_config.dtype, "an image's patches")
         return BatchFeature({"image_patches": [patches]})

@@ -91,7 +91,8 @@ class BatonLlavaForConditionalGeneration(nn.Module, SupportsMultiModal, Supports
         quant_config = vllm_config.quant_config
         self._layers = feature_layers(config)
         self._strategy = config.vision_feature_select_strategy
-        self.configure_mm_token_handling(config.text_config.vocab_size, [config.image_token_index])
+        self._vocabulary = config.text_config.vocab_size
+        self.configure_mm_token_handling(self._vocabulary, [config.image_token_index])
         with self._mark_tower_model(vllm_config, "image"):
             self.vision_tower = build_tower(config, quant_config, maybe_prefix(prefix, "vision_tower"))
             self.multi_modal_projector = LlavaProjector(
@@ -104,6 +105,21 @@ class BatonLlavaForConditionalGeneration(nn.Module, SupportsMultiModal, Supports
                 prefix=maybe_prefix(prefix, "language_model"),
             )
         self.make_empty_intermediate_tensors = self.language_model.make_empty_intermediate_tensors
+
+    def embed_input_ids(
+        self,
+        input_ids: Tensor,
+        multimodal_embeddings: MultiModalEmbeddings | None = None,
+        *,
+        is_multimodal: Tensor | None = None,
+    ) -> Tensor:
+        """As vLLM's, (tokens, hidden); an image token of no image is some token, none beyond the vocabulary.
+
+        Some text models have no row for `<image>`, and a user may type it into a prompt without images.
+        """
+        if self._has_oov_mm_tokens:
+            input_ids = input_ids.clamp(max=self._vocabulary - 1)
+        return super().embed_input_ids(input_ids, multimodal_embeddings, is_multimodal=is_multimodal)
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """An image's embeddings, (tokens an image, hidden) each.
@@ -138,7 +154,8 @@ class BatonLlavaForConditionalGeneration(nn.Module, SupportsMultiModal, Supports
         return self.language_model.compute_logits(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+        return loaded
 
     def get_mm_mapping(self) -> MultiModelKeys:
         return MultiModelKeys.from_string_field(

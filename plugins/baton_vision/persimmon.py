@@ -203,7 +203,8 @@ class PersimmonForCausalLM(nn.Module, SupportsPP):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        return AutoWeightsLoader(self).load_weights(self._unmixed(weights))
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(self._unmixed(weights))
+        return loaded
 
     def _unmixed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Checkpoints have query, key and value of a head side by side; vLLM wants all queries first."""

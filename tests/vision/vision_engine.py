@@ -43,9 +43,11 @@ def _engine(args: dict[str, Any]) -> Any:
 
 def _answers(llm: Any, asked: list[dict[str, Any]], stem: str) -> list[dict[str, Any]]:
     """Together if they can be; one refusal refuses the batch, and then each is asked for itself."""
+    from vllm.exceptions import VLLMClientError
+
     try:
         return [_told(out, f"{stem}-{at}") for at, out in enumerate(_generate(llm, asked))]
-    except ValueError as error:
+    except (ValueError, VLLMClientError) as error:
         if len(asked) == 1:
             return [{"error": f"{type(error).__name__}: {error}"}]
         return [_answers(llm, [one], f"{stem}-{at}")[0] for at, one in enumerate(asked)]
