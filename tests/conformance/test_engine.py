@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import httpx
+import pictures
 import pytest
 from gateways import run_fake
 
@@ -167,6 +168,17 @@ def test_tokens_and_text_can_be_counted(client: httpx.Client) -> None:
 def test_an_embedding_from_a_text_model_is_refused(client: httpx.Client) -> None:
     response = client.post("/v1/embeddings", json={"model": "smollm2", "input": "x"})
     assert (response.status_code, response.json()["error"]["code"]) == (400, "operation_unsupported")
+
+
+def test_an_image_for_a_text_model_is_refused(client: httpx.Client) -> None:
+    content = [pictures.part_of(pictures.file_of(pictures.image()))]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        messages = {"model": "smollm2", "messages": [{"role": "user", "content": content}]}
+        error = client.post(path, json=messages).json()["error"]
+        assert (error["code"], error["param"]) == (
+            "operation_unsupported",
+            "messages[0].content[0].image_url",
+        )
 
 
 def test_every_model_is_listed_and_answers_under_its_own_name(client: httpx.Client) -> None:

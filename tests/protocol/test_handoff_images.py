@@ -52,6 +52,15 @@ def images_of(gateway: FakeGateway) -> Path:
     return Path(gateway.settings.handoff_store.removeprefix("file:")) / "images"
 
 
+def record_of(gateway: FakeGateway, left: dict[str, Any]) -> Path:
+    """A handoff's record, which is on disk a moment after it is ready."""
+    path = images_of(gateway).parent / "records" / f"{left['id']}.json"
+    deadline = time.monotonic() + 5
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return path
+
+
 def post(gateway: FakeGateway, body: dict[str, Any], path: str = CHAT, **options: Any) -> httpx.Response:
     with gateway.client(**options) as client:
         return client.post(path, json={"model": "a", "max_tokens": 2} | body)
@@ -147,14 +156,13 @@ def test_a_chat_with_images_begins_after_a_text(relay: FakeGateway) -> None:
 def test_what_a_template_needs_of_an_image_is_its_place(relay: FakeGateway) -> None:
     """A record holds no pixels in its messages: those lie in a file, once."""
     left = leave(relay, ASKED)
-    folder = images_of(relay)
-    record = (folder.parent / "records" / f"{left['id']}.json").read_text()
-    assert "base64" not in record
-    assert (folder / f"{left['id']}.{BIRD.digest}").read_bytes() == BIRD.data
+    assert "base64" not in record_of(relay, left).read_text()
+    assert (images_of(relay) / f"{left['id']}.{BIRD.digest}").read_bytes() == BIRD.data
 
 
 def test_a_handoff_outlives_its_gateway_with_its_images(relay: FakeGateway) -> None:
     left = leave(relay, ASKED)
+    assert record_of(relay, left).exists()
     with run(images_of(relay).parent) as again:
         answer = post(again, {"messages": [user("22")], "handoff": {"from": left["id"]}})
         assert answer.status_code == 200, answer.text

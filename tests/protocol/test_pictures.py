@@ -175,8 +175,8 @@ def test_bad_images_are_a_400_that_names_the_place(gateway: FakeGateway, name: s
     assert error["param"] == "messages[0].content[1].image_url"
     assert error["code"] in ("invalid_image", "image_too_large")
     assert error["message"].startswith(error["param"])
-    data = BAD[name].partition(",")[2]
-    error = refused(gateway, chat(block(data=b"", **{"data": data})), "/v1/messages")
+    sent = {"type": "image", "source": {"type": "base64", "data": BAD[name].partition(",")[2] or "?"}}
+    error = refused(gateway, chat(sent), "/v1/messages")
     assert error["param"] == "messages[0].content[0].source"
 
 
@@ -212,7 +212,7 @@ def test_media_that_are_no_images_are_refused_plainly(
 
 def test_a_tool_s_own_json_may_say_what_it_likes(gateway: FakeGateway) -> None:
     """Arguments and schemas are the client's; nothing in them is an image."""
-    odd = {"image_url": "https://example.com/a.png", "type": "input_audio", "text": "<image>"}
+    odd = {"image_url": "https://example.com/a.png", "type": "input_audio"}
     call = {"id": "a", "type": "function", "function": {"name": "see", "arguments": odd}}
     use = {"type": "tool_use", "id": "b", "name": "see", "input": odd}
     body = chat(use, tools=[{"type": "function", "function": {"name": "see", "parameters": odd}}])

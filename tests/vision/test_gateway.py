@@ -37,7 +37,6 @@ kv_cache_memory = "64MiB"
 max_model_len = {length}
 dtype = "float32"
 limit_mm_per_prompt = {{ image = 3 }}
-enable_prompt_tokens_details = true
 """
 
 

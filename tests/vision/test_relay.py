@@ -340,7 +340,7 @@ def test_what_is_too_much_is_refused_and_the_engine_goes_on(eyes: Eyes, then: li
         refused = client.post(CHAT, json=body | {"handoff": {"from": left["id"]}})
         assert refused.status_code == 400, refused.text
     answer = eyes.ask("writer", {"messages": [user("so?")], "handoff": {"from": left["id"]}})
-    assert answer.source["outcome"] == "loaded"
+    assert answer.source["outcome"] in ("loaded", "resident")
 
 
 def test_after_a_restart_a_handoff_is_what_it_was_and_a_swapped_picture_never_hits(eyes: Eyes) -> None:

@@ -8,18 +8,17 @@ of their own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from baton.engines.faults import translate
 from baton.engines.port import ImageInput, Placed, Relay
-from baton.engines.vision import confirm, hashes_of, strays
+from baton.engines.vision import Sent, hashes_of, strays
 from baton.errors import BatonError, GenerationFailed, InvalidRequest
 from baton.telemetry.ids import RequestContext
 from baton_kv.contract import transfer_params
@@ -54,20 +53,18 @@ class Call:
     images: ImageInput = field(default_factory=ImageInput)
     deltas: bool = False
 
-    async def watch(
-        self, outputs: AsyncGenerator[Any, None], arrived: Callable[[], None]
-    ) -> AsyncIterator[Any]:
+    async def watch(self, outputs: AsyncGenerator[Any, None], sent: Sent) -> AsyncIterator[Any]:
         """Pass the engine's outputs on, keep what ends them badly, and close them at once.
 
-        `arrived` is called once the engine process has shown that it has the prompt.
+        The first of them tells whether the engine process has the images that were `sent`.
         """
         first = True
         async with aclosing(outputs):
             try:
                 async for output in outputs:
                     self._count(output, first=first)
-                    if first and not failed(output):
-                        arrived()
+                    if first:
+                        sent.settle(failed=failed(output))
                     first = False
                     if self.relay is not None:
                         _note(self.relay, output, deltas=self.deltas)
@@ -126,10 +123,10 @@ class WatchedClient:
             sampling_params.extra_args = extra | {"kv_transfer_params": wanted}
             if call.relay.images:
                 outputs = self._seeing(call, call.relay.images, prompt, sampling_params, *args, **kwargs)
-                return call.watch(outputs, self._arrival([image.digest for image in call.relay.images]))
+                return call.watch(outputs, self._sent([image.digest for image in call.relay.images]))
         _require_own_images(call, prompt)
         outputs = self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs)
-        return call.watch(outputs, self._arrival(hashes_of(prompt)))
+        return call.watch(outputs, self._sent(hashes_of(prompt)))
 
     async def _seeing(
         self, call: Call, images: list[Placed], prompt: Any, *args: Any, **kwargs: Any
@@ -145,10 +142,10 @@ class WatchedClient:
         call = CURRENT_CALL.get()
         _require_own_images(call, prompt)
         outputs = self._engine.encode(salted(prompt, call.salt), *args, **kwargs)
-        return call.watch(outputs, self._arrival(hashes_of(prompt)))
+        return call.watch(outputs, self._sent(hashes_of(prompt)))
 
-    def _arrival(self, hashes: list[str]) -> Callable[[], None]:
-        return partial(confirm, self._engine.renderer.mm_processor_cache, hashes)
+    def _sent(self, hashes: list[str]) -> Sent:
+        return Sent(self._engine.renderer.mm_processor_cache, hashes) if hashes else Sent()
 
 
 def failed(output: Any) -> bool:

@@ -268,7 +268,8 @@ class VllmEngine:
         if self.relays:
             assert self._client is not None
             length = min(WARM_UP_PREFILL, self._client.model_config.max_model_len - 1)
-            prompt = [token for token in range(1, length + 1) if token != self._placeholder]
+            reserved = self._images.tokens | {self._placeholder}
+            prompt = [token for token in range(1, length + 1) if token not in reserved]
             body = {"model": self.name, "prompt": prompt, "max_tokens": 1}
             await self.call(Operation.COMPLETIONS, body, RequestContext("warm-up"))
 

@@ -7,12 +7,14 @@ cancelled in between leaves a memory of what never arrived, and the next request
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.multimodal.cache import BaseMultiModalProcessorCache, LruKeyReplicatedSenderCache
 
 from baton.engines.port import ImageInput
+from baton.errors import EngineUnavailable
 
 IMAGE = "image"
 TOKEN_NAMES = ("image_token_id", "image_token_index")
@@ -111,7 +113,27 @@ def confirm_before_reuse(client: Any) -> None:
         renderer._mm_processor_cache = ConfirmedSenderCache(renderer._mm_processor_cache)
 
 
-def confirm(cache: BaseMultiModalProcessorCache | None, hashes: list[str]) -> None:
-    """Note that the engine process has these items."""
-    if hashes and isinstance(cache, ConfirmedSenderCache):
-        cache.confirm(hashes)
+@dataclass(frozen=True)
+class Sent:
+    """The images of one request on its way to the engine process.
+
+    Attributes:
+        cache: vLLM's memory of what that has.
+        hashes: what the images are called there.
+    """
+
+    cache: BaseMultiModalProcessorCache | None = None
+    hashes: Sequence[str] = ()
+
+    def settle(self, *, failed: bool) -> None:
+        """Note what the first output tells: they are there, or the request failed.
+
+        Raises:
+            EngineUnavailable: it failed because one was not there after all. vLLM has forgotten that by now.
+        """
+        if not isinstance(self.cache, ConfirmedSenderCache) or not self.hashes:
+            return
+        if not failed:
+            self.cache.confirm(self.hashes)
+        elif not all(self.cache.is_cached(list(self.hashes))):
+            raise EngineUnavailable("The engine has to be sent an image of this request anew; try again.")

@@ -136,13 +136,12 @@ class Handoffs:
         if record.id not in self._over or record.tokens:
             return
         record.tokens.extend(tokens)
-        if relay is not None:
-            record.show(relay.images)
         if relay is None or not record.tokens:
             record.state = HandoffState.FAILED
             self._shelf.live(record, min(FAILED_FOR_S, record.ttl_s))
             self._over.pop(record.id).set()
             return
+        record.show(relay.images)
         self.begin_work(self._settle(record, relay))
 
     async def settled(self, record: HandoffRecord, within_s: float) -> None:
