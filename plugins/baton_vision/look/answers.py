@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from baton_vision.look.chats import IGNORED, Chats, Speller
 from baton_vision.look.design import IMAGE_TOKENS
-from baton_vision.look.first_words import WordLoss
+from baton_vision.look.first_words import Fresh
 from baton_vision.look.network import Eyes, jittered, normalised
 from baton_vision.look.questions import with_areas
 from baton_vision.look.recipe import Book, Log, Recipe, Trainer, save
@@ -58,16 +58,16 @@ class Lesson:
 
     Attributes:
         book: to learn from.
+        fresh: more pictures, for the first part's loss, which it knows.
         test: to be tested on.
-        loss: of the first part.
         listener: the text model.
         speller: of the chats.
         out: folder for the weights as they come along.
     """
 
     book: Book
+    fresh: Fresh
     test: Book
-    loss: WordLoss
     listener: Listener
     speller: Speller
     out: Path
@@ -78,10 +78,8 @@ class Lesson:
         rng = np.random.default_rng(recipe.seed + 2)
         recent: list[float] = []
         for chosen, chats in self._chats(recipe):
-            more = rng.integers(len(self.book.pixels), size=recipe.word_more)
-            chosen = np.concatenate([chosen, more])
             share = recipe.word_share * max(0.0, 1 - trainer.done / NO_MORE_WORDS)
-            recent.append(self._step(trainer, chosen, chats, share, rng))
+            recent.append(self._step(trainer, chosen, chats, share, recipe.word_more, rng))
             if trainer.steps % SAY_EVERY == 0:
                 mean = round(float(np.mean(recent[-SAY_EVERY:])), 4)
                 log.say(part="answers", step=trainer.steps, loss=mean)
@@ -99,15 +97,19 @@ class Lesson:
         chosen: npt.NDArray[np.int64],
         chats: Chats,
         word_share: float,
+        word_more: int,
         rng: np.random.Generator,
     ) -> float:
-        """The first pictures of `chosen` are in the chats, the others for the words alone."""
+        pixels, target = normalised(jittered(self.book.pixels[chosen], rng)), self.book.words[chosen]
+        if word_share > 0:
+            more, more_target = self.fresh.batch(word_more)
+            pixels, target = torch.cat([pixels, more]), torch.cat([target, more_target])
         with torch.autocast("cpu", torch.bfloat16):
-            tokens = trainer.eyes(normalised(jittered(self.book.pixels[chosen], rng)))
+            tokens = trainer.eyes(pixels)
         logits, labels, weights = self.listener.scores(chats, tokens[: len(chats.ids)])
         each = nn.functional.cross_entropy(logits, labels, reduction="none")
         loss = (each * weights).sum() / weights.sum()
-        trainer.step(loss + word_share * self.loss(tokens, self.book.words[chosen]))
+        trainer.step(loss + word_share * self.fresh.loss(tokens, target))
         return float(loss.detach())
 
     def _chats(self, recipe: Recipe) -> Iterator[tuple[npt.NDArray[np.int64], Chats]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from baton_vision.look.chats import Speller
 from baton_vision.look.design import IMAGE_TOKENS
 from baton_vision.look.facts import COLOURS, FEATURES, NUMBERS, SHAPES, words
-from baton_vision.look.network import Eyes, jittered, normalised, shrunk
-from baton_vision.look.pictures import Sample, make_sample
-from baton_vision.look.recipe import Book, Log, Recipe, Trainer
+from baton_vision.look.network import Eyes, normalised, shrunk
+from baton_vision.look.pictures import FRESH_START, Sample, make_sample
+from baton_vision.look.recipe import Book, Log, Recipe, Trainer, save
 
 VOCABULARY: Final = (
     *COLOURS, *SHAPES, *NUMBERS, *FEATURES,
@@ -64,41 +65,75 @@ class WordLoss:
 
 def write_book(seeds: range, loss: WordLoss, log: Log) -> Book:
     """Draw the pictures of some seeds."""
-    pixels, facts, target, asked = [], [], [], []
-    for seed in seeds:
-        sample = make_sample(seed)
-        pixels.append(shrunk(sample.picture))
-        facts.append(sample.facts)
-        target.append(loss.target(sample))
-        asked.append(sample.questions)
+    samples = [make_sample(seed) for seed in seeds]
     log.say(drawn=len(seeds))
-    return Book(np.stack(pixels), facts, torch.tensor(target), asked)
+    return Book(
+        np.stack([shrunk(sample.picture) for sample in samples]),
+        [sample.facts for sample in samples],
+        torch.tensor([loss.target(sample) for sample in samples]),
+        [sample.questions for sample in samples],
+    )
 
 
-def learn_words(eyes: Eyes, book: Book, test: Book, loss: WordLoss, recipe: Recipe, log: Log) -> int:
-    """The first part; returns its steps."""
+class Fresh:
+    """Pictures that are drawn when they are wanted, each seen once: nothing to learn by heart.
+
+    Args:
+        loss: knows the words of a picture.
+        seed: of the first.
+    """
+
+    def __init__(self, loss: WordLoss, seed: int = FRESH_START) -> None:
+        self.loss = loss
+        self.next = seed
+
+    def batch(self, count: int) -> tuple[Tensor, Tensor]:
+        """Normalised pixels (count, 3, side, side) and the words' numbers (count, tokens)."""
+        samples = [make_sample(seed) for seed in range(self.next, self.next + count)]
+        self.next += count
+        pixels = np.stack([shrunk(sample.picture) for sample in samples])
+        return normalised(pixels), torch.tensor([self.loss.target(sample) for sample in samples])
+
+
+def learn_words(eyes: Eyes, fresh: Fresh, test: Book, recipe: Recipe, log: Log, out: Path) -> int:
+    """The first part; returns its steps. What is learnt is kept in `out` as it comes along."""
     trainer = Trainer(eyes, recipe.word_rate, recipe.word_minutes, recipe)
-    rng = np.random.default_rng(recipe.seed)
     recent: list[float] = []
     while trainer.done < 1:
-        chosen = rng.integers(len(book.pixels), size=recipe.word_batch)
+        pixels, target = fresh.batch(recipe.word_batch)
         with torch.autocast("cpu", torch.bfloat16):
-            tokens = eyes(normalised(jittered(book.pixels[chosen], rng)))
-        now = loss(tokens, book.words[chosen])
+            tokens = eyes(pixels)
+        now = fresh.loss(tokens, target)
         trainer.step(now)
         recent.append(float(now.detach()))
         if trainer.steps % SAY_EVERY == 0:
-            right = word_accuracy(trainer.average.module, test, loss)
+            right = word_accuracy(trainer.average.module, test, fresh.loss)
             mean = round(float(np.mean(recent[-SAY_EVERY:])), 4)
             log.say(part="words", step=trainer.steps, loss=mean, right=right)
+            save(trainer.average.module, out)
     trainer.keep()
+    save(eyes, out)
     return trainer.steps
 
 
-def word_accuracy(eyes: nn.Module, book: Book, loss: WordLoss) -> float:
-    """Share of the words (filler apart) that are right."""
+def word_accuracy(eyes: nn.Module, book: Book, loss: WordLoss) -> dict[str, float]:
+    """Share of the words that are right, by kind of word; those that never change are left out."""
     with torch.inference_mode():
         guess = loss.scores(eyes(normalised(book.pixels[:TESTED]))).argmax(-1)
-    target = book.words[:TESTED]
-    counts = target != loss.numbers[FILLER]
-    return round(float((guess == target)[counts].float().mean()), 4)
+    right: dict[str, list[bool]] = {}
+    for facts, target, row in zip(book.facts, book.words, guess, strict=False):
+        said = words(facts)
+        for n, word in enumerate(said):
+            right.setdefault(_kind(word, said[n + 1 : n + 2]), []).append(bool(row[n] == target[n]))
+    return {kind: round(float(np.mean(hits)), 3) for kind, hits in sorted(right.items()) if kind}
+
+
+def _kind(word: str, after: list[str]) -> str:
+    """What a word tells: a colour, a shape, a number, or a feature of a scene; nothing else is of interest."""
+    if word in COLOURS:
+        return "colour"
+    if word in SHAPES:
+        return "shape"
+    if word in NUMBERS:
+        return "count"
+    return after[0] if word in ("yes", "no") and after and after[0] in FEATURES else ""

@@ -31,7 +31,7 @@ class Recipe:
 
     Attributes:
         seed: of the weights, the pictures' order and the choice of questions.
-        pictures: kept in memory; every batch is drawn from them.
+        pictures: asked about in the second part.
         word_minutes: how long the first part runs, of the processor's time: what else the machine does then
             makes no difference.
         answer_minutes: the same of the second part.
@@ -42,22 +42,22 @@ class Recipe:
         matrix_factor: how much higher the rate of the tower's matrices is (Muon).
         decay: weight decay.
         word_share: how much the first part's loss counts in the second; falls to 0.
-        word_more: pictures a step of the second part that are in no chat, for that loss alone.
+        word_more: fresh pictures a step of the second part, for that loss alone.
         memory: of the moving average of the weights, which is what is kept.
     """
 
     seed: int = 4
-    pictures: int = 12_000
-    word_minutes: float = 12.0
-    answer_minutes: float = 14.0
+    pictures: int = 5_000
+    word_minutes: float = 10.0
+    answer_minutes: float = 12.0
     word_batch: int = 48
     answer_batch: int = 6
-    word_rate: float = 1.3e-3
+    word_rate: float = 1.1e-3
     answer_rate: float = 8e-4
     matrix_factor: float = 2.0
     decay: float = 0.02
     word_share: float = 0.5
-    word_more: int = 24
+    word_more: int = 16
     memory: float = 0.98
 
 

@@ -73,10 +73,10 @@ def _draw(
 ) -> None:
     width, height = draw.im.size
     side = min(width, height)
-    radius = side * (rng.uniform(0.17, 0.24) if alone else rng.uniform(0.145, 0.18))
+    radius = side * (rng.uniform(0.18, 0.26) if alone else rng.uniform(0.15, 0.185))
     across, down = CENTRES[thing.place]
     x, y = (across + rng.uniform(-0.04, 0.04)) * width, (down + rng.uniform(-0.04, 0.04)) * height
-    turn = math.radians(rng.uniform(-12, 12))
+    turn = math.radians(rng.uniform(-8, 8))
     corners = [
         (
             x + radius * (u * math.cos(turn) - v * math.sin(turn)),
@@ -96,10 +96,10 @@ def outline(shape: str) -> list[tuple[float, float]]:
     if shape == "triangle":
         return [(0, -1.05), (1.08, 0.85), (-1.08, 0.85)]
     if shape == "star":
-        outer, inner = _around(5, 1.2), _around(5, 0.5, math.pi / 5)
+        outer, inner = _around(5, 1.2), _around(5, 0.46, math.pi / 5)
         return [corner for pair in zip(outer, inner, strict=True) for corner in pair]
     if shape == "cross":
-        a, b = 0.36, 1.05
+        a, b = 0.32, 1.08
         quarter = [(a, -b), (a, -a), (b, -a)]
         return [_turned(corner, n) for n in range(4) for corner in quarter]
     raise ValueError(f"no such shape: {shape}")

@@ -20,7 +20,7 @@ import typer
 from baton_vision.look.answers import Lesson, Listener
 from baton_vision.look.chats import Speller
 from baton_vision.look.design import write_descriptions
-from baton_vision.look.first_words import WordLoss, learn_words, write_book
+from baton_vision.look.first_words import Fresh, WordLoss, learn_words, write_book
 from baton_vision.look.network import Eyes, load_text_model
 from baton_vision.look.pictures import TRAINING_START, VALIDATION_SEEDS
 from baton_vision.look.recipe import Log, Recipe, load, save
@@ -35,12 +35,12 @@ def train(recipe: Recipe, text_model: Path, out: Path, start: Path | None) -> No
     loss, eyes = WordLoss(text.get_input_embeddings().weight, speller), Eyes(recipe.seed)
     log.say(parameters=sum(p.numel() for p in eyes.parameters()), recipe=asdict(recipe))
     test = write_book(VALIDATION_SEEDS, loss, log)
-    book = write_book(range(TRAINING_START, TRAINING_START + recipe.pictures), loss, log)
+    fresh = Fresh(loss)
     if start is not None:
         load(eyes, start)
-    steps = {"words": learn_words(eyes, book, test, loss, recipe, log)}
-    save(eyes, out / "words")
-    lesson = Lesson(book, test, loss, Listener(text), speller, out)
+    steps = {"words": learn_words(eyes, fresh, test, recipe, log, out / "words")}
+    book = write_book(range(TRAINING_START, TRAINING_START + recipe.pictures), loss, log)
+    lesson = Lesson(book, fresh, test, Listener(text), speller, out)
     steps["answers"] = lesson.learn(eyes, recipe, log)
     save(eyes, out)
     log.say(steps=steps, right=lesson.right(eyes, len(VALIDATION_SEEDS)))
