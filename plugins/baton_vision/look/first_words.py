@@ -129,7 +129,7 @@ def word_accuracy(eyes: nn.Module, book: Book, loss: WordLoss) -> dict[str, floa
 
 
 def _kind(word: str, after: list[str]) -> str:
-    """What a word tells: a colour, a shape, a number, or a feature of a scene; nothing else is of interest."""
+    """What a word tells: a colour, a shape, a number, a feature of a scene; or nothing of interest."""
     if word in COLOURS:
         return "colour"
     if word in SHAPES:
