@@ -13,7 +13,6 @@ COLOURS: Final = {
     "orange": (246, 138, 24),
     "purple": (136, 58, 176),
     "black": (22, 22, 24),
-    "white": (248, 248, 248),
 }
 SHAPES: Final = ("circle", "square", "triangle", "star", "cross")
 # In reading order; things are listed in it.

@@ -1,4 +1,4 @@
-"""Pictures of up to four coloured shapes on a quiet ground."""
+"""Pictures of up to four coloured shapes on a pale ground."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def draw_shapes(rng: np.random.Generator, width: int, height: int) -> tuple[Imag
 
 
 def _ground_colour(rng: np.random.Generator) -> Colour:
-    """Grey, or a faint tint of something."""
-    grey = rng.uniform(30, 250)
-    return np.asarray(np.clip(grey + rng.normal(0, 9, 3), 0, 255))
+    """Pale: white, grey, or a faint tint of something."""
+    grey = rng.uniform(190, 252)
+    return np.asarray(np.clip(grey + rng.normal(0, 6, 3), 0, 255))
 
 
 def _ground(rng: np.random.Generator, colour: Colour, width: int, height: int) -> npt.NDArray[np.uint8]:
     """Plain, a gradient, or mottled."""
     rows, columns = np.mgrid[0 : 1 : height * 1j, 0 : 1 : width * 1j]
-    angle, rise = rng.uniform(0, 2 * math.pi), rng.uniform(0, 28) * (rng.random() < 0.5)
+    angle, rise = rng.uniform(0, 2 * math.pi), rng.uniform(0, 20) * (rng.random() < 0.5)
     light = rise * (rows * math.sin(angle) + columns * math.cos(angle))
     if rng.random() < 0.4:
-        light = light + rng.normal(0, rng.uniform(1, 7), (height, width))
+        light = light + rng.normal(0, rng.uniform(1, 5), (height, width))
     return np.asarray(np.clip(colour + light[:, :, None], 0, 255), np.uint8)
 
 
