@@ -18,7 +18,7 @@ CROPS = np.array(
     [(196, 178, 112), (146, 166, 78), (92, 136, 58), (168, 136, 92), (214, 202, 150), (70, 108, 52)], float
 )
 WATER = np.array([(26, 54, 92), (34, 76, 120), (44, 84, 96), (18, 36, 60), (74, 110, 130)], float)
-ASPHALT = np.array((178, 176, 172), float)
+ASPHALT = np.array((222, 218, 208), float)
 CLOUD = np.array((244, 246, 250), float)
 # A map of classes laid over the scene: what a mask's preview looks like.
 MAP_LAND, MAP_WATER = np.array((196, 180, 138), float), np.array((33, 102, 172), float)
@@ -110,7 +110,7 @@ def _road(rng: np.random.Generator, scene: Field) -> Field:
     shape = (scene.shape[0], scene.shape[1])
     across, along = _turned(rng, shape)
     bend = rng.uniform(0, 0.03) * smooth(rng, shape, 3)
-    width = rng.uniform(0.013, 0.022)
+    width = rng.uniform(0.018, 0.028)
     lines = [np.abs(across + bend + rng.uniform(-0.25, 0.25))]
     if rng.random() < 0.35:
         lines.append(np.abs(along + bend + rng.uniform(-0.25, 0.25)))

@@ -20,7 +20,7 @@ VALIDATION_SEEDS: Final = range(100_000, 100_256)
 HELD_OUT_SEEDS: Final = range(200_000, 200_600)
 SIDES: Final = (96, 144)  # width of a picture, pixels
 PROPORTIONS: Final = (0.8, 1.25)  # of its height to its width
-SCENES: Final = 0.4  # share of the pictures that are scenes from above
+SCENES: Final = 0.35  # share of the pictures that are scenes from above
 
 
 @dataclass(frozen=True)

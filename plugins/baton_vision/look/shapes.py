@@ -73,7 +73,7 @@ def _draw(
 ) -> None:
     width, height = draw.im.size
     side = min(width, height)
-    radius = side * (rng.uniform(0.18, 0.26) if alone else rng.uniform(0.15, 0.185))
+    radius = side * (rng.uniform(0.18, 0.26) if alone else rng.uniform(0.145, 0.175))
     across, down = CENTRES[thing.place]
     x, y = (across + rng.uniform(-0.04, 0.04)) * width, (down + rng.uniform(-0.04, 0.04)) * height
     turn = math.radians(rng.uniform(-8, 8))
@@ -88,11 +88,11 @@ def _draw(
 
 
 def outline(shape: str) -> list[tuple[float, float]]:
-    """Corners of a shape around (0, 0), y downwards; all about as large to the eye."""
+    """Corners of a shape around (0, 0), y downwards; all about as wide."""
     if shape == "circle":
         return _around(48, 1.0)
     if shape == "square":
-        return [(-0.88, -0.88), (0.88, -0.88), (0.88, 0.88), (-0.88, 0.88)]
+        return [(-1, -1), (1, -1), (1, 1), (-1, 1)]
     if shape == "triangle":
         return [(0, -1.05), (1.08, 0.85), (-1.08, 0.85)]
     if shape == "star":
