@@ -19,7 +19,7 @@ from baton_vision.look.network import Eyes, jittered, normalised
 from baton_vision.look.questions import with_areas
 from baton_vision.look.recipe import Book, Log, Recipe, Trainer, save
 
-SAY_EVERY, TEST_EVERY = 25, 250  # steps
+SAY_EVERY, TEST_EVERY = 25, 100  # steps
 QUESTIONS: Final = (2, 4)  # fewest and most in one chat
 DESCRIPTIONS: Final = (
     0.3  # share of them that may be asked for: they are long, and cost as much as ten answers
@@ -27,7 +27,7 @@ DESCRIPTIONS: Final = (
 AREAS: Final = 0.2  # share of the chats about scenes that begin with a line of areas
 PICTURE_LAST: Final = 0.1  # share of the chats in which the picture stands after the question
 NO_MORE_WORDS: Final = 0.8  # share of the part after which the first part's loss counts no more
-TESTED: Final = 50  # pictures, two questions each
+TESTED: Final = 30  # pictures, two questions each
 
 
 class Listener:

@@ -53,11 +53,11 @@ class Recipe:
     word_batch: int = 48
     answer_batch: int = 6
     word_rate: float = 1.1e-3
-    answer_rate: float = 8e-4
+    answer_rate: float = 7e-4
     matrix_factor: float = 2.0
     decay: float = 0.02
     word_share: float = 0.5
-    word_more: int = 16
+    word_more: int = 4
     memory: float = 0.98
 
 
