@@ -2,7 +2,7 @@
 
 `steps`: plain vLLM in this process, the stock class beside the one that thinks, rounds alternating.
 `pipeline` and `tasks`: a gateway over SmolLM2 without a prefix cache, so that nothing but the handoff saves
-work. Tasks are made up here; an answer is right when the first number in it is.
+work. Tasks are made up here; an answer is right when its first word is.
 """
 
 from __future__ import annotations
@@ -41,9 +41,27 @@ latent = true
 args = {{ enable_prefix_caching = false, max_num_seqs = 16 }}
 """
 PROMPT_TOKENS = 64
+AHEAD_TOKENS = 448
 STEPS = 32
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
+"""As the gateway sets it for its engines: without it engines differ by what page faults cost them."""
 DEPTHS = (5, 10, 20)
 BATCHES = (1, 4, 8)
+WORDS = [
+    "apple", "river", "stone", "cloud", "tiger", "lemon", "paper",
+    "glass", "smoke", "bread", "piano", "tower", "candle", "garden", "silver",
+]  # fmt: skip
+OWNERS = [
+    "Anna", "Peter", "Maria", "Thomas", "Laura", "Simon", "Clara",
+    "Oscar", "Julia", "Victor", "Emma", "David", "Alice", "Martin", "Sarah",
+]  # fmt: skip
+OTHER_THINGS = (
+    "They walked to the market",
+    "It rained all day",
+    "The train was late again",
+    "A dog slept by the door",
+    "We talked for an hour",
+)
 Json = dict[str, Any]
 
 
@@ -74,53 +92,83 @@ class Offline:
         )
 
     def seconds(self, batch: int, seed: int, *, steps: int = 0, said: int = 1) -> float:
-        """How long a batch of fresh prompts takes."""
+        """How long a batch of fresh prompts takes, behind a prompt that keeps the engine busy meanwhile.
+
+        Without it the first prompt of a batch would be a step of its own, and a batch's thoughts two runs.
+        """
         from vllm import SamplingParams
 
-        prompts = [
-            {
-                "prompt_token_ids": prepare_latent_prompt(
-                    prompt(PROMPT_TOKENS, seed + n), steps, self._placeholder
-                )
-            }
+        asked = [
+            prepare_latent_prompt(prompt(PROMPT_TOKENS, seed + n), steps, self._placeholder)
             for n in range(batch)
         ]
-        wanted = SamplingParams(max_tokens=said, temperature=0, ignore_eos=True)
+        prompts = [{"prompt_token_ids": ids} for ids in (prompt(AHEAD_TOKENS, seed + batch), *asked)]
+        wanted = [SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (1, said)]
         began = time.perf_counter()
-        self._llm.generate(prompts, wanted, use_tqdm=False)
+        self._llm.generate(prompts, [wanted[0], *[wanted[1]] * batch], use_tqdm=False)
         return time.perf_counter() - began
+
+    def step_s(self, batch: int, seed: int, *, thinks: bool = False) -> float:
+        """What one step of a batch takes: a latent one, or one that decodes."""
+        more = {"steps": STEPS} if thinks else {"said": STEPS + 1}
+        return (self.seconds(batch, seed, **more) - self.seconds(batch, seed)) / STEPS
+
+    def close(self) -> None:
+        """End its processes, which a second engine of this process would keep from ending by themselves."""
+        self._llm.llm_engine.engine_core.shutdown()
 
 
 def steps_part(options: argparse.Namespace) -> None:
-    """A latent step beside a decode step, and a decode step beside the stock class's."""
-    os.environ |= ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    """A latent step beside a decode step, and a decode step beside the stock class's.
+
+    Of two engines one may be some per cent faster for as long as it lives, so both are started several times.
+    """
+    os.environ |= ENVIRONMENT | ALLOCATOR | {"VLLM_LOGGING_LEVEL": "ERROR"}
     model = ModelStore(load_settings().models_folder).resolve("smollm2")
-    thinker, stock = Offline(model, latent_overrides(model)), Offline(model, None)
-    rows = []
-    for batch in BATCHES:
-        latent, decode, stock_decode = [], [], []
-        for turn in range(options.rounds + 1):
-            seed = 1000 * batch + 20 * turn
-            plain = thinker.seconds(batch, seed)
-            latent.append((thinker.seconds(batch, seed, steps=STEPS) - plain) / STEPS)
-            decode.append((thinker.seconds(batch, seed, said=STEPS + 1) - plain) / STEPS)
-            plain = stock.seconds(batch, seed)
-            stock_decode.append((stock.seconds(batch, seed, said=STEPS + 1) - plain) / STEPS)
-        ms = [statistics.median(values[1:]) * 1000 for values in (latent, decode, stock_decode)]
-        ratios = (
-            statistics.median(a / b for a, b in zip(*pair, strict=True))
-            for pair in ((latent[1:], decode[1:]), (decode[1:], stock_decode[1:]))
-        )
-        rows.append([str(batch), *(f"{value:.2f}" for value in ms), *(f"{ratio:.3f}" for ratio in ratios)])
-    names = [
-        "batch",
-        "latent step, ms",
-        "decode step, ms",
-        "stock class's, ms",
-        "latent / decode",
-        "decode / stock",
+    found: dict[int, list[Json]] = {batch: [] for batch in BATCHES}
+    for launch in range(options.launches):
+        given = {"thinker": latent_overrides(model), "stock": None}
+        names = sorted(given, reverse=bool(launch % 2))  # neither class is always the first to start
+        engines = {name: Offline(model, given[name]) for name in names}
+        for batch in BATCHES:
+            seed = 1000 * (10 * launch + batch)
+            found[batch].append(one_launch(engines["thinker"], engines["stock"], batch, seed, options.rounds))
+        for engine in engines.values():
+            engine.close()
+    columns = ["latent step, ms", "decode step, ms", "stock class's, ms", "latent / decode", "decode / stock"]
+    rows = [
+        [str(batch), *(spread([told[name] for told in launches], name) for name in columns)]
+        for batch, launches in found.items()
     ]
-    table(names, rows)
+    table(["batch", *columns], rows)
+
+
+def one_launch(thinker: Offline, stock: Offline, batch: int, seed: int, rounds: int) -> Json:
+    """The medians of one launch's rounds; the first one warms up."""
+    latent, decode, stock_decode = [], [], []
+    for turn in range(rounds + 1):
+        if turn % 2:  # neither class is always the second to be measured
+            stock_decode.append(stock.step_s(batch, seed + 20 * turn))
+        latent.append(thinker.step_s(batch, seed + 20 * turn, thinks=True))
+        decode.append(thinker.step_s(batch, seed + 20 * turn))
+        if not turn % 2:
+            stock_decode.append(stock.step_s(batch, seed + 20 * turn))
+    thought, said, stock_said = (statistics.median(took[1:]) for took in (latent, decode, stock_decode))
+    return {
+        "latent step, ms": thought * 1000,
+        "decode step, ms": said * 1000,
+        "stock class's, ms": stock_said * 1000,
+        "latent / decode": thought / said,
+        "decode / stock": said / stock_said,
+    }
+
+
+def spread(values: list[float], name: str) -> str:
+    """The launches' median; of a ratio the least and the most too."""
+    middle = statistics.median(values)
+    if name.endswith("ms"):
+        return f"{middle:.2f}"
+    return f"{middle:.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 class Agents:
@@ -129,10 +177,11 @@ class Agents:
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=300)
         self.prefilled = self.said = self.thought = 0
+        self.options: Json = {}
 
     def say(self, text: str, said: int, **handoff: Any) -> tuple[str, Json]:
         """A completion, and what it tells of its handoff."""
-        body = {"model": "thinker", "prompt": text, "max_tokens": said, "temperature": 0}
+        body = {"model": "thinker", "prompt": text, "max_tokens": said, "temperature": 0} | self.options
         answer = self._http.post("/v1/completions", json=body | ({"handoff": handoff} if handoff else {}))
         told: Json = answer.raise_for_status().json()
         usage = told["usage"]
@@ -178,8 +227,9 @@ def by_thought(agents: Agents, document: str, roles: list[str]) -> None:
 
 
 def pipeline_part(agents: Agents, options: argparse.Namespace) -> None:
-    """Two and four agents: what is passed on is text, a handoff, or a thought."""
+    """Two and four agents, who all say as much; what is passed on is text, a handoff, or a thought."""
     rows = []
+    agents.options = {"ignore_eos": True}
     for count in (2, 4):
         roles = [f"You are agent {number}. Write down what matters:" for number in range(count)]
         for name, pass_on in (("text", by_text), ("handoff", by_handoff), ("latent, 8 steps", by_thought)):
@@ -192,6 +242,7 @@ def pipeline_part(agents: Agents, options: argparse.Namespace) -> None:
                 took.append(time.perf_counter() - began)
             counts = (agents.prefilled, agents.said, agents.thought)
             rows.append([str(count), name, f"{statistics.median(took):.2f}", *map(str, counts)])
+    agents.options = {}
     table(["agents", "passed on", "wall, s", "tokens prefilled", "tokens said", "latent steps"], rows)
 
 
@@ -207,32 +258,17 @@ def sums(draw: random.Random) -> tuple[str, str, str]:
 
 
 def recall(draw: random.Random) -> tuple[str, str, str]:
-    """One of many codes, in a long list."""
-    words = [
-        "apple",
-        "river",
-        "stone",
-        "cloud",
-        "tiger",
-        "lemon",
-        "paper",
-        "glass",
-        "smoke",
-        "bread",
-        "piano",
-        "tower",
-        "candle",
-        "garden",
-        "silver",
-    ]
-    codes = {word: str(draw.randint(1000, 9999)) for word in words}
-    shown = "".join(f"The code of {word} is {code}.\n" for word, code in codes.items())
-    word = draw.choice(words)
-    return shown, f"The code of {word} is", codes[word]
+    """One of three code words, in a page of other things."""
+    owners, words = draw.sample(OWNERS, 3), draw.sample(WORDS, 3)
+    lines = [f"The code word of {owner} is {word}.\n" for owner, word in zip(owners, words, strict=True)]
+    lines += [f"{draw.choice(OTHER_THINGS)}.\n" for _ in range(36)]
+    draw.shuffle(lines)
+    asked = draw.randrange(3)
+    return "".join(lines), f"The code word of {owners[asked]} is", words[asked]
 
 
 def right(agents: Agents, task: tuple[str, str, str], passed_on: str) -> bool:
-    """Whether B's answer begins with the number, given what A passed on."""
+    """Whether B's answer begins with the right word, given what A passed on."""
     shown, question, wanted = task
     if passed_on == "direct":
         text, _ = agents.say(shown + question, 6)
@@ -242,7 +278,7 @@ def right(agents: Agents, task: tuple[str, str, str], passed_on: str) -> bool:
     else:
         steps = 0 if passed_on == "handoff" else int(passed_on.split()[1])
         text, _ = agents.say(question, 6, **{"from": agents.think(shown, steps)})
-    found = re.match(r"\D*(\d+)", text)
+    found = re.match(r"\W*(\w+)", text)
     return found is not None and found[1] == wanted
 
 
@@ -270,6 +306,7 @@ def main() -> None:
     """Measure, and print Markdown for RESULTS.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--tasks", type=int, default=40)
     parts = ("steps", "pipeline", "tasks")
     parser.add_argument("--parts", choices=parts, nargs="+", default=list(parts))

@@ -5,6 +5,7 @@ Both keep what they make where `CONTAINERS_STORAGE_CONF` says; layers that are t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import psutil
 ROOT = Path(__file__).parents[1]
 BASE = "localhost/baton-test:base"
 TOOLS = ("buildah", "crun", "debootstrap", "unshare")
-BUILD_S = 1500
+BUILD_S = 3000
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 OWN_STREAMS: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -63,23 +64,24 @@ def make_base(folder: Path) -> None:
     (folder / "debian.tar").unlink()
 
 
-def build(target: str, folder: Path, **arguments: str) -> str:
+def build(target: str, folder: Path, *, index_only: bool = False, **arguments: str) -> str:
     """Build one target of the Dockerfile; its image's name.
 
     Args:
         target: of the Dockerfile.
         folder: for what the build reads beside it.
+        index_only: take no package from this machine's own folders, where builds for its processor lie.
         arguments: of the build, on top of the base.
     """
     name = f"localhost/baton-test:{target}"
     given = [f"--build-arg={key}={value}" for key, value in ({"BASE_IMAGE": BASE} | arguments).items()]
     tags = ["--target", target, "--tag", name, "--file", ROOT / "Dockerfile"]
     how = ["--format", "docker", "--isolation", "chroot", "--layers"]
-    buildah("bud", *how, *tags, *given, *_pip_here(folder), ROOT, timeout=BUILD_S)
+    buildah("bud", *how, *tags, *given, *_pip_here(folder, index_only=index_only), ROOT, timeout=BUILD_S)
     return name
 
 
-def _pip_here(folder: Path) -> list[str]:
+def _pip_here(folder: Path, *, index_only: bool) -> list[str]:
     """What pip is told on this machine the build is told too: where packages are, and whom to trust."""
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
@@ -89,6 +91,8 @@ def _pip_here(folder: Path) -> list[str]:
         for key, value in re.findall(r"^[\w:]+\.([\w-]+)='(.*)'$", listed.stdout, re.MULTILINE)
         if key in ("index-url", "extra-index-url", "find-links", "trusted-host")
     }
+    if index_only:
+        told = {key: value for key, value in told.items() if key not in ("extra-index-url", "find-links")}
     local = {
         Path(*Path(place).parts[:3])
         for place in re.findall(r"(?<![:/\w])/[\w./-]+|(?<=file://)/[^\s]+", " ".join(told.values()))
@@ -215,8 +219,11 @@ class Container:
 
     def memory(self) -> int:
         """Bytes all its processes hold, what they share counted once."""
-        everyone = psutil.Process(self.process.pid).children(recursive=True)
-        return sum(process.memory_full_info().pss for process in everyone)
+        held = 0
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # raster processes come and go
+                held += process.memory_full_info().pss
+        return held
 
     def _spec(self, root: str) -> dict[str, Any]:
         """The OCI runtime specification, version 1.0.2."""

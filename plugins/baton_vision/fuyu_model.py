@@ -20,6 +20,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sequence import IntermediateTensors
 
 from baton_vision.fuyu_processing import FuyuDummyInputs, FuyuMultiModalProcessor, FuyuProcessingInfo
+from baton_vision.images import require_row
 from baton_vision.persimmon import PersimmonForCausalLM
 
 
@@ -51,6 +52,7 @@ class BatonFuyuForCausalLM(nn.Module, SupportsMultiModal, SupportsPP):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config: FuyuConfig = vllm_config.model_config.hf_config
+        require_row(config.image_token_id, config.text_config.vocab_size)
         with self._mark_tower_model(vllm_config, "image"):
             self.vision_embed_tokens = ReplicatedLinear(
                 config.patch_size * config.patch_size * config.num_channels,

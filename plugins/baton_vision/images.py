@@ -63,3 +63,15 @@ def require_tensor(found: object, shape: Sequence[int], dtype: torch.dtype, name
         raise refusal(
             f"{name} must be {dtype} {list(shape)}, not {what}: mm_processor_kwargs do not fit the model"
         )
+
+
+def require_row(token: int, vocabulary: int) -> None:
+    """Refuse, at the start, a model whose image token has no row in its text model's embedding.
+
+    vLLM would serve it, until a prompt with that token asks for `prompt_logprobs`, or a user types it.
+
+    Raises:
+        ValueError: the image token is beyond the vocabulary.
+    """
+    if token >= vocabulary:
+        raise ValueError(f"image token {token} is beyond the vocabulary of {vocabulary}: it needs a row")

@@ -25,6 +25,7 @@ from vllm.model_executor.models.utils import (
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sequence import IntermediateTensors
 
+from baton_vision.images import require_row
 from baton_vision.llava_processing import LlavaDummyInputs, LlavaMultiModalProcessor, LlavaProcessingInfo
 from baton_vision.towers import build_tower, feature_layers
 
@@ -91,8 +92,7 @@ class BatonLlavaForConditionalGeneration(nn.Module, SupportsMultiModal, Supports
         quant_config = vllm_config.quant_config
         self._layers = feature_layers(config)
         self._strategy = config.vision_feature_select_strategy
-        self._vocabulary = config.text_config.vocab_size
-        self.configure_mm_token_handling(self._vocabulary, [config.image_token_index])
+        require_row(config.image_token_index, config.text_config.vocab_size)
         with self._mark_tower_model(vllm_config, "image"):
             self.vision_tower = build_tower(config, quant_config, maybe_prefix(prefix, "vision_tower"))
             self.multi_modal_projector = LlavaProjector(
@@ -105,21 +105,6 @@ class BatonLlavaForConditionalGeneration(nn.Module, SupportsMultiModal, Supports
                 prefix=maybe_prefix(prefix, "language_model"),
             )
         self.make_empty_intermediate_tensors = self.language_model.make_empty_intermediate_tensors
-
-    def embed_input_ids(
-        self,
-        input_ids: Tensor,
-        multimodal_embeddings: MultiModalEmbeddings | None = None,
-        *,
-        is_multimodal: Tensor | None = None,
-    ) -> Tensor:
-        """As vLLM's, (tokens, hidden); an image token of no image is some token, none beyond the vocabulary.
-
-        Some text models have no row for `<image>`, and a user may type it into a prompt without images.
-        """
-        if self._has_oov_mm_tokens:
-            input_ids = input_ids.clamp(max=self._vocabulary - 1)
-        return super().embed_input_ids(input_ids, multimodal_embeddings, is_multimodal=is_multimodal)
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """An image's embeddings, (tokens an image, hidden) each.

@@ -87,14 +87,14 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor[LlavaProcessingInfo]):
     """Prompt and images as the model takes them."""
 
     def apply(self, inputs: ProcessorInputs, timing_ctx: TimingContext) -> MultiModalInput:
-        """As vLLM's; a prompt expanded before stays as it is.
+        """As vLLM's; what is expanded in a prompt already stays as it is.
 
         Raises:
             VLLMValidationError: there are not as many image tokens as images.
         """
         token, images = self.info.image_token, inputs.mm_data_items.get_count("image", strict=False)
         bare, found = inputs.prompt, inputs.prompt.count(token)
-        if found == images * self.info.tokens_an_image:
+        if found != images:
             bare = collapse_runs(inputs.prompt, token, self.info.tokens_an_image)
         if bare.count(token) != images:
             raise refusal(f"{images} images for {found} image tokens in the prompt")

@@ -11,15 +11,14 @@ from itertools import groupby
 
 
 def collapse_runs(prompt: Sequence[int], token: int, length: int) -> list[int]:
-    """An expanded prompt as it was before: each run of `length` equal tokens becomes one.
+    """An expanded prompt as it was before: `length` image tokens in a row become one, what is over stays.
 
-    Runs of another length are left as they are, for the caller to count.
+    So a prompt may be expanded in part: a context that was handed over, and behind it what is new.
     """
     bare: list[int] = []
     for found, run in groupby(prompt):
         count = len(list(run))
-        whole = found == token and count % length == 0
-        bare.extend([found] * (count // length if whole else count))
+        bare.extend([found] * (sum(divmod(count, length)) if found == token else count))
     return bare
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import images
@@ -36,7 +38,7 @@ READY_WITHIN_S = 240
 USER = 10001
 
 
-def built(target: str, folder: Path, **arguments: str) -> str:
+def built(target: str, folder: Path, **arguments: Any) -> str:
     began = time.monotonic()
     name = images.build(target, folder, **arguments)
     print(f"{target}: built in {time.monotonic() - began:.0f} s, {images.size(name) / 1e9:.2f} GB unpacked")
@@ -219,6 +221,29 @@ class TestSigtermAtStart:
     def test_one_without_keys_says_what_to_do(self, cpu_image: str, tmp_path: Path) -> None:
         with Container(cpu_image, tmp_path) as container:
             assert container.process.wait(60) == 2
+            assert "baton keys create" in container.log
+
+
+class TestCuda:
+    """Built and looked into; to serve it needs a GPU."""
+
+    pytestmark = builds
+
+    @pytest.mark.skipif(shutil.disk_usage("/").free < 45e9, reason="its build takes 45 GB of disk")
+    @pytest.mark.timeout(3600)
+    def test_it_holds_vllm_s_cuda_build_and_says_what_it_lacks(self, tmp_path: Path) -> None:
+        images.make_base(tmp_path)
+        image = built("cuda", tmp_path, index_only=True)
+        look = "import torch, vllm; print('FOUND', torch.version.cuda, vllm.__version__)"
+        container_name = images.buildah("from", image)
+        try:
+            run = ["run", "--isolation", "chroot", container_name, "--", "python3", "-c", look]
+            assert re.search(r"FOUND 1\d\.\d 0\.32\.", images.buildah(*run))
+        finally:
+            images.buildah("rm", container_name)
+        with Container(image, tmp_path, arguments=["doctor"]) as container:
+            assert container.process.wait(120) == 1
+            assert "model smollm2: ready" in container.log
             assert "baton keys create" in container.log
 
 

@@ -112,6 +112,24 @@ def test_many_think_at_once_each_as_often_as_it_asked(gateway: RealGateway, refe
             assert said == reference.think(context, 8).tokens
 
 
+def test_what_was_thought_does_not_count_as_time_to_prefill(gateway: RealGateway) -> None:
+    """The planner knows an engine's pace by its last five prefills; thoughts, which are slower, are none of them."""
+    left = told(ask(gateway, "thinker", prompt(70, seed=900), handoff={"save": True}))["id"]
+
+    def estimated_ms() -> float:
+        found: float = told(ask(gateway, "thinker", "", handoff={"from": left}))["source"][
+            "estimated_prefill_ms"
+        ]
+        return found
+
+    before = estimated_ms()
+    with gateway.client() as client:
+        for seed in range(901, 906):
+            sent = {"model": "thinker", "prompt": prompt(70, seed=seed), "latent_steps": 16}
+            assert client.post("/v1/handoffs", json=sent).status_code == 201
+    assert estimated_ms() == before
+
+
 def test_a_chat_thinks_before_it_answers_and_goes_on(gateway: RealGateway) -> None:
     chat: dict[str, Any] = {"model": "thinker", "temperature": 0, "max_tokens": 8}
     first = {

@@ -48,15 +48,15 @@ class Answer:
 class VisionEngine:
     """Plain vLLM with nothing of Baton but its plugins; one engine after the other, in one process."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, mode: str = "eager") -> None:
+        self._folder, self._mode = folder, mode
         self._log = folder / "engine.log"
         self._pictures = 0
 
     def __enter__(self) -> VisionEngine:
         self._stderr = self._log.open("w")  # closed in __exit__
         self._process = subprocess.Popen(
-            [sys.executable, str(CHILD), str(self._folder)],
+            [sys.executable, str(CHILD), str(self._folder), self._mode],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -110,7 +110,7 @@ class VisionEngine:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
-        said: deque[str] = deque(maxlen=80)
+        said: deque[str] = deque(maxlen=400)
         for line in self._process.stdout:
             if line.startswith("ANSWER "):
                 return json.loads(line.removeprefix("ANSWER "))

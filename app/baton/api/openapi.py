@@ -64,6 +64,7 @@ HANDOFF_FIELDS: dict[str, Any] = {
     "model": {"type": "string"},
     "tokens": {"type": "integer"},
     "latent_steps": {"type": "integer"},
+    "images": {"type": "integer", "description": "How many images its context holds."},
     "bytes": {"type": "integer"},
     "pin": {"type": "boolean"},
     "created_at": {"type": "integer"},

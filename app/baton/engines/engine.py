@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
-from weakref import WeakValueDictionary
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -37,6 +36,7 @@ from baton.engines.port import (
     WholeReply,
 )
 from baton.engines.progress import Progress
+from baton.engines.relay_watch import RelayWatch
 from baton.engines.series import EngineSeries
 from baton.engines.speed import Speed
 from baton.engines.thread import EngineThread
@@ -53,7 +53,7 @@ from baton.images.picture import Picture
 from baton.models.store import identity
 from baton.setting_groups import EngineSettings
 from baton.telemetry.ids import RequestContext
-from baton.telemetry.metrics import FAILURES, OTHER, TransferMetrics
+from baton.telemetry.metrics import TransferMetrics
 
 WARM_UPS: tuple[tuple[Operation, Json], ...] = (
     (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2, "logprobs": 1}),
@@ -106,7 +106,7 @@ class VllmEngine:
         self._weights = identity(model)
         self._speed = Speed()
         self._transfers = TransferMetrics(self._series.registry, settings.name)
-        self._relays: WeakValueDictionary[str, Relay] = WeakValueDictionary()
+        self._watch = RelayWatch(self._speed, self._transfers)
         self._cards: list[Json] = []
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
 
@@ -181,17 +181,6 @@ class VllmEngine:
         given = {"traceparent": context.traceparent, "tracestate": context.tracestate}
         return {name: value for name, value in given.items() if value}
 
-    def _transferred(self, outcomes: list[Json]) -> None:
-        """What the connector reported."""
-        for outcome in outcomes:
-            self._transfers.count(outcome)
-            relay = self._relays.get(outcome["tag"] or "")
-            if outcome["kind"] == "load" and outcome["failure"] != "GivenUp":
-                measured = self._speed.loaded if outcome["failure"] is None else self._speed.load_failed
-                measured(outcome["bytes"], outcome["seconds"])
-            if relay is not None:
-                _note_transfer(relay, outcome)
-
     async def place(
         self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
     ) -> tuple[list[int], list[Placed]]:
@@ -227,8 +216,8 @@ class VllmEngine:
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
         logger = self._series.stat_logger(
-            self._transferred,
-            self._speed.prefilled,
+            self._watch.transferred,
+            self._watch.prefilled,
             self._progress.made,
             self._transfers.thought,
             self._transfers.encoded,
@@ -325,7 +314,7 @@ class VllmEngine:
             images=self._images,
         )
         if relay is not None:
-            self._relays[context.request_id] = relay
+            self._watch.add(context.request_id, relay)
         CURRENT_CALL.set(call)
         try:
             body = with_whole_prompt(operation, for_responses(operation, body, context), relay)
@@ -380,20 +369,6 @@ class VllmEngine:
                 raise self._translate(error) from error
         if call.failure is not None:
             raise call.failure
-
-
-def _note_transfer(relay: Relay, outcome: Json) -> None:
-    if outcome["kind"] == "save":
-        relay.save_over.set()
-        return
-    if outcome["kind"] == "look":
-        relay.miss = FAILURES.get(outcome["failure"], OTHER)
-        return
-    relay.load_ms = outcome["seconds"] * 1000
-    if outcome["failure"] is None:
-        relay.loaded = outcome["tokens"]
-    else:
-        relay.lost = outcome["tokens"]
 
 
 async def _last(outputs: AsyncGenerator[Any, None]) -> Any:

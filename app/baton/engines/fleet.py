@@ -14,7 +14,8 @@ from baton.engines.port import Engine, EngineState
 from baton.engines.supervisor import Supervisor
 from baton.errors import InvalidRequest, ModelNotFound
 from baton.setting_groups import SupervisionSettings
-from baton.telemetry.metrics import GatewayMetrics, MergedRegistry
+from baton.telemetry.metrics import GatewayMetrics
+from baton.telemetry.page import MergedRegistry
 
 log = structlog.get_logger("baton.fleet")
 

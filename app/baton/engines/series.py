@@ -22,7 +22,7 @@ FAMILIES: dict[str, type[Any]] = {
 }
 
 Transferred = Callable[[list[dict[str, Any]]], None]
-Prefilled = Callable[[int, float], None]
+Prefilled = Callable[[str, int, float], None]
 Thought = Callable[[int, float], None]
 Encoded = Callable[[int], None]
 
@@ -41,7 +41,7 @@ class EngineSeries:
     def stat_logger(
         self,
         transferred: Transferred = lambda _outcomes: None,
-        prefilled: Prefilled = lambda _tokens, _seconds: None,
+        prefilled: Prefilled = lambda _request_id, _tokens, _seconds: None,
         progressed: Callable[[], None] = lambda: None,
         thought: Thought = lambda _steps, _seconds: None,
         encoded: Encoded = lambda _images: None,
@@ -50,7 +50,7 @@ class EngineSeries:
 
         Args:
             transferred: told what the KV connector reports, on the event loop.
-            prefilled: told of every finished request how many tokens were prefilled, in how long.
+            prefilled: told of every finished request, by its id, how many tokens were prefilled, in how long.
             progressed: told of every step.
             thought: told of latent steps, how many and how long they took.
             encoded: told how many images the model's encoder ran for.
@@ -90,7 +90,8 @@ def _record(
         progressed()
         PrometheusStatLogger.record(self, scheduler_stats, iteration_stats, *args, **kwargs)
         for request in iteration_stats.finished_requests if iteration_stats is not None else ():
-            prefilled(request.num_prompt_tokens - request.num_cached_tokens, request.prefill_time)
+            tokens = request.num_prompt_tokens - request.num_cached_tokens
+            prefilled(request.request_id or "", tokens, request.prefill_time)
         reported = getattr(scheduler_stats, "kv_connector_stats", None)
         if reported:
             transferred(reported.get("outcomes", []))

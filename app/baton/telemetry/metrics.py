@@ -1,21 +1,14 @@
-"""Every metric the gateway keeps of its own, in one list, and the page that shows them.
-
-vLLM's `vllm:*` series come from the engines' registries and pass through unchanged; families of the
-same name are merged, because Prometheus refuses a page that names one twice.
-"""
+"""Every metric the gateway keeps of its own, in one list; `page.py` shows them."""
 
 from __future__ import annotations
 
 import math
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
-from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import Metric
 
 from baton import __version__
 
@@ -389,42 +382,3 @@ class TransferMetrics:
             self._bytes.labels(self._engine, operation).inc(outcome["bytes"])
         else:
             self._errors.labels(self._engine, operation, FAILURES.get(outcome["failure"], OTHER)).inc()
-
-
-@dataclass(frozen=True)
-class MergedRegistry:
-    """Several registries read as one: families of the same name become one family.
-
-    Attributes:
-        registries: what is read.
-        tenant: the one whose series are shown; None: every tenant's.
-        prefixes: of the families that are shown.
-    """
-
-    registries: tuple[CollectorRegistry, ...]
-    tenant: str | None = None
-    prefixes: tuple[str, ...] = ("baton_", "vllm:", "process_", "python_")
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for metric in self._wanted():
-            known = families.setdefault(metric.name, _empty_copy(metric))
-            known.samples.extend(sample for sample in metric.samples if self._shows(sample.labels))
-        yield from families.values()
-
-    def _wanted(self) -> Iterable[Metric]:
-        for registry in self.registries:
-            for metric in registry.collect():
-                if metric.name.startswith(self.prefixes):
-                    yield metric
-
-    def _shows(self, labels: Mapping[str, str]) -> bool:
-        return self.tenant is None or labels.get("tenant", self.tenant) == self.tenant
-
-    def page(self) -> bytes:
-        """The text page a Prometheus server reads."""
-        return generate_latest(self)
-
-
-def _empty_copy(metric: Metric) -> Metric:
-    return Metric(metric.name, metric.documentation, metric.type, metric.unit)
