@@ -17,7 +17,7 @@ from baton_vision.look.shapes import draw_shapes
 TRAINING_START: Final = 1_000_000
 FRESH_START: Final = 2_000_000
 VALIDATION_SEEDS: Final = range(100_000, 100_256)
-HELD_OUT_SEEDS: Final = range(200_000, 200_600)
+HELD_OUT_SEEDS: Final = range(200_000, 200_300)
 SIDES: Final = (96, 144)  # width of a picture, pixels
 PROPORTIONS: Final = (0.8, 1.25)  # of its height to its width
 SCENES: Final = 0.35  # share of the pictures that are scenes from above
