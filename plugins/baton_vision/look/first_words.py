@@ -16,12 +16,14 @@ from baton_vision.look.network import Eyes, normalised, shrunk
 from baton_vision.look.pictures import FRESH_START, Sample, make_sample
 from baton_vision.look.recipe import Book, Log, Recipe, Trainer, save
 
+OTHERS: Final = "scene Yes No some no there The is top middle bottom left right"
 VOCABULARY: Final = (
-    *COLOURS, *SHAPES, *NUMBERS, *FEATURES,
-    "shape", "shapes", "overhead", "scene", "yes", "no", "top", "middle", "bottom", "left", "right",
-)  # fmt: skip
+    *(f" {word}" for word in (*COLOURS, *SHAPES, *NUMBERS, *FEATURES)),
+    *(f" {word}" for word in OTHERS.split()),
+    ".",
+)
 FILLER: Final = "\n"
-FILLER_WEIGHT: Final = 0.05
+FILLER_WEIGHT: Final = 0.2
 SHARPNESS: Final = 24.0  # how sure a token that is one word's embedding is of that word, in log odds
 TESTED: Final = 256  # pictures
 SAY_EVERY: Final = 50  # steps
@@ -36,7 +38,7 @@ class WordLoss:
     """
 
     def __init__(self, embedding: Tensor, speller: Speller) -> None:
-        ids = [self._one(speller, " " + word) for word in VOCABULARY] + speller.ids(FILLER)
+        ids = [self._one(speller, word) for word in (*VOCABULARY, FILLER)]
         self.table = embedding[ids].float()
         apart = torch.cdist(self.table, self.table).square()
         self.scale = SHARPNESS / float(apart[apart > 0].mean())
@@ -124,16 +126,14 @@ def word_accuracy(eyes: nn.Module, book: Book, loss: WordLoss) -> dict[str, floa
     for facts, target, row in zip(book.facts, book.words, guess, strict=False):
         said = words(facts)
         for n, word in enumerate(said):
-            right.setdefault(_kind(word, said[n + 1 : n + 2]), []).append(bool(row[n] == target[n]))
+            right.setdefault(_kind(word, said[n - 1]), []).append(bool(row[n] == target[n]))
     return {kind: round(float(np.mean(hits)), 3) for kind, hits in sorted(right.items()) if kind}
 
 
-def _kind(word: str, after: list[str]) -> str:
+def _kind(word: str, before: str) -> str:
     """What a word tells: a colour, a shape, a number, a feature of a scene; or nothing of interest."""
-    if word in COLOURS:
-        return "colour"
-    if word in SHAPES:
-        return "shape"
-    if word in NUMBERS:
-        return "count"
-    return after[0] if word in ("yes", "no") and after and after[0] in FEATURES else ""
+    bare = word.strip()
+    for kind, names in (("colour", COLOURS), ("shape", SHAPES), ("count", NUMBERS)):
+        if bare in names:
+            return kind
+    return before.strip() if word in (" Yes", " No") else ""

@@ -49,6 +49,13 @@ HAS: Final = {
         "Are there any clouds in the picture?",
     ),
 }
+# Verb, with its article, without it.
+THERE: Final = {
+    "water": ("is", "water", "water"),
+    "fields": ("are", "fields", "fields"),
+    "road": ("is", "a road", "road"),
+    "clouds": ("are", "clouds", "clouds"),
+}
 DESCRIBE: Final = ("Describe the picture.", "What do you see?", "Describe this image in one sentence.")
 
 # How often a guess is right that knows the answers but not the picture.
@@ -94,43 +101,47 @@ def with_areas(asked: Question, facts: Facts, rng: np.random.Generator) -> Quest
 
 
 def _of_scene(facts: Facts, rng: np.random.Generator) -> list[Question]:
-    return [Question(name, _one(rng, HAS[name]), _yes(name in facts.features)) for name in FEATURES]
+    return [
+        Question(name, _one(rng, HAS[name]), _there(THERE[name], name in facts.features)) for name in FEATURES
+    ]
 
 
 def _of_shapes(facts: Facts, rng: np.random.Generator) -> list[Question]:
     shapes = Counter(thing.shape for thing in facts.things)
     colours = Counter(thing.colour for thing in facts.things)
-    asked = [Question("count", _one(rng, COUNT), _sentence(NUMBERS[len(facts.things) - 1]))]
+    number = len(facts.things)
+    said = "There is one shape." if number == 1 else f"There are {NUMBERS[number - 1]} shapes."
+    asked = [Question("count", _one(rng, COUNT), said)]
     for thing in facts.things:
+        named = {"shape": thing.shape, "colour": thing.colour}
         if shapes[thing.shape] == 1:
-            asked.append(_filled(rng, "colour", OF_THE_SHAPE, thing.colour, shape=thing.shape))
-            asked.append(_filled(rng, "place", PLACE, thing.place, shape=thing.shape))
+            is_ = f"The {thing.shape} is"
+            asked.append(_filled(rng, "colour", OF_THE_SHAPE, f"{is_} {thing.colour}.", named))
+            asked.append(_filled(rng, "place", PLACE, f"{is_} in the {thing.place}.", named))
         if colours[thing.colour] == 1:
-            asked.append(_filled(rng, "shape", SHAPE_OF_COLOUR, thing.shape, colour=thing.colour))
-    if len(facts.things) == 1:
-        asked.append(_filled(rng, "colour", OF_THE_ONE, facts.things[0].colour))
-        asked.append(_filled(rng, "shape", SHAPE_OF_ONE, facts.things[0].shape))
+            answer = f"The {thing.colour} shape is a {thing.shape}."
+            asked.append(_filled(rng, "shape", SHAPE_OF_COLOUR, answer, named))
+    if number == 1:
+        asked.append(_filled(rng, "colour", OF_THE_ONE, f"It is {facts.things[0].colour}.", {}))
+        asked.append(_filled(rng, "shape", SHAPE_OF_ONE, f"It is a {facts.things[0].shape}.", {}))
     there = bool(rng.random() < 0.5)
     candidates = [shape for shape in SHAPES if (shape in shapes) == there]
     if candidates:
-        asked.append(
-            Question("shape there", _one(rng, IS_A).format(shape=_one(rng, candidates)), _yes(there))
-        )
+        shape = _one(rng, candidates)
+        answer = _there(("is", f"a {shape}", shape), there)
+        asked.append(_filled(rng, "shape there", IS_A, answer, {"shape": shape}))
     return asked
 
 
 def _filled(
-    rng: np.random.Generator, kind: str, wordings: tuple[str, ...], answer: str, **names: str
+    rng: np.random.Generator, kind: str, wordings: tuple[str, ...], answer: str, names: dict[str, str]
 ) -> Question:
-    return Question(kind, _one(rng, wordings).format(**names), _sentence(answer))
+    return Question(kind, _one(rng, wordings).format(**names), answer)
 
 
-def _sentence(words: str) -> str:
-    return words[0].upper() + words[1:] + "."
-
-
-def _yes(true: bool) -> str:
-    return "Yes." if true else "No."
+def _there(words: tuple[str, str, str], true: bool) -> str:
+    is_, some, none = words
+    return f"Yes, there {is_} {some}." if true else f"No, there {is_} no {none}."
 
 
 def _one(rng: np.random.Generator, of: tuple[str, ...] | list[str]) -> str:

@@ -57,7 +57,7 @@ class Recipe:
     matrix_factor: float = 2.0
     decay: float = 0.02
     word_share: float = 0.5
-    word_more: int = 4
+    word_more: int = 6
     memory: float = 0.98
 
 
