@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton_geo.contract import ClassArea, GeoAnswer, GeoFile
+from baton_geo.raster.ask import ClassArea as SharedArea
 from baton_geo.raster.ask import Products
 from baton_geo.scenes import Running
 
@@ -35,6 +36,12 @@ class Finished:
             if (path := getattr(self.products, output)) is not None
         ]
 
+    def exhibit(self) -> tuple[str, tuple[str, Path] | None]:
+        """The areas in one line, and media type and path of the preview, if there is one."""
+        words = f"Areas: {', '.join(_area(area) for area in self.products.areas)}."
+        preview = self.products.preview
+        return words, None if preview is None else (MEDIA_TYPES["preview"], preview)
+
     def answer(self) -> GeoAnswer:
         """The same as JSON holds it."""
         (_, kind, first), *others = self.files()
@@ -58,6 +65,12 @@ class Finished:
             notes=info.notes,
             files=tuple(GeoFile(name=name, media_type=kind, data=_text(path)) for name, kind, path in others),
         )
+
+
+def _area(area: SharedArea) -> str:
+    """E.g. "water 20.0 % (1,254 ha)"."""
+    share = f"{area.name} {100 * area.share:.1f} %"
+    return share if area.hectares is None else f"{share} ({area.hectares:,.0f} ha)"
 
 
 def _text(path: Path) -> str:

@@ -49,7 +49,14 @@ class Upload:
 Ask = GeoRequest | Upload
 
 
-class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
+@dataclass(frozen=True)
+class Shown:
+    """A request whose answer will be shown to a model: it wants the preview, whatever its outputs are."""
+
+    ask: Ask
+
+
+class GeoProcessor(IOProcessor[Ask | Shown, GeoAnswer]):
     """See the module.
 
     Args:
@@ -95,16 +102,23 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
         """
         return Upload(file, options_of_query(query, accept))
 
+    def for_exhibit(self, data: Ask) -> Shown:
+        """The same request, such that `exhibit` has a picture."""
+        return Shown(data)
+
     async def pre_process_async(
-        self, prompt: Ask, request_id: str | None = None, **kwargs: Any
+        self, prompt: Ask | Shown, request_id: str | None = None, **kwargs: Any
     ) -> AsyncIterator[dict[str, Any]]:
+        shown = isinstance(prompt, Shown)
+        if isinstance(prompt, Shown):
+            prompt = prompt.ask
         if isinstance(prompt, Upload):
             raster, options = _borrowed(prompt.file), prompt.options
         else:
             raster, options = await self._sources.open(prompt), prompt
         # Opening may wait for a decoder to be free: not in the threads that those at work need to get on. And
         # it is work for a processor: opened one after the other, the first scenes reach the engine sooner.
-        opening = _in(self._openers, self._open, raster, options, request_id)
+        opening = _in(self._openers, self._open, raster, options, request_id, shown)
         try:
             running = await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -125,13 +139,16 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
             await _in(self._hands, running.scene.finish)  # says that every pixel is nodata
 
     def pre_process(
-        self, prompt: Ask, request_id: str | None = None, **kwargs: Any
+        self, prompt: Ask | Shown, request_id: str | None = None, **kwargs: Any
     ) -> Sequence[dict[str, Any]]:
+        shown = isinstance(prompt, Shown)
+        if isinstance(prompt, Shown):
+            prompt = prompt.ask
         if isinstance(prompt, Upload):
             raster, options = _borrowed(prompt.file), prompt.options
         else:
             raster, options = self._sources.open_sync(prompt), prompt
-        running = self._open(raster, options, request_id)
+        running = self._open(raster, options, request_id, shown)
         try:
             prompts = self._all_prompts(running)
         except BaseException:
@@ -159,14 +176,14 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
             running.scene.finish()  # says that every pixel is nodata
         return prompts
 
-    def _open(self, raster: Spooled, options: GeoOptions, request_id: str | None) -> Running:
+    def _open(self, raster: Spooled, options: GeoOptions, request_id: str | None, shown: bool) -> Running:
         ask = SceneAsk(
             card=self._card,
             limits=self._settings.limits,
             indices=options.indices,
             mask="mask" in options.outputs,
             probabilities="probabilities" in options.outputs,
-            preview="preview" in options.outputs,
+            preview=shown or "preview" in options.outputs,
         )
         try:
             scene = self._decoders.open(raster.path, ask)
@@ -225,6 +242,10 @@ class GeoProcessor(IOProcessor[Ask, GeoAnswer]):
     def output_to_response(self, output: Finished) -> IOProcessorResponse[GeoAnswer]:
         """The JSON answer."""
         return IOProcessorResponse(request_id=output.running.request_id, data=output.answer())
+
+    def exhibit(self, output: Finished) -> tuple[str, tuple[str, Path] | None]:
+        """What a model that is asked about the scene is shown: the areas in a line, and the preview."""
+        return output.exhibit()
 
     def amounts(self, output: Finished) -> dict[str, int]:
         """What a server may count of a finished scene."""

@@ -53,6 +53,19 @@ async def operate(
     return await unless_gone(request, work)
 
 
+async def ask(request: Request, engine: Engine, operation: Operation, body: dict[str, Any]) -> Response:
+    """Ask a second engine within a request, one whose body came inside that of another.
+
+    Raises:
+        BatonError: as for a request of its own.
+    """
+    gateway = gateway_of(request)
+    for field in strip_steering(body):
+        gateway.metrics.stripped.labels(field).inc()
+    await off_the_loop(await request.body(), partial(check_caps, body, gateway.settings.limits))
+    return await _respond(request, gateway, engine, operation, body, context_of(request))
+
+
 async def refuse_excess(request: Request, body: dict[str, Any]) -> None:
     """Let no request through that asks for too much of anything.
 

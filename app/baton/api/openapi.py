@@ -101,6 +101,13 @@ PLUGIN_ANSWER: dict[str, Any] = {
         "request_id": {"type": "string"},
         "created_at": {"type": "integer"},
         "data": {"description": "The plugin's own."},
+        "then": {"type": "object", "description": "What the chat model of `then` answered, or its error."},
+    },
+}
+THEN = {
+    "type": "object",
+    "properties": {
+        "then": {"type": "object", "description": "A chat request about what the plugin's result shows."}
     },
 }
 PLUGIN_ERRORS = {
@@ -207,6 +214,7 @@ def _describe_plugins(operation: dict[str, Any], content: dict[str, Any]) -> Non
     }
     content |= dict.fromkeys(("image/*", "application/zip"), BINARY)
     taken = operation["requestBody"]["content"]
+    taken["application/json"] = {"schema": {"allOf": [taken["application/json"]["schema"], THEN]}}
     taken |= dict.fromkeys(sorted(UPLOAD_TYPES), BINARY)
     operation["parameters"] = UPLOAD_PARAMETERS
     _add_errors(operation["responses"], PLUGIN_ERRORS)

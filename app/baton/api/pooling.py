@@ -21,6 +21,7 @@ from baton.api.accept import JSON, ZIP, Wanted, chosen, names_of, wanted_types
 from baton.api.dispatch import operate, unless_gone
 from baton.api.gateway import Gateway, context_of, gateway_of
 from baton.api.limits import UPLOAD_TYPES, media_type_of, read_json, strip_steering
+from baton.api.then import FIELD, Then, take_then, tell
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
 from baton.pooling.processor import ResultFile, Upload
@@ -44,6 +45,7 @@ async def create_pooling(request: Request) -> Response:
     runner = gateway.pooling.runner(engine)
     if runner is None:
         _refuse_plugin_body(engine, body)
+        _refuse_then(engine, body)
         return await operate(request, Operation.POOLING, body)
     request.scope["baton_model"] = engine.name
     for field in strip_steering(body):
@@ -51,6 +53,10 @@ async def create_pooling(request: Request) -> Response:
     _require_data(runner, engine, body)
     priority = _priority(body.get("priority", 0))
     wanted = wanted_types(request.headers)
+    if (then := take_then(gateway, body)) is not None:
+        if chosen(wanted, [JSON]) is None:
+            raise _nothing_of_that_kind([JSON])
+        return await unless_gone(request, _told(request, runner, body, priority, then))
     return await unless_gone(request, _answered(gateway, runner, body, context_of(request), priority, wanted))
 
 
@@ -59,6 +65,14 @@ def _refuse_plugin_body(engine: Engine, body: Json) -> None:
         raise InvalidRequest(
             f"The model '{engine.name}' has no IO processor plugin for 'data': send 'input' or 'messages'.",
             param="data",
+        )
+
+
+def _refuse_then(engine: Engine, body: Json) -> None:
+    if FIELD in body:
+        raise InvalidRequest(
+            f"The model '{engine.name}' has no IO processor plugin whose result 'then' could show.",
+            param=FIELD,
         )
 
 
@@ -146,20 +160,33 @@ async def _as_file(answer: Answer, files: list[ResultFile], kind: str, folder: P
     return LastingFileResponse(file.path, kind, file.name, answer.close, answer.time_limit_s)
 
 
+async def _told(request: Request, runner: Runner, body: Json, priority: int, then: Then) -> Response:
+    """The plugin's result, and under `then` what a chat model says of it."""
+    context = context_of(request)
+    answer = await runner.run(body, context, priority=priority, exhibits=True)
+    try:
+        data, exhibit = await answer.data(), await answer.exhibit()
+    finally:
+        await answer.close()
+    told = await tell(request, then, exhibit)
+    return Response(
+        await _packed(context, data, {FIELD: told.body}), media_type=JSON, headers=dict(told.headers)
+    )
+
+
 async def _as_json(answer: Answer, context: RequestContext) -> Response:
     """vLLM's `IOProcessorResponse`."""
-    data = await answer.data()
-    try:
-        body = await asyncio.to_thread(_json, context.request_id, data)
-    except PydanticSerializationError:
-        raise PluginFailed() from None
+    body = await _packed(context, await answer.data(), {})
     await answer.close()
     return Response(body, media_type=JSON)
 
 
-def _json(request_id: str, data: Any) -> bytes:
-    whole = {"request_id": request_id, "created_at": int(time.time()), "data": data}
-    return to_json(whole, inf_nan_mode="null")
+async def _packed(context: RequestContext, data: Any, more: Json) -> bytes:
+    whole = {"request_id": context.request_id, "created_at": int(time.time()), "data": data} | more
+    try:
+        return await asyncio.to_thread(partial(to_json, whole, inf_nan_mode="null"))
+    except PydanticSerializationError:
+        raise PluginFailed() from None
 
 
 async def _as_zip(answer: Answer, files: list[ResultFile], folder: Path | None) -> Response:

@@ -20,6 +20,7 @@ class EmbeddedModel:
         source_sha256: digest of that file; another file is refused.
         license: SPDX identifier of the weights.
         as_is: the folder that holds `source` is the model; nothing is unpacked.
+        text_model: name of the embedded model that `source` gives eyes to; the two are joined into one.
         runner: what its engine does.
         args: vLLM's arguments it needs; the settings stand above them.
     """
@@ -32,6 +33,7 @@ class EmbeddedModel:
     source_sha256: str
     license: str
     as_is: bool = False
+    text_model: str | None = None
     runner: Literal["generate", "pooling"] = "generate"
     args: Mapping[str, Any] = field(default_factory=dict)
 
@@ -64,4 +66,19 @@ FLOOD_TINY = EmbeddedModel(
     },
 )
 
-EMBEDDED: dict[str, EmbeddedModel] = {model.name: model for model in (SMOLLM2, FLOOD_TINY)}
+LOOK_TINY = EmbeddedModel(
+    name="look-tiny",
+    title="LLaVA architecture, SmolLM2-135M-Instruct with eyes for simple pictures",
+    package="baton_vision",
+    distribution="vllm-baton",
+    source="look_tiny/model.safetensors",
+    source_sha256="f249fae4da6abbad7d564562640a7b2af0c39bb1805fbd8b7de6336bb58e78b6",
+    license="Apache-2.0",
+    text_model="smollm2",
+    args={
+        "max_model_len": 4096,
+        "mm_processor_cache_gb": 0.25,  # a processed picture is 110 kB; vLLM would set 4 GiB aside
+    },
+)
+
+EMBEDDED: dict[str, EmbeddedModel] = {model.name: model for model in (SMOLLM2, FLOOD_TINY, LOOK_TINY)}

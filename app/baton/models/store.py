@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from baton.errors import StartError
 from baton.models.catalog import EMBEDDED, EmbeddedModel
+from baton.models.join import DESCRIPTIONS, join
 
 MANIFEST = "baton-model.json"
 FORMAT = 1
@@ -62,6 +63,8 @@ class ModelStore:
             return _source(model).parent
         if self.is_ready(model):
             return target  # nothing is written: the folder may be read-only
+        if model.text_model is not None:
+            self.prepare(EMBEDDED[model.text_model], report)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with FileLock(self.folder / f".{model.name}.lock"):
@@ -96,7 +99,7 @@ class ModelStore:
                 return digest(target / Path(model.source).name) == model.source_sha256
             manifest = json.loads((target / MANIFEST).read_text())
             known = (manifest["format"], manifest["source_sha256"])
-            return known == (FORMAT, model.source_sha256) and all(
+            return known == (FORMAT, _origin(model)) and all(
                 digest(target / name) == expected for name, expected in manifest["files"].items()
             )
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
@@ -112,8 +115,12 @@ class ModelStore:
             )
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=f".{model.name}-") as scratch:
             fresh = Path(scratch) / model.name
-            report(f"unpacking {model.title} (once, some 20 seconds)")
-            _convert(source, fresh)
+            if model.text_model is None:
+                report(f"unpacking {model.title} (once, some 20 seconds)")
+                _convert(source, fresh)
+            else:
+                report(f"joining {model.name} with {model.text_model} (once)")
+                _join(source.parent, self.place(EMBEDDED[model.text_model]), fresh)
             _write_manifest(model, fresh)
             if target.exists():
                 shutil.move(target, Path(scratch) / "old")
@@ -147,6 +154,30 @@ def _source(model: EmbeddedModel) -> Path:
     return source
 
 
+def _origin(model: EmbeddedModel) -> str:
+    """What a prepared folder was made from: a digest of the weights, or of all that was joined.
+
+    Raises:
+        OSError: a part is not there.
+    """
+    if model.text_model is None:
+        return model.source_sha256
+    spec = importlib.util.find_spec(model.package)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(model.package)
+    folder = (Path(spec.origin).parent / model.source).parent
+    described = [digest(folder / name) for name in ("config.json", *DESCRIPTIONS)]
+    parts = [model.source_sha256, EMBEDDED[model.text_model].source_sha256, *described]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _join(eyes: Path, text: Path, folder: Path) -> None:
+    try:
+        join(eyes, text, folder)
+    except (ValueError, KeyError) as error:
+        raise StartError(f"The model's parts do not fit together: {error}") from None
+
+
 def _convert(source: Path, folder: Path) -> None:
     """Run the conversion in a process of its own; its memory is given back when it ends."""
     command = [sys.executable, "-m", "baton.models.convert", str(source), str(folder)]
@@ -158,7 +189,7 @@ def _convert(source: Path, folder: Path) -> None:
 
 def _write_manifest(model: EmbeddedModel, folder: Path) -> None:
     files = {path.name: digest(path) for path in sorted(folder.iterdir())}
-    manifest = {"format": FORMAT, "source_sha256": model.source_sha256, "files": files}
+    manifest = {"format": FORMAT, "source_sha256": _origin(model), "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     for path in folder.iterdir():
         with open(path, "rb") as stream:

@@ -8,6 +8,7 @@
 | outputs   | `post_process_async`, `post_process` | the same           |                                   |
 | answer    | `output_to_response(output)`   | the output itself        | `output_to_files(output)`         |
 | count     |                                |                          | `amounts(output)`                 |
+| show      |                                |                          | `for_exhibit`, `exhibit(output)`  |
 | afterwards|                                |                          | `forget(request_id)`              |
 
 A hook that a class has from vLLM's own base does nothing of its own: the base's coroutines call the
@@ -74,6 +75,19 @@ class ResultFile:
     path: Path
 
 
+@dataclass(frozen=True)
+class Exhibit:
+    """What there is to see in an answer, for one who is asked about it.
+
+    Attributes:
+        words: in a line or a few.
+        picture: media type and bytes; None: there is none.
+    """
+
+    words: str
+    picture: tuple[str, bytes] | None = None
+
+
 class Processor:
     """A plugin's steps, each awaited without touching the gateway's loop.
 
@@ -117,6 +131,17 @@ class Processor:
         if not self._own("parse_upload"):
             raise OperationUnsupported(
                 f'The plugin \'{self.name}\' takes JSON only: send {{"model": ..., "data": {{...}}}}.'
+            )
+
+    def require_exhibits(self) -> None:
+        """See to it that the plugin can show its answers to a model.
+
+        Raises:
+            OperationUnsupported: it cannot.
+        """
+        if not self._own("exhibit"):
+            raise OperationUnsupported(
+                f"The plugin '{self.name}' shows its results to no other model.", param="then"
             )
 
     def _own(self, hook: str) -> bool:
@@ -225,6 +250,20 @@ class Processor:
             return []
         return await self._threads.run(_result_files, self._instance.output_to_files, output)
 
+    async def for_exhibit(self, data: Any) -> Any:
+        """What was parsed, made such that its answer can be shown."""
+        if not self._own("for_exhibit"):
+            return data
+        return await self._threads.run(self._instance.for_exhibit, data)
+
+    async def exhibit(self, output: Any) -> Exhibit:
+        """What there is to see in the answer.
+
+        Raises:
+            Exception: whatever the plugin raises, or it gives something else.
+        """
+        return await self._threads.run(_exhibit, self._instance.exhibit, output)
+
     async def amounts(self, output: Any) -> dict[str, float]:
         """What the plugin says the answer amounts to, by unit; nothing: it does not count."""
         if not self._own("amounts"):
@@ -245,6 +284,14 @@ def _result_files(hook: Callable[[Any], Iterable[tuple[str, str, Path]]], output
         if not sound_name or "/" not in file.media_type or not file.path.is_file():
             raise LookupError("a file of the answer is not there, or has no proper name")
     return files
+
+
+def _exhibit(hook: Callable[[Any], tuple[str, tuple[str, Path] | None]], output: Any) -> Exhibit:
+    words, picture = hook(output)
+    if picture is None:
+        return Exhibit(str(words))
+    media_type, path = picture
+    return Exhibit(str(words), (str(media_type), Path(path).read_bytes()))
 
 
 async def _called(hook: Callable[[], Any]) -> Any:

@@ -14,7 +14,7 @@ from baton.engines.port import Engine, Json, Plugin
 from baton.errors import BatonError, EngineOverloaded, PluginFailed, PluginTimeout
 from baton.pooling.encoding import Encoding
 from baton.pooling.hooks import Home
-from baton.pooling.processor import Processor, ResultFile, Upload
+from baton.pooling.processor import Exhibit, Processor, ResultFile, Upload
 from baton.pooling.refusals import refusal, where
 from baton.pooling.uploads import require_folder
 from baton.setting_groups import PoolingSettings
@@ -65,6 +65,15 @@ class Answer:
         """
         files: list[ResultFile] = await self._step(self._processor.files(self._output))
         return files
+
+    async def exhibit(self) -> Exhibit:
+        """What there is to see in the answer; it was asked for when the request was run.
+
+        Raises:
+            BatonError: the plugin failed, or took too long.
+        """
+        exhibit: Exhibit = await self._step(self._processor.exhibit(self._output))
+        return exhibit
 
     async def _step(self, step: Any) -> Any:
         try:
@@ -153,23 +162,28 @@ class Runner:
             running.dec()
             self._slots.release()
 
-    async def run(self, work: Json | Upload, context: RequestContext, *, priority: int = 0) -> Answer:
+    async def run(
+        self, work: Json | Upload, context: RequestContext, *, priority: int = 0, exhibits: bool = False
+    ) -> Answer:
         """Do one request.
 
         Args:
             work: the body of a JSON request, or a file sent as it is.
             context: our ids for it.
             priority: lower is sooner.
+            exhibits: `Answer.exhibit` will be asked for.
 
         Raises:
             BatonError: whatever went wrong; nothing of the request is left.
         """
+        if exhibits:
+            self._processor.require_exhibits()
         outcome, limit = "failed", self._settings.time_limit_s
         try:
             async with self._admitted():
                 deadline = asyncio.get_running_loop().time() + limit
                 async with asyncio.timeout_at(deadline):
-                    output = await self._run(work, context, priority)
+                    output = await self._run(work, context, priority, exhibits=exhibits)
             outcome = "ok"
             return Answer(self._processor, output, context.request_id, deadline=deadline, time_limit_s=limit)
         except TimeoutError:
@@ -186,11 +200,15 @@ class Runner:
             if outcome != "ok":
                 await _forget(self._processor, context.request_id)
 
-    async def _run(self, work: Json | Upload, context: RequestContext, priority: int) -> Any:
+    async def _run(
+        self, work: Json | Upload, context: RequestContext, priority: int, *, exhibits: bool
+    ) -> Any:
         with self._processor.at_home() as home:
             try:
                 with self._timed("parse"):
                     data = await self._parse(work)
+                    if exhibits:
+                        data = await self._processor.for_exhibit(data)
                     params = await self._processor.params()
                 with self._timed("prepare"):
                     prompts = await self._processor.prompts(data, context.request_id, home)

@@ -1,0 +1,42 @@
+"""Pictures with what is true of them; the same seed gives the same picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from PIL import Image
+
+from baton_vision.look.facts import Facts
+from baton_vision.look.overhead import draw_overhead
+from baton_vision.look.questions import Question, questions
+from baton_vision.look.shapes import draw_shapes
+
+# Seeds of training pictures start at these and go on without end; the others were never trained on.
+TRAINING_START: Final = 1_000_000
+FRESH_START: Final = 2_000_000
+VALIDATION_SEEDS: Final = range(100_000, 100_256)
+HELD_OUT_SEEDS: Final = range(200_000, 200_300)
+SIDES: Final = (96, 144)  # width of a picture, pixels
+PROPORTIONS: Final = (0.8, 1.25)  # of its height to its width
+SCENES: Final = 0.35  # share of the pictures that are scenes from above
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A picture, what is true of it, and questions about it in random order."""
+
+    picture: Image.Image
+    facts: Facts
+    questions: tuple[Question, ...]
+
+
+def make_sample(seed: int) -> Sample:
+    """Draw the picture of a seed (not negative) and ask about it."""
+    rng = np.random.default_rng([seed, 135])
+    width = int(rng.integers(SIDES[0], SIDES[1] + 1))
+    height = round(width * rng.uniform(*PROPORTIONS))
+    draw = draw_overhead if rng.random() < SCENES else draw_shapes
+    picture, facts = draw(rng, width, height)
+    return Sample(picture, facts, tuple(questions(facts, rng)))

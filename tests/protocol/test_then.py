@@ -1,0 +1,191 @@
+"""`then` of `POST /pooling`: a chat model is shown what a plugin made, and both results come back."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateways import FakeGateway, run_fake
+from PIL import Image
+from sample_plugins import SECRET, Current, plugin
+
+from baton.api.then import shown
+from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.pooling.processor import Exhibit
+
+QUESTION = "What is to be seen?"
+BODY: dict[str, Any] = {"model": "words", "messages": [{"role": "user", "content": QUESTION}]}
+PIXEL = Exhibit("Two fields.", ("image/png", b"png"))
+
+
+class Showing(Current):
+    """Shows a picture of its sum, if it was told before that it will be asked to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self.told: list[bool] = []
+
+    def for_exhibit(self, data: dict[str, Any]) -> dict[str, Any]:
+        self.told.append(True)
+        return data
+
+    def exhibit(self, output: dict[str, Any]) -> tuple[str, tuple[str, Path] | None]:
+        self.threads.add("exhibit")
+        if output["sum"] > 1:
+            raise RuntimeError(f"cannot open {SECRET}")
+        picture = self._folder / "sum.png"
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(file, "PNG")
+        picture.write_bytes(file.getvalue())
+        return f"The sum is {output['sum']:.2f}.", ("image/png", picture)
+
+
+@pytest.fixture
+def showing(tmp_path: Path) -> Showing:
+    return Showing(tmp_path)
+
+
+def gateway_of(instance: Any, behaviour: FakeBehaviour | None = None) -> Any:
+    geo = FakeEngine("geo", pooling=True, plugin=plugin(instance))
+    return run_fake(geo, FakeEngine("words", behaviour=behaviour or FakeBehaviour()))
+
+
+def send(gateway: FakeGateway, then: object, **more: Any) -> httpx.Response:
+    headers = more.pop("headers", {})
+    body = {"model": "geo", "data": {"numbers": [0.03, 0.01]}, "then": then} | more
+    with gateway.client() as client:
+        return client.post("/pooling", json=body, headers=headers)
+
+
+def test_both_results_come_back(showing: Showing) -> None:
+    """The plugin's data as without `then`, and a whole chat answer beside it."""
+    with gateway_of(showing) as gateway:
+        response = send(gateway, BODY)
+        asked = gateway.engine("words").bodies[-1]
+    answer = response.json()
+    assert response.status_code == 200
+    assert answer["data"]["sum"] == pytest.approx(0.04)
+    assert answer["then"]["object"] == "chat.completion"
+    assert showing.told == [True]
+    assert len(showing.forgotten) == 1
+    assert asked["messages"] == [{"role": "user", "content": f"The sum is 0.04.\n{QUESTION}"}]
+
+
+def test_a_plugin_is_not_asked_to_show_what_nobody_sees(showing: Showing) -> None:
+    """Without `then` neither hook is called."""
+    with gateway_of(showing) as gateway, gateway.client() as client:
+        answer = client.post("/pooling", json={"model": "geo", "data": {"numbers": [0.03]}}).json()
+    assert set(answer) == {"request_id", "created_at", "data"}
+    assert showing.told == []
+    assert "exhibit" not in showing.threads
+
+
+@pytest.mark.parametrize(
+    ("then", "param"),
+    [
+        ("words", "then"),
+        ([], "then"),
+        ({"model": "words"}, "then.messages"),
+        ({"model": "words", "messages": []}, "then.messages"),
+        ({"model": "words", "messages": "hello"}, "then.messages"),
+        ({"model": "words", "messages": [{"role": "system", "content": "x"}]}, "then.messages"),
+        ({"messages": BODY["messages"]}, "then.model"),
+        (BODY | {"model": "geo"}, "then.model"),
+        (BODY | {"stream": True}, "then.stream"),
+    ],
+)
+def test_what_is_no_chat_is_refused_before_the_plugin_begins(showing: Showing, then: Any, param: str) -> None:
+    """With the field that is wrong."""
+    with gateway_of(showing) as gateway:
+        response = send(gateway, then)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert showing.threads == set()
+
+
+def test_an_unknown_model_is_refused_before_the_plugin_begins(showing: Showing) -> None:
+    """As on every other route."""
+    with gateway_of(showing) as gateway:
+        response = send(gateway, BODY | {"model": "nobody"})
+    assert response.status_code == 404
+    assert showing.threads == set()
+
+
+def test_a_plugin_that_shows_nothing_says_so() -> None:
+    """A plugin without the hook, before it begins; a model without a plugin, too."""
+    with gateway_of(Current()) as gateway:
+        refused = send(gateway, BODY)
+        plain = send(gateway, BODY, model="words", input="x")
+    assert refused.json()["error"]["code"] == "operation_unsupported"
+    assert plain.status_code == 400
+
+
+def test_then_comes_in_json_alone(showing: Showing) -> None:
+    """A file holds no second result."""
+    with gateway_of(showing) as gateway:
+        response = send(gateway, BODY, headers={"accept": "image/tiff"})
+    assert response.json()["error"]["code"] == "not_acceptable"
+    assert showing.threads == set()
+
+
+def test_what_would_steer_the_engine_is_dropped_inside_too(showing: Showing) -> None:
+    """`then` is a request like any other."""
+    with gateway_of(showing) as gateway:
+        assert send(gateway, BODY | {"kv_transfer_params": {"a": 1}, "cache_salt": "x"}).status_code == 200
+        asked = gateway.engine("words").bodies[-1]
+    assert "kv_transfer_params" not in asked
+    assert "cache_salt" not in asked
+
+
+def test_a_chat_that_fails_does_not_cost_the_plugins_result(showing: Showing) -> None:
+    """What is asked for too much is an error in `then`, with its code and this request's id."""
+    with gateway_of(showing) as gateway:
+        answer = send(gateway, BODY | {"n": 10_000}).json()
+    assert answer["data"]["sum"] == pytest.approx(0.04)
+    assert answer["then"]["error"]["code"] == "invalid_request"
+    assert answer["then"]["error"]["request_id"] == answer["request_id"]
+
+
+def test_a_plugin_that_fails_to_show_is_a_failure_of_the_plugin(showing: Showing) -> None:
+    """Its text stays inside, and its request is forgotten."""
+    with gateway_of(showing) as gateway:
+        response = send(gateway, BODY, data={"numbers": [3, 4]})
+    assert response.json()["error"]["code"] == "plugin_failed"
+    assert SECRET not in response.text
+    assert len(showing.forgotten) == 1
+
+
+def test_the_picture_stands_before_the_words_and_they_before_the_question() -> None:
+    """For a model that takes images, whatever form the message had."""
+    url = "data:image/png;base64," + base64.b64encode(b"png").decode()
+    image = {"type": "image_url", "image_url": {"url": url}}
+    (plain,) = shown(BODY, PIXEL, pictures=True)["messages"]
+    assert plain["content"] == [image, {"type": "text", "text": f"Two fields.\n{QUESTION}"}]
+    parts = {"role": "user", "content": [{"type": "text", "text": QUESTION}]}
+    (typed,) = shown(BODY | {"messages": [parts]}, PIXEL, pictures=True)["messages"]
+    assert typed["content"] == [image, {"type": "text", "text": "Two fields.\n"}, *parts["content"]]
+
+
+def test_a_model_without_eyes_gets_the_words() -> None:
+    """And nothing of the picture."""
+    (message,) = shown(BODY, PIXEL, pictures=False)["messages"]
+    assert message["content"] == f"Two fields.\n{QUESTION}"
+
+
+def test_the_first_message_of_the_user_is_where_it_is_shown() -> None:
+    """What stands before and after stays as it is, and so does the request."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "Two?"},
+    ]
+    body = BODY | {"messages": messages}
+    found = shown(body, PIXEL, pictures=False)["messages"]
+    assert [message["content"] for message in found] == ["Be brief.", "Two fields.\nOne?", "Yes.", "Two?"]
+    assert messages[1]["content"] == "One?"
