@@ -66,19 +66,4 @@ FLOOD_TINY = EmbeddedModel(
     },
 )
 
-LOOK_TINY = EmbeddedModel(
-    name="look-tiny",
-    title="LLaVA architecture, SmolLM2-135M-Instruct with eyes for simple pictures",
-    package="baton_vision",
-    distribution="vllm-baton",
-    source="look_tiny/model.safetensors",
-    source_sha256="f249fae4da6abbad7d564562640a7b2af0c39bb1805fbd8b7de6336bb58e78b6",
-    license="Apache-2.0",
-    text_model="smollm2",
-    args={
-        "max_model_len": 4096,
-        "mm_processor_cache_gb": 0.25,  # a processed picture is 110 kB; vLLM would set 4 GiB aside
-    },
-)
-
-EMBEDDED: dict[str, EmbeddedModel] = {model.name: model for model in (SMOLLM2, FLOOD_TINY, LOOK_TINY)}
+EMBEDDED: dict[str, EmbeddedModel] = {model.name: model for model in (SMOLLM2, FLOOD_TINY)}
