@@ -28,7 +28,7 @@ import torch
 from baton_kv import entry
 from baton_kv.blocks import KVBlocks
 from baton_kv.contract import new_key, params_to_load
-from baton_kv.entry import Entry, EntryInvalid
+from baton_kv.entry import FORMAT, Entry, EntryInvalid
 from baton_kv.fingerprint import fingerprint
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.scheduler_role import SchedulerRole
@@ -208,7 +208,16 @@ def offset_classes(data: bytes) -> list[int]:
     """One byte at least of everything an entry consists of."""
     header, size = 8 + int.from_bytes(data[:8], "little"), len(SAVED) * BLOCK_BYTES
     digests, layers = header + 4 * len(TOKENS), len(data) - LAYERS * size
-    named = (b'"digest"', b'"tokens"', b"key", b"fingerprint", b"computed", b"baton-kv/1", b"dtype", b"shape")
+    named = (
+        b'"digest"',
+        b'"tokens"',
+        b"key",
+        b"fingerprint",
+        b"computed",
+        FORMAT.encode(),
+        b"dtype",
+        b"shape",
+    )
     found = [0, 7, 8, *(data.index(name) + 1 for name in named), data.index(b'"digest": "') + 11]
     found += [header - 1, header, digests - 1, digests, layers - 1]
     for start in range(layers, len(data), size):
@@ -447,7 +456,7 @@ def test_b9_other_weights_layouts_and_versions_never_meet(tmp_path: Path) -> Non
     assert set(store.keys()) == set(engines), "they are sound, only not of that engine"
 
 
-@pytest.mark.parametrize("number", [0, 2, 17])
+@pytest.mark.parametrize("number", [0, 1, 17])
 def test_h6_an_entry_of_another_version_s_format_is_a_miss_and_stays(relay: Relay, number: int) -> None:
     """Two versions may share a store while one replaces the other; neither may destroy what the other left."""
     header = int.from_bytes(relay.sound[:8], "little")

@@ -168,7 +168,10 @@ class FileStore:
             total -= taken
 
     def _beside(self) -> int:
-        return bytes_in(self._root / BESIDE)
+        try:
+            return bytes_in(self._root / BESIDE)
+        except OSError as error:
+            raise StoreError(f"listing: {error.strerror}") from None
 
     def _loose(self) -> list[tuple[int, Path]]:
         """Sizes and paths of the entries that may go: of who holds more than a fair share first, and of
