@@ -159,6 +159,7 @@ BAD_REQUESTS: list[dict[str, Any]] = [
     {"prompt": ""},
     {"structured_outputs": {"regex": "(("}},
     {"structured_outputs": {"json": "no schema"}},
+    {"structured_outputs": {"choice": ["\U000465e2"]}},  # no token of the model begins with its first byte
     {"logit_bias": {"999999999": 1}},
     {"stop": [""]},
     {"min_tokens": 50, "max_tokens": 10},
@@ -178,6 +179,20 @@ def test_bad_input_is_a_4xx_that_shows_no_insides_and_harms_nothing(
         assert 400 <= response.status_code < 500, response.text
         assert not LEAKS.search(response.json()["error"]["message"]), response.text
         assert client.get("/readyz").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_the_models_tokens_cannot_spell_to_its_end_is_the_requests_fault(
+    real_gateway: RealGateway, stream: bool
+) -> None:
+    """The engine notices after the first token: vLLM calls that an internal error."""
+    wanted = {"model": "smollm2", "stream": stream, "structured_outputs": {"choice": ["9\U000465e2"]}}
+    with real_gateway.client() as client:
+        body = wanted | {"messages": [{"role": "user", "content": "Say it."}]}
+        response = client.post("/v1/chat/completions", json=body)
+    assert '"code":"unprocessable"' in response.text.replace(": ", ":"), response.text
+    assert "structured_outputs" in response.text
+    assert response.status_code == (200 if stream else 422)
 
 
 def test_steering_fields_change_nothing(real_gateway: RealGateway) -> None:

@@ -19,7 +19,7 @@ import structlog
 from baton.engines.faults import translate
 from baton.engines.port import ImageInput, Placed, Relay
 from baton.engines.vision import Sent, hashes_of, strays
-from baton.errors import BatonError, GenerationFailed, InvalidRequest
+from baton.errors import BatonError, GenerationFailed, InvalidRequest, Unprocessable
 from baton.telemetry.ids import RequestContext
 from baton_kv.contract import transfer_params
 
@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from baton.engines.image_prompts import ImagePrompts
 
 log = structlog.get_logger("baton.engine")
+
+DEAD_END = (
+    "The model's tokens cannot spell what the request demands of the answer: loosen `structured_outputs`, "
+    "`response_format` or the tool's schema, or keep to characters the model knows."
+)
+"""vLLM ends a request that samples under a grammar only where the grammar leaves no token."""
 
 
 @dataclass(slots=True)
@@ -43,6 +49,7 @@ class Call:
         placeholder: the token id that stands for a latent step; None: the model does not think.
         images: what images are to the model.
         deltas: outputs hold only what is new since the last one.
+        constrained: what may be said is constrained (`structured_outputs`, `response_format`, a named tool).
     """
 
     context: RequestContext
@@ -52,6 +59,7 @@ class Call:
     placeholder: int | None = None
     images: ImageInput = field(default_factory=ImageInput)
     deltas: bool = False
+    constrained: bool = False
 
     async def watch(self, outputs: AsyncGenerator[Any, None], sent: Sent) -> AsyncIterator[Any]:
         """Pass the engine's outputs on, keep what ends them badly, and close them at once.
@@ -66,6 +74,8 @@ class Call:
                     if first:
                         sent.settle(failed=failed(output))
                     first = False
+                    if self.constrained and failed(output):
+                        raise Unprocessable(DEAD_END)
                     if self.relay is not None:
                         _note(self.relay, output, deltas=self.deltas)
                     yield output
@@ -109,6 +119,7 @@ class WatchedClient:
     def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()
         call.deltas = sampling_params.output_kind.name == "DELTA"
+        call.constrained = sampling_params.structured_outputs is not None
         _require_no_own_steps(call, prompt)
         if call.relay is not None:
             _require_prompt(call, prompt)
