@@ -204,7 +204,7 @@ def test_d1_a_hundred_start_from_one_at_once(gateway: RealGateway) -> None:
 def test_d2_a_producer_that_is_given_up_leaves_all_or_nothing(gateway: RealGateway) -> None:
     body = {"model": "reader", "prompt": text(400), "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     bodies = [body | {"handoff": {"save": {"label": "d2"}}} for _ in range(32)]
-    unfinished = asyncio.run(given_up(gateway, bodies, 8.0))
+    unfinished = asyncio.run(given_up(gateway, bodies, 12.0))
     settle(gateway, "reader")
     with gateway.client() as client:
         rows = client.get("/v1/handoffs?limit=100").json()["data"]

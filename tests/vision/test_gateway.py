@@ -167,6 +167,35 @@ def test_every_api_shows_the_model_the_same(gateway: RealGateway, token: int) ->
     assert "error" not in streamed.text
 
 
+@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_and_images_say_what_the_chat_says(
+    gateway: RealGateway, token: int, stream: bool, room: bool
+) -> None:
+    """`images` of `/v1/completions`: one token for each in the prompt, or with room for it as vLLM makes it."""
+    parts = image(1), text("what?"), image(2)
+    wanted = said(ask(gateway, *parts))
+    with gateway.client() as client:
+        whole = client.post("/tokenize", json=body_of(*parts)).json()["tokens"]
+        assert whole.count(token) == 2 * IMAGE_TOKENS
+        ones = [at for at, one in enumerate(whole) if (one, whole[at - 1]) != (token, token)]
+        prompt = whole if room else [whole[at] for at in ones]
+        body = {
+            "model": "look",
+            "prompt": prompt,
+            "images": [part["image_url"]["url"] for part in parts[::2]],
+        }
+        body |= {"max_tokens": 6, "temperature": 0, "logprobs": 1, "stream": stream}
+        answer = client.post("/v1/completions", json=body)
+        few = client.post("/v1/completions", json=body | {"prompt": [one for one in prompt if one != token]})
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n") if line and "[DONE]" not in line]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    found = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
+    assert found == pytest.approx(wanted, abs=1e-3)
+    assert refused(few)["param"] == "prompt"
+
+
 def test_nobody_calls_one_image_by_another_s_name(gateway: RealGateway) -> None:
     """Two images under one `uuid` of the client's are still two, also when the first is cached under ours."""
     question = text("what is in this picture, and where? " * 4)

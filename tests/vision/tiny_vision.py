@@ -194,6 +194,7 @@ def make_blip2(folder: Path) -> Path:
     """vLLM's own model whose image tokens are inserted: four before each prompt."""
     tokenizer = llava_tokenizer()
     shape = {"num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48}
+    shape |= {"initializer_range": 0.3}  # its own for the tower, 1e-10, makes all images the same
     config = Blip2Config(
         vision_config=Blip2VisionConfig(hidden_size=32, image_size=SIDE, patch_size=PATCH, **shape).to_dict(),
         qformer_config=Blip2QFormerConfig(

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from baton.api.caps import check_caps
 from baton.api.gateway import Gateway, context_of, gateway_of
 from baton.api.limits import read_json, strip_steering
-from baton.api.pictures import take_pictures
+from baton.api.pictures import completed, take_pictures
 from baton.api.relay import relayed
 from baton.api.streams import event_stream
 from baton.api.strict_json import off_the_loop
@@ -93,10 +93,12 @@ async def _respond(
     if wish is not None and wish.source:  # waited for before there is a place: its own request may need one
         source = await gateway.handoffs.source(wish.source, engine, context.tenant)
     ticket = await gateway.admission.engine(request, engine.name)
-    if wish is None:
-        reply = await engine.call(operation, body, context)
-    else:
+    if wish is not None:
         reply = await relayed(gateway, engine, operation, body, context, wish, source, pictures)
+    elif operation is Operation.COMPLETIONS and pictures:
+        reply = await completed(engine, body, context, pictures)
+    else:
+        reply = await engine.call(operation, body, context)
     if not isinstance(reply, StreamReply):
         ticket.leave_engine()  # however slowly the client reads
         return Response(reply.body, media_type=reply.media_type, headers=dict(reply.headers))

@@ -38,7 +38,8 @@ async def create_handoff(request: Request) -> Response:
     require_relay(engine)
     require_latent(engine, wish.latent_steps, gateway.settings.handoffs.latent_steps_max)
     request.scope["baton_model"] = engine.name
-    pictures = await take_pictures(request, engine, Operation.CHAT, body)
+    shape = Operation.CHAT if wish.messages is not None else Operation.COMPLETIONS
+    pictures = await take_pictures(request, engine, shape, body)
     return await unless_gone(request, _create(request, gateway, engine, wish, body, pictures))
 
 

@@ -110,6 +110,16 @@ THEN = {
         "then": {"type": "object", "description": "A chat request about what the plugin's result shows."}
     },
 }
+PROMPT_IMAGES: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "images": {
+            "description": "The images of the prompt, which has a place for each.",
+            "type": "array",
+            "items": {"type": "string", "description": "A data: URL, or an address that may be fetched."},
+        }
+    },
+}
 PLUGIN_ERRORS = {
     "406": "The plugin makes nothing of a kind that `Accept` names.",
     "504": "The plugin took too long.",
@@ -195,6 +205,8 @@ def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any
         wish = {"type": "object", "properties": {"handoff": {"$ref": "#/components/schemas/BatonHandoff"}}}
         request = {"allOf": [request, wish]}
         _add_errors(operation["responses"], HANDOFF_ERRORS)
+    if name is Operation.COMPLETIONS:
+        request = {"allOf": [*request["allOf"], PROMPT_IMAGES]}
     operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": request}}}
     content: dict[str, Any] = {"application/json": {"schema": schemas["response"]}}
     if name in STREAMING:

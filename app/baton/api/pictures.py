@@ -13,11 +13,14 @@ from starlette.requests import Request
 
 from baton.api.gateway import gateway_of
 from baton.api.strict_json import off_the_loop
-from baton.engines.port import Engine, ImageInput, Operation
+from baton.api.wishes import require_one_prompt
+from baton.engines.port import Engine, ImageInput, Operation, Relay, Reply
 from baton.errors import InvalidRequest, OperationUnsupported
-from baton.images.parts import Dialect, Part, image_parts, part_of, typed_token
+from baton.handoffs.conversation import Writer
+from baton.images.parts import Dialect, Part, image_parts, listed_images, part_of, typed_token
 from baton.images.picture import Picture
 from baton.setting_groups import ImageSettings
+from baton.telemetry.ids import RequestContext
 
 DIALECTS = {
     Operation.RESPONSES: Dialect.RESPONSES,
@@ -31,30 +34,52 @@ async def take_pictures(
 ) -> list[Picture]:
     """Read the images of a body, and put the images as they were read in their places.
 
+    Those of a plain prompt are taken out: no handler of vLLM's knows them.
+
     Returns:
         What was read, in the order of the prompt.
 
     Raises:
-        InvalidRequest: there are too many, the model takes none, a text holds what stands for one, or there
-            are media that are no images.
+        InvalidRequest: there are too many, a text holds what stands for one, there are media that are no
+            images, or they come with more than one plain prompt.
+        OperationUnsupported: the model takes none.
         InvalidImage: one is not taken.
         ImageFetchFailed: one could not be fetched.
     """
     gateway = gateway_of(request)
-    dialect = DIALECTS.get(operation, Dialect.CHAT)
+    dialect, plain = DIALECTS.get(operation, Dialect.CHAT), operation is Operation.COMPLETIONS
 
     def find() -> list[Part]:
-        parts = list(image_parts(body, dialect))
-        _refuse_typed(body, engine.images)
+        parts = list(listed_images(body) if plain else image_parts(body, dialect))
+        placed = plain and bool(parts)  # then the prompt says itself where its images stand
+        _refuse_typed({**body, "prompt": None} if placed else body, engine.images)
         return parts
 
     parts = await off_the_loop(await request.body(), find)
+    if plain:
+        body.pop("images", None)
     if not parts:
         return []
+    if plain:
+        require_one_prompt(body, "images")
     _require_count(parts, engine, gateway.settings.images)
     pictures = await gateway.images.read(parts)
-    await asyncio.to_thread(_put, parts, pictures, dialect)
+    if not plain:
+        await asyncio.to_thread(_put, parts, pictures, dialect)
     return pictures
+
+
+async def completed(
+    engine: Engine, body: dict[str, Any], context: RequestContext, pictures: Sequence[Picture]
+) -> Reply:
+    """Complete a plain prompt with images, which vLLM's own handler has no field for.
+
+    Raises:
+        BatonError: it has not one place for each of them, or the engine failed.
+    """
+    special = body.get("add_special_tokens") is not False
+    tokens, images = await Writer(engine, context, pictures).plain(body["prompt"], special=special)
+    return await engine.call(Operation.COMPLETIONS, body, context, Relay(prompt=tokens, images=images))
 
 
 def _put(parts: Sequence[Part], pictures: Sequence[Picture], dialect: Dialect) -> None:

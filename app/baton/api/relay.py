@@ -275,13 +275,13 @@ async def _write_prompt(
     """Set the leg's whole prompt, where the body alone does not say it, and what it is as a conversation."""
     if operation is Operation.COMPLETIONS:
         prompt = body.get("prompt") or ""
-        if source is None and thinks:
+        if source is None and (thinks or writer.pictures):
             special = body.get("add_special_tokens") is not False
-            leg.relay.prompt = await writer.text(prompt, special=special)
+            leg.relay.prompt, leg.relay.images = await writer.plain(prompt, special=special)
         if source is not None:
-            own = await writer.tokens(prompt) if isinstance(prompt, str) else prompt
+            own, images = await writer.plain(prompt, special=False, after=len(source.tokens))
             leg.relay.prompt, leg.conversation = [*source.tokens, *own], with_text(source.conversation)
-            leg.relay.images = leg.seen
+            leg.relay.images = [*leg.seen, *images]
         return
     if source is None and not (
         prompt_only or thinks or writer.pictures

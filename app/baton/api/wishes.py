@@ -60,6 +60,7 @@ class NewHandoff(Closed):
     model: str
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
+    images: list[str | dict[str, Any]] | None = None
     source: HandoffId | None = Field(None, alias="from")
     latent_steps: Steps = 0
     ttl_s: Seconds | None = None
@@ -70,6 +71,8 @@ class NewHandoff(Closed):
     def _one_of_two(self) -> NewHandoff:
         if (self.prompt is None) is (self.messages is None):
             raise ValueError("give either 'prompt' or 'messages'")
+        if self.images and self.prompt is None:
+            raise ValueError("'images' are a plain prompt's; a message's stand among its parts")
         return self
 
 
@@ -124,7 +127,10 @@ def take_wish(body: dict[str, Any], engine: Engine, operation: Operation) -> Han
     require_relay(engine)
     wish = parsed(HandoffWish, given, "handoff")
     _require_one_context(body, wish)
-    (_require_one_prompt if operation is Operation.COMPLETIONS else _require_chat)(body, wish)
+    if operation is Operation.COMPLETIONS:
+        require_one_prompt(body, "a handoff", may_be_left_out=wish.source is not None)
+    else:
+        _require_chat(body)
     return wish
 
 
@@ -165,27 +171,38 @@ def _require_one_context(body: dict[str, Any], wish: HandoffWish) -> None:
         raise InvalidRequest(
             "'n' must be 1 to save a context; with scope \"prompt\" it may be more.", param="n"
         )
-    if body.get("use_beam_search"):
-        raise InvalidRequest("'use_beam_search' does not go with a handoff.", param="use_beam_search")
-    if body.get("truncate_prompt_tokens") is not None:
-        raise InvalidRequest(
-            "'truncate_prompt_tokens' does not go with a handoff.", param="truncate_prompt_tokens"
-        )
-    if body.get("echo"):
-        raise InvalidRequest("'echo' does not go with a handoff.", param="echo")
+    _refuse_rewriting(body, "a handoff")
 
 
-def _require_one_prompt(body: dict[str, Any], wish: HandoffWish) -> None:
-    prompt = body.get("prompt", "" if wish.source else None)
+def _refuse_rewriting(body: dict[str, Any], beside: str) -> None:
+    """Where we write the whole prompt, nothing else may."""
+    for name in ("use_beam_search", "truncate_prompt_tokens", "echo"):
+        if not (body.get(name) is None or body[name] is False):
+            raise InvalidRequest(f"'{name}' does not go with {beside}.", param=name)
+
+
+def require_one_prompt(body: dict[str, Any], beside: str, *, may_be_left_out: bool = False) -> None:
+    """Refuse a completion that is not of one prompt, text or token ids, taken as it is.
+
+    Args:
+        body: of the request.
+        beside: what goes with one prompt only, for the error.
+        may_be_left_out: there is a context without it.
+
+    Raises:
+        InvalidRequest: it is one.
+    """
+    _refuse_rewriting(body, beside)
+    prompt = body.get("prompt", "" if may_be_left_out else None)
     if not isinstance(prompt, str) and not (
         isinstance(prompt, list) and all(type(token) is int for token in prompt)
     ):
-        raise InvalidRequest("With a handoff 'prompt' is one text, or one list of token ids.", param="prompt")
+        raise InvalidRequest(f"With {beside} 'prompt' is one text, or one list of token ids.", param="prompt")
     if body.get("prompt_embeds") is not None:
-        raise InvalidRequest("A context with prompt embeddings is not handed over.", param="prompt_embeds")
+        raise InvalidRequest(f"'prompt_embeds' does not go with {beside}.", param="prompt_embeds")
 
 
-def _require_chat(body: dict[str, Any], _wish: HandoffWish) -> None:
+def _require_chat(body: dict[str, Any]) -> None:
     require_known_parts(body)
     if body.get("continue_final_message") or body.get("add_generation_prompt") is False:
         raise InvalidRequest(

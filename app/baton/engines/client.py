@@ -123,15 +123,10 @@ class WatchedClient:
         _require_no_own_steps(call, prompt)
         if call.relay is not None:
             _require_prompt(call, prompt)
-            wanted = transfer_params(
-                save=call.relay.save or False,
-                scope="prompt" if call.relay.prompt_only else None,
-                load=call.relay.load,
-                limit=call.relay.limit,
-                tag=call.context.request_id,
-            )
-            extra = sampling_params.extra_args or {}
-            sampling_params.extra_args = extra | {"kv_transfer_params": wanted}
+            if call.relay.hands_over:
+                extra = sampling_params.extra_args or {}
+                wanted = _transfer_params(call.relay, call.context)
+                sampling_params.extra_args = extra | {"kv_transfer_params": wanted}
             if call.relay.images:
                 outputs = self._seeing(call, call.relay.images, prompt, sampling_params, *args, **kwargs)
                 return call.watch(outputs, self._sent([image.digest for image in call.relay.images]))
@@ -164,6 +159,17 @@ def failed(output: Any) -> bool:
     completions = getattr(output, "outputs", ())
     reasons = [item.finish_reason for item in completions] if isinstance(completions, list) else []
     return "error" in reasons or getattr(output, "error", None) is not None
+
+
+def _transfer_params(relay: Relay, context: RequestContext) -> dict[str, Any]:
+    """What the connector is told."""
+    return transfer_params(
+        save=relay.save or False,
+        scope="prompt" if relay.prompt_only else None,
+        load=relay.load,
+        limit=relay.limit,
+        tag=context.request_id,
+    )
 
 
 def _require_prompt(call: Call, prompt: Any) -> None:

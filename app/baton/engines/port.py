@@ -127,6 +127,11 @@ class Relay:
     miss: str | None = None
     save_over: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def hands_over(self) -> bool:
+        """Something is loaded or saved; else there is only a prompt that the body cannot say."""
+        return self.save is not None or self.load is not None
+
 
 @dataclass(frozen=True)
 class Plugin:

@@ -151,9 +151,33 @@ class Writer:
         everything = [*past.messages, *said, *messages]
         return Chat(tokens, _conversation(everything, template, tokens, answered), [*seen, *images])
 
-    async def text(self, prompt: str | list[int], *, special: bool) -> list[int]:
-        """The token ids of a plain prompt that starts from nothing."""
-        return await self._tokenized(prompt, special=special) if isinstance(prompt, str) else prompt
+    async def plain(
+        self, prompt: str | list[int], *, special: bool, after: int = 0
+    ) -> tuple[list[int], list[Placed]]:
+        """The token ids of a plain prompt, and its images where they stand in it.
+
+        Args:
+            prompt: has a place for each image, as the model's prompts mark them.
+            special: add the tokens that a text begins with.
+            after: so many tokens stand before it.
+
+        Raises:
+            InvalidRequest: it has not one place for each image.
+        """
+        tokens = await self._tokenized(prompt, special=special) if isinstance(prompt, str) else prompt
+        try:
+            tokens, images = await self._placed(tokens, begins=not after)
+        except InvalidRequest:
+            raise self._misplaced() from None
+        return tokens, moved(images, after)
+
+    def _misplaced(self) -> InvalidRequest:
+        marks = " or ".join(f"'{text}'" for text in self._engine.images.texts) or "a token of the model's own"
+        return InvalidRequest(
+            f"prompt: it must have one place for each of its images, {len(self.pictures)} here. Images stand "
+            f"where {marks} does, once for each; a model without such a token takes them at its beginning.",
+            param="prompt",
+        )
 
     async def tokens(self, text: str) -> list[int]:
         """The token ids of a text, nothing added to them."""

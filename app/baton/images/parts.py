@@ -98,6 +98,29 @@ def image_parts(value: Any, dialect: Dialect, where: str = "") -> Iterator[Part]
             yield from image_parts(item, dialect, there)
 
 
+def listed_images(body: Json) -> Iterator[Part]:
+    """Every image of a plain prompt's body: its field `images`, a list of URLs or of parts as in a chat.
+
+    Raises:
+        InvalidImage: one that has no shape we know, or nothing in it.
+        InvalidRequest: `images` is no list, or there are media elsewhere.
+    """
+    listed = body.get("images")
+    if not isinstance(listed, list | None):
+        raise InvalidRequest("images: give a list of images, each as a data: URL.", param="images")
+    for key, item in enumerate(listed or ()):
+        where = f"images[{key}]"
+        found = _part(item, Dialect.CHAT, listed, key, where) if isinstance(item, dict) else None
+        if found is None and not isinstance(item, str):
+            raise InvalidImage(f"{where}: give a data: URL, or a part of type 'image_url'.", param=where)
+        yield found or Part(listed, key, where, item)
+    rest = {key: item for key, item in body.items() if key != "images"}
+    for part in image_parts(rest, Dialect.CHAT):
+        raise InvalidRequest(
+            f"{part.where}: the images of a plain prompt come in 'images'.", param=part.where
+        )
+
+
 def _part(part: Json, dialect: Dialect, holder: Any, key: int | str, where: str) -> Part | None:
     kind = part.get("type")
     kind = kind if isinstance(kind, str) else None
