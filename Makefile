@@ -18,7 +18,7 @@ IMAGE_ARGS ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve demo test lint format bench bench-handoff bench-transfer bench-pooling bench-latent chaos soak image image-test lock schemas dist clean
+.PHONY: help serve demo demo-vision test lint format bench bench-handoff bench-transfer bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,6 +28,9 @@ serve: $(VENV)/.serve ## Install, prepare the embedded models, start the gateway
 
 demo: $(VENV)/.serve ## Watch agents hand their context to one another (two minutes)
 	@exec $(BIN)/baton demo $(ARGS)
+
+demo-vision: $(VENV)/.serve ## Watch a scene mapped, described and asked about (two minutes; ARGS="--out FOLDER")
+	@exec $(BIN)/baton demo-vision $(ARGS)
 
 test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
 	$(BIN)/python -m pytest -m "not chaos and not soak and not image" $(ARGS)
@@ -56,6 +59,9 @@ bench-pooling: $(VENV)/.dev ## Measure scenes beside plain vLLM's server and tor
 
 bench-latent: $(VENV)/.dev ## Measure what latent steps cost, and whether they help (ten minutes)
 	$(BIN)/python bench/latent.py $(ARGS)
+
+bench-vision: $(VENV)/.dev ## Measure what a handed-over picture saves, and the cache of processed ones (minutes)
+	$(BIN)/python bench/vision.py $(ARGS)
 
 chaos: $(VENV)/.dev ## Break engines on purpose, ask ten times too much, and what else is long (twenty minutes)
 	$(BIN)/python -m pytest -m chaos $(ARGS)

@@ -117,6 +117,18 @@ def demo(
     run(url, model, key, quick=quick)
 
 
+@app.command("demo-vision")
+def demo_vision(
+    out: Annotated[
+        Path | None, typer.Option(help="Keep the scene, the mask and the picture in this folder.")
+    ] = None,
+) -> None:
+    """Watch a scene mapped, described, and asked about by agents that share one look at it (two minutes)."""
+    from baton.demo.looking import run  # an HTTP client, which the other commands do not need
+
+    run(out)
+
+
 @app.command()
 def doctor(config: ConfigOption = None) -> None:
     """Say what is wrong with this machine or the settings, and how to mend it."""

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from gateways import BATON, RealGateway
 
+from baton.settings import load_settings
+
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 LANGGRAPH = ("langgraph", "langchain_openai")
 MISSING = [package for package in LANGGRAPH if find_spec(package) is None]
@@ -60,3 +62,20 @@ def test_the_demo_ends_in_its_table(real_gateway: RealGateway) -> None:
     (figures,) = re.findall(r"^ *prefilled tokens +([\d,]+) +([\d,]+) +([\d,]+)", shown, re.MULTILINE)
     handoff, text = (int(figure.replace(",", "")) for figure in figures[:2])
     assert handoff < text
+
+
+@pytest.mark.engine
+def test_the_demo_with_pictures_encodes_one_picture_for_three_agents(tmp_path: Path) -> None:
+    """On a gateway of its own; the scene, the mask and the picture are kept where it is told to."""
+    shown = output_of(BATON, "demo-vision", "--out", str(tmp_path))
+    assert "encoded for these 3 agents: 1." in shown
+    assert shown.count(" loaded") + shown.count(" resident") == 2
+    assert {file.name for file in tmp_path.iterdir()} == {"scene.tif", "mask.tif", "preview.png"}
+
+
+def test_every_settings_file_is_described_and_valid() -> None:
+    """As `baton serve --config` reads it."""
+    described = (EXAMPLES / "README.md").read_text()
+    for file in EXAMPLES.glob("*.toml"):
+        assert f"]({file.name})" in described
+        assert load_settings(file).engines

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import StartError
-from baton.models.catalog import EMBEDDED, SMOLLM2, EmbeddedModel
+from baton.models.catalog import EMBEDDED, LOOK_TINY, EmbeddedModel
 from baton.models.join import EYES_SHARD, INDEX, TEXT_SHARD, join
 from baton.models.store import ModelStore
 
@@ -114,12 +114,12 @@ def joined(eyes: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return hashlib.sha256(file.read_bytes()).hexdigest()
 
     of_text = dataclasses.replace(
-        SMOLLM2, name="text", package="text", source="model.safetensors", as_is=True, text_model=None,
+        LOOK_TINY, name="text", package="text", source="model.safetensors", as_is=True, text_model=None,
         source_sha256=sha(text / "model.safetensors"),
     )  # fmt: skip
     monkeypatch.setitem(EMBEDDED, "text", of_text)
     return dataclasses.replace(
-        SMOLLM2, name="seeing", package="eyes", source="look/model.safetensors", text_model="text",
+        LOOK_TINY, name="seeing", package="eyes", source="look/model.safetensors", text_model="text",
         source_sha256=sha(eyes / "model.safetensors"),
     )  # fmt: skip
 

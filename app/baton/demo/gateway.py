@@ -75,19 +75,22 @@ class OwnGateway:
 
 
 @contextlib.asynccontextmanager
-async def own_gateway(settings: Settings, progress: PhaseProgress) -> AsyncIterator[OwnGateway]:
+async def own_gateway(
+    settings: Settings, progress: PhaseProgress, template: str = CONFIG
+) -> AsyncIterator[OwnGateway]:
     """Start a gateway, and end it with all it has written.
 
     Args:
         settings: the machine's: where embedded models are, and which cores may be used.
         progress: where its start is shown.
+        template: of the settings file; what stands in braces is filled in.
 
     Raises:
         StartError: it did not start.
     """
     with tempfile.TemporaryDirectory(prefix="baton-demo-", dir=_roomy()) as name:
         config = Path(name) / "baton.toml"
-        config.write_text(_config(settings, config.parent))
+        config.write_text(_config(settings, config.parent, template))
         keys = {tenant: await _key(tenant, config) for tenant in TENANTS}
         process = await _baton("serve", "--config", str(config), together=True)
         follower = Follower(progress)
@@ -105,8 +108,8 @@ def _roomy() -> str | None:
     return str(MEMORY) if roomy else None
 
 
-def _config(settings: Settings, folder: Path) -> str:
-    return CONFIG.format(
+def _config(settings: Settings, folder: Path, template: str = CONFIG) -> str:
+    return template.format(
         models=json.dumps(str(settings.models_folder)),  # a JSON string is one of TOML's too
         threads=json.dumps(settings.cpu_threads),
         keys=json.dumps(str(folder / "keys.json")),

@@ -66,4 +66,19 @@ FLOOD_TINY = EmbeddedModel(
     },
 )
 
-EMBEDDED: dict[str, EmbeddedModel] = {model.name: model for model in (SMOLLM2, FLOOD_TINY)}
+LOOK_TINY = EmbeddedModel(
+    name="look-tiny",
+    title="LLaVA architecture, SmolLM2-135M-Instruct with eyes for simple pictures",
+    package="baton_vision",
+    distribution="vllm-baton",
+    source="look_tiny/model.safetensors",
+    source_sha256="fe5144788ad2fab46dfaf5813645306adccd52948fcf8e070fafb336fc1ec9b7",
+    license="Apache-2.0",
+    text_model="smollm2",
+    args={
+        "max_model_len": 4096,
+        "mm_processor_cache_gb": 0.25,  # a processed picture is 110 kB; vLLM would set 4 GiB aside
+    },
+)
+
+EMBEDDED: dict[str, EmbeddedModel] = {model.name: model for model in (SMOLLM2, FLOOD_TINY, LOOK_TINY)}

@@ -3,8 +3,8 @@
     baton serve look-tiny --port 8000
     python -m baton_vision.look.examine --url http://127.0.0.1:8000 --record
 
-Any server with OpenAI's chat API will do, `vllm serve` too. Answers are decoded greedily; one is right if it
-is the right answer letter for letter, but for case and the full stop.
+Any server with OpenAI's chat API will do, `vllm serve` too. Answers are decoded greedily; when one is right
+is said at `questions.is_right`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from baton_vision.look.pictures import HELD_OUT_SEEDS, make_sample
-from baton_vision.look.questions import CHANCE, Question
+from baton_vision.look.questions import CHANCE, Question, is_right
 from baton_vision.look.record import SHIPPED, add_examination
 
-LONGEST_ANSWER = 72  # tokens; of a description of four shapes
+LONGEST_ANSWER = 72  # tokens; of a description of three shapes
 ANSWER_WITHIN_S = 120.0
 
 
@@ -96,11 +96,6 @@ class Examiner:
         sample = make_sample(seed)
         picture = data_url(sample.picture)
         return [(asked, is_right(asked, self.answer(picture, asked.text))) for asked in sample.questions]
-
-
-def is_right(asked: Question, answer: str) -> bool:
-    """Whether an answer is the right one, but for case, the full stop and spaces around it."""
-    return answer.strip().rstrip(".").lower() == asked.answer.rstrip(".").lower()
 
 
 def data_url(picture: Image.Image) -> str:

@@ -18,7 +18,7 @@ SHAPES: Final = ("circle", "square", "triangle", "star", "cross")
 # In reading order; things are listed in it.
 PLACES: Final = ("top left", "top right", "middle", "bottom left", "bottom right")
 FEATURES: Final = ("water", "fields", "road", "clouds")
-NUMBERS: Final = ("one", "two", "three", "four")
+NUMBERS: Final = ("one", "two", "three")
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def words(facts: Facts) -> list[str]:
     """The facts as a text of single tokens in fixed places: what the image's tokens are first taught to say.
 
     A scene: ` scene`, then eight tokens for each feature. Shapes: their number, then for each place seven:
-    ` The circle is red top left.`, or seven line ends where nothing is. So every token is about one part of
-    the picture, whatever else is in it. In short trials this was the wording from which the text model
-    answered most questions by itself.
+    ` red circle is red top left.`, or seven line ends where nothing is. So every token is about one part of
+    the picture, whatever else is in it, and what follows a colour is its shape, what follows a shape is its
+    colour: text models like to say what followed before.
     """
     if facts.scene:
         return [" scene", *(word for name in FEATURES for word in _said_of(name, name in facts.features))]
@@ -80,7 +80,8 @@ def _said_at(place: str, thing: Thing | None) -> list[str]:
     if thing is None:
         return ["\n"] * 7
     down, _, across = place.partition(" ")
-    return [" The", f" {thing.shape}", " is", f" {thing.colour}", f" {down}", f" {across or down}", "."]
+    colour, shape = f" {thing.colour}", f" {thing.shape}"
+    return [colour, shape, " is", colour, f" {down}", f" {across or down}", "."]
 
 
 def _article(colour: str) -> str:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from baton_vision.look.chats import Speller
 from baton_vision.look.design import IMAGE_TOKENS
-from baton_vision.look.facts import COLOURS, FEATURES, NUMBERS, SHAPES, words
+from baton_vision.look.facts import COLOURS, FEATURES, NUMBERS, SHAPES, Facts, words
 from baton_vision.look.network import Eyes, normalised, shrunk
-from baton_vision.look.pictures import FRESH_START, Sample, make_sample
+from baton_vision.look.pictures import make_sample
 from baton_vision.look.recipe import Book, Log, Recipe, Trainer, save
 
 OTHERS: Final = "scene Yes No some no there The is top middle bottom left right"
@@ -49,9 +49,9 @@ class WordLoss:
         (token,) = speller.ids(word)
         return token
 
-    def target(self, sample: Sample) -> list[int]:
+    def target(self, facts: Facts) -> list[int]:
         """Numbers of the words of a picture, one for each image token."""
-        said = words(sample.facts)
+        said = words(facts)
         return [self.numbers[word] for word in said] + [self.numbers[FILLER]] * (IMAGE_TOKENS - len(said))
 
     def scores(self, tokens: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def write_book(seeds: range, loss: WordLoss, log: Log) -> Book:
     return Book(
         np.stack([shrunk(sample.picture) for sample in samples]),
         [sample.facts for sample in samples],
-        torch.tensor([loss.target(sample) for sample in samples]),
+        torch.tensor([loss.target(sample.facts) for sample in samples]),
         [sample.questions for sample in samples],
     )
 
@@ -81,35 +81,35 @@ class Fresh:
     """Pictures that are drawn when they are wanted, each seen once: nothing to learn by heart.
 
     Args:
-        loss: knows the words of a picture.
         seed: of the first.
     """
 
-    def __init__(self, loss: WordLoss, seed: int = FRESH_START) -> None:
-        self.loss = loss
+    def __init__(self, seed: int) -> None:
         self.next = seed
 
-    def batch(self, count: int) -> tuple[Tensor, Tensor]:
-        """Normalised pixels (count, 3, side, side) and the words' numbers (count, tokens)."""
+    def batch(self, count: int) -> tuple[Tensor, list[Facts]]:
+        """Normalised pixels (count, 3, side, side) and what is true of them."""
         samples = [make_sample(seed) for seed in range(self.next, self.next + count)]
         self.next += count
         pixels = np.stack([shrunk(sample.picture) for sample in samples])
-        return normalised(pixels), torch.tensor([self.loss.target(sample) for sample in samples])
+        return normalised(pixels), [sample.facts for sample in samples]
 
 
-def learn_words(eyes: Eyes, fresh: Fresh, test: Book, recipe: Recipe, log: Log, out: Path) -> int:
+def learn_words(
+    eyes: Eyes, fresh: Fresh, loss: WordLoss, test: Book, recipe: Recipe, log: Log, out: Path
+) -> int:
     """The first part; returns its steps. What is learnt is kept in `out` as it comes along."""
-    trainer = Trainer(eyes, recipe.word_rate, recipe.word_minutes, recipe)
+    trainer = Trainer(eyes, recipe.word_minutes, recipe)
     recent: list[float] = []
     while trainer.done < 1:
-        pixels, target = fresh.batch(recipe.word_batch)
+        pixels, facts = fresh.batch(recipe.picture_batch)
         with torch.autocast("cpu", torch.bfloat16):
             tokens = eyes(pixels)
-        now = fresh.loss(tokens, target)
+        now = loss(tokens, torch.tensor([loss.target(each) for each in facts]))
         trainer.step(now)
         recent.append(float(now.detach()))
         if trainer.steps % SAY_EVERY == 0:
-            right = word_accuracy(trainer.average.module, test, fresh.loss)
+            right = word_accuracy(trainer.average.module, test, loss)
             mean = round(float(np.mean(recent[-SAY_EVERY:])), 4)
             log.say(part="words", step=trainer.steps, loss=mean, right=right)
             save(trainer.average.module, out)

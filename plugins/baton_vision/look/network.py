@@ -15,8 +15,6 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from baton_vision.look.design import PROJECTOR, SIDE, TEXT_WIDTH, VISION
 
-SHIFT = 4  # pixels, at most, of SIDE
-
 
 class Eyes(nn.Module):
     """Tower and projector.
@@ -49,16 +47,6 @@ def load_text_model(folder: Path) -> Any:
 def shrunk(picture: Image.Image) -> npt.NDArray[np.uint8]:
     """What the image processor's resizing leaves: (side, side, 3)."""
     return np.asarray(picture.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC))
-
-
-def jittered(pictures: npt.NDArray[np.uint8], rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Each picture moved by a few pixels and made a little brighter or darker, so that none is seen twice."""
-    padded = np.pad(pictures, ((0, 0), (SHIFT, SHIFT), (SHIFT, SHIFT), (0, 0)), mode="edge")
-    moved = np.empty_like(pictures)
-    for n, (down, right) in enumerate(rng.integers(2 * SHIFT + 1, size=(len(pictures), 2))):
-        gain = rng.uniform(0.94, 1.06)
-        moved[n] = np.clip(padded[n, down : down + SIDE, right : right + SIDE] * gain, 0, 255)
-    return moved
 
 
 def normalised(pictures: npt.NDArray[np.uint8]) -> Tensor:

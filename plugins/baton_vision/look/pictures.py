@@ -13,9 +13,11 @@ from baton_vision.look.overhead import draw_overhead
 from baton_vision.look.questions import Question, questions
 from baton_vision.look.shapes import draw_shapes
 
-# Seeds of training pictures start at these and go on without end; the others were never trained on.
+# Seeds of training pictures start at the first and go on without end, those of the facts that phrases are
+# sought for at the second; the others were never trained on.
 TRAINING_START: Final = 1_000_000
-FRESH_START: Final = 2_000_000
+PHRASES_START: Final = 2_000_000_000
+SEEDS_APART: Final = 10_000_000  # more pictures than one training draws
 VALIDATION_SEEDS: Final = range(100_000, 100_256)
 HELD_OUT_SEEDS: Final = range(200_000, 200_300)
 SIDES: Final = (96, 144)  # width of a picture, pixels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Final
@@ -67,6 +68,14 @@ CHANCE: Final = {
     "shape there": 1 / 2,
     **dict.fromkeys(FEATURES, 1 / 2),
 }
+# What answers of a kind differ in.
+ABOUT: Final[dict[str, tuple[str, ...]]] = {
+    "colour": tuple(COLOURS),
+    "shape": SHAPES,
+    "place": PLACES,
+    "count": NUMBERS,
+    **dict.fromkeys(("shape there", *FEATURES), ("yes", "no")),
+}
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,22 @@ class Question:
     kind: str
     text: str
     answer: str
+
+
+def is_right(asked: Question, answer: str) -> bool:
+    """Whether an answer says what the right one says, however it puts it.
+
+    Of the words its kind of question is about (colours, shapes, places, numbers; yes and no) it has those of
+    the right answer and no others. A description must be the right one word for word.
+    """
+    said, right = (text.strip().rstrip(".").lower() for text in (answer, asked.answer))
+    if asked.kind not in ABOUT:
+        return said == right
+    return _named(said, ABOUT[asked.kind]) == _named(right, ABOUT[asked.kind])
+
+
+def _named(text: str, words: tuple[str, ...]) -> set[str]:
+    return {word for word in words if re.search(rf"\b{word}\b", text)}
 
 
 def questions(facts: Facts, rng: np.random.Generator) -> list[Question]:
@@ -122,8 +147,9 @@ def _of_shapes(facts: Facts, rng: np.random.Generator) -> list[Question]:
             answer = f"The {thing.colour} shape is a {thing.shape}."
             asked.append(_filled(rng, "shape", SHAPE_OF_COLOUR, answer, named))
     if number == 1:
-        asked.append(_filled(rng, "colour", OF_THE_ONE, f"It is {facts.things[0].colour}.", {}))
-        asked.append(_filled(rng, "shape", SHAPE_OF_ONE, f"It is a {facts.things[0].shape}.", {}))
+        one = facts.things[0]
+        asked.append(_filled(rng, "colour", OF_THE_ONE, f"The {one.shape} is {one.colour}.", {}))
+        asked.append(_filled(rng, "shape", SHAPE_OF_ONE, f"The {one.colour} shape is a {one.shape}.", {}))
     there = bool(rng.random() < 0.5)
     candidates = [shape for shape in SHAPES if (shape in shapes) == there]
     if candidates:

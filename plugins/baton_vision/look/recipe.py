@@ -30,40 +30,36 @@ class Recipe:
     """How to train.
 
     Attributes:
-        seed: of the weights, the pictures' order and the choice of questions.
-        pictures: asked about in the second part.
+        seed: of the weights, the pictures and the choice of questions.
         word_minutes: how long the first part runs, of the processor's time: what else the machine does then
             makes no difference.
-        answer_minutes: the same of the second part.
-        word_batch: pictures a step.
-        answer_batch: chats a step.
-        word_rate: the highest learning rate of the first part; rises, then falls as a cosine.
-        answer_rate: the same of the second part.
+        phrase_minutes: the same of the second part.
+        saying_minutes: the same of the third part.
+        picture_batch: pictures a step of the first and the third part.
+        phrase_batch: chats a step of the second part.
+        eye_rate: the highest learning rate of tower and projector; rises, then falls as a cosine.
+        phrase_rate: the same of the phrases.
         matrix_factor: how much higher the rate of the tower's matrices is (Muon).
         decay: weight decay.
-        word_share: how much the first part's loss counts in the second; falls to 0.
-        word_more: fresh pictures a step of the second part, for that loss alone.
         memory: of the moving average of the weights, which is what is kept.
     """
 
     seed: int = 4
-    pictures: int = 5_000
-    word_minutes: float = 10.0
-    answer_minutes: float = 12.0
-    word_batch: int = 48
-    answer_batch: int = 6
-    word_rate: float = 1.1e-3
-    answer_rate: float = 7e-4
+    word_minutes: float = 40.0
+    phrase_minutes: float = 40.0
+    saying_minutes: float = 20.0
+    picture_batch: int = 48
+    phrase_batch: int = 10
+    eye_rate: float = 1.1e-3
+    phrase_rate: float = 4e-3
     matrix_factor: float = 2.0
     decay: float = 0.02
-    word_share: float = 0.5
-    word_more: int = 6
     memory: float = 0.98
 
 
 @dataclass
 class Book:
-    """The training pictures: pixels uint8 (count, side, side, 3), facts, words, questions."""
+    """Pictures to be tested on: pixels uint8 (count, side, side, 3), facts, words, questions."""
 
     pixels: npt.NDArray[np.uint8]
     facts: list[Facts]
@@ -87,6 +83,30 @@ class Log:
             file.write(json.dumps(line) + "\n")
 
 
+class Schedule:
+    """A learning rate that rises, then falls as a cosine, by the processor's clock.
+
+    Args:
+        highest: the rate at its height.
+        minutes: how long it all takes.
+    """
+
+    def __init__(self, highest: float, minutes: float) -> None:
+        self.highest, self.seconds, self.start, self.steps = highest, 60 * minutes, time.process_time(), 0
+
+    @property
+    def done(self) -> float:
+        """Share of the processor's time that is gone."""
+        return (time.process_time() - self.start) / self.seconds if self.seconds else 1.0
+
+    def step(self) -> float:
+        """The rate of the next step."""
+        self.steps += 1
+        rise = min(1.0, self.steps / RISE)
+        fall = 0.5 * (1 + math.cos(math.pi * min(1.0, self.done)))
+        return self.highest * rise * (LOWEST + (1 - LOWEST) * fall)
+
+
 class Trainer:
     """Optimisers, schedule and moving average around the network.
 
@@ -95,12 +115,12 @@ class Trainer:
 
     Args:
         eyes: what learns.
-        rate: the highest learning rate.
-        minutes: how long the schedule is.
+        minutes: how long.
         recipe: the rest.
     """
 
-    def __init__(self, eyes: Eyes, rate: float, minutes: float, recipe: Recipe) -> None:
+    def __init__(self, eyes: Eyes, minutes: float, recipe: Recipe) -> None:
+        rate = recipe.eye_rate
         inside = eyes.vision_tower.named_parameters()
         matrices = {id(p): p for name, p in inside if p.ndim == 2 and ".layers." in name}
         others = [p for p in eyes.parameters() if id(p) not in matrices]
@@ -114,28 +134,30 @@ class Trainer:
             ),
             torch.optim.AdamW(others, lr=rate, weight_decay=recipe.decay, betas=(0.9, 0.98), fused=True),
         ]
-        self.highest = [rate * recipe.matrix_factor, rate]
+        self.factors = [recipe.matrix_factor, 1.0]
         self.average = AveragedModel(eyes, multi_avg_fn=get_ema_multi_avg_fn(recipe.memory))
-        self.seconds, self.start, self.steps = 60 * minutes, time.process_time(), 0
+        self.schedule = Schedule(rate, minutes)
 
     @property
     def done(self) -> float:
         """Share of the processor's time that is gone."""
-        return (time.process_time() - self.start) / self.seconds
+        return self.schedule.done
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return self.schedule.steps
 
     def step(self, loss: Tensor) -> None:
-        """One step of the optimisers; the rate follows the processor's clock."""
-        rise = min(1.0, (self.steps + 1) / RISE)
-        fall = 0.5 * (1 + math.cos(math.pi * min(1.0, self.done)))
-        share = rise * (LOWEST + (1 - LOWEST) * fall)
+        """One step of the optimisers."""
         self.eyes.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.eyes.parameters(), 1.0)
-        for optimiser, highest in zip(self.optimisers, self.highest, strict=True):
-            optimiser.param_groups[0]["lr"] = highest * share
+        rate = self.schedule.step()
+        for optimiser, factor in zip(self.optimisers, self.factors, strict=True):
+            optimiser.param_groups[0]["lr"] = rate * factor
             optimiser.step()
         self.average.update_parameters(self.eyes)
-        self.steps += 1
 
     def keep(self) -> None:
         """Go on from the moving average."""

@@ -42,7 +42,7 @@ def write_card(
         "recipe": recipe,
         "steps": steps,
         "seeds": {
-            "training": [TRAINING_START, TRAINING_START + recipe["pictures"]],
+            "training_from": TRAINING_START,
             "validation": [VALIDATION_SEEDS.start, VALIDATION_SEEDS.stop],
             "held_out": [HELD_OUT_SEEDS.start, HELD_OUT_SEEDS.stop],
         },

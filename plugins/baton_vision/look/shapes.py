@@ -1,4 +1,4 @@
-"""Pictures of up to four coloured shapes on a pale ground."""
+"""Pictures of up to three coloured shapes on a pale ground."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Colour = npt.NDArray[np.float64]
 
 
 def draw_shapes(rng: np.random.Generator, width: int, height: int) -> tuple[Image.Image, Facts]:
-    """A picture of one to four shapes in different places, and what is true of it."""
-    count = int(rng.choice(4, p=(0.4, 0.25, 0.2, 0.15))) + 1
+    """A picture of one to three shapes in different places, and what is true of it."""
+    count = int(rng.choice(3, p=(0.45, 0.3, 0.25))) + 1
     places = sorted(rng.choice(len(PLACES), size=count, replace=False))
     ground = _ground_colour(rng)
     picture = Image.fromarray(_ground(rng, ground, width, height)).resize((width * FINE, height * FINE))

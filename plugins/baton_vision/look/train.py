@@ -1,11 +1,12 @@
-"""Trains `look-tiny`: first its image tokens learn to be words, then to be looked at by the text model.
+"""Trains `look-tiny`: its image tokens learn to be words, and then what the text model answers from.
 
     baton models prepare smollm2
     python -m baton_vision.look.train --text-model ~/.cache/baton/models/smollm2
 
-The text model is frozen throughout. In the first part (no text model runs in it, so it is cheap) each image
-token is drawn to the embedding of a word: the picture's facts, in fixed places. In the second the text model
-is asked questions, and the loss of its answers goes back through it into projector and tower.
+The text model is frozen throughout, and is never asked about a picture. First each image token is drawn to
+the embedding of a word: the picture's facts, in fixed places; so the tower learns to see. Then, without any
+picture, tokens are sought for those facts from which the text model answers questions. Last the tower learns
+to say these tokens.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from typing import Annotated
 import torch
 import typer
 
-from baton_vision.look.answers import Lesson, Listener
+from baton_vision.look.answers import Listener
 from baton_vision.look.chats import Speller
 from baton_vision.look.design import write_descriptions
 from baton_vision.look.first_words import Fresh, WordLoss, learn_words, write_book
 from baton_vision.look.network import Eyes, load_text_model
-from baton_vision.look.pictures import TRAINING_START, VALIDATION_SEEDS
-from baton_vision.look.recipe import Log, Recipe, load, save
+from baton_vision.look.phrases import FILE, Lesson, Phrases
+from baton_vision.look.pictures import SEEDS_APART, TRAINING_START, VALIDATION_SEEDS
+from baton_vision.look.recipe import Log, Recipe, load
 from baton_vision.look.record import SHIPPED, write_card
+from baton_vision.look.saying import learn_to_say, seen_right
 
 LOG = "log.jsonl"
 
@@ -32,18 +35,19 @@ LOG = "log.jsonl"
 def train(recipe: Recipe, text_model: Path, out: Path, start: Path | None) -> None:
     """Draw the pictures, train, write weights, descriptions and card to `out`."""
     log, speller, text = Log(out / LOG), Speller(text_model), load_text_model(text_model)
-    loss, eyes = WordLoss(text.get_input_embeddings().weight, speller), Eyes(recipe.seed)
+    words, eyes = WordLoss(text.get_input_embeddings().weight, speller), Eyes(recipe.seed)
+    phrases, fresh = Phrases(words), Fresh(TRAINING_START + SEEDS_APART * recipe.seed)
     log.say(parameters=sum(p.numel() for p in eyes.parameters()), recipe=asdict(recipe))
-    test = write_book(VALIDATION_SEEDS, loss, log)
-    fresh = Fresh(loss)
     if start is not None:
         load(eyes, start)
-    steps = {"words": learn_words(eyes, fresh, test, recipe, log, out / "words")}
-    book = write_book(range(TRAINING_START, TRAINING_START + recipe.pictures), loss, log)
-    lesson = Lesson(book, fresh, test, Listener(text), speller, out)
-    steps["answers"] = lesson.learn(eyes, recipe, log)
-    save(eyes, out)
-    log.say(steps=steps, right=lesson.right(eyes, len(VALIDATION_SEEDS)))
+        if (start / FILE).exists():
+            phrases.load(start)
+    test = write_book(VALIDATION_SEEDS, words, log)
+    lesson = Lesson(Listener(text), speller, test, out)
+    steps = {"words": learn_words(eyes, fresh, words, test, recipe, log, out)}
+    steps["phrases"] = lesson.learn(phrases, recipe, log)
+    steps["saying"] = learn_to_say(eyes, phrases, fresh, lesson, recipe, log, out)
+    log.say(steps=steps, right=seen_right(eyes, lesson, len(VALIDATION_SEEDS)))
     write_descriptions(out)
     write_card(out, asdict(recipe), steps, log.lines)
 
@@ -52,15 +56,18 @@ def main(
     text_model: Annotated[Path, typer.Option(help="Folder of the prepared SmolLM2.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")] = SHIPPED,
     word_minutes: Annotated[float, typer.Option(help="Of the first part.")] = Recipe.word_minutes,
-    answer_minutes: Annotated[float, typer.Option(help="Of the second part.")] = Recipe.answer_minutes,
-    pictures: Annotated[int, typer.Option(help="To draw.")] = Recipe.pictures,
-    start: Annotated[Path | None, typer.Option(help="Folder of weights to go on from.")] = None,
+    phrase_minutes: Annotated[float, typer.Option(help="Of the second part.")] = Recipe.phrase_minutes,
+    saying_minutes: Annotated[float, typer.Option(help="Of the third part.")] = Recipe.saying_minutes,
+    start: Annotated[Path | None, typer.Option(help="Folder of an earlier training to go on from.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Another one shows other pictures.")] = Recipe.seed,
     threads: Annotated[int, typer.Option(help="Of the processor.")] = 1,
 ) -> None:
     """Train look-tiny and write its folder; then examine it, see baton_vision.look.examine."""
     torch.set_num_threads(threads)
     out.mkdir(parents=True, exist_ok=True)
-    recipe = Recipe(word_minutes=word_minutes, answer_minutes=answer_minutes, pictures=pictures)
+    recipe = Recipe(
+        seed=seed, word_minutes=word_minutes, phrase_minutes=phrase_minutes, saying_minutes=saying_minutes
+    )
     train(recipe, text_model, out, start)
 
 
