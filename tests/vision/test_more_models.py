@@ -16,9 +16,8 @@ from noise import part, picture, user
 pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 MAKE = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import tiny_vision; "
-MAKE += (
-    "[getattr(tiny_vision, 'make_' + name)(pathlib.Path(sys.argv[2]) / name) for name in ('fuyu', 'blip2')]"
-)
+MAKE += "folder = pathlib.Path(sys.argv[2]); "
+MAKE += "tiny_vision.make_fuyu(folder / 'fuyu', spare=0); tiny_vision.make_blip2(folder / 'blip2', spare=0)"
 ENGINE = """
 [[engines]]
 name = "{name}"

@@ -161,10 +161,11 @@ def siglip_images() -> SiglipImageProcessorPil:
     return SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
 
 
-def make_fuyu(folder: Path, *, layout: str = "saved") -> Path:
+def make_fuyu(folder: Path, *, layout: str = "saved", spare: int = 6) -> Path:
+    """With so many rows of the embedding beyond the vocabulary."""
     tokenizer = fuyu_tokenizer()
     shape: dict[str, Any] = {
-        "vocab_size": len(tokenizer) + 6,
+        "vocab_size": len(tokenizer) + spare,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -190,7 +191,7 @@ def make_fuyu(folder: Path, *, layout: str = "saved") -> Path:
     return folder
 
 
-def make_blip2(folder: Path) -> Path:
+def make_blip2(folder: Path, *, spare: int = 60) -> Path:
     """vLLM's own model whose image tokens are inserted: four before each prompt."""
     tokenizer = llava_tokenizer()
     shape = {"num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48}
@@ -201,7 +202,7 @@ def make_blip2(folder: Path) -> Path:
             hidden_size=32, encoder_hidden_size=32, vocab_size=9, cross_attention_frequency=1, **shape
         ).to_dict(),
         text_config=OPTConfig(
-            vocab_size=len(tokenizer) + 60,
+            vocab_size=len(tokenizer) + spare,
             hidden_size=64,
             word_embed_proj_dim=64,
             ffn_dim=96,
