@@ -136,9 +136,9 @@ def smollm2(_folder: Path) -> str:
 
 
 def shown_command(readme: Path) -> list[str]:
-    """The words after the server's module, in the README's one command that starts it."""
+    """The words after the server's module, in the README's first command that starts it."""
     tokens = MarkdownIt().parse(readme.read_text())
-    (shown,) = [token.content for token in tokens if token.type == "fence" and SERVER in token.content]
+    shown = next(token.content for token in tokens if token.type == "fence" and SERVER in token.content)
     words = shlex.split(shown.replace("\\\n", " "))
     return words[words.index(SERVER) + 1 :]
 

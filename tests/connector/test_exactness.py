@@ -17,7 +17,7 @@ from offline_engines import OWN, Answer, OfflineEngine, prompt
 
 from baton_kv.contract import PARAMS_KEY, params_to_save
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(600)]
 ARGS = {"max_model_len": 4224, "max_num_seqs": 20, "block_size": 32}
 SAID = 8
 LENGTHS = (

@@ -64,6 +64,7 @@ def test_the_demo_ends_in_its_table(real_gateway: RealGateway) -> None:
     assert handoff < text
 
 
+@pytest.mark.chaos
 @pytest.mark.engine
 def test_the_demo_with_pictures_encodes_one_picture_for_three_agents(tmp_path: Path) -> None:
     """On a gateway of its own; the scene, the mask and the picture are kept where it is told to."""

@@ -257,6 +257,7 @@ def test_d8_what_a_client_says_of_transfers_never_reaches_an_engine(gateway: Rea
     assert httpx.get(f"{gateway.url}/readyz").status_code == 200
 
 
+@pytest.mark.chaos
 def test_the_planner_turns_to_computing_when_the_store_is_slow_and_back(
     gateway: RealGateway, folder: Path, speed: Path
 ) -> None:

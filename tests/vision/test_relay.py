@@ -350,6 +350,7 @@ def test_what_is_too_much_is_refused_and_the_engine_goes_on(eyes: Eyes, then: li
     assert answer.source["outcome"] in ("loaded", "resident")
 
 
+@pytest.mark.chaos
 def test_after_a_restart_a_handoff_is_what_it_was_and_a_swapped_picture_never_hits(eyes: Eyes) -> None:
     """The restart is the only way to make a gateway believe a record that somebody else wrote."""
     one, other = picture(5101, 30, 30), picture(5102, 30, 30)

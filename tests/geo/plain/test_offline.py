@@ -80,6 +80,7 @@ def assert_right(folder: Path, model: Path, told: dict[str, Any], classes: list[
         time.sleep(0.05)
 
 
+@pytest.mark.chaos
 def test_the_code_shown_runs_and_more_scenes_after_it(rgb: Path, tmp_path: Path) -> None:
     """Entry points called again and again, VLLM_PLUGINS naming ours: each scene's mask is plain torch's."""
     made = scenes(tmp_path)
@@ -91,6 +92,7 @@ def test_the_code_shown_runs_and_more_scenes_after_it(rgb: Path, tmp_path: Path)
     assert "ClassArea(value=0, name='kind 0'" in done.stdout
 
 
+@pytest.mark.chaos
 def test_a_published_config_and_a_pt_checkpoint_load(rgb: Path, tmp_path: Path) -> None:
     """TerraTorch's layout, no model_type, no card, weights as Lightning saves them."""
     model = tmp_path / "published"
