@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 MAKE = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import tiny_vision; "
 MAKE += "folder = pathlib.Path(sys.argv[2]); "
-MAKE += "tiny_vision.make_fuyu(folder / 'fuyu', spare=0); tiny_vision.make_blip2(folder / 'blip2', spare=0)"
+MAKE += "tiny_vision.make_fuyu(folder / 'fuyu', spare=200); tiny_vision.make_blip2(folder / 'blip2', spare=200)"
 ENGINE = """
 [[engines]]
 name = "{name}"
