@@ -27,8 +27,7 @@ TENANTS = ("handoff", "text")
 MEMORY = Path("/dev/shm")
 ROOM_BYTES = 2 * 1024**3
 
-# float32, so that a prompt's answer does not depend on how much of it was prefilled at a time.
-CONFIG = """\
+HEAD = """\
 host = "127.0.0.1"
 port = 0
 log_format = "json"
@@ -41,6 +40,11 @@ keys_file = {keys}
 [handoffs]
 store = {store}
 
+"""
+# float32, so that a prompt's answer does not depend on how much of it was prefilled at a time.
+CONFIG = (
+    HEAD
+    + """\
 [[engines]]
 name = "{reader}"
 model = "smollm2"
@@ -55,6 +59,7 @@ handoff = true
 kv_cache_memory = "768MiB"
 args = {{ dtype = "float32", max_model_len = 5120, enable_prefix_caching = false }}
 """
+)
 
 PHASE = re.compile(r"\[ *[\d.]+s\] (?P<name>[^:]+): (?P<text>.+)")
 ARRIVED = ("ready", "imported", "files verified")

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.demo.client import ANSWER_WITHIN_S, Answer, Json, ask, headers_of, reason_of
-from baton.demo.gateway import own_gateway
+from baton.demo.gateway import HEAD, own_gateway
 from baton.demo.stage import first_token
 from baton.errors import OperatorError
 from baton.settings import load_settings
@@ -42,19 +42,9 @@ CLOSING = (
     "The picture is described by a model with 139 million parameters that has seen made-up pictures only."
 )
 # float32, so that a prompt's answer does not depend on how much of it was prefilled at a time.
-CONFIG = """\
-host = "127.0.0.1"
-port = 0
-log_format = "json"
-models_dir = {models}
-cpu_threads = {threads}
-
-[auth]
-keys_file = {keys}
-
-[handoffs]
-store = {store}
-
+CONFIG = (
+    HEAD
+    + """\
 [[engines]]
 name = "look-tiny"
 model = "look-tiny"
@@ -67,6 +57,7 @@ name = "flood-tiny"
 model = "flood-tiny"
 runner = "pooling"
 """
+)
 
 
 @dataclass(frozen=True)
