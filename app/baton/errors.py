@@ -4,6 +4,7 @@
     ├── ClientError                  4xx: the request is at fault, nothing was harmed
     │   ├── InvalidJson              400 invalid_json
     │   ├── InvalidRequest           400 invalid_request
+    │   │   └── ImagesMisplaced      400 images_misplaced
     │   ├── MalformedRequest         400 malformed_request
     │   ├── ContextTooLong           400 context_length_exceeded
     │   ├── InvalidImage             400 invalid_image
@@ -114,6 +115,11 @@ class InvalidJson(ClientError):
 class InvalidRequest(ClientError):
     code = "invalid_request"
     default_message = "The request is not valid."
+
+
+class ImagesMisplaced(InvalidRequest):
+    code = "images_misplaced"
+    default_message = "The images do not stand in the prompt one for each place that its text has for them."
 
 
 class MalformedRequest(ClientError):

@@ -21,6 +21,7 @@ from vllm.multimodal.processing import (
     TimingContext,
 )
 
+from baton_vision.contract import MISCOUNTED
 from baton_vision.images import ImageParser, refusal, require_proportions, require_tensor
 from baton_vision.placeholders import collapse_runs
 from baton_vision.towers import encoder_info
@@ -97,7 +98,7 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor[LlavaProcessingInfo]):
         if found != images:
             bare = collapse_runs(inputs.prompt, token, self.info.tokens_an_image)
         if bare.count(token) != images:
-            raise refusal(f"{images} images for {found} image tokens in the prompt")
+            raise refusal(f"{images} images for {found} {MISCOUNTED}")
         return super().apply(replace(inputs, prompt=bare), timing_ctx)
 
     def _call_hf_processor(

@@ -113,7 +113,7 @@ def test_a_context_of_token_ids_and_images_is_computed_without_an_answer(gateway
 @pytest.mark.parametrize("prompt", [[1, 2], "1 2", [HERE, HERE], f"{IMAGE} {IMAGE}"], ids=repr)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/handoffs"])
 def test_one_place_for_each_image_or_none_is_taken(gateway: FakeGateway, prompt: object, path: str) -> None:
-    assert f"'{IMAGE}'" in refused(post(gateway, prompt, BIRD, path=path), "prompt")
+    assert f"'{IMAGE}'" in refused(post(gateway, prompt, BIRD, path=path), "prompt", "images_misplaced")
     assert gateway.engine("look").relayed == []
 
 

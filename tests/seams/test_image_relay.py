@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from baton.engines.bodies import with_whole_prompt
 from baton.engines.image_prompts import ImagePrompts, _target
 from baton.engines.port import Operation, Placed, Relay
-from baton.errors import HandoffIncompatible, InvalidRequest
+from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
 from baton_kv.connector import TransferStats, images_of
 from baton_kv.entry import ImageSpan
 
@@ -132,9 +132,13 @@ class Renderer:
     """A processor that makes so many tokens of every image, in vLLM's words."""
 
     mm_processor_cache = None
+    first = 0
 
     def __init__(self, length: int, names: list[str] | None = None, token: int = IMAGE) -> None:
         self._length, self._names, self._token = length, names, token
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(bos_token_id=self.first)
 
     async def render(self, prompt: list[int], parts: list[Any], *, cached: bool) -> Any:
         tokens: list[int] = []
@@ -185,16 +189,26 @@ def test_an_engine_that_makes_something_else_of_an_image_is_given_nothing(
     assert right["prompt_token_ids"] == [1, 9, 9, 9, 2]
 
 
-def test_a_model_that_is_not_told_where_takes_images_first_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def inserting(
+    monkeypatch: pytest.MonkeyPatch, before: list[int], *, cut: int = 0, after: list[int] | None = None
+) -> ImagePrompts:
+    """A model that writes `before` and two tokens of an image, and then the prompt without its first `cut`."""
     made = prompts(Renderer(3), monkeypatch)
 
     async def inserted(prompt: list[int], parts: list[Any], *, cached: bool) -> Any:
-        named = {"mm_placeholders": {"image": [span(0, 2)]}, "mm_hashes": {"image": [BIRD.digest]}}
-        return {"type": "multimodal", "prompt_token_ids": [9, 9, *prompt], "mm_kwargs": {}} | named
+        tokens = [*before, 9, 9, *prompt[cut:], *(after or [])]
+        spans = {"image": [span(len(before), 2)]}
+        named = {"mm_placeholders": spans, "mm_hashes": {"image": [BIRD.digest]}}
+        return {"type": "multimodal", "prompt_token_ids": tokens, "mm_kwargs": {}} | named
 
     monkeypatch.setattr(made, "_processed", inserted)
+    return made
+
+
+def test_a_model_that_is_not_told_where_takes_images_first_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = inserting(monkeypatch, [])
     tokens, placed = asyncio.run(made.place([1, 2], [BIRD], begins=True))
     assert (tokens, placed[0].target) == ([9, 9, 1, 2], ())
     prompt = {"type": "token", "prompt_token_ids": [9, 9, 1, 2, 3]}
@@ -202,6 +216,41 @@ def test_a_model_that_is_not_told_where_takes_images_first_or_not_at_all(
     assert whole["mm_placeholders"]["image"] == [span(0, 2)]
     with pytest.raises(InvalidRequest, match="beginning"):
         asyncio.run(made.place([1, 2], [BIRD], begins=False))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shape", "tokens"),
+    [
+        ([0, 1, 2], {"before": [], "cut": 1, "after": [7]}, [9, 9, 1, 2, 7]),  # Fuyu, a text
+        ([1, 2], {"before": [], "after": [7]}, [9, 9, 1, 2, 7]),  # Fuyu, a chat
+        ([0, 1, 7], {"before": [], "cut": 1}, [9, 9, 1, 7]),  # Fuyu, with the answer's beginning
+        ([0, 1, 2], {"before": [], "after": [8]}, [9, 9, 0, 1, 2, 8]),  # PaliGemma
+        ([0], {"before": [], "cut": 1, "after": [7]}, [9, 9, 7]),
+    ],
+)
+def test_what_such_a_model_writes_around_the_prompt_is_the_context_s(
+    prompt: list[int], shape: dict[str, Any], tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = inserting(monkeypatch, **shape)
+    found, placed = asyncio.run(made.place(prompt, [BIRD], begins=True))
+    assert found == tokens
+    assert [(each.offset, each.length, each.target) for each in placed] == [(0, 2, ())]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shape"),
+    [
+        ([1, 2], {"before": [], "after": [7, 7]}),  # more than a beginning of the answer
+        ([1, 2], {"before": [], "cut": 2, "after": [5, 6]}),  # another text
+        ([1, 2], {"before": [5]}),  # not at the beginning, and nothing gave way
+        ([1, 2], {"before": [0, 5], "after": [7]}),
+    ],
+)
+def test_a_prompt_that_is_written_anew_is_refused(
+    prompt: list[int], shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ImagesMisplaced):
+        asyncio.run(inserting(monkeypatch, **shape).place(prompt, [BIRD], begins=True))
 
 
 def test_beside_token_ids_messages_are_text_alone() -> None:

@@ -25,7 +25,7 @@ from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
 
 from baton.engines.faults import MISPLACED_IMAGES, translate
 from baton.engines.vision import ConfirmedSenderCache, Sent, confirm_before_reuse, hashes_of, strays
-from baton.errors import EngineUnavailable, InvalidImage, InvalidRequest
+from baton.errors import EngineUnavailable, ImagesMisplaced, InvalidImage
 from baton.images.parts import IMAGES, OTHER_MEDIA
 
 NO_MEDIA = TEXT_PART_TYPES | {"tool_reference", "prompt_embeds"}
@@ -157,7 +157,7 @@ def test_images_without_a_place_are_the_client_s_to_mend() -> None:
     ):
         assert any(words in str(error) for words in MISPLACED_IMAGES)
         told = translate(error)
-        assert (type(told), told.param) == (InvalidRequest, "messages")
+        assert (type(told), told.param) == (ImagesMisplaced, "messages")
 
 
 def test_what_an_image_processor_fails_on_is_said_without_the_image() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ chat_template = "{{% for message in messages %}}{{{{ message['content'] }}}} {{%
 """
 NAMES = ("fuyu", "blip2")
 ONE, OTHER = picture(1, 40, 30), picture(2, 40, 30)
+URL = part(ONE)["image_url"]["url"]
+ASKED = "what is where? "
 
 
 @pytest.fixture(scope="module")
@@ -65,25 +68,38 @@ def chat(gateway: RealGateway, model: str, *parts: Any, **more: Any) -> list[flo
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_in_the_image_decides_what_is_said(gateway: RealGateway, name: str) -> None:
     """Again the same from the caches; another image says something else, none something else again."""
-    asked = "what is where? "
-    first = chat(gateway, name, part(ONE), asked)
-    assert chat(gateway, name, part(ONE), asked) == pytest.approx(first, abs=1e-3)
-    assert chat(gateway, name, part(OTHER), asked) != pytest.approx(first, abs=1e-3)
-    assert chat(gateway, name, asked) != pytest.approx(first, abs=1e-3)
+    first = chat(gateway, name, part(ONE), ASKED)
+    assert chat(gateway, name, part(ONE), ASKED) == pytest.approx(first, abs=1e-3)
+    assert chat(gateway, name, part(OTHER), ASKED) != pytest.approx(first, abs=1e-3)
+    assert chat(gateway, name, ASKED) != pytest.approx(first, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["blip2"])  # Fuyu takes images in chats only
+def complete(gateway: RealGateway, model: str, prompt: object, **more: Any) -> dict[str, Any]:
+    answer = post(gateway, "/v1/completions", {"model": model, "prompt": prompt, "logprobs": 1} | more)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def logprobs(answer: dict[str, Any]) -> Any:
+    return pytest.approx(answer["choices"][0]["logprobs"]["token_logprobs"], abs=1e-3)
+
+
+def tokens(gateway: RealGateway, model: str, text: str, *, first: bool = True) -> list[int]:
+    body = {"model": model, "prompt": text, "add_special_tokens": first}
+    found: list[int] = post(gateway, "/tokenize", body).json()["tokens"]
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_plain_prompt_and_its_image(gateway: RealGateway, name: str) -> None:
-    """Text and token ids say the same; the model puts the image at the beginning itself."""
-    url = part(ONE)["image_url"]["url"]
-    found = []
-    ids = post(gateway, "/tokenize", {"model": name, "prompt": "what is where?"}).json()["tokens"]
-    for prompt in ("what is where?", ids):
-        body = {"model": name, "prompt": prompt, "images": [url], "logprobs": 1}
-        answer = post(gateway, "/v1/completions", body)
-        assert answer.status_code == 200, answer.text
-        found.append(answer.json()["choices"][0]["logprobs"]["token_logprobs"])
-    assert found[0] == pytest.approx(found[1], abs=1e-3)
+    """Text, token ids and a chat say the same; the model puts the image at the beginning itself."""
+    said = [
+        logprobs(complete(gateway, name, prompt, images=[URL]))
+        for prompt in (ASKED, tokens(gateway, name, ASKED))
+    ]
+    assert said[0] == said[1].expected
+    assert logprobs(complete(gateway, name, ASKED)) != said[0].expected
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -95,20 +111,51 @@ def test_two_images_are_one_too_many(gateway: RealGateway, name: str) -> None:
     chat(gateway, name, "what?")
 
 
-@pytest.mark.parametrize("name", ["blip2"])  # Fuyu takes images in chats only
+def encoded(gateway: RealGateway, model: str) -> str:
+    """How many images the engine has encoded."""
+    with gateway.client() as client:
+        page = client.get("/metrics").text
+    (value,) = re.findall(rf'^baton_images_encoded_total{{engine="{model}"}} (\S+)$', page, re.MULTILINE)
+    return str(value)
+
+
+def whole(name: str, ids: list[int]) -> list[int]:
+    """An answer's prompt as it can be sent with its image: Fuyu takes it expanded, BLIP-2 without its four tokens."""
+    return ids if name == "fuyu" else ids[4:]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_context_that_begins_with_an_image_goes_on(gateway: RealGateway, name: str) -> None:
     """B says what it says of the whole prompt, and A's image is not encoded for it."""
-    url = part(ONE)["image_url"]["url"]
-    begun = {"model": name, "prompt": "what is where? ", "images": [url]}
-    left = post(gateway, "/v1/completions", begun | {"handoff": {"save": {"scope": "prompt"}}})
-    assert left.status_code == 200, left.text
-    source = {"from": left.json()["handoff"]["id"]}
-    more = {"model": name, "prompt": "and why?", "logprobs": 1, "handoff": source}
-    answer = post(gateway, "/v1/completions", more).json()
+    save = {"handoff": {"save": {"scope": "prompt"}}, "return_token_ids": True}
+    left = complete(gateway, name, ASKED, images=[URL], **save)
+    source = {"handoff": {"from": left["handoff"]["id"]}}
+    before = encoded(gateway, name)
+    answer = complete(gateway, name, "and why?", **source)
     assert answer["handoff"]["source"]["outcome"] in ("loaded", "resident"), answer
-    ids = post(gateway, "/tokenize", {"model": name, "prompt": begun["prompt"]}).json()["tokens"]
-    rest = post(gateway, "/tokenize", {"model": name, "prompt": "and why?", "add_special_tokens": False})
-    whole = {"model": name, "prompt": ids + rest.json()["tokens"], "images": [url], "logprobs": 1}
-    wanted = post(gateway, "/v1/completions", whole).json()
-    found, expected = (one["choices"][0]["logprobs"]["token_logprobs"] for one in (answer, wanted))
-    assert found == pytest.approx(expected, abs=1e-3)
+    assert encoded(gateway, name) == before
+    ids = left["choices"][0]["prompt_token_ids"] + tokens(gateway, name, "and why?", first=False)
+    wanted = complete(gateway, name, whole(name, ids), images=[URL])
+    assert answer["choices"][0]["text"] == wanted["choices"][0]["text"]
+    assert logprobs(answer) == logprobs(wanted).expected
+    other = complete(gateway, name, whole(name, ids), images=[part(OTHER)["image_url"]["url"]])
+    assert logprobs(answer) != logprobs(other).expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chat_about_an_image_goes_on(gateway: RealGateway, name: str) -> None:
+    """With new messages only; a second image has no place in these models' prompts."""
+    begun = {"model": name, "messages": [user(part(ONE), ASKED)], "handoff": {"save": True}}
+    left = post(gateway, "/v1/chat/completions", begun)
+    assert left.status_code == 200, left.text
+    more = {"model": name, "messages": [user("and why? ")], "logprobs": True, "return_token_ids": True}
+    more |= {"handoff": {"from": left.json()["handoff"]["id"]}}
+    answer = post(gateway, "/v1/chat/completions", more)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["handoff"]["source"]["outcome"] in ("loaded", "resident")
+    wanted = complete(gateway, name, whole(name, answer.json()["prompt_token_ids"]), images=[URL])
+    said = [token["logprob"] for token in answer.json()["choices"][0]["logprobs"]["content"]]
+    assert said == logprobs(wanted).expected
+    refused = post(gateway, "/v1/chat/completions", more | {"messages": [user(part(OTHER), "and? ")]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
+    chat(gateway, name, "what?")

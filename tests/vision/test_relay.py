@@ -350,6 +350,25 @@ def test_what_is_too_much_is_refused_and_the_engine_goes_on(eyes: Eyes, then: li
     assert answer.source["outcome"] in ("loaded", "resident")
 
 
+def test_a_context_whose_model_said_what_stands_for_an_image_is_not_gone_on_from(eyes: Eyes) -> None:
+    """It belongs to no image, and models' code fails on that; what was asked before it can be handed over."""
+    shown = picture(5201)
+    says_it = {"messages": [user(part(shown), " what is where?")]}
+    says_it["logit_bias"] = {str(eyes.seer.image_token): 100}
+    left = {
+        scope: eyes.ask("reader", says_it | {"handoff": {"save": {"scope": scope}}})
+        for scope in ("context", "prompt")
+    }
+    assert set(left["context"].said) == {eyes.seer.image_token}
+    with eyes.gateway.client() as client:
+        body = {"model": "reader", "messages": [user("so?")], "handoff": {"from": left["context"].left}}
+        refused = client.post(CHAT, json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
+    assert "context it goes on from" in refused.json()["error"]["message"]
+    answer = eyes.ask("reader", {"messages": [user("so?")], "handoff": {"from": left["prompt"].left}})
+    assert answer.said == eyes.seer.says(answer.prompt, [shown])
+
+
 @pytest.mark.chaos
 def test_after_a_restart_a_handoff_is_what_it_was_and_a_swapped_picture_never_hits(eyes: Eyes) -> None:
     """The restart is the only way to make a gateway believe a record that somebody else wrote."""

@@ -217,8 +217,8 @@ def _require_own_images(call: Call, prompt: Any) -> None:
     if strays(prompt, call.images.tokens):
         texts = ", ".join(f"'{text}'" for text in call.images.texts)
         call.failure = InvalidRequest(
-            f"The prompt holds a token that stands for an image of this model (written {texts}) and belongs "
-            "to none: leave it out, and send images as parts of messages.",
+            "The prompt, or the context it goes on from, holds a token that stands for an image of this "
+            f"model (written {texts}) and belongs to none: leave it out; send images as parts of messages.",
             param="prompt",
         )
         raise call.failure

@@ -41,6 +41,7 @@ from baton.engines.series import EngineSeries
 from baton.engines.speed import Speed
 from baton.engines.thread import EngineThread
 from baton.engines.vision import confirm_before_reuse, image_input
+from baton.engines.warm_up import WARM_UPS, prefill
 from baton.errors import (
     BatonError,
     EngineUnavailable,
@@ -55,13 +56,6 @@ from baton.setting_groups import EngineSettings
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
 
-WARM_UPS: tuple[tuple[Operation, Json], ...] = (
-    (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2, "logprobs": 1}),
-    (Operation.EMBEDDINGS, {"input": [0]}),
-    (Operation.CLASSIFY, {"input": [0]}),
-)
-WARM_UP_PREFILL = 128
-"""Tokens computed once more where handoffs are on, to know how fast this engine does it."""
 CONTENT_HEADERS = ("metadata",)
 """Headers of vLLM's answers that tell how to read them: packed embeddings' ids, shapes and dtypes."""
 LAST_WORDS_WAIT_S = 0.2
@@ -256,9 +250,9 @@ class VllmEngine:
                 await self.call(operation, body | {"model": self.name}, RequestContext("warm-up"))
         if self.relays:
             assert self._client is not None
-            length = min(WARM_UP_PREFILL, self._client.model_config.max_model_len - 1)
+            model = self._client.model_config
             reserved = self._images.tokens | {self._placeholder}
-            prompt = [token for token in range(1, length + 1) if token not in reserved]
+            prompt = prefill(model.max_model_len - 1, model.get_vocab_size(), reserved)
             body = {"model": self.name, "prompt": prompt, "max_tokens": 1}
             await self.call(Operation.COMPLETIONS, body, RequestContext("warm-up"))
 

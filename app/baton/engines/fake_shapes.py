@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from baton.engines.port import Json, Operation, Placed
-from baton.errors import InvalidRequest
+from baton.errors import ImagesMisplaced
 from baton.images.picture import Picture
 
 if TYPE_CHECKING:
@@ -159,11 +159,11 @@ def with_images(prompt: list[int], pictures: Sequence[Picture]) -> tuple[list[in
     """A prompt in which every `<image>` is said once for each pixel of its image's width.
 
     Raises:
-        InvalidRequest: there are not as many as images.
+        ImagesMisplaced: there are not as many as images.
     """
     target = token_id(IMAGE)
     if prompt.count(target) != len(pictures):
-        raise InvalidRequest("There are not as many images as places for them.", param="messages")
+        raise ImagesMisplaced(param="messages")
     tokens: list[int] = []
     placed: list[Placed] = []
     for token in prompt:

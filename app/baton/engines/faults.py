@@ -33,6 +33,7 @@ from baton.errors import (
     EngineRestarting,
     EngineUnavailable,
     GenerationFailed,
+    ImagesMisplaced,
     InternalError,
     InvalidImage,
     InvalidRequest,
@@ -41,6 +42,7 @@ from baton.errors import (
     OperationUnsupported,
     Unprocessable,
 )
+from baton_vision.contract import MISCOUNTED
 
 TABLE: tuple[tuple[type[BaseException], type[BatonError]], ...] = (
     (EngineDeadError, EngineRestarting),
@@ -72,8 +74,9 @@ MISPLACED_IMAGES = (
     "prompt placeholders corresponding to",
     "prompt updates corresponding to",
     "Failed to apply prompt replacement for mm_items",
+    MISCOUNTED,
 )
-"""vLLM's words, in errors of several types, for images that the rendered prompt has no place for."""
+"""vLLM's words and our models', in errors of several types, for images that a prompt has no place for."""
 UNPROCESSED_IMAGE = re.compile(r"Failed to apply \w+ on data=")
 """Its words for what a model's own image processor raised; the data itself follow."""
 
@@ -99,9 +102,9 @@ def translate(error: BaseException) -> BatonError:
 
 def _of_images(said: str) -> BatonError | None:
     if any(words in said for words in MISPLACED_IMAGES):
-        return InvalidRequest(
-            "The model's chat template has no place for one of the images where it stands: send images in "
-            "messages of the user.",
+        return ImagesMisplaced(
+            "The prompt has not one place for each of its images: send images in messages of the user, where "
+            "the model's chat template has a place for them, and leave what stands for one out of texts.",
             param="messages",
         )
     if UNPROCESSED_IMAGE.search(said):

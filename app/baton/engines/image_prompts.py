@@ -21,7 +21,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from baton.engines.port import Placed
 from baton.engines.vision import IMAGE
-from baton.errors import HandoffIncompatible, InvalidRequest
+from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
 from baton.images.picture import Picture
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 KEPT = ("arrival_time", "prompt")
 """Of a prompt of token ids, beside them."""
+ADDED = 1
+"""Tokens that a model's processor may put at a prompt's end by itself."""
 log = structlog.get_logger("baton.engine")
 
 
@@ -53,22 +55,30 @@ class ImagePrompts:
         rendered = await self._processed(prompt, parts, cached=False)
         ranges = _ranges(rendered, digests)
         tokens = list(rendered["prompt_token_ids"])
-        target = _target(prompt, tokens, ranges)
+        inserted = self._inserted(prompt, tokens, ranges)
+        target = () if inserted else _target(prompt, tokens, ranges)
         if target is None:
-            raise InvalidRequest(
-                "The images do not stand in the prompt one for each place that its text has for them.",
-                param="messages",
-            )
+            raise ImagesMisplaced()
         if not target and not begins:
             raise InvalidRequest(
                 f"The model '{self._name}' takes images at the beginning of a context only, and this one "
                 "goes on from a handoff.",
-                param="messages",
             )
         rows = zip(pictures, digests, ranges, strict=True)
         return tokens, [
             Placed(picture, digest, span.offset, span.length, target) for picture, digest, span in rows
         ]
+
+    def _inserted(self, prompt: list[int], tokens: list[int], ranges: Sequence[Any]) -> bool:
+        """Whether a model has put its images before a prompt and left that as it was, but for how it begins
+        and ends: PaliGemma closes a prompt with a newline, Fuyu takes off the beginning of the text and adds
+        that of the answer.
+        """
+        text = _without(tokens, ranges)
+        first = self._client.renderer.get_tokenizer().bos_token_id
+        begun, given = ([*ids[1:]] if ids[:1] == [first] else ids for ids in (text, prompt))
+        leading = ranges[-1].offset + ranges[-1].length <= len(tokens) - len(begun)
+        return leading and begun[: len(given)] == given and len(begun) - len(given) <= ADDED
 
     async def laid_over(self, prompt: Any, placed: Sequence[Placed]) -> Any:
         """A prompt of token ids as vLLM's multimodal input.
@@ -193,6 +203,12 @@ def _target(prompt: list[int], tokens: list[int], ranges: Sequence[Any]) -> tupl
     return target if prompt[before:] == text and target is not None and not _holds(text, target) else None
 
 
+def _without(tokens: list[int], ranges: Sequence[Any]) -> list[int]:
+    """A prompt without its images."""
+    images = {index for span in ranges for index in range(span.offset, span.offset + span.length)}
+    return [token for index, token in enumerate(tokens) if index not in images]
+
+
 def _holds(tokens: list[int], run: tuple[int, ...]) -> bool:
     """Whether a run of tokens is among these."""
     starts = range(len(tokens) - len(run) + 1) if run else ()
@@ -202,7 +218,8 @@ def _holds(tokens: list[int], run: tuple[int, ...]) -> bool:
 def _outline(tokens: list[int], placed: Sequence[Placed]) -> list[int]:
     """A short prompt in which the model's processor finds a place for each image, in order."""
     targets = [token for each in placed for token in each.target]
-    return targets or [*tokens[: placed[0].offset], *tokens[-1:]]
+    behind = placed[-1].offset + placed[-1].length
+    return targets or [*tokens[: placed[0].offset], *tokens[behind : behind + 1]]
 
 
 def _unfit(what: str) -> HandoffIncompatible:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.engines.port import Engine, Json, Operation, Placed, WholeReply
-from baton.errors import GenerationFailed, InvalidRequest, TemplateUnsupported
+from baton.errors import GenerationFailed, ImagesMisplaced, InvalidRequest, TemplateUnsupported
 from baton.handoffs.image_parts import moved, named
 from baton.handoffs.record import Conversation, HandoffRecord
 from baton.images.picture import Picture
@@ -162,18 +162,18 @@ class Writer:
             after: so many tokens stand before it.
 
         Raises:
-            InvalidRequest: it has not one place for each image.
+            ImagesMisplaced: it has not one place for each image.
         """
         tokens = await self._tokenized(prompt, special=special) if isinstance(prompt, str) else prompt
         try:
             tokens, images = await self._placed(tokens, begins=not after)
-        except InvalidRequest:
+        except ImagesMisplaced:
             raise self._misplaced() from None
         return tokens, moved(images, after)
 
-    def _misplaced(self) -> InvalidRequest:
+    def _misplaced(self) -> ImagesMisplaced:
         marks = " or ".join(f"'{text}'" for text in self._engine.images.texts) or "a token of the model's own"
-        return InvalidRequest(
+        return ImagesMisplaced(
             f"prompt: it must have one place for each of its images, {len(self.pictures)} here. Images stand "
             f"where {marks} does, once for each; a model without such a token takes them at its beginning.",
             param="prompt",
