@@ -336,6 +336,7 @@ def test_greedy_output_equals_plain_vllm_s(real_gateway: RealGateway, plain_vllm
         assert answer["choices"][0]["text"] == plain_vllm[prompt]["text"]
 
 
+@pytest.mark.chaos
 def test_the_gateway_ends_quietly_and_leaves_no_process(tmp_path: Path) -> None:
     """SIGTERM: exit 0, nothing left running, no traceback. On a gateway of its own, started as people do."""
     with RealGateway(

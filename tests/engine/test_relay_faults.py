@@ -104,7 +104,7 @@ async def given_up(gateway: RealGateway, bodies: list[dict[str, Any]], at_most_s
     return unfinished
 
 
-@pytest.mark.parametrize("aborts", [250, pytest.param(1000, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("aborts", [100, pytest.param(1000, marks=pytest.mark.chaos)])
 def test_d9_aborts_during_loads_and_saves_lose_no_block(
     gateway: RealGateway, folder: Path, speed: Path, aborts: int
 ) -> None:
@@ -134,6 +134,7 @@ def test_d9_aborts_during_loads_and_saves_lose_no_block(
     assert ids(relayed)[1] == ids(ask(gateway, "reader", ids(relayed)[0]))[1]
 
 
+@pytest.mark.chaos
 def test_b3_nothing_of_a_failed_load_is_left_for_the_next_request_when_its_own_is_aborted(
     gateway: RealGateway, folder: Path, speed: Path
 ) -> None:

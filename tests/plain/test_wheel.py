@@ -10,6 +10,9 @@ from stats_page import assert_counted_once, totals
 from wheel_environment import ROOT, WheelEnvironment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+LONG = ("latent", "vision")
+EACH = [pytest.param(name, marks=[pytest.mark.chaos] if name in LONG else []) for name in ROWS]
+"""The connector's and the geospatial plugin's servers are started for other tests too."""
 
 
 def test_of_baton_there_is_the_wheel_alone(wheel_environment: WheelEnvironment) -> None:
@@ -25,7 +28,7 @@ def test_of_baton_there_is_the_wheel_alone(wheel_environment: WheelEnvironment) 
     assert wheel_environment.run("-c", "import pytest").returncode != 0, "more is there than the lock names"
 
 
-@pytest.mark.parametrize("plain", ROWS, indirect=True)
+@pytest.mark.parametrize("plain", EACH, indirect=True)
 def test_the_plugin_does_what_it_is_for(plain: PlainServer, request: pytest.FixtureRequest) -> None:
     """And vLLM found it where the wheel says it is."""
     row = ROWS[request.node.callspec.params["plain"]]
@@ -34,7 +37,7 @@ def test_the_plugin_does_what_it_is_for(plain: PlainServer, request: pytest.Fixt
         assert loads(plain.log, group, name), name
 
 
-@pytest.mark.parametrize("plain", ROWS, indirect=True)
+@pytest.mark.parametrize("plain", EACH, indirect=True)
 def test_the_stat_logger_counts_unless_it_is_left_out(
     plain: PlainServer, request: pytest.FixtureRequest
 ) -> None:
