@@ -57,13 +57,13 @@ bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory 
 bench-pooling: $(VENV)/.dev ## Measure scenes beside plain vLLM's server and torch alone (minutes; ARGS=--light: a light model, --full: a whole Sentinel-2 tile)
 	$(BIN)/python bench/pooling.py $(ARGS)
 
-bench-latent: $(VENV)/.dev ## Measure what latent steps cost, and whether they help (ten minutes)
+bench-latent: $(VENV)/.dev ## Measure what latent steps cost, and whether they help (twelve minutes)
 	$(BIN)/python bench/latent.py $(ARGS)
 
 bench-vision: $(VENV)/.dev ## Measure what a handed-over picture saves, and the cache of processed ones (minutes)
 	$(BIN)/python bench/vision.py $(ARGS)
 
-chaos: $(VENV)/.dev ## Break engines on purpose, ask ten times too much, and what else is long (twenty minutes)
+chaos: $(VENV)/.dev ## Break engines on purpose, ask ten times too much, and what else is long (an hour)
 	$(BIN)/python -m pytest -m chaos $(ARGS)
 
 soak: $(VENV)/.dev ## Run long (minutes to hours)

@@ -123,9 +123,12 @@ def killed_at_once(process: psutil.Process) -> float:
 
 
 def test_a5_an_engine_that_the_kernel_ends_for_its_memory(gateway: RealGateway, spared: int) -> None:
-    """It may take little more than it has, and is asked for the log-probabilities of a long prompt."""
+    """It may take little more than it has, and is asked for the log-probabilities of a long prompt.
+
+    Not too long a one: a step of `hang_s` would be found hung before memory is out.
+    """
     core = core_of_the_first(gateway, spared)
-    body = {"model": "first", "prompt": "many words " * 900, "max_tokens": 1, "prompt_logprobs": 5}
+    body = {"model": "first", "prompt": "many words " * 300, "max_tokens": 1, "prompt_logprobs": 5}
     with (
         memory_group([core, *core.children(recursive=True)]) as group,
         ThreadPoolExecutor(1) as pool,
@@ -165,6 +168,7 @@ def test_a3_an_engine_that_hangs_is_found_and_replaced(gateway: RealGateway, spa
     """Stopped by a signal, it looks alive to everyone who does not look for progress."""
     core = core_of_the_first(gateway, spared)
     old = [process for process in (core, *core.children(recursive=True)) if "VLLM" in process.name()]
+    before = total(gateway, "baton_engine_restarts_total", engine="first", reason="hung")
     with streaming(gateway.url, {"first": 4, "second": 4}) as streams:
         stopped = time.monotonic()
         for process in old:
@@ -177,7 +181,7 @@ def test_a3_an_engine_that_hangs_is_found_and_replaced(gateway: RealGateway, spa
     print(f"A3: found after {found:.1f} s (hang_s = 4), back after {back:.1f} s")
     assert {stream.error for stream in streams["first"]} == {"engine_restarting"}
     assert lost == []
-    assert total(gateway, "baton_engine_restarts_total", engine="first", reason="hung") == 1
+    assert total(gateway, "baton_engine_restarts_total", engine="first", reason="hung") == before + 1
     assert not any(process.is_running() for process in old)
     assert says_something(gateway, "first")
 
