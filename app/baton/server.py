@@ -51,6 +51,7 @@ from baton.handoffs.coordinator import Handoffs
 from baton.handoffs.files import RecordFiles
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.planner import Planner
+from baton.handoffs.storage import HandoffStorage
 from baton.images.fetching import fetcher_of
 from baton.images.reading import ImageReading
 from baton.pooling.runner import Pooling
@@ -86,14 +87,15 @@ def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:
         SettingsError: the store cannot be used.
     """
     if not any(engine.handoff for engine in settings.engines):
-        return Handoffs(settings.handoffs, MemoryStore(), RecordFiles(None), ImageFiles(None), metrics)
+        nowhere = HandoffStorage(MemoryStore(), RecordFiles(None), ImageFiles(None))
+        return Handoffs(settings.handoffs, nowhere, metrics)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
     except StoreError as error:
         raise SettingsError(f"handoffs.store: {error}") from None
     folder = Path(settings.handoff_store.removeprefix("file:"))
-    images = ImageFiles(folder / BESIDE)
-    return Handoffs(settings.handoffs, store, RecordFiles(folder / "records"), images, metrics)
+    storage = HandoffStorage(store, RecordFiles(folder / "records"), ImageFiles(folder / BESIDE))
+    return Handoffs(settings.handoffs, storage, metrics)
 
 
 def create_app(

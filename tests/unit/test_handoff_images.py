@@ -15,10 +15,11 @@ from prometheus_client import CollectorRegistry
 from baton.engines.fake import FakeEngine
 from baton.engines.port import ImageInput, Placed, Relay
 from baton.errors import HandoffImagesLost, HandoffIncompatible
-from baton.handoffs.coordinator import ORPHANED_AFTER_S, Handoffs
+from baton.handoffs.coordinator import Handoffs
 from baton.handoffs.files import RecordFiles
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord, HandoffState
+from baton.handoffs.storage import ORPHANED_AFTER_S, HandoffStorage
 from baton.images.picture import Picture
 from baton.setting_groups import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
@@ -41,9 +42,11 @@ def gateway(folder: Path, **settings: Any) -> Handoffs:
     chosen = HandoffSettings(**settings)
     return Handoffs(
         chosen,
-        FileStore(folder / "store", budget=int(chosen.budget)),
-        RecordFiles(folder / "records"),
-        ImageFiles(folder / "store" / "images"),
+        HandoffStorage(
+            FileStore(folder / "store", budget=int(chosen.budget)),
+            RecordFiles(folder / "records"),
+            ImageFiles(folder / "store" / "images"),
+        ),
         HandoffMetrics(CollectorRegistry()),
     )
 

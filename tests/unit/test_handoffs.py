@@ -17,10 +17,11 @@ from prometheus_client import CollectorRegistry
 from baton.engines.fake import FakeEngine
 from baton.engines.port import Relay
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.coordinator import ORPHANED_AFTER_S, Handoffs
+from baton.handoffs.coordinator import Handoffs
 from baton.handoffs.files import RecordFiles
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord, HandoffState
+from baton.handoffs.storage import ORPHANED_AFTER_S, HandoffStorage
 from baton.setting_groups import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key
@@ -47,9 +48,11 @@ class House:
     def handoffs(self, **settings: Any) -> Handoffs:
         return Handoffs(
             HandoffSettings(**settings),
-            FileStore(self.folder / "store"),
-            RecordFiles(self.folder / "records"),
-            ImageFiles(self.folder / "store" / "images"),
+            HandoffStorage(
+                FileStore(self.folder / "store"),
+                RecordFiles(self.folder / "records"),
+                ImageFiles(self.folder / "store" / "images"),
+            ),
             HandoffMetrics(CollectorRegistry()),
             clock=lambda: self.clocks.monotonic,
             wall=lambda: self.clocks.wall,

@@ -18,13 +18,11 @@ from baton.errors import (
     HandoffPending,
     HandoffPinsFull,
 )
-from baton.handoffs.files import RecordFiles
-from baton.handoffs.image_files import ImageFiles
-from baton.handoffs.record import HandoffRecord, HandoffState, is_ours
+from baton.handoffs.record import HandoffRecord, HandoffState
 from baton.handoffs.shelf import Shelf
+from baton.handoffs.storage import HandoffStorage
 from baton.setting_groups import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
-from baton_kv.stores.base import EntryMissing, Store, StoreError
 
 COMMIT_WITHIN_S = 5.0
 """A save runs beside the engine's work. What is not there by then is tokens only, until it is."""
@@ -36,8 +34,6 @@ FAILED_FOR_S = 60.0
 SWEEP_EVERY_S = 2.0
 ORPHANS_EVERY_S = 300.0
 CLOSE_WITHIN_S = 3.0
-ORPHANED_AFTER_S = 600.0
-"""An entry that has no record this long after its last use belongs to nobody."""
 MAX_PER_TENANT = 10_000
 MAX_WEIGHT_PER_TENANT = 256 * 1024 * 1024
 """Bytes of token ids and messages; above it a tenant loses its oldest handoffs."""
@@ -53,9 +49,7 @@ class Handoffs:
 
     Args:
         settings: how long they live.
-        store: where their KV is; the connector writes it, this side looks, pins and deletes.
-        files: what is known of them, kept beyond this process.
-        images: the images of their contexts, likewise.
+        storage: what they have outside this process.
         metrics: where they are counted.
         clock: monotonic seconds, by which they expire.
         wall: seconds since the epoch, which are shown and kept.
@@ -64,18 +58,14 @@ class Handoffs:
     def __init__(
         self,
         settings: HandoffSettings,
-        store: Store,
-        files: RecordFiles,
-        images: ImageFiles,
+        storage: HandoffStorage,
         metrics: HandoffMetrics,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
-        self._store = store
-        self._files = files
-        self._images = images
+        self._storage = storage
         self._metrics = metrics
         metrics.store_budget.set(int(settings.budget))
         self._wall = wall
@@ -84,7 +74,7 @@ class Handoffs:
         self._background: set[asyncio.Task[Any]] = set()
         self._closing = False
         self._log = structlog.get_logger("baton.handoffs")
-        for record in files.read_all():
+        for record in storage.files.read_all():
             self._adopt(record)
 
     @contextlib.asynccontextmanager
@@ -192,7 +182,7 @@ class Handoffs:
         Raises:
             HandoffImagesLost: one is not there any more, or not as it was.
         """
-        return await asyncio.to_thread(self._images.read, record) if record.images else []
+        return await asyncio.to_thread(self._storage.read_images, record) if record.images else []
 
     async def get(self, handoff_id: str, tenant: str) -> HandoffRecord:
         """One of the tenant's handoffs, also one that another gateway over the same store left or deleted.
@@ -202,9 +192,9 @@ class Handoffs:
         """
         known = self._shelf.find(handoff_id)
         if known is None:
-            if (left := await asyncio.to_thread(self._files.read, handoff_id)) is not None:
+            if (left := await asyncio.to_thread(self._storage.find, handoff_id)) is not None:
                 self._adopt(left)
-        elif known.kept and not await asyncio.to_thread(self._files.exists, handoff_id):
+        elif known.kept and not await asyncio.to_thread(self._storage.has, handoff_id):
             self._shelf.forget(known)
         record = self._shelf.find(handoff_id)
         if record is None or record.tenant != tenant:
@@ -246,7 +236,7 @@ class Handoffs:
     async def delete(self, record: HandoffRecord) -> None:
         """Forget one; who loads it now comes to the end of it."""
         self._shelf.forget(record)
-        await asyncio.to_thread(self._remove, record)
+        await asyncio.to_thread(self._storage.remove, record)
 
     def begin_work(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Let something go on beside the requests, also when who began it is gone."""
@@ -270,16 +260,7 @@ class Handoffs:
                 raise HandoffPinsFull()
         record.pin = pin
         if record.bytes or not pin:  # of what is not there yet it is looked at when it comes
-            record.pin = await asyncio.to_thread(self._mark, record, pin)
-
-    def _mark(self, record: HandoffRecord, pin: bool) -> bool:
-        """Pin the entry or unpin it; whether it is pinned then."""
-        try:
-            self._store.pin(record.key, pin)
-        except StoreError as error:
-            self._log.warning("handoff_not_pinned", reason=str(error))
-            return not pin
-        return pin
+            record.pin = await asyncio.to_thread(self._storage.pin, record, pin)
 
     async def _settle(self, record: HandoffRecord, relay: Relay) -> None:
         """Wait for the entry. The engine says when it is there; the store's rename is the truth."""
@@ -295,14 +276,14 @@ class Handoffs:
         finally:
             self._ready(record)  # its token ids are known, whatever became of its KV
             if record not in self._shelf:  # deleted or expired meanwhile: what came after it goes too
-                await asyncio.to_thread(self._remove, record)
+                await asyncio.to_thread(self._storage.remove, record)
 
     async def _committed(self, record: HandoffRecord, relay: Relay, within_s: float) -> bool:
         """Whether it is known now what became of the save."""
         deadline = time.monotonic() + within_s
         while True:
             told = relay.save_over.is_set() or not relay.saves
-            record.bytes = await asyncio.to_thread(self._size, record)
+            record.bytes = await asyncio.to_thread(self._storage.kv_bytes, record)
             if record.bytes or told or self._closing:
                 return True
             if time.monotonic() >= deadline:
@@ -321,40 +302,25 @@ class Handoffs:
         if (over := self._over.pop(record.id, None)) is not None:
             over.set()
 
-    def _size(self, record: HandoffRecord) -> int:
-        try:
-            with self._store.open(record.key) as reader:
-                return len(reader)
-        except (EntryMissing, StoreError):
-            return 0
-
     async def _keep_images(self, record: HandoffRecord) -> None:
         """Put a handoff's images on disk. Where there is no room its life ends with this process."""
         if not record.pictures:
             return
         share = IMAGES_SHARE * int(self._settings.budget)
-        while await asyncio.to_thread(self._images.size) + record.image_bytes > share:
+        while await asyncio.to_thread(self._storage.image_bytes) + record.image_bytes > share:
             if (other := self._shelf.oldest_with_images(record)) is None:
                 self._log.warning("handoff_images_not_kept", reason="there is no room for them")
                 return
             self._shelf.forget(other)
-            await asyncio.to_thread(self._remove, other)
-        await asyncio.to_thread(self._put_images, record)
-
-    def _put_images(self, record: HandoffRecord) -> None:
-        try:
-            self._store.make_room(record.image_bytes)
-        except StoreError as error:
-            self._log.warning("handoff_images_not_kept", reason=str(error))
-            return
-        self._images.keep(record)
+            await asyncio.to_thread(self._storage.remove, other)
+        await asyncio.to_thread(self._storage.keep_images, record)
 
     async def _write(self, record: HandoffRecord) -> None:
         if record.pictures:
             return  # of no use without them to another process
-        record.kept = await asyncio.to_thread(self._files.write, record) or record.kept
+        record.kept = await asyncio.to_thread(self._storage.write, record) or record.kept
         if record not in self._shelf:  # deleted while it was written
-            await asyncio.to_thread(self._remove, record)
+            await asyncio.to_thread(self._storage.remove, record)
 
     def _adopt(self, record: HandoffRecord) -> None:
         """A record of an earlier run, or of another gateway over the same store."""
@@ -368,32 +334,22 @@ class Handoffs:
             try:
                 if time.monotonic() >= next_orphans:
                     next_orphans = time.monotonic() + ORPHANS_EVERY_S
-                    await asyncio.to_thread(self._sweep_orphans)
+                    await asyncio.to_thread(self._storage.sweep_orphans)
                 self._sweep()
                 for tenant in self._shelf.tenants:
                     self._make_room(tenant)
                 self._metrics.kept.set(len(self._shelf))
-                self._metrics.store_bytes.set(await asyncio.to_thread(self._store.size))
+                self._metrics.store_bytes.set(await asyncio.to_thread(self._storage.all_bytes))
             except Exception as error:  # noqa: BLE001  # the border of the sweeper: the next round may work
                 self._log.warning("handoff_sweep_failed", reason=f"{type(error).__name__}: {error}")
             await asyncio.sleep(SWEEP_EVERY_S)
-
-    def _sweep_orphans(self) -> None:
-        self._store.sweep(
-            wanted=lambda key: not is_ours(key) or self._is_kept(key.partition("/")[2]),
-            older_than_s=ORPHANED_AFTER_S,
-        )
-        self._images.sweep(wanted=self._is_kept, older_than_s=ORPHANED_AFTER_S)
-
-    def _is_kept(self, handoff_id: str) -> bool:
-        return self._files.read(handoff_id) is not None
 
     def _sweep(self) -> None:
         """Drop what has expired; the files go in the background."""
         for record in self._shelf.over():
             self._shelf.drop(record)
             self._metrics.expired.inc()
-            self.begin_work(asyncio.to_thread(self._remove_expired, record))
+            self.begin_work(asyncio.to_thread(self._storage.remove_expired, record))
 
     def _make_room(self, tenant: str) -> None:
         """A tenant that never stops leaving handoffs loses its oldest."""
@@ -404,18 +360,4 @@ class Handoffs:
                 return
             weight -= record.weight
             self._shelf.forget(record)
-            self.begin_work(asyncio.to_thread(self._remove, record))
-
-    def _remove_expired(self, record: HandoffRecord) -> None:
-        """Its time is over here; another gateway over the same store may have given it more."""
-        left = self._files.read(record.id)
-        if left is None or left.expires_at <= record.expires_at:
-            self._remove(record)
-
-    def _remove(self, record: HandoffRecord) -> None:
-        try:
-            self._files.remove(record)
-            self._images.remove(record)
-            self._store.delete(record.key)
-        except (OSError, StoreError) as error:
-            self._log.warning("handoff_not_removed", reason=type(error).__name__)
+            self.begin_work(asyncio.to_thread(self._storage.remove, record))
