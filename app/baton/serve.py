@@ -15,7 +15,7 @@ from types import FrameType
 import uvicorn
 
 from baton.api.keys import keyring_for
-from baton.engines.fleet import Fleet
+from baton.engines.fleet import UP, Fleet
 from baton.engines.keeper import MARK, Keeper
 from baton.engines.version import check_vllm, is_cpu_build
 from baton.errors import StartError
@@ -135,9 +135,10 @@ def _run(
     *,
     keyed: bool,
 ) -> None:
+    def report(name: str, phase: str) -> None:
+        (progress.done if phase == UP else progress.phase)(f"engine {name}", phase)
+
     def ready(url: str) -> None:
-        for name in fleet.names:
-            progress.done(f"engine {name}")
         progress.close()
         metrics = url if metrics_listener is None else url_of(metrics_listener)
         progress.console.print(welcome(url, metrics, settings.engines, keyed=keyed), markup=False)
@@ -146,7 +147,7 @@ def _run(
         settings,
         fleet,
         metrics_listener=metrics_listener,
-        report=lambda name, phase: progress.phase(f"engine {name}", phase),
+        report=report,
     )
     server = GatewayServer(app, settings, ready)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

@@ -191,3 +191,15 @@ def test_progress_knows_its_longest_step() -> None:
     assert (progress.longest_s, progress.since()) == (1.5, 2.0)
     progress.begin()
     assert (progress.longest_s, progress.since()) == (0.0, 0.0)
+
+
+def test_each_engine_is_told_as_ready_when_it_is_and_not_when_all_are() -> None:
+    async def main() -> None:
+        told: list[tuple[str, str]] = []
+        fleet = Fleet([FakeEngine("alpha"), FakeEngine("beta")])
+        await fleet.start(lambda name, phase: told.append((name, phase)))
+        await fleet.stop()
+        loads = "pretending to load"
+        assert told == [("alpha", loads), ("alpha", "ready"), ("beta", loads), ("beta", "ready")]
+
+    asyncio.run(main())

@@ -20,7 +20,8 @@ from baton.telemetry.page import MergedRegistry
 log = structlog.get_logger("baton.fleet")
 
 FleetReport = Callable[[str, str], None]
-"""Told an engine's name and the phase its start is in."""
+"""Told an engine's name and the phase its start is in; at last that it is `UP`."""
+UP = "ready"
 
 
 class Fleet:
@@ -89,6 +90,7 @@ class Fleet:
         """
         for name, supervisor in self._supervisors.items():
             await supervisor.start(partial(report, name))
+            report(name, UP)
         self._started = True
         self._keepers = [
             asyncio.create_task(self._keep(supervisor), name=f"supervise-{name}")
