@@ -93,6 +93,11 @@ def many_chunks(count: int) -> bytes:
     return png(24, 16, *[chunk(b"teXt", b"")] * count, pixels_of(24, 16))
 
 
+def many_pixel_chunks(count: int) -> bytes:
+    """They hold nothing, but for the last one."""
+    return png(24, 16, *[chunk(b"IDAT", b"")] * count, pixels_of(24, 16))
+
+
 def many_segments(count: int) -> bytes:
     whole = file_of(image(), "JPEG")
     return whole[:2] + b"\xff\xfe\x00\x02" * count + whole[2:]

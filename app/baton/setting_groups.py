@@ -119,6 +119,12 @@ class ImageSettings(Frozen):
         description="Hosts that image URLs may name: `example.org`, `*.example.org`, an IP address, each "
         "with `:port` if it is not the usual one. Empty: images come inside requests only.",
     )
+    fetches: int = Field(
+        16,
+        ge=1,
+        le=1024,
+        description="Images fetched at once, by all requests; more wait `fetch_s` at most.",
+    )
     allow_http: bool = Field(False, description="Fetch from these hosts over plain http too.")
     fetch_s: float = Field(10.0, gt=0, le=600, description="Seconds one image may take to be fetched.")
 

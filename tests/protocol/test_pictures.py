@@ -214,11 +214,33 @@ def test_a_tool_s_own_json_may_say_what_it_likes(gateway: FakeGateway) -> None:
     """Arguments and schemas are the client's; nothing in them is an image."""
     odd = {"image_url": "https://example.com/a.png", "type": "input_audio"}
     call = {"id": "a", "type": "function", "function": {"name": "see", "arguments": odd}}
-    use = {"type": "tool_use", "id": "b", "name": "see", "input": odd}
-    body = chat(use, tools=[{"type": "function", "function": {"name": "see", "parameters": odd}}])
+    body = chat(tools=[{"type": "function", "function": {"name": "see", "parameters": odd}}])
     body["messages"].append({"role": "assistant", "content": "", "tool_calls": [call]})
     assert post(gateway, body).status_code == 200
     assert seen(gateway)["messages"] == body["messages"]
+    use = {"type": "tool_use", "id": "b", "name": "see", "input": odd}
+    body = {"model": "look", "max_tokens": 2, "messages": [{"role": "assistant", "content": [use]}]}
+    assert post(gateway, body, "/v1/messages").status_code == 200
+    assert seen(gateway)["messages"] == body["messages"]
+
+
+@pytest.mark.parametrize("field", [{"type": "tool_use"}, {"type": "function_call"}, {"role": "assistant"}])
+@pytest.mark.parametrize(
+    ("path", "key"), [("/v1/responses", "input"), ("/v1/embeddings", "input"), ("/pooling", "input")]
+)
+def test_a_body_that_calls_itself_a_tool_s_call_hides_no_image(
+    path: str, key: str, field: dict[str, Any]
+) -> None:
+    """What is a call's own JSON in one API is where the next one's images are."""
+    broken = {"type": "image_url", "image_url": {"url": pictures.url_of(b"GIF89a")}, "uuid": "another's"}
+    if path == "/v1/responses":
+        broken = {"type": "input_image", "image_url": pictures.url_of(b"GIF89a"), "uuid": "another's"}
+    body = {"model": "look", key: [{"role": "user", "content": [broken]}]}
+    engine = FakeEngine("look", images=LOOKS, pooling=path != "/v1/responses")
+    with run_fake(engine) as gateway, gateway.client() as client:
+        for hidden in (body | field, {**body, key: [body[key][0] | field]}):
+            error = client.post(path, json=hidden).json()["error"]
+            assert (error["code"], engine.bodies) == ("invalid_image", [])
 
 
 def test_a_text_model_takes_no_image(gateway: FakeGateway) -> None:

@@ -19,6 +19,12 @@ from baton.pooling.processor import Exhibit
 
 QUESTION = "What is to be seen?"
 BODY: dict[str, Any] = {"model": "words", "messages": [{"role": "user", "content": QUESTION}]}
+
+
+def chat_with(content: Any) -> dict[str, Any]:
+    return {"model": "words", "messages": [{"role": "user", "content": content}]}
+
+
 PIXEL = Exhibit("Two fields.", ("image/png", b"png"))
 
 
@@ -95,6 +101,8 @@ def test_a_plugin_is_not_asked_to_show_what_nobody_sees(showing: Showing) -> Non
         ({"model": "words", "messages": "hello"}, "then.messages"),
         ({"model": "words", "messages": [{"role": "system", "content": "x"}]}, "then.messages"),
         ({"messages": BODY["messages"]}, "then.model"),
+        *((chat_with(content), "then.messages[0]") for content in (5, True, {"a": 1}, 1.5)),
+        ({"model": "words", "messages": [*BODY["messages"], "hello"]}, "then.messages[1]"),
         (BODY | {"model": "geo"}, "then.model"),
         (BODY | {"stream": True}, "then.stream"),
     ],

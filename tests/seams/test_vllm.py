@@ -8,6 +8,8 @@ import pkgutil
 import subprocess
 import sys
 from importlib.resources import files
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,8 +28,9 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger  # after the skip
 from baton import errors  # after the skip
 from baton.engines import arguments, faults, handlers, version, wording  # after the skip
 from baton.engines.client import CURRENT_CALL, Call, WatchedClient  # after the skip
-from baton.engines.port import Operation  # after the skip
+from baton.engines.port import ImageInput, Operation  # after the skip
 from baton.engines.series import FAMILIES, HELPERS, EngineSeries  # after the skip
+from baton.errors import GenerationFailed  # after the skip
 from baton.setting_groups import EngineSettings  # after the skip
 from baton.telemetry.ids import RequestContext  # after the skip
 
@@ -162,6 +165,45 @@ def test_the_salt_is_the_gateway_s_whatever_the_prompt_says() -> None:
         CURRENT_CALL.set(Call(RequestContext("id"), salt))
         WatchedClient(engine, None).generate({"cache_salt": "theirs"}, SamplingParams(), "id")  # type: ignore[arg-type]  # as above
         assert engine.prompt == expected
+
+
+@pytest.mark.parametrize(
+    ("known", "named", "taken"),
+    [
+        ({"a", "b"}, True, True),
+        ({"b"}, True, False),
+        (set(), True, False),
+        (set(), False, False),
+        ({"x"}, False, True),  # by settings of the engine's own it has another name there
+        (None, True, True),  # vLLM's Messages handler drops what an image is called
+    ],
+)
+def test_the_engine_is_given_no_image_that_was_not_read(
+    known: set[str] | None, *, named: bool, taken: bool
+) -> None:
+    given: list[Any] = []
+
+    async def nothing():  # type: ignore[no-untyped-def]  # never iterated
+        yield None
+
+    def take(prompt: Any, *_: object) -> Any:
+        given.append(prompt)
+        return nothing()
+
+    renderer = SimpleNamespace(mm_processor_cache=None)
+    client = WatchedClient(SimpleNamespace(generate=take, encode=take, renderer=renderer), None)  # type: ignore[arg-type]  # as above
+    context = RequestContext("id", images=None if known is None else frozenset(known))
+    prompt = {"mm_hashes": {"image": ["a"]}}
+    for work, params in ((client.generate, SamplingParams()), (client.encode, None)):
+        call = Call(context, images=ImageInput(limit=1, named=named))
+        CURRENT_CALL.set(call)
+        if taken:
+            work(dict(prompt), params, "id")
+            continue
+        with pytest.raises(GenerationFailed):
+            work(dict(prompt), params, "id")
+        assert isinstance(call.failure, GenerationFailed)
+    assert len(given) == 2 * taken
 
 
 def test_the_output_handler_can_be_silenced_before_a_stop() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Any
 
@@ -12,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageChops
 
-from baton.errors import ImageTooLarge, InvalidImage
+from baton.errors import GatewayOverloaded, ImageTooLarge, InvalidImage
+from baton.images.parts import Part
 from baton.images.picture import Picture
 from baton.images.reader import read_picture
-from baton.images.reading import decoded
+from baton.images.reading import ImageReading, decoded
 from baton.setting_groups import ImageSettings
+from baton.telemetry.metrics import GatewayMetrics
 
 LIMITS = ImageSettings()
 WHERE = "messages[2].content[1].image_url"
@@ -33,6 +36,55 @@ def refused(data: bytes, **limits: Any) -> InvalidImage:
     assert caught.value.message.startswith(WHERE)
     assert caught.value.message.isprintable()
     return caught.value
+
+
+def reading(fetch: Any, **limits: Any) -> ImageReading:
+    settings = ImageSettings(**limits)
+    return ImageReading(settings, GatewayMetrics().images, fetch)
+
+
+def named(count: int) -> list[Part]:
+    return [Part({}, "url", f"images[{number}]", "https://example.org/a.png") for number in range(count)]
+
+
+def test_so_many_are_fetched_at_once_whoever_asks() -> None:
+    """And held in memory: a place is left when an image has been read."""
+    data, now, most = pictures.file_of(pictures.image()), 0, 0
+
+    async def fetch(_url: str, _where: str) -> bytes:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.01)
+        now -= 1
+        return data
+
+    async def main() -> None:
+        images = reading(fetch, fetches=3)
+        answers = await asyncio.gather(*(images.read(named(4)) for _ in range(4)))
+        assert [len(answer) for answer in answers] == [4] * 4
+
+    asyncio.run(main())
+    assert most == 3
+
+
+def test_who_gets_no_place_is_told_to_come_back_and_a_lost_client_leaves_its_place() -> None:
+    async def fetch(_url: str, _where: str) -> bytes:
+        await asyncio.sleep(60)
+        return b""
+
+    async def main() -> None:
+        images = reading(fetch, fetches=1, fetch_s=0.05)
+        first = asyncio.create_task(images.read(named(1)))
+        await asyncio.sleep(0)
+        with pytest.raises(GatewayOverloaded) as caught:
+            await images.read(named(1))
+        assert caught.value.retryable
+        first.cancel()
+        await asyncio.wait({first})
+        assert not images._fetches.locked()
+
+    asyncio.run(main())
 
 
 PLAIN = [
@@ -182,18 +234,19 @@ def test_what_is_packed_beside_the_pixels_is_not_unpacked_without_end(made: Any)
 
 
 @pytest.mark.parametrize(
-    ("made", "few"),
+    ("made", "few", "many"),
     [
-        (pictures.many_chunks, 1000),
-        (pictures.many_segments, 1000),
-        (pictures.many_extensions, 1000),
-        (pictures.many_scans, 20),
+        (pictures.many_chunks, 1000, 5000),
+        (pictures.many_pixel_chunks, 10_000, 50_000),
+        (pictures.many_segments, 1000, 5000),
+        (pictures.many_extensions, 1000, 5000),
+        (pictures.many_scans, 20, 5000),
     ],
 )
-def test_a_file_of_endless_small_parts_is_refused(made: Any, few: int) -> None:
+def test_a_file_of_endless_small_parts_is_refused(made: Any, few: int, many: int) -> None:
     """Reading them would be the attack; as many as files really have are taken."""
     assert read(made(few)).width == 24
-    assert "too many parts" in refused(made(5000)).message
+    assert "too many parts" in refused(made(many)).message
 
 
 @pytest.mark.parametrize("kind", pictures.FORMATS)

@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from baton.api.gateway import gateway_of
+from baton.api.gateway import context_of, gateway_of
 from baton.api.strict_json import off_the_loop
 from baton.api.wishes import require_one_prompt
 from baton.engines.port import Engine, ImageInput, Operation, Relay, Reply
@@ -66,6 +66,7 @@ async def take_pictures(
     pictures = await gateway.images.read(parts)
     if not plain:
         await asyncio.to_thread(_put, parts, pictures, dialect)
+        context_of(request).images = _names(pictures, dialect)
     return pictures
 
 
@@ -85,6 +86,11 @@ async def completed(
 def _put(parts: Sequence[Part], pictures: Sequence[Picture], dialect: Dialect) -> None:
     for part, picture in zip(parts, pictures, strict=True):
         part.holder[part.key] = part_of(picture, dialect)
+
+
+def _names(pictures: Sequence[Picture], dialect: Dialect) -> frozenset[str] | None:
+    """What vLLM calls these images; None where it drops what we call them."""
+    return None if dialect is Dialect.MESSAGES else frozenset(picture.digest for picture in pictures)
 
 
 def _require_count(parts: Sequence[Part], engine: Engine, settings: ImageSettings) -> None:

@@ -65,6 +65,7 @@ def take_then(gateway: Gateway, body: Json) -> Then | None:
         raise InvalidRequest(
             "'then.messages' must be a list with a message of the user's.", param="then.messages"
         )
+    _require_content(given["messages"])
     if not isinstance(given.get("model"), str):
         raise InvalidRequest("'then.model' must name the model to ask.", param="then.model")
     engine = gateway.fleet.pick(given["model"])
@@ -119,6 +120,16 @@ def _with_exhibit(content: Any, exhibit: Exhibit, *, pictures: bool) -> Any:
         url = f"data:{media_type};base64,{base64.b64encode(data).decode('ascii')}"
         parts = [{"type": "image_url", "image_url": {"url": url}}, *parts]
     return parts
+
+
+def _require_content(messages: list[Any]) -> None:
+    for number, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else 0
+        if not isinstance(content, str | list | None):
+            where = f"then.messages[{number}]"
+            raise InvalidRequest(
+                f"'{where}' must be a message whose content is text or a list of parts.", param=where
+            )
 
 
 def _first_of_user(body: Json) -> int | None:

@@ -130,6 +130,7 @@ class WatchedClient:
             if call.relay.images:
                 outputs = self._seeing(call, call.relay.images, prompt, sampling_params, *args, **kwargs)
                 return call.watch(outputs, self._sent([image.digest for image in call.relay.images]))
+        _require_read_images(call, prompt)
         _require_own_images(call, prompt)
         outputs = self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs)
         return call.watch(outputs, self._sent(hashes_of(prompt)))
@@ -146,6 +147,7 @@ class WatchedClient:
 
     def encode(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()
+        _require_read_images(call, prompt)
         _require_own_images(call, prompt)
         outputs = self._engine.encode(salted(prompt, call.salt), *args, **kwargs)
         return call.watch(outputs, self._sent(hashes_of(prompt)))
@@ -202,6 +204,23 @@ def _require_no_own_steps(call: Call, prompt: Any) -> None:
             "leave it out, and ask for steps with 'handoff.save.latent_steps'.",
             param="prompt",
         )
+        raise call.failure
+
+
+def _require_read_images(call: Call, prompt: Any) -> None:
+    """See to it that the engine is given no image but those that were read of this request, by their names.
+
+    By another's name an image would be taken for that one, whoever sent it.
+
+    Raises:
+        GenerationFailed: there is another; nothing is computed.
+    """
+    names, known = hashes_of(prompt), call.context.images
+    if known is None or not names:
+        return
+    if not set(names) <= known if call.images.named else len(names) > len(known):
+        log.error("image_not_read", names=names)
+        call.failure = GenerationFailed()
         raise call.failure
 
 

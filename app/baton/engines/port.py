@@ -157,11 +157,13 @@ class ImageInput:
         limit: the most that one prompt may hold; 0: the model takes text alone.
         tokens: the token ids that stand for an image, or a part of one, in its prompts.
         texts: what its tokenizer or its chat template turns into these.
+        named: the engine calls an image as it is told; else by a name of its own making.
     """
 
     limit: int = 0
     tokens: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
+    named: bool = True
 
 
 Reply = WholeReply | StreamReply

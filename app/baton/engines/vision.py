@@ -36,7 +36,13 @@ def image_input(client: Any) -> ImageInput:
     tokens = frozenset(token for token in found if isinstance(token, int))
     written = [client.renderer.tokenizer.decode([token]).strip() for token in tokens]
     written.append((_placeholder(config) or "").strip())
-    return ImageInput(limit, tokens, tuple(dict.fromkeys(text for text in written if text)))
+    texts = tuple(dict.fromkeys(text for text in written if text))
+    return ImageInput(limit, tokens, texts, named=_named(config.multimodal_config))
+
+
+def _named(config: Any) -> bool:
+    """Whether a name that an image is given is its name, and no settings of the engine are part of it."""
+    return not (config.mm_processor_kwargs or config.media_io_kwargs)
 
 
 def _placeholder(config: Any) -> str | None:

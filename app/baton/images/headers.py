@@ -9,6 +9,8 @@ MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "
 
 PARTS = 2048
 """Chunks, segments or extensions before and between the pixels; more only keep a reader busy."""
+PIXEL_PARTS = 32_768
+"""Chunks of pixels; encoders write 8 KiB into each, or more."""
 SCANS = 100
 """Passes over a progressive JPEG's pixels; usual are ten, and each costs as much as all pixels."""
 
@@ -43,12 +45,13 @@ def refuse_endless_headers(kind: str, data: bytes, where: str) -> None:
 
 
 def _png(data: bytes) -> bool:
-    """More chunks that are no pixels than a picture has."""
-    at, seen = len(PNG_HEAD), 0
-    while at + 8 <= len(data) and seen <= PARTS:
-        seen += data[at + 4 : at + 8] != b"IDAT"
+    """More chunks than a picture has."""
+    at, pixels, others = len(PNG_HEAD), 0, 0
+    while at + 8 <= len(data) and others <= PARTS and pixels <= PIXEL_PARTS:
+        pixels += data[at + 4 : at + 8] == b"IDAT"
+        others += data[at + 4 : at + 8] != b"IDAT"
         at += 12 + int.from_bytes(data[at : at + 4], "big")
-    return seen > PARTS
+    return others > PARTS or pixels > PIXEL_PARTS
 
 
 def _jpeg(data: bytes) -> bool:

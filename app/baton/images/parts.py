@@ -31,6 +31,9 @@ FREE_JSON = frozenset(
 )
 """Fields whose JSON is the client's own: what looks like media there is not."""
 
+OF_A_CALL = frozenset({"input"})
+"""What a model's call of a tool was given, in Anthropic's messages; elsewhere `input` may hold images."""
+
 IMAGES = frozenset({"image_url", "input_image"})
 OTHER_MEDIA = frozenset(
     {
@@ -85,7 +88,7 @@ def image_parts(value: Any, dialect: Dialect, where: str = "") -> Iterator[Part]
     if isinstance(value, list):
         items = enumerate(value)
     elif isinstance(value, dict):
-        free = FREE_JSON | ({"input"} if value.get("type") == "tool_use" else frozenset())
+        free = FREE_JSON | (OF_A_CALL if _is_call(value, dialect, where) else frozenset())
         items = ((key, item) for key, item in value.items() if key not in free)
     for key, item in items:
         if not isinstance(item, dict | list):
@@ -119,6 +122,11 @@ def listed_images(body: Json) -> Iterator[Part]:
         raise InvalidRequest(
             f"{part.where}: the images of a plain prompt come in 'images'.", param=part.where
         )
+
+
+def _is_call(part: Json, dialect: Dialect, where: str) -> bool:
+    """Whether it is a part of a message in which a model calls a tool: a body may call itself anything."""
+    return dialect is Dialect.MESSAGES and ".content[" in where and part.get("type") == "tool_use"
 
 
 def _part(part: Json, dialect: Dialect, holder: Any, key: int | str, where: str) -> Part | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from baton.errors import BatonError, ImageTooLarge, InvalidImage
+from baton.errors import BatonError, GatewayOverloaded, ImageTooLarge, InvalidImage
 from baton.images.parts import Part
 from baton.images.picture import Picture
 from baton.images.reader import read_picture
@@ -36,6 +37,7 @@ class ImageReading:
         self._metrics = metrics
         self._fetch = fetch
         self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="baton-image")
+        self._fetches = asyncio.Semaphore(settings.fetches)
 
     def close(self) -> None:
         """Take no more; what is being read comes to its end."""
@@ -73,11 +75,31 @@ class ImageReading:
     async def _read(self, part: Part) -> Picture:
         url = part.url.strip()
         if url[: len(DATA)].lower() != DATA:
-            data = await self._fetch(url, part.where)
-            return await self._in_thread(lambda: self._checked(data, part.where))
+            async with self._place():  # until it is read: that long its bytes are held
+                data = await self._fetch(url, part.where)
+                return await self._in_thread(lambda: self._checked(data, part.where))
         return await self._in_thread(
             lambda: self._checked(decoded(url, self._settings, part.where), part.where)
         )
+
+    @contextlib.asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """One of the places of those that are fetched at once.
+
+        Raises:
+            GatewayOverloaded: none came free within the time that fetching one may take.
+        """
+        try:
+            async with asyncio.timeout(self._settings.fetch_s):
+                await self._fetches.acquire()
+        except TimeoutError:
+            raise GatewayOverloaded(
+                "Too many images are being fetched already; try again shortly, or send them as data: URLs."
+            ) from None
+        try:
+            yield
+        finally:
+            self._fetches.release()
 
     def _checked(self, data: bytes, where: str) -> Picture:
         picture = read_picture(data, self._settings, where)

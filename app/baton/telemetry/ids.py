@@ -26,6 +26,8 @@ class RequestContext:
         tenant: the owner of the API key; `local` without keys.
         prompt_tokens: tokens its engine was given, so far.
         generated_tokens: tokens its engine generated, so far.
+        images: the names of the images that were read of it; its engine is given no others. None: vLLM
+            names them by itself.
     """
 
     request_id: str
@@ -35,6 +37,7 @@ class RequestContext:
     tenant: str = LOCAL_TENANT
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    images: frozenset[str] | None = frozenset()
 
 
 def new_request_id() -> str:
