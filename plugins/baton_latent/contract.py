@@ -24,6 +24,9 @@ PLACEHOLDER_KEY = "baton_latent_placeholder"
 MEMORY_KEY = "baton_latent.memory"
 """Under this name the model's seeds stand in vLLM's `static_forward_context`, for whoever moves KV blocks."""
 
+CONNECTOR = "BatonConnector"
+"""The KV connector that moves seeds with their KV."""
+
 SPARE_WORDS = ("reserved", "unused", "extra", "control", "dummy")
 """What the names of tokens nobody uses have in them."""
 
@@ -68,6 +71,12 @@ def latent_overrides(folder: str | Path, placeholder: int | None = None) -> dict
         raise ValueError(f"latent steps are for models of these architectures: {known}; this is {stock}")
     token = choose_placeholder(folder) if placeholder is None else placeholder
     return {"architectures": [LATENT_ARCHITECTURES[stock]], PLACEHOLDER_KEY: token}
+
+
+def thinks(folder: str | Path, overrides: Mapping[str, Any]) -> bool:
+    """Whether the model in a folder is served by a class that thinks, under these `hf_overrides`."""
+    named = overrides.get("architectures") or _read(Path(folder) / "config.json").get("architectures")
+    return isinstance(named, list) and any(name in LATENT_ARCHITECTURES.values() for name in named)
 
 
 def choose_placeholder(folder: str | Path) -> int:

@@ -25,6 +25,12 @@ class Pass:
     seeded: list[int] = field(default_factory=list)
 
     @property
+    def thinking(self) -> list[int]:
+        """Those of the requests whose first token here is latent."""
+        seeded = set(self.seeded)
+        return [row for row, start in zip(self.rows, self.starts, strict=True) if start in seeded]
+
+    @property
     def lengths(self) -> list[int]:
         return [end - start for start, end in zip(self.starts, self.ends, strict=True)]
 

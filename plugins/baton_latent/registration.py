@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from vllm import ModelRegistry
 
+from baton_latent.avp import warn_of_avp
 from baton_latent.contract import LATENT_ARCHITECTURES
 
 logger = logging.getLogger("vllm.baton_latent")
@@ -18,3 +20,4 @@ def register_models() -> None:
         ModelRegistry.register_model(name, f"baton_latent.models:{name}")
     if fresh:
         logger.info("baton_latent registered: %s", ", ".join(fresh))
+        warn_of_avp(os.environ)

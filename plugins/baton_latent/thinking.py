@@ -12,7 +12,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.platforms import current_platform
 
 from baton_latent.batch import Batch, running_batch
-from baton_latent.contract import MEMORY_KEY, PLACEHOLDER_KEY, choose_placeholder
+from baton_latent.contract import CONNECTOR, MEMORY_KEY, PLACEHOLDER_KEY, choose_placeholder
 from baton_latent.memory import LatentMemory
 from baton_latent.passes import Pass, plan
 from baton_latent.projection import Share, TiedProjection, UntiedProjection
@@ -85,7 +85,9 @@ class LatentThinking(torch.nn.Module):
             len(input_ids), self._memory.width, dtype=self._memory.dtype, device=input_ids.device
         )
         spoken = 0.0
-        for number, part in enumerate(plan(batch.bounds, latent)):
+        thinking: set[int] = set()
+        parts = plan(batch.bounds, latent)
+        for number, part in enumerate(parts):
             index = torch.cat([torch.arange(*span) for span in zip(part.starts, part.ends, strict=True)])
             inputs = self._inputs(batch, part, index, input_ids, positions) if part.seeded else None
             with batch.only(part, index, positions[index]):
@@ -93,9 +95,11 @@ class LatentThinking(torch.nn.Module):
                 found = super().forward(ids, positions[index], None, inputs)
             hidden[index] = found
             self._memory.keep(batch.slots[index], found)
+            thinking.update(part.thinking)
             if number == 0 and not part.seeded:
                 spoken = time.monotonic() - began
-        self._count(len(latent), batch, time.monotonic() - began - spoken)
+        passes = sum(bool(part.seeded) for part in parts)
+        self._count(len(latent), len(thinking), passes, time.monotonic() - began - spoken)
         return hidden
 
     def _inputs(
@@ -108,10 +112,8 @@ class LatentThinking(torch.nn.Module):
     ) -> torch.Tensor:
         """What enters the first layer, `[tokens, hidden]`: embeddings, and projected seeds."""
         inputs: torch.Tensor = self.embed_input_ids(input_ids[index])
-        seeded = set(part.seeded)
-        chosen = [row for row, start in zip(part.rows, part.starts, strict=True) if start in seeded]
         places = torch.tensor(part.seeded)
-        seeds = self._memory.read(batch.slots_before(chosen, positions[places]))
+        seeds = self._memory.read(batch.slots_before(part.thinking, positions[places]))
         inputs[torch.isin(index, places)] = self._project(seeds).to(inputs.dtype)
         return inputs
 
@@ -133,14 +135,16 @@ class LatentThinking(torch.nn.Module):
         else:
             self._projection = UntiedProjection(embedding, self.lm_head.weight.data[:rows], scale, share)
 
-    def _count(self, steps: int, batch: Batch, seconds: float) -> None:
+    def _count(self, steps: int, requests: int, passes: int, seconds: float) -> None:
+        """`steps` of all `requests` together; a pass is a step of each that has one left."""
         self._memory.steps += steps
         self._memory.seconds += seconds
         logger.debug(
-            "latent steps: %d in a batch of %d requests, %.2f ms each",
+            "latent steps: %d of %d requests in %.1f ms (%.1f ms a step)",
             steps,
-            len(batch.bounds) - 1,
-            seconds / steps * 1000,
+            requests,
+            seconds * 1000,
+            seconds / passes * 1000,
         )
 
 
@@ -161,3 +165,8 @@ def _refuse_what_cannot_think(config: VllmConfig) -> None:
         raise ValueError("baton_latent: speculative decoding and LoRA are not supported yet")
     if config.model_config.runner_type != "generate":
         raise ValueError("baton_latent: only models that generate think")
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector != CONNECTOR:
+        raise ValueError(f"baton_latent: no KV connector but {CONNECTOR} brings what steps go on from")
+    if config.model_config.enable_prompt_embeds:  # then no batch tells its token ids
+        raise ValueError("baton_latent: enable_prompt_embeds is not supported")

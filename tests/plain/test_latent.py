@@ -26,4 +26,4 @@ def test_the_readme_s_offline_example(wheel_environment: WheelEnvironment) -> No
     told = done.stdout + done.stderr
     assert "baton_latent registered:" in told
     assert "latent steps: BatonLatentLlamaForCausalLM, placeholder token" in told
-    assert "latent steps: 20 in a batch of 1 requests" in told
+    assert "latent steps: 20 of 1 requests in " in told

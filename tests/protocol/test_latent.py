@@ -127,6 +127,22 @@ def test_what_is_refused(thinking: FakeGateway, more: dict[str, Any], code: str,
     assert (error["code"], said in error["message"]) == (code, True), error
 
 
+def test_a_context_holds_so_many_steps_and_no_more(thinking: FakeGateway) -> None:
+    """Where its KV is lost all of them are thought within one step of the engine, and everyone waits."""
+    last = None
+    for _ in range(8):
+        start = {} if last is None else {"from": last["id"]}
+        last = leave(thinking, 64, handoff=start | {"save": {"latent_steps": 64}})
+    assert last is not None
+    assert last["latent_steps"] == 512
+    answer = post(thinking, TEXT | {"handoff": {"from": last["id"], "save": {"latent_steps": 1}}})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "latent_steps")
+    assert "513 latent steps" in error["message"]
+    assert given(thinking) == "11 12 13", "it was tokenised, and no more"
+    assert post(thinking, TEXT | {"handoff": {"from": last["id"], "save": True}}).status_code == 200
+
+
 def test_too_many_and_none_to_be_had_without_an_answer_too(thinking: FakeGateway) -> None:
     for model, steps, code in (("a", 65, "invalid_request"), ("silent", 1, "operation_unsupported")):
         answer = post(thinking, {"model": model, "prompt": "11", "latent_steps": steps}, "/v1/handoffs")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +26,7 @@ from baton.models.store import ModelStore
 from baton.setting_groups import EngineSettings
 from baton.settings import load_settings
 from baton_kv.settings import AVP_SETTINGS, ConnectorSettings
-from baton_latent import batch, register, thinking
+from baton_latent import avp, batch, latent_overrides, models, register, thinking
 from baton_latent.contract import LATENT_ARCHITECTURES, PLACEHOLDER_KEY
 from baton_latent.models import BatonLatentLlamaForCausalLM
 from baton_latent.thinking import LatentThinking
@@ -31,8 +34,15 @@ from baton_latent.thinking import LatentThinking
 
 def test_registering_twice_registers_once() -> None:
     register()
+    known = {name: ModelRegistry.models[name] for name in LATENT_ARCHITECTURES.values()}
     register()
-    assert set(LATENT_ARCHITECTURES.values()) <= set(ModelRegistry.get_supported_archs())
+    assert all(ModelRegistry.models[name] is model for name, model in known.items())
+
+
+def test_every_architecture_has_its_class_before_vllm_s_own() -> None:
+    for stock, latent in LATENT_ARCHITECTURES.items():
+        ours, stands_before, theirs = getattr(models, latent).__mro__[:3]
+        assert (ours.__name__, stands_before, theirs.__name__) == (latent, LatentThinking, stock)
 
 
 def test_every_argument_of_the_scheduler_s_metadata_is_given() -> None:
@@ -119,6 +129,21 @@ def test_an_engine_that_cannot_think_is_refused(
         engine_args(settings(**args), folder)
 
 
+def test_a_class_that_thinks_is_chosen_by_the_engine_s_setting_alone(tmp_path: Path) -> None:
+    """By another way clients' own prompts could ask for steps, and nobody would count them."""
+    model = ModelStore(load_settings().models_folder).resolve("smollm2")
+    by_arguments = settings(hf_overrides=latent_overrides(model)).model_copy(update={"latent": False})
+    with pytest.raises(SettingsError, match="say so with `latent = true`"):
+        engine_args(by_arguments, model)
+    shutil.copytree(model, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    thinker = config | {"architectures": ["BatonLatentLlamaForCausalLM"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(thinker))
+    plain = settings().model_copy(update={"latent": False})
+    with pytest.raises(SettingsError, match="say so with `latent = true`"):
+        engine_args(plain, str(tmp_path / "model"))
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -126,11 +151,17 @@ def test_an_engine_that_cannot_think_is_refused(
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "LoRA"),
         ({"runner_type": "pooling"}, "only models that generate"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds"),
+        (
+            {"kv_transfer_config": SimpleNamespace(kv_connector="AnotherConnector")},
+            "no KV connector but BatonConnector",
+        ),
     ],
 )
 def test_the_model_refuses_what_it_cannot_do_right(changes: dict[str, Any], told: str) -> None:
     usual = {"pipeline_parallel_size": 1, "runner_type": "generate"}
-    usual |= {"speculative_config": None, "lora_config": None}
+    usual |= {"speculative_config": None, "lora_config": None, "enable_prompt_embeds": False}
+    usual |= {"kv_transfer_config": SimpleNamespace(kv_connector="BatonConnector")}
 
     def config(**values: Any) -> Any:
         part = SimpleNamespace(**values)
@@ -146,6 +177,18 @@ def test_a_placeholder_is_a_token_of_the_model(token: object) -> None:
     model = SimpleNamespace(hf_config=SimpleNamespace(**{PLACEHOLDER_KEY: token}), get_vocab_size=lambda: 100)
     with pytest.raises(ValueError, match="is a token id of the model"):
         thinking._placeholder(model)
+
+
+def test_avp_s_variables_are_said_to_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(avp.logger, "warning", lambda text, *words: told.append(text % words))
+    avp.warn_of_avp({"AVP_LATENT_STEPS": "20", "AVP_TARGET_MODEL": "", "PATH": "/bin"})
+    assert len(told) == 1
+    assert (
+        "AVP_LATENT_STEPS is AVP's and changes nothing here: steps are asked for by each request" in told[0]
+    )
+    readme = (Path(avp.__file__).parent / "README.md").read_text()
+    assert all(f"`{name}" in readme for name in avp.VARIABLES)
 
 
 @pytest.mark.parametrize("name", AVP_SETTINGS)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
+from prometheus_client import CollectorRegistry
+
 from baton.engines.fake import FakeEngine
+from baton.engines.port import Relay
+from baton.engines.relay_watch import RelayWatch
+from baton.engines.speed import Speed
 from baton.handoffs.planner import Choice, Planner
 from baton.handoffs.record import HandoffRecord
+from baton.telemetry.metrics import TransferMetrics
 
 MIB = 1024 * 1024
 TOKENS, SIZE = 1000, 20 * MIB
@@ -32,6 +39,21 @@ def engine_that_prefills(tokens_per_s: float) -> FakeEngine:
     engine = FakeEngine("a")
     engine.speed.prefilled(TOKENS, TOKENS / tokens_per_s)
     return engine
+
+
+def test_what_was_thought_is_loaded_however_slow_the_store_is() -> None:
+    """Thought anew it may be another thought; and what that would cost is told as it is."""
+    engine, planner = engine_that_prefills(1000), Planner()
+    for _ in range(3):
+        engine.speed.loaded(SIZE, SIZE / 5e6)
+    thought = record()
+    thought.latent_steps = 40
+    assert planner.decide(engine, record()).choice is Choice.RECOMPUTE
+    assert planner.decide(engine, thought).prefill_s is None, "no step has been seen yet"
+    engine.speed.thought(10, 0.5)
+    decision = planner.decide(engine, thought)
+    assert (decision.choice, decision.limit) == (Choice.LOAD, None)
+    assert decision.prefill_s == pytest.approx((TOKENS - 40) / 1000 + 40 * 0.05)
 
 
 def test_what_is_not_known_yet_is_loaded() -> None:
@@ -86,3 +108,18 @@ def test_while_it_computes_it_loads_a_little_now_and_then() -> None:
         engine.speed.loaded(SIZE, SIZE / 5e6)
     limits = [planner.decide(engine, record()).limit for _ in range(4)]
     assert limits == [0, TOKENS // 20, 0, TOKENS // 20]
+
+
+def test_an_engine_that_thinks_may_take_as_long_as_its_thoughts_do() -> None:
+    """All of a prompt's latent steps may be within one step of it, and it does not hang meanwhile."""
+    speed = Speed()
+    watch = RelayWatch(speed, TransferMetrics(CollectorRegistry(), "a"))
+    assert watch.longest_thought_s == 0
+    relay = Relay(latent_steps=200)
+    watch.add("one", relay)
+    watch.add("two", Relay(latent_steps=900))  # is over: nobody holds it any more
+    assert watch.longest_thought_s == 200, "a second each, as long as none was seen"
+    watch.thought(10, 0.3)
+    assert watch.longest_thought_s == pytest.approx(6)
+    del relay
+    assert watch.longest_thought_s == 0

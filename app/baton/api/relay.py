@@ -21,6 +21,8 @@ from baton_latent.contract import prepare_latent_prompt
 
 SETTLE_WITHIN_S = 0.25
 """An answer waits this long for its KV to be saved, so that it can mostly say `ready`."""
+STEPS_OF_A_CONTEXT = 512
+"""Latent steps, or what one request may ask for: where KV is lost one step of the engine thinks them all."""
 DONE = "data: [DONE]\n\n"
 GONE = ("missing", "corrupt")
 MISSES = {
@@ -77,11 +79,18 @@ class Leg:
         """Think so many steps after the prompt, beside those of the handoff it starts from.
 
         Raises:
-            InvalidRequest: there is nothing to think about.
+            InvalidRequest: there is nothing to think about, or the context would hold too many.
         """
         self.relay.latent_steps = steps + (source.latent_steps if source is not None else 0)
         if not steps:
             return
+        most = max(STEPS_OF_A_CONTEXT, self.gateway.settings.handoffs.latent_steps_max)
+        if self.relay.latent_steps > most:
+            raise InvalidRequest(
+                f"The context would hold {self.relay.latent_steps} latent steps with those of the handoff it "
+                f"starts from, and at most {most} are allowed.",
+                param="latent_steps",
+            )
         prompt, placeholder = self.relay.prompt, self.engine.placeholder
         assert placeholder is not None  # see `require_latent`
         if not prompt:
@@ -136,7 +145,8 @@ class Leg:
         told = outcome(source, self.relay, self.decision)
         if self.relay.miss in GONE:
             source.bytes = 0
-        saved = self.engine.speed.prefill_s(told["loaded_tokens"] + told["resident_tokens"])
+        reused = told["loaded_tokens"] + told["resident_tokens"]
+        saved = self.engine.speed.prefill_s(reused, source.steps_within(reused))
         told["saved_prefill_ms"] = None if saved is None else round(saved * 1000, 1)
         counted = self.gateway.metrics.handoffs
         counted.consumed.labels(told["outcome"]).inc()

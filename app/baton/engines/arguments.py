@@ -18,7 +18,7 @@ from baton.errors import SettingsError
 from baton.models.catalog import EMBEDDED
 from baton.setting_groups import MIB, EngineSettings
 from baton.settings import nearest, reasons
-from baton_latent.contract import PLACEHOLDER_KEY, latent_overrides
+from baton_latent.contract import PLACEHOLDER_KEY, latent_overrides, thinks
 
 CPU_KV_CACHE_BYTES = 512 * MIB
 """So that two engines live on a laptop: 23,000 tokens of SmolLM2's KV."""
@@ -75,6 +75,11 @@ def engine_args(
     given = args.pop("kv_transfer_config", None)
     if settings.latent:
         args["hf_overrides"] = _latent_overrides(settings, model, args)
+    elif thinks(model, _table(args.get("hf_overrides"))):
+        raise SettingsError(
+            f"engines '{settings.name}': the class of its model takes latent steps: say so with "
+            "`latent = true`, which keeps clients' own prompts from asking for them"
+        )
     try:
         if transfer is not None or given is not None:
             args["kv_transfer_config"] = KVTransferConfig(**((transfer or {}) | (given or {})))
@@ -84,6 +89,10 @@ def engine_args(
     except (ValidationError, ValueError, TypeError, OSError) as error:
         reason = scrub(str(error).partition("\n")[0])
         raise SettingsError(f"engines '{settings.name}': args: vLLM refuses them: {reason}") from None
+
+
+def _table(given: Any) -> dict[str, Any]:
+    return given if isinstance(given, dict) else {}
 
 
 def _latent_overrides(settings: EngineSettings, model: str, args: dict[str, Any]) -> dict[str, Any]:

@@ -213,7 +213,7 @@ class VllmEngine:
             self._watch.transferred,
             self._watch.prefilled,
             self._progress.made,
-            self._transfers.thought,
+            self._watch.thought,
             self._transfers.encoded,
         )
         self._thread = EngineThread(self._args, logger, self.name)
@@ -290,7 +290,7 @@ class VllmEngine:
 
     @property
     def longest_step_s(self) -> float:
-        return self._progress.longest_s
+        return max(self._progress.longest_s, self._watch.longest_thought_s)
 
     async def call(
         self, operation: Operation, body: Json, context: RequestContext, relay: Relay | None = None

@@ -209,7 +209,7 @@ class Engine(Protocol):
 
     @property
     def longest_step_s(self) -> float:
-        """The longest time it has gone without a sign of progress and then went on."""
+        """The longest time it has gone without a sign of progress and then went on, or may now: thinking."""
         ...
 
     @property

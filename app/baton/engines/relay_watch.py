@@ -9,6 +9,8 @@ from baton.engines.port import Json, Relay
 from baton.engines.speed import Speed
 from baton.telemetry.metrics import FAILURES, OTHER, TransferMetrics
 
+UNKNOWN_STEP_S = 1.0
+"""A latent step is thought to take so long until the first ones have been seen."""
 OUR_ID = re.compile(r"[0-9a-f]{32}")
 """A request's id of ours, in the middle of the one that vLLM makes of it."""
 
@@ -40,6 +42,18 @@ class RelayWatch:
                 measured(outcome["bytes"], outcome["seconds"])
             if relay is not None:
                 _note(relay, outcome)
+
+    def thought(self, steps: int, seconds: float) -> None:
+        """Latent steps that were computed, of several requests at once too."""
+        self._transfers.thought(steps, seconds)
+        self._speed.thought(steps, seconds)
+
+    @property
+    def longest_thought_s(self) -> float:
+        """Seconds that one step of the engine may take now: all latent steps of a prompt may be in it."""
+        most = max((relay.latent_steps for relay in self._relays.values()), default=0)
+        known = self._speed.think_s(most)
+        return most * UNKNOWN_STEP_S if known is None else known
 
     def prefilled(self, request_id: str, tokens: int, seconds: float) -> None:
         """What a finished request's prefill took; one that thought took longer than its tokens tell."""

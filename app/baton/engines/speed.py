@@ -6,6 +6,7 @@ from collections import deque
 from statistics import median
 
 PREFILLS_KEPT = 5
+THOUGHTS_KEPT = 5
 LOADS_KEPT = 3
 MIN_PREFILL_TOKENS = 64
 """Shorter prefills are mostly the engine's own step."""
@@ -17,6 +18,7 @@ class Speed:
     def __init__(self) -> None:
         self._prefills: deque[float] = deque(maxlen=PREFILLS_KEPT)
         self._loads: deque[float] = deque(maxlen=LOADS_KEPT)
+        self._thoughts: deque[float] = deque(maxlen=THOUGHTS_KEPT)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """The engine computed so many tokens of a prompt in so long."""
@@ -34,9 +36,21 @@ class Speed:
         if expected is None or seconds > expected:
             self.loaded(size, seconds)
 
-    def prefill_s(self, tokens: int) -> float | None:
-        """Seconds that computing so many tokens takes; None: not known yet."""
-        return median(self._prefills) * tokens if self._prefills else None
+    def thought(self, steps: int, seconds: float) -> None:
+        """The engine computed so many latent steps in so long."""
+        if steps > 0 and seconds > 0:
+            self._thoughts.append(seconds / steps)
+
+    def prefill_s(self, tokens: int, steps: int = 0) -> float | None:
+        """Seconds that computing so many tokens takes, of which `steps` are latent; None: not known yet."""
+        thinking = self.think_s(steps) if steps else 0.0
+        if thinking is None or not self._prefills:
+            return None
+        return median(self._prefills) * (tokens - steps) + thinking
+
+    def think_s(self, steps: int) -> float | None:
+        """Seconds that so many latent steps take; None: not known yet."""
+        return median(self._thoughts) * steps if self._thoughts else None
 
     def load_s(self, size: int) -> float | None:
         """Seconds that loading so many bytes takes; None: not known yet."""

@@ -135,6 +135,10 @@ class HandoffRecord(BaseModel):
     _kept: bool = PrivateAttr(False)
     _pictures: dict[str, Bytes] = PrivateAttr(default_factory=dict)
 
+    def steps_within(self, count: int) -> int:
+        """How many of its first so many tokens stand for latent steps."""
+        return self.tokens[:count].count(self.placeholder) if self.placeholder is not None else 0
+
     @property
     def kept(self) -> bool:
         """Whether it lies on disk, where other gateways see it."""
