@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ STEPS = 32
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 """As the gateway sets it for its engines: without it engines differ by what page faults cost them."""
 DEPTHS = (5, 10, 20)
+LONG = 300
+"""Sentences among which the code words are, in the long one."""
+COMPUTED = re.compile(r'^vllm:prompt_tokens_by_source_total\{[^}]*source="local_compute"[^}]*\} (\S+)$', re.M)
 BATCHES = (1, 4, 8)
 WORDS = [
     "apple", "river", "stone", "cloud", "tiger", "lemon", "paper",
@@ -176,17 +180,20 @@ class Agents:
 
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=300)
-        self.prefilled = self.said = self.thought = 0
+        self.said = self.thought = 0
         self.options: Json = {}
+
+    def computed(self) -> int:
+        """Tokens of prompts that the engine has computed so far, latent steps among them, by its own count."""
+        page = self._http.get("/metrics").text
+        return int(sum(float(value) for value in COMPUTED.findall(page)))
 
     def say(self, text: str, said: int, **handoff: Any) -> tuple[str, Json]:
         """A completion, and what it tells of its handoff."""
         body = {"model": "thinker", "prompt": text, "max_tokens": said, "temperature": 0} | self.options
         answer = self._http.post("/v1/completions", json=body | ({"handoff": handoff} if handoff else {}))
         told: Json = answer.raise_for_status().json()
-        usage = told["usage"]
-        self.prefilled += usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
-        self.said += usage["completion_tokens"]
+        self.said += told["usage"]["completion_tokens"]
         return told["choices"][0]["text"], told.get("handoff") or {}
 
     def think(self, text: str, steps: int, source: str | None = None) -> str:
@@ -195,8 +202,6 @@ class Agents:
             {"from": source} if source else {}
         )
         told = self._http.post("/v1/handoffs", json=body).raise_for_status().json()
-        before = self._http.get(f"/v1/handoffs/{source}").json()["tokens"] if source else 0
-        self.prefilled += told["tokens"] - steps - before
         self.thought += steps
         found: str = told["id"]
         return found
@@ -236,11 +241,13 @@ def pipeline_part(agents: Agents, options: argparse.Namespace) -> None:
             took = []
             for turn in range(3):
                 document = " ".join(f"Chapter {n} tells of {n * (37 + turn)} birds." for n in range(60))
-                agents.prefilled = agents.said = agents.thought = 0
+                agents.said = agents.thought = 0
+                computed = agents.computed()
                 began = time.perf_counter()
                 pass_on(agents, document, roles)
                 took.append(time.perf_counter() - began)
-            counts = (agents.prefilled, agents.said, agents.thought)
+            prefilled = agents.computed() - computed - agents.thought
+            counts = (prefilled, agents.said, agents.thought)
             rows.append([str(count), name, f"{statistics.median(took):.2f}", *map(str, counts)])
     agents.options = {}
     table(["agents", "passed on", "wall, s", "tokens prefilled", "tokens said", "latent steps"], rows)
@@ -257,11 +264,11 @@ def sums(draw: random.Random) -> tuple[str, str, str]:
     return shown, f"{a} + {b} =", str(a + b)
 
 
-def recall(draw: random.Random) -> tuple[str, str, str]:
-    """One of three code words, in a page of other things."""
+def recall(draw: random.Random, others: int = 36) -> tuple[str, str, str]:
+    """One of three code words, among sentences about other things."""
     owners, words = draw.sample(OWNERS, 3), draw.sample(WORDS, 3)
     lines = [f"The code word of {owner} is {word}.\n" for owner, word in zip(owners, words, strict=True)]
-    lines += [f"{draw.choice(OTHER_THINGS)}.\n" for _ in range(36)]
+    lines += [f"{draw.choice(OTHER_THINGS)}.\n" for _ in range(others)]
     draw.shuffle(lines)
     asked = draw.randrange(3)
     return "".join(lines), f"The code word of {owners[asked]} is", words[asked]
@@ -284,7 +291,11 @@ def right(agents: Agents, task: tuple[str, str, str], passed_on: str) -> bool:
 
 def tasks_part(agents: Agents, options: argparse.Namespace) -> None:
     """How many of B's answers are right."""
-    kinds: dict[str, Callable[[random.Random], tuple[str, str, str]]] = {"sums": sums, "recall": recall}
+    kinds: dict[str, Callable[[random.Random], tuple[str, str, str]]] = {
+        "sums": sums,
+        "recall": recall,
+        "long recall": partial(recall, others=LONG),
+    }
     ways = ("direct", "text", "handoff", *(f"latent {steps}" for steps in DEPTHS))
     rows = []
     for name, make in kinds.items():

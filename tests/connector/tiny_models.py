@@ -31,9 +31,9 @@ if __name__ == "__main__":
         "initializer_range": float(spread or 0.3),  # large enough for what was said to matter
     }
     configs = {
-        "qwen2": Qwen2Config(**shape),
-        "mistral": MistralConfig(**shape, sliding_window=None),
-        "gemma": GemmaConfig(**shape),
+        "qwen2": Qwen2Config(**shape, tie_word_embeddings=True),
+        "mistral": MistralConfig(**shape, sliding_window=None, tie_word_embeddings=False),
+        "gemma": GemmaConfig(**shape, tie_word_embeddings=True),
         "llama": LlamaConfig(**shape, tie_word_embeddings=False),
     }
     for number, family in enumerate(FAMILIES):

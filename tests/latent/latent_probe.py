@@ -13,9 +13,13 @@ class Probe:
     """Keys, values and seeds of requests, read where the engine keeps them."""
 
     model_runner: Any
+    rank: int
 
-    def watch(self) -> None:
-        """From now on note keys and values as they are written, and which blocks a request has."""
+    def watch(self, what: str = "keys") -> None:
+        """From now on note which blocks a request has, and keys and values as they are written.
+
+        With `seeds` not those: a hook of ours is no part of what was compiled.
+        """
         self.layers = {
             name: layer
             for name, layer in self.model_runner.compilation_config.static_forward_context.items()
@@ -24,13 +28,15 @@ class Probe:
         self.written: dict[str, torch.Tensor] = {}
         self.blocks: dict[str, list[int]] = {}
         self.left: dict[str, dict[str, Any]] = {}
-        for name, layer in self.layers.items():
+        self.resumed: set[str] = set()
+        for name, layer in self.layers.items() if what == "keys" else ():
             layer.register_forward_pre_hook(self._hook(name), with_kwargs=True)
         execute = self.model_runner.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             for name in scheduler_output.finished_req_ids & self.blocks.keys():
                 self.left[name] = self._read(self.blocks[name])  # before others write into its blocks
+            self.resumed |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
             answer = execute(scheduler_output, *args, **kwargs)
             for name, request in self.model_runner.requests.items():
                 self.blocks[name] = list(request.block_ids[0])
@@ -39,17 +45,28 @@ class Probe:
         self.model_runner.execute_model = execute_model
 
     def dump(self, request: str, path: str) -> None:
-        """Write `keys` and `values` `[layers, slots, KV heads, head size]` and `seeds` of a request's blocks."""
+        """Write `keys` and `values` `[layers, slots, KV heads, head size]` and `seeds` of a request's blocks.
+
+        And whether it was `resumed`, after it had been preempted. Of several processes the first one writes.
+        """
         name = next(name for name in self.blocks if name.split("-")[0] == request)
-        torch.save(self.left.get(name) or self._read(self.blocks[name]), path)
+        found = self.left.get(name) or self._read(self.blocks[name])
+        if self.rank == 0:
+            torch.save(found | {"resumed": name in self.resumed}, path)
+
+    def require_compiled(self) -> None:
+        """The model's layers run as `torch.compile` made them."""
+        assert self.model_runner.model.model.compiled
 
     def _read(self, blocks: list[int]) -> dict[str, Any]:
         size = next(iter(self.layers.values())).kv_cache.shape[2]
         slots = torch.tensor([block * size + place for block in blocks for place in range(size)])
         memory = self.model_runner.compilation_config.static_forward_context.get("baton_latent.memory")
-        both = [self.written[layer][:, slots] for layer in self.layers]
-        keys, values = torch.stack([pair[0] for pair in both]), torch.stack([pair[1] for pair in both])
-        return {"keys": keys, "values": values, "seeds": None if memory is None else memory.read(slots)}
+        both = [self.written[layer][:, slots] for layer in self.layers if layer in self.written]
+        found = {"seeds": None if memory is None else memory.read(slots)}
+        if both:
+            found["keys"], found["values"] = torch.stack(both, dim=1)
+        return found
 
     def _hook(self, name: str) -> Any:
         def note(layer: Any, args: Any, kwargs: Any) -> None:

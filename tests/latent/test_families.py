@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +19,8 @@ from baton_latent import latent_overrides
 from baton_latent.contract import PLACEHOLDER_KEY
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.chaos]
-CALM = "0.12"
-"""How far random weights spread: with more, rounding decides what is thought (see test_engine.py)."""
 FAMILIES = ("qwen2", "mistral", "gemma", "llama")
-TINY = Path(__file__).parents[1] / "connector" / "tiny_models.py"
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("families")
-    source = ModelStore(load_settings().models_folder).resolve("smollm2")
-    subprocess.run([sys.executable, str(TINY), source, str(folder), CALM], check=True, capture_output=True)
-    return folder
+PROBE = {"worker_extension_cls": "latent.latent_probe.Probe"}
 
 
 def thinking(folder: Path, model: str, **args: Any) -> OfflineEngine:
@@ -41,62 +29,52 @@ def thinking(folder: Path, model: str, **args: Any) -> OfflineEngine:
     return OfflineEngine(folder / "store", model=model, **(usual | args))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_thinks(models: Path, tmp_path: Path, family: str) -> None:
-    model = str(models / family)
-    overrides = latent_overrides(model)
-    probe = {"worker_extension_cls": "latent.latent_probe.Probe"}
-    plain, asked = prompt(53, seed=5), []
-    with thinking(tmp_path, model, **probe) as engine:
-        engine.call("watch")
-        (stock,) = engine.ask((plain, SAID, None))
-        engine.call("dump", stock["id"], str(tmp_path / "stock.pt"))
-    with thinking(tmp_path, model, hf_overrides=overrides, **probe) as engine:
-        engine.call("watch")
-        thinker = Thinker(
-            engine, Reference(model, overrides[PLACEHOLDER_KEY]), overrides[PLACEHOLDER_KEY], tmp_path
-        )
-        (same,) = engine.ask((plain, SAID, None))
-        require_stock(thinker, same, stock, len(plain) + SAID - 1)
-        for length, steps, tail in ((37, 8, 5), (70, 0, 0), (5, 20, 0), (50, 3, 30)):
-            asked.append([*prompt(length, seed=0), *thinker.steps(steps), *prompt(tail, seed=1)])
-        for answer, context in zip(engine.ask(*((one, SAID, None) for one in asked)), asked, strict=True):
-            thinker.require(answer, context)
-        (again,) = engine.ask((asked[-1], SAID, None))
-        assert again["cached"] == 64
-        thinker.require(again, asked[-1])
-
-
-def require_stock(thinker: Thinker, same: Any, stock: Any, count: int) -> None:
-    """Without steps the KV is the same to the last bit, and so is what is said."""
-    assert same["tokens"] == stock["tokens"]
-    written = torch.load(thinker.folder / "stock.pt")
-    found = thinker.dump(same)
-    for kind in ("keys", "values"):
-        assert torch.equal(found[kind][:, :count], written[kind][:, :count])
+@pytest.mark.parametrize("family", [*FAMILIES, "smollm2"])
+def test_without_steps_it_is_vllm_s_own(tiny_models: Path, tmp_path: Path, family: str) -> None:
+    """The KV is the same to the last bit, the log probabilities are, and so is what is said."""
+    model = str(tiny_models / family)
+    if family == "smollm2":
+        model = ModelStore(load_settings().models_folder).resolve("smollm2")
+    asked = [prompt(length, seed=5) for length in (1, 16, 53)]
+    written = []
+    for overrides in ({}, latent_overrides(model)):
+        with thinking(tmp_path, model, hf_overrides=overrides, **PROBE) as engine:
+            engine.call("watch")
+            answers = engine.ask(*((one, SAID, None) for one in asked))
+            for answer in answers:
+                engine.call("dump", answer["id"], str(tmp_path / "dump.pt"))
+                written.append((answer, torch.load(tmp_path / "dump.pt")))
+    for (stock, of_stock), (same, of_same), given in zip(written[:3], written[3:], asked, strict=True):
+        assert (same["tokens"], same["logprobs"]) == (stock["tokens"], stock["logprobs"])
+        count = len(given) + SAID - 1
+        for kind in ("keys", "values"):
+            assert torch.equal(of_same[kind][:, :count], of_stock[kind][:, :count])
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_a_compiled_model_thinks_the_same(models: Path, tmp_path: Path, family: str) -> None:
-    model = str(models / family)
+def test_a_compiled_model_thinks_the_same(tiny_models: Path, tmp_path: Path, family: str) -> None:
+    model = str(tiny_models / family)
     overrides = latent_overrides(model)
     placeholder = overrides[PLACEHOLDER_KEY]
-    with thinking(tmp_path, model, hf_overrides=overrides, enforce_eager=False) as engine:
+    with thinking(tmp_path, model, hf_overrides=overrides, enforce_eager=False, **PROBE) as engine:
+        engine.call("watch", "seeds")
         thinker = Thinker(engine, Reference(model, placeholder), placeholder, tmp_path)
         for steps in (0, 1, 9):
             asked = [*prompt(30 + steps, seed=steps), *thinker.steps(steps), *prompt(4, seed=2)]
             (answer,) = engine.ask((asked, SAID, None))
             thinker.require(answer, asked, written=False)
+        engine.call("require_compiled")
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two processes need a core each")
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gemma"])
-def test_a_model_in_two_processes_thinks_the_same(models: Path, tmp_path: Path, family: str) -> None:
+def test_a_model_in_two_processes_thinks_the_same(tiny_models: Path, tmp_path: Path, family: str) -> None:
     """Tensor parallelism, which shards the vocabulary: of a tied model, of one with a head of its own, of a scaled one."""
-    model = str(models / family)
+    model = str(tiny_models / family)
     overrides = latent_overrides(model)
     placeholder = overrides[PLACEHOLDER_KEY]
-    with thinking(tmp_path, model, hf_overrides=overrides, tensor_parallel_size=2) as engine:
+    with thinking(tmp_path, model, hf_overrides=overrides, tensor_parallel_size=2, **PROBE) as engine:
+        engine.call("watch", "seeds")
         thinker = Thinker(engine, Reference(model, placeholder), placeholder, tmp_path)
         asked = [
             [*prompt(30 + steps, seed=steps), *thinker.steps(steps), *prompt(4, seed=2)]
@@ -106,13 +84,16 @@ def test_a_model_in_two_processes_thinks_the_same(models: Path, tmp_path: Path, 
             thinker.require(answer, context, written=False)
 
 
-def test_a_model_finds_its_placeholder_by_itself(models: Path, tmp_path: Path) -> None:
+def test_a_model_finds_its_placeholder_by_itself(tiny_models: Path, tmp_path: Path) -> None:
     """Plain vLLM needs the class alone: `--hf-overrides '{"architectures": [...]}'`."""
-    model = str(models / "llama")
+    model = str(tiny_models / "llama")
     overrides = latent_overrides(model)
-    assert json.loads((models / "llama" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads((tiny_models / "llama" / "config.json").read_text())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
     placeholder = overrides.pop(PLACEHOLDER_KEY)
-    with thinking(tmp_path, model, hf_overrides=overrides) as engine:
+    with thinking(tmp_path, model, hf_overrides=overrides, **PROBE) as engine:
+        engine.call("watch")
         thinker = Thinker(engine, Reference(model, placeholder), placeholder, tmp_path)
         asked = [*prompt(20, seed=8), *thinker.steps(5)]
         (answer,) = engine.ask((asked, SAID, None))

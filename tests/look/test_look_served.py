@@ -117,5 +117,5 @@ def test_one_call_from_a_scene_to_words(client: httpx.Client, tmp_path: Path) ->
     asked["messages"] = [{"role": "user", "content": "Is there water in the picture?"}]
     told = client.post("/v1/chat/completions", json=asked).raise_for_status().json()
     assert told["handoff"]["source"]["outcome"] in ("loaded", "resident")
-    assert told["choices"][0]["message"]["content"].startswith(("Yes", "No"))
+    assert told["choices"][0]["message"]["content"].startswith("Yes"), "a river runs through it"
     assert encoded_by(client.get("/metrics").text, "look-tiny") == before + 1
