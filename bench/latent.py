@@ -47,7 +47,7 @@ STEPS = 32
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 """As the gateway sets it for its engines: without it engines differ by what page faults cost them."""
 DEPTHS = (5, 10, 20)
-LONG = 300
+LONG = 220
 """Sentences among which the code words are, in the long one."""
 COMPUTED = re.compile(r'^vllm:prompt_tokens_by_source_total\{[^}]*source="local_compute"[^}]*\} (\S+)$', re.M)
 BATCHES = (1, 4, 8)
@@ -184,7 +184,7 @@ class Agents:
         self.options: Json = {}
 
     def computed(self) -> int:
-        """Tokens of prompts that the engine has computed so far, latent steps among them, by its own count."""
+        """Tokens of prompts that the engine has computed, latent steps among them, by its own count."""
         page = self._http.get("/metrics").text
         return int(sum(float(value) for value in COMPUTED.findall(page)))
 

@@ -301,6 +301,11 @@ def test_what_stands_for_an_image_may_not_be_typed(
     assert post(gateway, body | {"model": "text"}, path).status_code == 200
 
 
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_what_an_answer_is_not_to_say_is_no_prompt(gateway: FakeGateway, field: str) -> None:
+    assert post(gateway, chat({"type": "text", "text": "a"}, **{field: ["<image>"]})).status_code == 200
+
+
 def test_what_is_read_is_counted(gateway: FakeGateway) -> None:
     """By outcome, in bytes, and those that were written anew."""
     turned = pictures.part_of(pictures.oriented(6))

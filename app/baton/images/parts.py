@@ -30,6 +30,8 @@ FREE_JSON = frozenset(
     }
 )
 """Fields whose JSON is the client's own: what looks like media there is not."""
+NEVER_SAID = frozenset({"bad_words", "stop", "stop_sequences"})
+"""Fields whose texts are no part of a prompt."""
 
 OF_A_CALL = frozenset({"input"})
 """What a model's call of a tool was given, in Anthropic's messages; elsewhere `input` may hold images."""
@@ -209,8 +211,9 @@ def typed_token(value: Any, texts: tuple[str, ...], where: str = "") -> tuple[st
     if isinstance(value, list):
         items = ((f"{where}[{index}]", item) for index, item in enumerate(value))
     elif isinstance(value, dict):
+        unread = FREE_JSON | NEVER_SAID
         items = (
-            (f"{where}.{key}" if where else key, item) for key, item in value.items() if key not in FREE_JSON
+            (f"{where}.{key}" if where else key, item) for key, item in value.items() if key not in unread
         )
     hits = (typed_token(item, texts, there) for there, item in items if isinstance(item, str | dict | list))
     return next((hit for hit in hits if hit is not None), None)
