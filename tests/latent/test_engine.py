@@ -72,7 +72,7 @@ def test_thinking_changes_what_is_said(thinker: Thinker) -> None:
     assert thinker.placeholder not in thought["tokens"]
 
 
-@pytest.mark.parametrize(("length", "seed"), [(60, 8), (63, 11), (64, 4)])
+@pytest.mark.parametrize(("length", "seed"), [(60, 8), (63, 11), (64, 21)])
 def test_a_cached_prefix_may_end_within_a_run_and_right_before_it(
     thinker: Thinker, length: int, seed: int
 ) -> None:

@@ -58,7 +58,11 @@ FUYU = {
     "language_model.model.final_layernorm.weight",
     "vision_embed_tokens.bias",
     "vision_embed_tokens.weight",
-    *(f"language_model.model.layers.N.{name}.{kind}" for name in PERSIMMON_LAYER for kind in ("bias", "weight")),
+    *(
+        f"language_model.model.layers.N.{name}.{kind}"
+        for name in PERSIMMON_LAYER
+        for kind in ("bias", "weight")
+    ),
 }
 """Of adept/fuyu-8b, likewise."""
 
@@ -67,7 +71,9 @@ FUYU = {
     ("make", "kind", "published"),
     [(make_llava, LlavaForConditionalGeneration, LLAVA), (make_fuyu, FuyuForCausalLM, FUYU)],
 )
-def test_the_names_are_the_published_ones(tmp_path: Path, make: object, kind: object, published: set[str]) -> None:
+def test_the_names_are_the_published_ones(
+    tmp_path: Path, make: object, kind: object, published: set[str]
+) -> None:
     """What is loaded in the parity tests from the layout `official` is then loaded from those too."""
     make(tmp_path)  # type: ignore[operator]  # one of the two
     names = kind.from_pretrained(tmp_path).state_dict()  # type: ignore[attr-defined]  # likewise
