@@ -378,7 +378,12 @@ def test_a_stop_while_the_engine_starts_is_as_quiet(tmp_path: Path) -> None:
     ("settings", "code", "reason"),
     [
         ('[[engines]]\nname = "a"\nmodel = "smollm2"\nargs = {max_model_len = 99999}', 1, "99999"),
-        ('[[engines]]\nname = "a"\nmodel = "smollm2"\nargs = {max_len = 1}', 2, "unknown to vLLM"),
+        pytest.param(  # also in tests/seams/test_vllm.py, without a process
+            '[[engines]]\nname = "a"\nmodel = "smollm2"\nargs = {max_len = 1}',
+            2,
+            "unknown to vLLM",
+            marks=pytest.mark.chaos,
+        ),
         ('[[engines]]\nname = "a"\nmodel = "./nowhere"', 1, "does not exist"),
         pytest.param(  # the weights are loaded before it is known
             '[[engines]]\nname = "a"\nmodel = "smollm2"\nkv_cache_memory = "16MiB"',

@@ -125,6 +125,7 @@ def as_published(config: dict[str, Any]) -> dict[str, Any]:
     return {"architectures": ["PrithviGeoSpatialMAE"], "num_classes": 0, "pretrained_cfg": published}
 
 
+@pytest.mark.chaos
 def test_vllm_plugins_filters_ours(rgb: Path, tmp_path: Path) -> None:
     """Where it names another plugin, vLLM does not know the model and says so."""
     done = offline(tmp_path, str(rgb), json.dumps({"dtype": "float32"}), plugins="elsewhere")
