@@ -31,7 +31,10 @@ def thinking(folder: Path, model: str, **args: Any) -> OfflineEngine:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "smollm2"])
 def test_without_steps_it_is_vllm_s_own(tiny_models: Path, tmp_path: Path, family: str) -> None:
-    """The KV is the same to the last bit, the log probabilities are, and so is what is said."""
+    """The KV is the same to the last bit, and so is what is said.
+
+    A log probability may be larger, by what the placeholder's own would be: that is never said.
+    """
     model = str(tiny_models / family)
     if family == "smollm2":
         model = ModelStore(load_settings().models_folder).resolve("smollm2")
@@ -45,7 +48,9 @@ def test_without_steps_it_is_vllm_s_own(tiny_models: Path, tmp_path: Path, famil
                 engine.call("dump", answer["id"], str(tmp_path / "dump.pt"))
                 written.append((answer, torch.load(tmp_path / "dump.pt")))
     for (stock, of_stock), (same, of_same), given in zip(written[:3], written[3:], asked, strict=True):
-        assert (same["tokens"], same["logprobs"]) == (stock["tokens"], stock["logprobs"])
+        assert same["tokens"] == stock["tokens"]
+        for ours, theirs in zip(same["logprobs"], stock["logprobs"], strict=True):
+            assert -1e-6 < ours - theirs < 1e-3
         count = len(given) + SAID - 1
         for kind in ("keys", "values"):
             assert torch.equal(of_same[kind][:, :count], of_stock[kind][:, :count])
