@@ -46,6 +46,7 @@ def test_another_family_s_kv_is_handed_over_exactly(models: Path, tmp_path: Path
         assert elsewhere["logprobs"] != pytest.approx(plain["logprobs"], abs=2e-3), "the past must matter"
 
 
+@pytest.mark.chaos
 def test_in_bf16_an_entry_is_the_engine_s_own_prefix_cache_bit_by_bit(tmp_path: Path) -> None:
     with OfflineEngine(tmp_path / "store", dtype="bfloat16", enable_prefix_caching=True) as engine:
         for length in (28, 60, 124, 380):  # with the five tokens A says, 32n + 1: the KV ends with a block

@@ -87,6 +87,16 @@ def test_a_cached_prefix_may_end_within_a_run_and_right_before_it(
     thinker.require(again, asked)
 
 
+def test_words_after_a_thought_are_words(thinker: Thinker) -> None:
+    """Who says the same up to a thought, and then speaks, has the words' KV from the cache, and no thought's."""
+    said = prompt(64, seed=21)
+    thinker.engine.ask(([*said, *thinker.steps(32), *prompt(3, seed=1)], 2, None))
+    asked = [*said, *prompt(35, seed=2)]
+    (answer,) = thinker.engine.ask((asked, SAID, None))
+    assert answer["cached"] == 64
+    thinker.require(answer, asked)
+
+
 def test_chains_of_runs(thinker: Thinker) -> None:
     first, second = prompt(20, seed=7), prompt(9, seed=8)
     asked = [*first, *thinker.steps(4), *second, *thinker.steps(6), *thinker.steps(3)]

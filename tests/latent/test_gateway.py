@@ -155,6 +155,8 @@ def test_a_chat_thinks_before_it_answers_and_goes_on(gateway: RealGateway) -> No
         ("/v1/completions", {"prompt": [100, 16, 101]}),
         ("/v1/completions", {"prompt": [100, 101, 16], "handoff": {"save": {"latent_steps": 2}}}),
         ("/v1/completions", {"prompt": ["one", "two <empty_output>"]}),
+        ("/v1/completions", {"prompt": [[100, 101], [100, 16]]}),
+        ("/v1/completions", {"prompt": "one <empty_output>", "add_special_tokens": False}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "one <empty_output> two"}]}),
         ("/v1/handoffs", {"prompt": "one <empty_output> two"}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "<empty_output>"}]}),
@@ -169,6 +171,15 @@ def test_a_client_s_own_placeholder_is_refused(gateway: RealGateway, path: str, 
             answer = client.post(path, json={"model": "thinker", **more, **body})
             assert (answer.status_code, "latent" in answer.text) == (400, True), answer.text
     assert "Traceback" not in gateway.log
+
+
+@pytest.mark.parametrize("own", ["<empty_output> two", [16, 100]])
+def test_nor_may_it_follow_what_was_thought(gateway: RealGateway, own: Any) -> None:
+    left = told(ask(gateway, "thinker", prompt(20, seed=3), handoff={"save": {"latent_steps": 2}}))
+    with gateway.client() as client:
+        body = {"model": "thinker", "prompt": own, "max_tokens": 2, "handoff": {"from": left["id"]}}
+        answer = client.post("/v1/completions", json=body)
+    assert (answer.status_code, "latent" in answer.text) == (400, True), answer.text
 
 
 def test_the_log_says_what_is_on(gateway: RealGateway) -> None:
@@ -201,6 +212,18 @@ def test_avp_s_quick_start_translated(gateway: RealGateway) -> None:
     assert (answer["handoff"]["latent_steps"], left["latent_steps"]) == (20, 20)
 
 
-def test_the_placeholder_is_never_said(gateway: RealGateway, reference: Reference) -> None:
-    answer = ask(gateway, "thinker", prompt(20, seed=1), logit_bias={str(reference.placeholder): 100})
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logit_bias": {"16": 100}},
+        {"allowed_token_ids": [16]},
+        {"structured_outputs": {"choice": ["<empty_output>"]}},
+        {"temperature": 2, "top_p": 1, "seed": 5},
+    ],
+)
+def test_the_placeholder_is_never_said(
+    gateway: RealGateway, reference: Reference, options: dict[str, Any]
+) -> None:
+    assert reference.placeholder == 16
+    answer = ask(gateway, "thinker", prompt(20, seed=1), **options)
     assert reference.placeholder not in ids(answer)[1]
