@@ -43,8 +43,10 @@ def test_without_steps_it_is_vllm_s_own(tiny_models: Path, tmp_path: Path, famil
     for overrides in ({}, latent_overrides(model)):
         with thinking(tmp_path, model, hf_overrides=overrides, **PROBE) as engine:
             engine.call("watch")
-            answers = engine.ask(*((one, SAID, None) for one in asked))
-            for answer in answers:
+            for (
+                one
+            ) in asked:  # alone: in what batches several go hangs on when they arrive, and so does rounding
+                (answer,) = engine.ask((one, SAID, None))
                 engine.call("dump", answer["id"], str(tmp_path / "dump.pt"))
                 written.append((answer, torch.load(tmp_path / "dump.pt")))
     for (stock, of_stock), (same, of_same), given in zip(written[:3], written[3:], asked, strict=True):
