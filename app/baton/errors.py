@@ -70,6 +70,8 @@ class BatonError(Exception):
     status: int = 500
     kind: ClassVar[str] = "server_error"
     retryable: ClassVar[bool] = False
+    ends_connection: bool = False
+    """Whether the connection is closed after the answer, as the rest of its request is not to be read."""
     default_message: ClassVar[str] = "The server could not answer this request."
 
     def __init__(
@@ -126,6 +128,7 @@ class MalformedRequest(ClientError):
     """What came is no HTTP/1.1 that can be read in one way only; the connection ends with it."""
 
     code = "malformed_request"
+    ends_connection = True
     default_message = "The request is not well-formed HTTP/1.1."
 
 
@@ -188,6 +191,7 @@ class HandoffNotFound(NotFound):
 
 class RequestTimeout(ClientError):
     code = "request_timeout"
+    ends_connection = True
     status = 408
     default_message = "The request came too slowly; send it again on a new connection."
 
@@ -232,11 +236,13 @@ class NotAcceptable(ClientError):
 
 class BodyTooLarge(ClientError):
     code = "body_too_large"
+    ends_connection = True
     status = 413
 
 
 class UriTooLong(ClientError):
     code = "uri_too_long"
+    ends_connection = True
     status = 414
     default_message = "The address of the request is too long; send what it carries in the body."
 
@@ -255,6 +261,7 @@ class Unprocessable(ClientError):
 
 class HeadersTooLarge(ClientError):
     code = "headers_too_large"
+    ends_connection = True
     status = 431
     default_message = "The request has too many headers, or too long ones."
 

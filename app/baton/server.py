@@ -37,13 +37,14 @@ from baton.api import (
 )
 from baton.api.admission import Admission, AdmissionMiddleware
 from baton.api.auth import AuthMiddleware
+from baton.api.body_budget import BodyBudget, bodies_together, uploads_together
 from baton.api.connections import protocol_for
 from baton.api.drain import LAST_WORDS_S, Drain, DrainMiddleware
 from baton.api.faults import FaultsMiddleware, http_exception, invalid_parameters
 from baton.api.gateway import Gateway
 from baton.api.heads import HeadMiddleware
 from baton.api.keys import Keyring, keyring_for
-from baton.api.limits import BodyLimitMiddleware
+from baton.api.limits import BodyLimitMiddleware, BodyLimits
 from baton.api.observe import ObserveMiddleware
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import FleetLost, OperatorError, SettingsError, StartError
@@ -117,7 +118,8 @@ def create_app(
     """
     counted = fleet.metrics
     reserve = int(settings.admission.memory_reserve)
-    memory = MemoryWatch(memory_reader or MemoryReader(), reserve, counted.memory)
+    reader = memory_reader or MemoryReader()
+    memory = MemoryWatch(reader, reserve, counted.memory)
     gateway = Gateway(
         settings,
         fleet,
@@ -150,18 +152,23 @@ def create_app(
     openapi.install(app)
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, invalid_parameters)
-    _add_layers(app, gateway, keyring_for(settings), memory)
+    bodies = bodies_together(settings.limits, reader.available())
+    _add_layers(app, gateway, keyring_for(settings), memory, bodies)
     return app
 
 
-def _add_layers(app: FastAPI, gateway: Gateway, keyring: Keyring | None, memory: MemoryWatch) -> None:
+def _add_layers(
+    app: FastAPI, gateway: Gateway, keyring: Keyring | None, memory: MemoryWatch, bodies: int
+) -> None:
     """What stands between the socket and the routes. The last one added is the outermost."""
-    settings = gateway.settings
+    settings, held = gateway.settings, gateway.metrics.bodies
+    in_memory = BodyBudget(bodies, "limits.bodies_bytes", held.labels("memory"), short=lambda: memory.short)
+    on_disk = BodyBudget(uploads_together(settings.pooling), "pooling.uploads_bytes", held.labels("disk"))
     app.add_middleware(AdmissionMiddleware, memory=memory)
     app.add_middleware(
         BodyLimitMiddleware,
-        body_bytes=settings.limits.body_bytes,
-        upload_bytes=settings.pooling.upload_bytes,
+        bodies=BodyLimits(settings.limits.body_bytes, in_memory),
+        uploads=BodyLimits(settings.pooling.upload_bytes, on_disk),
         edge=settings.edge,
     )
     app.add_middleware(AuthMiddleware, keyring=keyring)

@@ -78,6 +78,13 @@ class LimitSettings(Frozen):
     body_bytes: ByteSize = Field(
         ByteSize(32 * MIB), ge=1024, description="Largest request body; above it: 413."
     )
+    bodies_bytes: ByteSize | None = Field(
+        None,
+        ge=2048,
+        description="Most bytes of the bodies of all requests under way together; above it: 503. One tenant "
+        "alone may hold half of it; above its share: 429. Unset: an eighth of the memory there is at the "
+        "start, at least four times `body_bytes`, at most 2 GiB.",
+    )
     body_depth: int = Field(64, ge=4, le=190, description="Deepest nesting of a JSON body; above it: 400.")
     body_values: int = Field(
         300_000,
@@ -109,6 +116,11 @@ class ImageSettings(Frozen):
 
     count: int = Field(16, ge=0, description="Most images of one request, whatever the model takes; 0: none.")
     file_bytes: ByteSize = Field(ByteSize(16 * MIB), ge=1024, description="Largest image file, decoded.")
+    request_bytes: ByteSize = Field(
+        ByteSize(64 * MIB),
+        ge=1024,
+        description="Most bytes of all images of one request together, as the model is given them.",
+    )
     pixels: int = Field(25_000_000, ge=64, description="Most pixels of one image: width times height.")
     side_max: int = Field(16_384, ge=8, description="Longest side of an image, in pixels.")
     side_min: int = Field(4, ge=1, description="Shortest side of an image, in pixels.")
@@ -250,6 +262,12 @@ class PoolingSettings(Frozen):
     time_limit_s: float = Field(900.0, gt=0, description="Seconds a request may take; then 504.")
     upload_bytes: ByteSize = Field(
         ByteSize(2048 * MIB), ge=1024, description="Largest file sent as it is; above it: 413."
+    )
+    uploads_bytes: ByteSize | None = Field(
+        None,
+        ge=2048,
+        description="Most bytes of the files of all requests under way together; above it: 503, and above a "
+        "tenant's share of it: 429. Unset: eight times `upload_bytes`.",
     )
     spool_dir: Path | None = Field(
         None, description="Where files sent as they are wait for the plugin; unset: the system's folder."

@@ -122,6 +122,22 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _all_bodies_have_room_for_one(self) -> Settings:
+        pairs = (
+            ("limits.bodies_bytes", self.limits.bodies_bytes, "limits.body_bytes", self.limits.body_bytes),
+            (
+                "pooling.uploads_bytes",
+                self.pooling.uploads_bytes,
+                "pooling.upload_bytes",
+                self.pooling.upload_bytes,
+            ),
+        )
+        for name, together, one_name, one in pairs:
+            if together is not None and together < 2 * one:  # a tenant alone may hold half of it
+                raise ValueError(f"{name}: give at least twice `{one_name}`, which is {one.human_readable()}")
+        return self
+
+    @model_validator(mode="after")
     def _engines_have_unique_names(self) -> Settings:
         names = [engine.name for engine in self.engines]
         if not names:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -10,11 +11,29 @@ from hypothesis import strategies as st
 from pydantic import ByteSize
 from starlette.requests import Request
 
+from baton.api.body_budget import BodyBudget, BodyLease, bodies_together
 from baton.api.limits import Body, read_json, strip_steering
-from baton.errors import BatonError, InvalidJson, InvalidRequest, RequestTimeout, UnsupportedMediaType
-from baton.setting_groups import EdgeSettings, LimitSettings
+from baton.errors import (
+    BatonError,
+    GatewayOverloaded,
+    InvalidJson,
+    InvalidRequest,
+    RateLimited,
+    RequestTimeout,
+    UnsupportedMediaType,
+)
+from baton.setting_groups import MIB, EdgeSettings, LimitSettings
+from baton.telemetry.metrics import GatewayMetrics
 
 LIMITS = LimitSettings(body_depth=8)
+
+
+def budget(total: int, **options: Any) -> BodyBudget:
+    return BodyBudget(total, "limits.bodies_bytes", GatewayMetrics().bodies.labels("memory"), **options)
+
+
+def lease(tenant: str = "acme") -> BodyLease:
+    return BodyLease(budget(2**20), tenant)
 
 
 async def parse(body: bytes, content_type: str = "application/json") -> dict[str, Any]:
@@ -60,7 +79,7 @@ async def receive_slowly(pause_s: float, work_s: float) -> list[bytes]:
         return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
 
     edge = EdgeSettings(body_s=0.2, body_bytes_per_s=ByteSize(1000))
-    body = Body(receive, ByteSize(1024), edge)
+    body = Body(receive, ByteSize(1024), edge, lease())
     taken = []
     for _ in range(3):
         taken.append((await body.receive())["body"])
@@ -82,7 +101,7 @@ def test_after_the_body_the_client_s_end_is_awaited_without_a_deadline() -> None
             await asyncio.sleep(0 if len(events) == 2 else 0.3)
             return events.pop(0)
 
-        body = Body(receive, ByteSize(1024), EdgeSettings(body_s=0.1))
+        body = Body(receive, ByteSize(1024), EdgeSettings(body_s=0.1), lease())
         await body.receive()
         return str((await body.receive())["type"])
 
@@ -144,3 +163,66 @@ def test_steering_fields_are_dropped_wherever_they_stand() -> None:
         "kv_transfer_params",
     ]
     assert body == {"prompt": "x", "vllm_xargs": {"other": 1}}
+
+
+@pytest.mark.fault("E15")
+def test_one_tenant_s_bodies_leave_room_for_another_s() -> None:
+    shared = budget(1200)
+    with shared.lease("acme") as first, shared.lease("acme") as second, shared.lease("globex") as other:
+        first.take(400)
+        second.take(200)
+        with pytest.raises(RateLimited, match=r"share of limits\.bodies_bytes"):
+            second.take(1)
+        other.take(400)
+        with pytest.raises(RateLimited):
+            other.take(1)
+        with shared.lease("initech") as newcomer:
+            newcomer.take(200)
+            with pytest.raises(GatewayOverloaded, match=r"limits\.bodies_bytes"):
+                newcomer.take(1)
+    with shared.lease("acme") as again:
+        again.take(600)
+
+
+@pytest.mark.fault("E15")
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 700)), max_size=60),
+    st.integers(100, 2000),
+)
+def test_bodies_never_take_more_than_they_may_together_and_give_all_of_it_back(
+    bodies: list[tuple[str, int]], total: int
+) -> None:
+    shared = budget(total)
+    with contextlib.ExitStack() as open_:
+        leases = []
+        for tenant, size in bodies:
+            held = open_.enter_context(shared.lease(tenant))
+            with contextlib.suppress(RateLimited, GatewayOverloaded):
+                held.take(size)
+            leases.append((tenant, held))
+            assert sum(each.size for _, each in leases) <= total
+            assert all(
+                sum(each.size for owner, each in leases if owner == name) <= total // 2 for name in "abcd"
+            )
+    with shared.lease("z") as last:
+        last.take(total // 2)
+
+
+def test_no_body_grows_while_memory_is_short() -> None:
+    short = False
+    with budget(1000, short=lambda: short).lease("acme") as body:
+        body.take(10)
+        short = True
+        with pytest.raises(GatewayOverloaded, match="short of memory"):
+            body.take(10)
+
+
+@pytest.mark.parametrize(
+    ("available", "expected"),
+    [(None, 2048 * MIB), (64 * 1024 * MIB, 2048 * MIB), (8 * 1024 * MIB, 1024 * MIB), (MIB, 128 * MIB)],
+)
+def test_unless_it_is_set_the_room_for_bodies_goes_by_the_memory_there_is(
+    available: int | None, expected: int
+) -> None:
+    assert bodies_together(LimitSettings(), available) == expected
+    assert bodies_together(LimitSettings(bodies_bytes=ByteSize(MIB)), available) == MIB

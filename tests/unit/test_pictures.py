@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
+import threading
 from typing import Any
 
 import numpy as np
@@ -327,3 +329,76 @@ def test_base64_of_too_much_is_not_decoded() -> None:
     """It is counted first."""
     with pytest.raises(ImageTooLarge):
         decoded("data:;base64," + "A" * 4000, ImageSettings(file_bytes=1024), WHERE)
+
+
+def photo(width: int, height: int, kind: str, **options: Any) -> bytes:
+    """A picture with the noise of a camera, which lies on its side."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    slopes = np.stack([columns * 255 / width, rows * 255 / height, rows * 0 + 128], -1)
+    noise = np.random.default_rng(1).normal(0, 18, (height, width, 3))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    made = Image.fromarray(np.clip(slopes + noise, 0, 255).astype(np.uint8))
+    return pictures.file_of(made, kind, exif=exif.tobytes(), **options)
+
+
+@pytest.mark.fault("F8")
+def test_a_lossy_webp_that_is_turned_upright_does_not_grow_many_times() -> None:
+    """As a PNG it would: pixels that were lossy stay about as large as a JPEG."""
+    sent = photo(900, 600, "WEBP", lossless=False, quality=70)
+    lossless = photo(900, 600, "WEBP", lossless=True)
+    assert read(sent).media_type == "image/jpeg"
+    assert len(read(sent).data) < 4 * len(sent)
+    assert read(lossless).media_type == "image/png"
+    shown = np.asarray(pictures.opened(read(sent).data).convert("RGB"), np.int16)
+    wanted = np.asarray(pictures.opened(sent).transpose(Image.Transpose.ROTATE_270).convert("RGB"), np.int16)
+    assert np.abs(shown - wanted).mean() < 3
+
+
+@pytest.mark.fault("F8")
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_an_image_is_held_to_its_limit_again_after_it_was_rewritten(kind: str) -> None:
+    options = {"JPEG": {"quality": 5}, "WEBP": {"lossless": False, "quality": 5}}.get(
+        kind, {"optimize": True}
+    )
+    sent = photo(300, 200, kind, **options)
+    written = len(read(sent).data)
+    assert written > len(sent), "the test wants one that grows"
+    assert len(read(sent, file_bytes=written).data) == written
+    told = refused(sent, file_bytes=written - 1)
+    assert told.code == "image_too_large"
+    assert "images.file_bytes" in told.message
+    assert "upright" in told.message
+
+
+@pytest.mark.fault("F8")
+def test_the_images_of_one_request_are_bounded_together_as_the_engine_gets_them() -> None:
+    sent = photo(300, 200, "PNG")
+    parts = [Part({}, "url", f"images[{number}]", pictures.url_of(sent)) for number in range(4)]
+    each = len(read(sent).data)
+
+    async def sizes(limit: int) -> list[int]:
+        return [len(picture.data) for picture in await reading(None, request_bytes=limit).read(parts)]
+
+    assert asyncio.run(sizes(4 * each)) == [each] * 4
+    with pytest.raises(ImageTooLarge, match=r"images\.request_bytes") as caught:
+        asyncio.run(sizes(4 * each - 1))
+    assert caught.value.param in {part.where for part in parts}
+
+
+@pytest.mark.fault("F8")
+def test_images_are_named_in_the_thread_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once: SHA-256 of what a request may hold takes long enough to be felt on the event loop."""
+    threads: list[bool] = []
+    sha256 = hashlib.sha256
+
+    def counted(data: bytes) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return sha256(data)
+
+    monkeypatch.setattr("baton.images.picture.hashlib.sha256", counted)
+    sent = pictures.file_of(pictures.image())
+    parts = [Part({}, "url", "images[0]", pictures.url_of(sent))]
+    (picture,) = asyncio.run(reading(None).read(parts))
+    assert picture.digest == picture.digest == sha256(sent).hexdigest()
+    assert threads == [False]

@@ -18,16 +18,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import (
     BatonError,
-    BodyTooLarge,
-    HeadersTooLarge,
     InternalError,
     InvalidRequest,
-    MalformedRequest,
     MethodNotAllowed,
     NotFound,
-    RequestTimeout,
     Unauthorized,
-    UriTooLong,
 )
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics
@@ -38,8 +33,6 @@ STATUS_ERRORS: dict[int, type[BatonError]] = {
     HTTPStatus.METHOD_NOT_ALLOWED: MethodNotAllowed,
     HTTPStatus.BAD_REQUEST: InvalidRequest,
 }
-LAST_ANSWERS = (BodyTooLarge, RequestTimeout, MalformedRequest, HeadersTooLarge, UriTooLong)
-"""After these the connection ends, or the server would go on reading what it has refused."""
 
 
 class FaultsMiddleware:
@@ -100,7 +93,7 @@ def error_response(error: BatonError, scope: Scope) -> Response:
     response = JSONResponse(error_body(error, scope), status_code=error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
-    if isinstance(error, LAST_ANSWERS):
+    if error.ends_connection:
         response.headers["Connection"] = "close"
     if isinstance(error, Unauthorized):
         response.headers["WWW-Authenticate"] = "Bearer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,9 @@ from pydantic import ByteSize
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.api.body_budget import BodyBudget, BodyLease
 from baton.api.strict_json import off_the_loop, parse_object
-from baton.errors import BodyTooLarge, RequestTimeout, UnsupportedMediaType
+from baton.errors import BatonError, BodyTooLarge, RequestTimeout, UnsupportedMediaType
 from baton.setting_groups import EdgeSettings, LimitSettings
 
 UPLOAD_TYPES = frozenset(
@@ -37,15 +39,33 @@ STEERING_KEYS = (
 """Fields of vLLM's requests that steer its caches, or how it reads images, past the gateway."""
 
 
-class BodyLimitMiddleware:
-    """Refuses a body that is too large, by its announced length or once it is, or that comes too slowly."""
+@dataclass(frozen=True)
+class BodyLimits:
+    """What bodies of one kind may take.
 
-    def __init__(
-        self, app: ASGIApp, *, body_bytes: ByteSize, upload_bytes: ByteSize, edge: EdgeSettings
-    ) -> None:
+    Attributes:
+        each: bytes of one.
+        together: of all at once.
+    """
+
+    each: ByteSize
+    together: BodyBudget
+
+
+class BodyLimitMiddleware:
+    """Refuse a body that is too large, by its announced length or once it is, or that comes too slowly.
+
+    Args:
+        app: what the bodies are for.
+        bodies: limits of the bodies that are held in memory.
+        uploads: limits of the files that are written to disk as they come.
+        edge: how long a body may take.
+    """
+
+    def __init__(self, app: ASGIApp, *, bodies: BodyLimits, uploads: BodyLimits, edge: EdgeSettings) -> None:
         self._app = app
-        self._body_bytes = body_bytes
-        self._upload_bytes = upload_bytes
+        self._bodies = bodies
+        self._uploads = uploads
         self._edge = edge
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,15 +73,16 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         upload = scope["path"] == UPLOAD_PATH and media_type_of(Request(scope)) in UPLOAD_TYPES
-        limit = self._upload_bytes if upload else self._body_bytes
+        limits = self._uploads if upload else self._bodies
         for name, value in scope["headers"]:
-            if name == b"content-length" and int(value) > limit:
-                raise _too_large(limit)
+            if name == b"content-length" and int(value) > limits.each:
+                raise _too_large(limits.each)
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 raise UnsupportedMediaType(
                     "Bodies are taken as they are, not compressed: send it without 'Content-Encoding'."
                 )
-        await self._app(scope, Body(receive, limit, self._edge).receive, send)
+        with limits.together.lease(scope["baton"].tenant) as lease:
+            await self._app(scope, Body(receive, limits.each, self._edge, lease).receive, send)
 
 
 class Body:
@@ -70,8 +91,9 @@ class Body:
     Only waiting counts: while the application is busy elsewhere, the client is not the slow one.
     """
 
-    def __init__(self, receive: Receive, limit: ByteSize, edge: EdgeSettings) -> None:
+    def __init__(self, receive: Receive, limit: ByteSize, edge: EdgeSettings, lease: BodyLease) -> None:
         self._receive = receive
+        self._lease = lease
         self._limit = limit
         self._edge = edge
         self._seen = 0
@@ -84,6 +106,8 @@ class Body:
         Raises:
             BodyTooLarge: there is more of it than may be.
             RequestTimeout: it comes too slowly.
+            RateLimited: its tenant's bodies take their share already.
+            GatewayOverloaded: all bodies take what they may together, or memory is short.
         """
         if self._whole:
             return await self._receive()
@@ -92,7 +116,15 @@ class Body:
         self._whole = event["type"] != "http.request" or not event.get("more_body", False)
         if self._seen > self._limit:
             raise _too_large(self._limit)
+        self._count(event)
         return event
+
+    def _count(self, event: Message) -> None:
+        try:
+            self._lease.take(len(event.get("body", b"")))
+        except BatonError as error:
+            error.ends_connection = not self._whole
+            raise
 
     async def _in_time(self) -> Message:
         now = asyncio.get_running_loop().time

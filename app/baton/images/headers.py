@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from baton.errors import InvalidImage
 
 MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
@@ -16,6 +18,7 @@ SCANS = 100
 
 PNG_HEAD = b"\x89PNG\r\n\x1a\n"
 START_OF_SCAN = b"\xff\xda"
+LOSSY_WEBP = b"VP8 "
 GIF_EXTENSION = b"\x00!"
 
 
@@ -28,6 +31,27 @@ def format_of(data: bytes) -> str | None:
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
     return "GIF" if data.startswith((b"GIF87a", b"GIF89a")) else None
+
+
+def is_lossy(kind: str, data: bytes) -> bool:
+    """Whether the file's pixels were compressed with loss.
+
+    Args:
+        kind: Pillow's name of the format.
+        data: the file.
+    """
+    return kind == "JPEG" or (kind == "WEBP" and LOSSY_WEBP in _webp_chunks(data))
+
+
+def _webp_chunks(data: bytes) -> Iterator[bytes]:
+    """The names of a WebP's chunks. Source: RFC 9649, section 2.3."""
+    at = len(b"RIFF....WEBP")
+    for _ in range(PARTS):
+        if at + 8 > len(data):
+            return
+        yield data[at : at + 4]
+        size = int.from_bytes(data[at + 4 : at + 8], "little")
+        at += 8 + size + size % 2
 
 
 def refuse_endless_headers(kind: str, data: bytes, where: str) -> None:

@@ -7,12 +7,13 @@ that a file which cannot be decoded is refused before a model's own processor me
 from __future__ import annotations
 
 from io import BytesIO
+from typing import Any
 
 import structlog
 from PIL import ExifTags, Image, ImageOps
 
 from baton.errors import ImageTooLarge, InvalidImage
-from baton.images.headers import MEDIA_TYPES, format_of, refuse_endless_headers
+from baton.images.headers import MEDIA_TYPES, format_of, is_lossy, refuse_endless_headers
 from baton.images.picture import Picture
 from baton.setting_groups import ImageSettings
 
@@ -57,7 +58,15 @@ def read_picture(data: bytes, limits: ImageSettings, where: str) -> Picture:
             _require_still(image, where)
             image.load()
             _require_size(image, limits, where)  # a GIF's first frame may be larger than it said
-            return _as_picture(image, kind, data)
+            picture = _as_picture(image, kind, data, int(limits.file_bytes))
+            picture.digest  # noqa: B018  # computed here, in a thread, and kept
+            return picture
+    except _TooMuchWritten:
+        raise ImageTooLarge(
+            f"{where}: the image takes more than {limits.file_bytes} bytes once it is written upright with 8 "
+            "bits a channel (setting images.file_bytes): send it so yourself, or make it smaller.",
+            param=where,
+        ) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise ImageTooLarge(
             f"{where}: the image has far more than the {limits.pixels} pixels that are taken "
@@ -105,13 +114,14 @@ def _require_still(image: Image.Image, where: str) -> None:
         )
 
 
-def _as_picture(image: Image.Image, kind: str, data: bytes) -> Picture:
+def _as_picture(image: Image.Image, kind: str, data: bytes, limit: int) -> Picture:
     turned = _orientation(image) != UPRIGHT
     plain = image.mode in PLAIN_MODES and not _has_key_colour(image)
     if plain and not turned:
         return Picture(data, MEDIA_TYPES[kind], *image.size)
-    shown = ImageOps.exif_transpose(image) if turned else image
-    return _written(_plain(shown), kind)
+    shown = _plain(ImageOps.exif_transpose(image) if turned else image)
+    lossy = is_lossy(kind, data) and shown.mode in ("L", "RGB")
+    return _written(shown, "JPEG" if lossy else "PNG", limit)
 
 
 def _orientation(image: Image.Image) -> int:
@@ -137,13 +147,47 @@ def _plain(image: Image.Image) -> Image.Image:
     return image if image.mode in PLAIN_MODES else image.convert("RGB")
 
 
-def _written(image: Image.Image, kind: str) -> Picture:
-    """The pixels as a file of their own: JPEG where they came from one, else PNG; without metadata."""
-    file = BytesIO()
+class _TooMuchWritten(Exception):
+    """A rewritten image has grown above the limit of a file."""
+
+
+class _LimitedFile(BytesIO):
+    """A file in memory that takes so many bytes at most.
+
+    Args:
+        limit: in bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def write(self, data: Any, /) -> int:
+        """Append to the file.
+
+        Raises:
+            _TooMuchWritten: it would be larger than it may be.
+        """
+        if self.tell() + len(data) > self._limit:
+            raise _TooMuchWritten
+        return super().write(data)
+
+
+def _written(image: Image.Image, kind: str, limit: int) -> Picture:
+    """Write the pixels as a file of their own, without metadata.
+
+    Args:
+        image: the pixels, upright and in a plain mode.
+        kind: `JPEG` where they were compressed with loss before, else `PNG`.
+        limit: most bytes of the file.
+
+    Raises:
+        _TooMuchWritten: the file would be larger.
+    """
+    file = _LimitedFile(limit)
+    image.info = {}
     if kind == "JPEG":
         image.save(file, "JPEG", quality=JPEG_QUALITY, subsampling=0, exif=b"")
     else:
-        kind = "PNG"
-        image.info = {}
         image.save(file, "PNG", compress_level=PNG_COMPRESSION)
     return Picture(file.getvalue(), MEDIA_TYPES[kind], *image.size)

@@ -23,6 +23,32 @@ Fetch = Callable[[str, str], Awaitable[bytes]]
 DATA = "data:"
 
 
+class Room:
+    """What the images of one request may take together.
+
+    Args:
+        limit: in bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._left = limit
+
+    def take(self, size: int, where: str) -> None:
+        """Count one image, as the engine gets it.
+
+        Raises:
+            ImageTooLarge: the images are larger than they may be together.
+        """
+        self._left -= size
+        if self._left < 0:
+            raise ImageTooLarge(
+                f"{where}: the images of one request may take {self._limit} bytes together, as they are "
+                "handed to the model (setting images.request_bytes): send fewer, or smaller ones.",
+                param=where,
+            )
+
+
 class ImageReading:
     """Reads the images of many requests, so many at a time.
 
@@ -49,7 +75,8 @@ class ImageReading:
         Raises:
             BatonError: why one of them is not taken; the others are given up.
         """
-        reading = [asyncio.ensure_future(self._one(part)) for part in parts]
+        room = Room(int(self._settings.request_bytes))
+        reading = [asyncio.ensure_future(self._one(part, room)) for part in parts]
         try:
             return await asyncio.gather(*reading)
         finally:
@@ -57,11 +84,12 @@ class ImageReading:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
 
-    async def _one(self, part: Part) -> Picture:
+    async def _one(self, part: Part, room: Room) -> Picture:
         began = time.monotonic()
         outcome = "other"
         try:
             picture = await self._read(part)
+            room.take(len(picture.data), part.where)
             outcome = "read"
             self._metrics.bytes.inc(len(picture.data))
             return picture

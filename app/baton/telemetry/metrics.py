@@ -83,6 +83,12 @@ class GatewayMetrics:
         )
         self.engines = FleetMetrics(registry)
         self.admission = AdmissionMetrics(registry)
+        self.bodies = Gauge(
+            "baton_bodies_bytes",
+            "Bytes that the bodies of requests under way hold.",
+            ("place",),
+            registry=registry,
+        )
         self.memory = Gauge(
             "baton_memory_available_bytes",
             "Memory this process can still get; NaN where that cannot be known.",
