@@ -12,6 +12,7 @@ from baton.api.gateway import Gateway
 from baton.api.wishes import HandoffWish, NewHandoff
 from baton.engines.port import Engine, Json, Operation, Placed, Relay, Reply, StreamReply, WholeReply
 from baton.errors import InvalidRequest
+from baton.handoffs.answers import ChatAnswer
 from baton.handoffs.conversation import AFTER_THE_PROMPT, Chat, Writer, conversation_of, with_text
 from baton.handoffs.planner import Choice, Decision
 from baton.handoffs.record import Conversation, HandoffRecord
@@ -50,6 +51,8 @@ class Leg:
         conversation: the messages of its context, if it is a chat.
         rests_at: where its context ends when only the prompt is left behind; None: at its own end.
         seen: the images of the context it starts from.
+        resent: how many messages of the request were the source's own, and were not written again.
+        answer: what the client is given, if it is a chat's answer.
     """
 
     gateway: Gateway
@@ -61,11 +64,13 @@ class Leg:
     conversation: Conversation | None = None
     rests_at: int | None = None
     seen: list[Placed] = field(default_factory=list)
+    resent: int = 0
+    answer: ChatAnswer = field(default_factory=ChatAnswer)
 
     def write(self, chat: Chat) -> None:
         """Make a chat the prompt."""
         self.relay.prompt, self.relay.images = chat.tokens, chat.images
-        self.conversation = chat.conversation
+        self.conversation, self.resent = chat.conversation, chat.resent
 
     def start_from(self, source: HandoffRecord) -> None:
         """Start from a handoff, as the planner thinks best."""
@@ -139,10 +144,12 @@ class Leg:
         known: Json = {"ended": self.relay.ended_by_token and not self.relay.prompt_only}
         if conversation.answer_from == AFTER_THE_PROMPT:
             known["answer_from"] = len(self.relay.prompt_ids)
+        if (told := self.answer.fingerprint) is not None and not self.relay.prompt_only:
+            known["told"] = conversation.told | {len(conversation.messages): told}
         return conversation.model_copy(update=known)
 
     def _came_from(self, source: HandoffRecord) -> Json:
-        told = outcome(source, self.relay, self.decision)
+        told = outcome(source, self.relay, self.decision) | {"resent_messages": self.resent}
         if self.relay.miss in GONE:
             source.bytes = 0
         reused = told["loaded_tokens"] + told["resident_tokens"]
@@ -318,6 +325,7 @@ async def _whole(leg: Leg, reply: WholeReply, headers: dict[str, str]) -> WholeR
     answer = json.loads(reply.body)
     _forget_transfer(answer)
     _true_usage(answer.get("usage"), leg.relay)
+    leg.answer.add(answer)
     answer["handoff"] = await leg.ended()
     return WholeReply(json.dumps(answer).encode(), reply.media_type, dict(reply.headers) | headers)
 
@@ -335,6 +343,7 @@ async def _stream(leg: Leg, events: AsyncIterator[str]) -> AsyncIterator[str]:
                     yield event
                     continue
                 last, text = _seen(event, leg.relay)
+                leg.answer.add(last)
                 yield text
     finally:
         if not ended:

@@ -22,6 +22,8 @@ from baton.engines.fake_shapes import (
     KINDS,
     MAX_MODEL_LEN,
     WHOLE,
+    chat_chunk,
+    deltas_of,
     event,
     token_id,
     with_images,
@@ -71,6 +73,7 @@ class FakeBehaviour:
         stalled_seconds: what it says of how long it has made no progress.
         forgets_answers: its template leaves earlier answers out, as those of some thinking models do.
         slots: how many requests it works on at once, the others wait; 0: all.
+        parsed: the message that a tool or reasoning parser makes of a chat's answer, in place of its words.
     """
 
     token_seconds: float = 0.0
@@ -85,6 +88,7 @@ class FakeBehaviour:
     encode_error: BatonError | None = None
     stalled_seconds: float = 0.0
     slots: int = 0
+    parsed: Json | None = None
 
 
 @dataclass
@@ -304,7 +308,7 @@ class Answer:
         shape = WHOLE[self._operation]
         said = [token async for token in self._tokens()] if self._operation in STREAMS else []
         text = "".join(said)
-        return WholeReply(json.dumps(shape(self, text)).encode())
+        return WholeReply(json.dumps(shape(self, text) | self.transfer()).encode())
 
     async def events(self) -> AsyncIterator[str]:
         shape = CHUNK[self._operation]
@@ -314,9 +318,14 @@ class Answer:
             if failure is not None and said == self._engine.behaviour.stream_error_after:
                 raise failure
             said += 1
-            yield shape(self, token)
+            if self.parsed is None:
+                yield shape(self, token)
+        for delta in deltas_of(self.parsed) if self.parsed is not None else ():
+            yield chat_chunk(self, delta)
         options = self._body.get("stream_options") or {}
         if self._operation in (Operation.COMPLETIONS, Operation.CHAT):
+            if transfer := self.transfer():
+                yield event(self.head() | {"choices": []} | transfer)
             if options.get("include_usage"):
                 yield event(self.head() | {"choices": [], "usage": self.usage()})
             yield "data: [DONE]\n\n"
@@ -329,6 +338,17 @@ class Answer:
             "created": self._created,
             "model": self._engine.name,
         }
+
+    def transfer(self) -> Json:
+        """What a connector adds to the answer of a request that loads or saves KV: it names the entry."""
+        if not self._relay.hands_over or self._operation not in (Operation.COMPLETIONS, Operation.CHAT):
+            return {}
+        return {"kv_transfer_params": {"baton_kv": {"save": self._relay.save, "load": self._relay.load}}}
+
+    @property
+    def parsed(self) -> Json | None:
+        """The message that a parser makes of a chat's answer, if one does."""
+        return self._engine.behaviour.parsed if self._operation is Operation.CHAT else None
 
     def usage(self) -> Json:
         prompt, said = len(self._words), len(self._said)

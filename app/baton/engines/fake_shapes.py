@@ -41,7 +41,7 @@ def _whole_completion(answer: Answer, text: str) -> Json:
 
 
 def _whole_chat(answer: Answer, text: str) -> Json:
-    message = {"role": "assistant", "content": text}
+    message = {"role": "assistant"} | (answer.parsed or {"content": text})
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
     return answer.head() | {"choices": [choice], "usage": answer.usage()}
 
@@ -207,8 +207,25 @@ def _completion_chunk(answer: Answer, token: str) -> str:
 
 
 def _chat_chunk(answer: Answer, token: str) -> str:
-    choice = {"index": 0, "delta": {"content": token}, "logprobs": None, "finish_reason": None}
+    return chat_chunk(answer, {"content": token})
+
+
+def chat_chunk(answer: Answer, delta: Json) -> str:
+    """One chunk of a streamed chat."""
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
     return event(answer.head() | {"object": "chat.completion.chunk", "choices": [choice]})
+
+
+def deltas_of(message: Json) -> list[Json]:
+    """A chat's message as a stream has it: each call of a tool in two pieces."""
+    calls = message.get("tool_calls") or ()
+    deltas: list[Json] = [{"role": "assistant"} | {k: v for k, v in message.items() if k != "tool_calls"}]
+    for index, call in enumerate(calls):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        begun = call | {"index": index, "function": {"name": name, "arguments": arguments[:5]}}
+        deltas.append({"tool_calls": [begun]})
+        deltas.append({"tool_calls": [{"index": index, "function": {"arguments": arguments[5:]}}]})
+    return deltas
 
 
 def _response_chunk(_answer: Answer, token: str) -> str:

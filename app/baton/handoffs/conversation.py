@@ -7,14 +7,16 @@ whatever follows it, so that is looked at, and everything else refused.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from baton.engines.port import Engine, Json, Operation, Placed, WholeReply
 from baton.errors import GenerationFailed, ImagesMisplaced, InvalidRequest, TemplateUnsupported
-from baton.handoffs.image_parts import moved, named
+from baton.handoffs.history import has_answer, resent
+from baton.handoffs.image_parts import count_images, moved, named
 from baton.handoffs.record import Conversation, HandoffRecord
 from baton.images.picture import Picture
 from baton.telemetry.ids import RequestContext
@@ -43,11 +45,13 @@ class Chat:
         tokens: every token id of the prompt.
         conversation: what it is as messages; the answer, if one follows, begins after the tokens.
         images: the images that the tokens stand for, in order.
+        resent: how many of the request's messages were the handoff's own, and are not written again.
     """
 
     tokens: list[int]
     conversation: Conversation
     images: list[Placed] = field(default_factory=list)
+    resent: int = 0
 
 
 def template_of(body: Json) -> Json:
@@ -63,12 +67,20 @@ def conversation_of(body: Json, answer_from: int | None) -> Conversation | None:
     return _kept(messages, template_of(body), answer_from)
 
 
-def _kept(messages: list[Json], template: Json, answer_from: int | None) -> Conversation:
+def _kept(
+    messages: list[Json], template: Json, answer_from: int | None, told: Mapping[int, str] | None = None
+) -> Conversation:
     """A conversation to be remembered; of one that is too large only that it was one."""
     weight = _weight([messages, template])
     if weight > MAX_BYTES:
         return Conversation(messages=[], torn=True)
-    return Conversation(messages=messages, template=template, answer_from=answer_from, weight=weight)
+    return Conversation(
+        messages=messages,
+        template=template,
+        answer_from=answer_from,
+        told=dict(told or {}),
+        weight=weight,
+    )
 
 
 def _weight(value: object) -> int:
@@ -86,8 +98,11 @@ def _weight(value: object) -> int:
 
 def with_text(past: Conversation | None) -> Conversation | None:
     """A conversation that plain text follows: more of the open answer, or the end of all turns."""
-    if past is None or (past.answer_from is not None and not past.ended):
-        return past
+    if past is None:
+        return None
+    if past.answer_from is not None and not past.ended:  # what its client was given is not all of it any more
+        told = {index: form for index, form in past.told.items() if index < len(past.messages)}
+        return past.model_copy(update={"told": told})
     return past.model_copy(update={"torn": True})
 
 
@@ -122,7 +137,7 @@ class Writer:
     async def continued(
         self, source: HandoffRecord, seen: list[Placed], body: Json, *, answered: bool
     ) -> Chat:
-        """A chat that goes on from a handoff.
+        """A chat that goes on from a handoff. Messages that begin with the handoff's own are not written again.
 
         Args:
             source: the handoff.
@@ -132,6 +147,7 @@ class Writer:
 
         Raises:
             TemplateUnsupported: the template cannot write what follows without rewriting what was said.
+            InvalidRequest: the messages repeat a part of the handoff's conversation.
         """
         messages = _messages(body)
         past = source.conversation
@@ -139,7 +155,31 @@ class Writer:
             return await self._after_text(source, seen, body, answered=answered)
         if past.torn:
             raise TemplateUnsupported()
+        again = await self._resent(source, past, messages)
+        new, pictures = messages[again:], self.pictures[count_images(messages[:again]) :]
+        writer = Writer(self._engine, self._context, pictures)
         template = past.template | template_of(body)
+        chat = await writer._after_chat(source, past, new, template, answered=answered)
+        return replace(chat, images=[*seen, *chat.images], resent=again)
+
+    async def _resent(self, source: HandoffRecord, past: Conversation, messages: list[Json]) -> int:
+        """How many of the messages are the handoff's own conversation."""
+        answer = None
+        if past.answer_from is not None and has_answer(messages):
+            tokens = source.tokens[past.answer_from :]
+            answer = await self._words(list(tokens[:-1] if past.ended else tokens))
+        return await asyncio.to_thread(resent, past, messages, answer)
+
+    async def _after_chat(
+        self,
+        source: HandoffRecord,
+        past: Conversation,
+        messages: list[Json],
+        template: Json,
+        *,
+        answered: bool,
+    ) -> Chat:
+        """New messages after a handoff that is a chat, with their own images only."""
         said: list[Json] = []
         if past.answer_from is None:
             base = await self._text(past.messages, past.template, False)
@@ -149,7 +189,7 @@ class Writer:
         else:
             tokens, images, said = await self._after_answer(source, past, messages, template, answered)
         everything = [*past.messages, *said, *messages]
-        return Chat(tokens, _conversation(everything, template, tokens, answered), [*seen, *images])
+        return Chat(tokens, _conversation(everything, template, tokens, answered, past.told), images)
 
     async def plain(
         self, prompt: str | list[int], *, special: bool, after: int = 0
@@ -272,8 +312,14 @@ def _messages(body: Json) -> list[Json]:
     return named(messages)
 
 
-def _conversation(messages: list[Json], template: Json, tokens: list[int], answered: bool) -> Conversation:
-    return _kept(messages, template, len(tokens) if answered else None)
+def _conversation(
+    messages: list[Json],
+    template: Json,
+    tokens: list[int],
+    answered: bool,
+    told: Mapping[int, str] | None = None,
+) -> Conversation:
+    return _kept(messages, template, len(tokens) if answered else None, told)
 
 
 def _overlap(said: list[int], added: list[int]) -> int:

@@ -17,6 +17,12 @@ def named(messages: list[Json]) -> list[Json]:
     ]
 
 
+def count_images(messages: list[Json]) -> int:
+    """How many images messages hold."""
+    parts = (part for message in messages for part in _parts(message))
+    return sum(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
+
+
 def moved(images: list[Placed], by: int) -> list[Placed]:
     """Images of a prompt that so many tokens have come before."""
     return [replace(image, offset=image.offset + by) for image in images]
@@ -26,3 +32,8 @@ def _named(part: object) -> object:
     if not isinstance(part, dict) or part.get("type") != "image_url":
         return part
     return {"type": "image_url", "image_url": None, "uuid": part["uuid"]}
+
+
+def _parts(message: Json) -> list[object]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []

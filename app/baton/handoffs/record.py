@@ -50,6 +50,8 @@ class Conversation(BaseModel):
         answer_from: index of the first token of the assistant's last answer, which is not among the
             messages yet; None: the last message is over.
         ended: the last answer's last token is one that ends answers.
+        told: fingerprints of the assistant's answers as their clients were given them, by their index among
+            the messages; that of the last answer is the number of messages.
         weight: bytes of the messages and the template's fields as JSON.
         torn: text follows that is no message, or the messages were too large to keep: none can follow.
     """
@@ -60,6 +62,7 @@ class Conversation(BaseModel):
     template: dict[str, Any] = {}
     answer_from: int | None = None
     ended: bool = False
+    told: dict[int, str] = {}
     torn: bool = False
     weight: int = 0
 
