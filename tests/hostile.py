@@ -112,6 +112,8 @@ TOO_MUCH: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": [1] * 262_145},
     "logit_bias": {"logit_bias": {str(number): 1 for number in range(1025)}},
     "vllm_xargs": {"vllm_xargs": {str(number): 1 for number in range(65)}},
+    "a renderer's conversation": {"chat_template_kwargs": {"conversation": []}},
+    "a renderer's padding": {"chat_template_kwargs": {"padding": "max_length", "max_length": 10**9}},
     "a long vllm_xarg": {"vllm_xargs": {"x": [1] * 65}},
     "repetition_detection": {"repetition_detection": {"max_pattern_size": 10**9, "min_count": 2}},
     "messages": {"messages": MESSAGES * 4097},

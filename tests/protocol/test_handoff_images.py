@@ -254,6 +254,7 @@ def test_another_tenant_s_images_cannot_be_named(tmp_path: Path) -> None:
         {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
         {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}},
         {"type": "image_embeds", "image_embeds": "x"},
+        {"type": "prompt_embeds", "data": "x"},
         text("x") | {"image_url": None},
         part(BIRD) | {"mm_processor_kwargs": {}},
     ],

@@ -187,6 +187,8 @@ def test_bad_images_are_a_400_that_names_the_place(gateway: FakeGateway, name: s
         ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, ".input_audio"),
         ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, ".video_url"),
         ({"type": "image_embeds", "image_embeds": "AAAA"}, ".image_embeds"),
+        ({"type": "prompt_embeds", "data": "AAAA"}, ""),
+        ({"prompt_embeds": None, "data": "AAAA", "uuid": "x"}, ".prompt_embeds"),
         ({"type": "image_pil", "image_pil": None, "uuid": "x"}, ".image_pil"),
         ({"type": "text", "text": "a", "uuid": "x", "video_url": None}, ".video_url"),
         ({"type": "text", "text": "a", "uuid": "x", "image_url": URL}, ""),
@@ -208,6 +210,31 @@ def test_media_that_are_no_images_are_refused_plainly(
     error = refused(gateway, chat(part))
     assert error["param"] == f"messages[0].content[0]{param}"
     assert error["code"] in ("invalid_request", "invalid_image")
+
+
+EMBEDS = {"type": "prompt_embeds", "data": "AAAA"}
+TURNS = [{"role": "user", "content": [EMBEDS]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": TURNS}),
+        ("/v1/responses", {"input": TURNS}),
+        ("/v1/messages", {"messages": TURNS, "max_tokens": 2}),
+        ("/v1/messages/count_tokens", {"messages": TURNS}),
+        ("/tokenize", {"messages": TURNS}),
+        ("/v1/embeddings", {"messages": TURNS}),
+        ("/pooling", {"messages": TURNS}),
+        ("/score", {"queries": {"content": [EMBEDS]}, "documents": ["a"]}),
+    ],
+)
+def test_embeddings_in_a_prompt_s_place_are_refused_like_other_media(
+    gateway: FakeGateway, path: str, body: dict[str, Any]
+) -> None:
+    error = refused(gateway, {"model": "look"} | body, path)
+    assert "'prompt_embeds' is not taken" in error["message"]
+    assert error["param"].endswith("content[0]")
 
 
 def test_a_tool_s_own_json_may_say_what_it_likes(gateway: FakeGateway) -> None:

@@ -28,7 +28,7 @@ from baton.engines.vision import ConfirmedSenderCache, Sent, confirm_before_reus
 from baton.errors import EngineUnavailable, ImagesMisplaced, InvalidImage
 from baton.images.parts import IMAGES, OTHER_MEDIA
 
-NO_MEDIA = TEXT_PART_TYPES | {"tool_reference", "prompt_embeds"}
+NO_MEDIA = TEXT_PART_TYPES | {"tool_reference"}
 
 
 def item(size: int = 4) -> Any:

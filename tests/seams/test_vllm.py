@@ -26,6 +26,7 @@ from vllm.v1.metrics import loggers  # after the skip
 from vllm.v1.metrics.loggers import PrometheusStatLogger  # after the skip
 
 from baton import errors  # after the skip
+from baton.api.caps import RENDERER_ARGUMENTS  # after the skip
 from baton.engines import arguments, faults, handlers, version, wording  # after the skip
 from baton.engines.client import CURRENT_CALL, Call, WatchedClient  # after the skip
 from baton.engines.port import ImageInput, Operation  # after the skip
@@ -69,12 +70,46 @@ def test_a_message_loses_paths_addresses_and_class_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["object()['a']", "None.x", "[][0]", "1 + 'a'", "1 < 'a'", "{}[[]]", "print(x=1)", "1 in 2"]
+    "code",
+    [
+        "object()['a']",
+        "None.x",
+        "[][0]",
+        "1 + 'a'",
+        "1 < 'a'",
+        "{}[[]]",
+        "print(x=1)",
+        "1 in 2",
+        "(lambda a: a)(1, **{'a': 2})",
+    ],
 )
 def test_what_python_says_of_our_insides_stays_inside(code: str) -> None:
     with pytest.raises((TypeError, AttributeError, IndexError)) as caught:
         eval(code)  # the interpreter's own words
     assert wording.scrub(str(caught.value)) == wording.WRONG_KIND
+
+
+def test_no_argument_of_a_renderer_passes_for_a_template_s_variable() -> None:
+    """Given twice it is a Python error; `padding` and `max_length` would make a prompt of any length."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils.chat_template_utils import render_jinja_template
+    from vllm.renderers import hf, mistral
+    from vllm.tokenizers.protocol import TokenizerLike
+
+    renderers = (
+        PreTrainedTokenizerBase.apply_chat_template,
+        TokenizerLike.apply_chat_template,
+        hf.safe_apply_chat_template,
+        mistral.safe_apply_chat_template,
+        render_jinja_template,
+    )
+    named = {
+        name
+        for renderer in renderers
+        for name, parameter in inspect.signature(renderer).parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
+    assert named - {"documents"} == RENDERER_ARGUMENTS, "`documents` is a template's variable too"
 
 
 def test_a_template_error_is_the_client_s() -> None:

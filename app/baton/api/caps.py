@@ -23,6 +23,29 @@ ENTRIES = 1024
 TOOLS = 512
 ARGUMENTS = 64
 REPEATED_TOKENS = 1024
+RENDERER_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "max_length",
+        "messages",
+        "model_config",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "tokenize",
+        "tokenizer",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Arguments of vLLM's and transformers' renderers: a template's own variables cannot be called so."""
 BEYOND = 2**63
 """Stands for a text of so many digits that it is no float."""
 
@@ -111,6 +134,18 @@ def _arguments(name: str, value: Any, limits: LimitSettings) -> None:
                 _refuse_above(len(inner), ARGUMENTS, name, None, "has {} values in one argument")
 
 
+def _template_arguments(name: str, value: Any, limits: LimitSettings) -> None:
+    """What a chat template is given beside the messages, which the renderer passes it itself."""
+    _entries(ARGUMENTS, "arguments")(name, value, limits)
+    taken = sorted(RENDERER_ARGUMENTS & value.keys()) if isinstance(value, dict) else ()
+    for inner in taken:
+        raise InvalidRequest(
+            f"'{name}.{inner}' is an argument of the renderer itself and no variable of a chat template: leave "
+            "it out. What a request may set of these has a field of its own.",
+            param=f"{name}.{inner}",
+        )
+
+
 def _is_tokens(value: list[Any]) -> bool:
     return set(map(type, value)) == {int}
 
@@ -187,7 +222,7 @@ CAPS: Mapping[str, Check] = {
     "include": _entries(ARGUMENTS, "entries"),
     "metadata": _entries(ARGUMENTS, "entries"),
     "vllm_xargs": _arguments,
-    "chat_template_kwargs": _entries(ARGUMENTS, "arguments"),
+    "chat_template_kwargs": _template_arguments,
     "messages": _messages,
     "input": _messages,
     "previous_input_messages": _messages,

@@ -46,6 +46,7 @@ OTHER_MEDIA = frozenset(
         "image_pil",
         "input_audio",
         "input_file",
+        "prompt_embeds",
         "video_embeds",
         "video_url",
     }
