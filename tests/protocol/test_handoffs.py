@@ -12,11 +12,13 @@ from typing import Any
 import httpx
 import pytest
 from gateways import FakeGateway, run_fake
+from wire import connect, request, wait_for
 
 from baton.api.keys import create_key
 from baton.engines.fake import FakeEngine
 
 TEXT: dict[str, Any] = {"model": "a", "prompt": "11 12 13", "max_tokens": 3}
+CHAT: dict[str, Any] = {"model": "a", "messages": [{"role": "user", "content": "11"}]}
 CONTEXT = [11, 12, 13, 11, 12, 13]
 
 
@@ -308,6 +310,34 @@ def test_a_computed_context_that_takes_long_is_a_202_and_then_ready() -> None:
             while client.get(response.headers["location"]).json()["state"] != "ready":
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
+
+
+def test_a_client_that_leaves_a_context_being_computed_ends_the_engine_s_work(relay: FakeGateway) -> None:
+    engine = relay.engine("a")
+    engine.behaviour.token_seconds = 60
+    with connect(relay) as connection:
+        connection.sendall(request({"model": "a"}, "/v1/handoffs"))
+        wait_for(lambda: engine.active == 1, "it is not under way")
+    wait_for(lambda: engine.aborted == 1, "the engine goes on")
+    assert engine.active == 0
+    with relay.client() as client:
+        assert [row["state"] for row in client.get("/v1/handoffs").json()["data"]] == ["failed"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_no_answer_names_the_store_s_entries(relay: FakeGateway, path: str, stream: bool) -> None:
+    """The engine's own transfer parameters do, which the fake sends as the connector does."""
+    engine = relay.engine("a")
+    body = {"model": "a", "prompt": "1"} if "chat" not in path else CHAT
+    response = post(relay, body | {"stream": stream, "handoff": {"save": True}}, path)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-handoff-id"] in response.text
+    key = engine.relayed[-1].save
+    assert key is not None
+    namespace, _, _ = key.partition("/")
+    for secret in ("kv_transfer_params", key, namespace):
+        assert secret not in response.text
 
 
 def test_the_planner_says_what_it_did_and_why(relay: FakeGateway) -> None:

@@ -100,6 +100,24 @@ def test_a_chat_s_context_may_think_before_anything_is_asked(thinking: FakeGatew
     assert given(thinking).count(STEP) == 2
 
 
+def test_what_was_thought_is_no_word_of_an_answer(thinking: FakeGateway) -> None:
+    """A chat's open answer goes on as a completion that thinks, and then as a chat again."""
+    path, asked = "/v1/chat/completions", {"role": "user", "content": "21"}
+    first = post(thinking, CHAT | {"handoff": {"save": True}}, path).json()["handoff"]
+    second = leave(thinking, 2, prompt="5", handoff={"from": first["id"], "save": {"latent_steps": 2}})
+    assert given(thinking) == [11, 12, 11, 12, 5, STEP, STEP]
+    body = CHAT | {"messages": [asked], "handoff": {"from": second["id"], "save": True}}
+    third = post(thinking, body, path)
+    assert third.status_code == 200, third.text
+    assert given(thinking).count(STEP) == 2
+    read_back = [sent["tokens"] for sent in thinking.engine("a").bodies if "tokens" in sent]
+    assert read_back == [[11, 12, 5, 11, 12, 11]]
+    answer = {"role": "assistant", "content": "11 12 5 11 12 11"}
+    again = post(thinking, body | {"messages": [*CHAT["messages"], answer, asked]}, path).json()["handoff"]
+    assert again["source"]["resent_messages"] == 2
+    assert again["tokens"] == third.json()["handoff"]["tokens"]
+
+
 @pytest.mark.parametrize(
     ("more", "code", "said"),
     [

@@ -243,6 +243,32 @@ def test_a_pending_handoff_that_is_deleted_and_then_fails_troubles_nobody(house:
     asyncio.run(story())
 
 
+def test_a_handoff_that_is_deleted_while_a_request_waits_for_it_is_not_given_out(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        handoffs, waits = house.handoffs(), asyncio.Event()
+        settled = handoffs.settled
+
+        async def noted(record: HandoffRecord, within_s: float) -> None:
+            waits.set()
+            await settled(record, within_s)
+
+        monkeypatch.setattr(handoffs, "settled", noted)
+        record = handoffs.begin(ENGINE, "local", parent=None)
+        consumer = asyncio.create_task(handoffs.source(record.id, ENGINE, "local"))
+        await asyncio.wait_for(waits.wait(), 5)
+        await handoffs.delete(record)
+        assert not consumer.done(), "its producer is not over yet"
+        relay = Relay()
+        relay.save_over.set()
+        handoffs.end(record, relay, [1, 2, 3])
+        with pytest.raises(HandoffNotFound):
+            await asyncio.wait_for(consumer, 5)
+
+    asyncio.run(story())
+
+
 def test_a_deleted_handoff_never_comes_back(house: House) -> None:
     async def story() -> None:
         for _ in range(50):
