@@ -154,6 +154,36 @@ def test_a_chat_goes_on_from_a_chat_as_if_everything_had_been_sent_again(gateway
     assert third.choices[0].token_ids == ids(ask(gateway, "reader", third.prompt_token_ids))[1]
 
 
+def test_a_conversation_sent_again_is_the_same_context_as_its_new_messages_alone(gateway: RealGateway) -> None:
+    """Messages as the SDK writes them back, with every null of an answer's; the first one is streamed."""
+    history: list[dict[str, Any]] = [{"role": "user", "content": "Name a colour."}]
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as sdk:
+        stream = sdk.chat.completions.create(
+            model="reader",
+            messages=history,  # type: ignore[arg-type]  # plain dicts, as people write them
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            extra_body={"handoff": {"save": True}},
+        )
+        chunks = list(stream)
+    left = told(chunks[-1])["id"]
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    history.append({"role": "assistant", "content": said})
+    for model, asked in (("writer", "And another one?"), ("reader", "A third?")):
+        new = {"role": "user", "content": asked}
+        alone = chat(gateway, model, [new], handoff={"from": left, "save": True})
+        again = chat(gateway, model, [*history, new], handoff={"from": left, "save": True})
+        assert again.prompt_token_ids == alone.prompt_token_ids
+        assert again.choices[0].token_ids == alone.choices[0].token_ids
+        assert again.handoff["tokens"] == alone.handoff["tokens"]
+        resent = [answer.handoff["source"]["resent_messages"] for answer in (alone, again)]
+        assert resent == [0, len(history)]
+        assert text_of(gateway, again.prompt_token_ids).count("Name a colour.") == 1
+        left = again.handoff["id"]
+        history += [new, again.choices[0].message.model_dump()]
+
+
 def test_a_chat_streams_from_a_context_that_was_only_computed(gateway: RealGateway) -> None:
     messages = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": DOCUMENT[:900]}]
     with gateway.client() as client:
