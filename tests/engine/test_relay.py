@@ -154,7 +154,9 @@ def test_a_chat_goes_on_from_a_chat_as_if_everything_had_been_sent_again(gateway
     assert third.choices[0].token_ids == ids(ask(gateway, "reader", third.prompt_token_ids))[1]
 
 
-def test_a_conversation_sent_again_is_the_same_context_as_its_new_messages_alone(gateway: RealGateway) -> None:
+def test_a_conversation_sent_again_is_the_same_context_as_its_new_messages_alone(
+    gateway: RealGateway,
+) -> None:
     """Messages as the SDK writes them back, with every null of an answer's; the first one is streamed."""
     history: list[dict[str, Any]] = [{"role": "user", "content": "Name a colour."}]
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as sdk:

@@ -172,9 +172,7 @@ def test_a_call_of_a_tool_is_recognised_though_its_tokens_read_otherwise(
 def test_images_that_are_sent_again_are_seen_once(relay: FakeGateway) -> None:
     asked = user(part(BIRD), "11")
     answer = ask(relay, [asked])
-    again = require_same_prompt(
-        relay, answer["handoff"]["id"], [asked, said(answer)], user("22", part(FISH))
-    )
+    again = require_same_prompt(relay, answer["handoff"]["id"], [asked, said(answer)], user("22", part(FISH)))
     assert again["handoff"]["images"] == 2
     other = post(
         relay, [user(part(FISH), "11"), said(answer), NEXT], handoff={"from": answer["handoff"]["id"]}

@@ -140,8 +140,8 @@ def _template_arguments(name: str, value: Any, limits: LimitSettings) -> None:
     taken = sorted(RENDERER_ARGUMENTS & value.keys()) if isinstance(value, dict) else ()
     for inner in taken:
         raise InvalidRequest(
-            f"'{name}.{inner}' is an argument of the renderer itself and no variable of a chat template: leave "
-            "it out. What a request may set of these has a field of its own.",
+            f"'{name}.{inner}' is an argument of the renderer itself and no variable of a chat template: "
+            "leave it out. What a request may set of these has a field of its own.",
             param=f"{name}.{inner}",
         )
 

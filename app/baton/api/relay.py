@@ -109,6 +109,11 @@ class Leg:
         self.target = target
         self.relay.save, self.relay.prompt_only = target.key, prompt_only
 
+    def gave(self, answer: Json) -> None:
+        """Remember what the client is given, an answer or a chunk of it, where a handoff is left behind."""
+        if self.target is not None:
+            self.answer.add(answer)
+
     def failed(self) -> None:
         """The request came to a bad end: there is nothing to start from."""
         if self.target is not None:
@@ -325,7 +330,7 @@ async def _whole(leg: Leg, reply: WholeReply, headers: dict[str, str]) -> WholeR
     answer = json.loads(reply.body)
     _forget_transfer(answer)
     _true_usage(answer.get("usage"), leg.relay)
-    leg.answer.add(answer)
+    leg.gave(answer)
     answer["handoff"] = await leg.ended()
     return WholeReply(json.dumps(answer).encode(), reply.media_type, dict(reply.headers) | headers)
 
@@ -343,7 +348,7 @@ async def _stream(leg: Leg, events: AsyncIterator[str]) -> AsyncIterator[str]:
                     yield event
                     continue
                 last, text = _seen(event, leg.relay)
-                leg.answer.add(last)
+                leg.gave(last)
                 yield text
     finally:
         if not ended:

@@ -15,7 +15,8 @@ FRAME = re.compile(r'\n?\s*File "[^"]*", line \d+.*')
 INTERPRETER = re.compile(
     r"object is not \w+|object has no attribute|has no attribute '|unsupported operand|not supported between"
     r"|unhashable type|indices must be|index out of range|keyword argument|positional argument"
-    r"|multiple values for|object does not support|argument of type|not all arguments converted|cannot unpack|values to unpack"
+    r"|object does not support|argument of type|not all arguments converted|cannot unpack|values to unpack"
+    r"|multiple values for"
 )
 """What Python says of a value of the wrong kind: it names our insides, not the client's field."""
 WRONG_KIND = "A field of the request holds a value of the wrong kind; compare it with the API's schema."

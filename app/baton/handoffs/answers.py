@@ -30,7 +30,8 @@ class ChatAnswer:
             said = choice.get("message") or choice.get("delta")
             if isinstance(said, dict):
                 self._seen = True
-                self._content.append(said.get("content") or "")
+                content = said.get("content")
+                self._content.append(content if isinstance(content, str) else "")
                 for index, call in enumerate(said.get("tool_calls") or ()):
                     self._add_call(call.get("index", index), call)
 

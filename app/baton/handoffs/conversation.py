@@ -137,7 +137,7 @@ class Writer:
     async def continued(
         self, source: HandoffRecord, seen: list[Placed], body: Json, *, answered: bool
     ) -> Chat:
-        """A chat that goes on from a handoff. Messages that begin with the handoff's own are not written again.
+        """Write a chat that goes on from a handoff; messages of its own that come again are left out.
 
         Args:
             source: the handoff.

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from baton.engines.port import Json
 from baton.errors import InvalidRequest
@@ -38,7 +39,7 @@ class Turn:
     forms: frozenset[str]
     says: bool
 
-    def is_(self, other: Turn) -> bool:
+    def same_as(self, other: Turn) -> bool:
         """Whether both are the same message: they share a form."""
         return not self.forms.isdisjoint(other.forms)
 
@@ -124,7 +125,7 @@ def _same(history: Sequence[Turn], given: Sequence[Turn]) -> int:
     """How many turns both begin with."""
     pairs = enumerate(zip(history, given, strict=False))
     shorter = min(len(history), len(given))
-    return next((index for index, (one, other) in pairs if not one.is_(other)), shorter)
+    return next((index for index, (one, other) in pairs if not one.same_as(other)), shorter)
 
 
 def _repeats_beginning(history: Sequence[Turn], given: Sequence[Turn]) -> bool:
@@ -140,16 +141,16 @@ def _repeats_beginning(history: Sequence[Turn], given: Sequence[Turn]) -> bool:
 def _repeats_exchange(history: Sequence[Turn], given: Sequence[Turn]) -> bool:
     """Whether messages hold an answer of the history after the turn that it answered, or at its place."""
     past, now = _without_instructions(history), _without_instructions(given)
-    if now and _is_answer(now[0]) and any(_is_answer(turn) and turn.is_(now[0]) for turn in past):
+    if now and _is_answer(now[0]) and any(_is_answer(turn) and turn.same_as(now[0]) for turn in past):
         return True
-    if any(_is_answer(turn) and turn.is_(was) for was, turn in zip(past, now, strict=False)):
+    if any(_is_answer(turn) and turn.same_as(was) for was, turn in zip(past, now, strict=False)):
         return True
     return not _exchanges(past).isdisjoint(_exchanges(now))
 
 
 def _exchanges(turns: Sequence[Turn]) -> set[tuple[str, str]]:
     """Every answer with the turn before it, in all of their forms."""
-    pairs = zip(turns, turns[1:], strict=False)
+    pairs = pairwise(turns)
     return {
         (one, other)
         for before, turn in pairs
@@ -203,7 +204,11 @@ def _call(call: object) -> object:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         return call
-    return {"id": call.get("id"), "name": function.get("name"), "arguments": _spaced(function.get("arguments"))}
+    return {
+        "id": call.get("id"),
+        "name": function.get("name"),
+        "arguments": _spaced(function.get("arguments")),
+    }
 
 
 def _spaced(arguments: object) -> object:
