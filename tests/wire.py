@@ -32,7 +32,7 @@ def address(url: str) -> tuple[str, int]:
 def request(body: dict[str, Any] | None = None, path: str = "/v1/completions", extra: str = "") -> bytes:
     """A whole request, as bytes."""
     content = json.dumps(TEXT | (body or {})).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n{extra}\r\n".encode() + content
 
 

@@ -35,7 +35,7 @@ from baton.engines.fake import FakeEngine
 from baton.setting_groups import EdgeSettings
 
 HOLD = Path(__file__).parents[1] / "hold_connections.py"
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 LONG_WORD = "w" * 20_000
 
 
@@ -179,7 +179,7 @@ def test_e4_a_large_body_that_keeps_its_pace_has_the_time_it_takes() -> None:
 def test_e4_a_body_nobody_waits_for_is_not_awaited_for_ever() -> None:
     """A refusal is out before the body is in: what dribbles in after it must not hold the connection."""
     with run_fake(FakeEngine("a"), edge={"header_s": 0.5}) as gateway:
-        sent = b"POST /nowhere HTTP/1.1\r\nHost: gateway\r\nContent-Length: 100000\r\n\r\n"
+        sent = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
         with connect(gateway) as connection:
             connection.sendall(sent)
             assert statuses(connection.recv(65536)) == [404]
