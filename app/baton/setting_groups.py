@@ -183,6 +183,12 @@ class EdgeSettings(Frozen):
     send_s: float = Field(
         30.0, gt=0, le=3600, description="Seconds a client may leave its answer unread; then it is cut off."
     )
+    keep_alive_s: float = Field(
+        15.0,
+        ge=0,
+        le=3600,
+        description="Seconds without an event of a stream before each comment, which keeps proxies waiting. 0: none.",
+    )
     connections: int = Field(10_000, ge=1, description="Open connections; above it: 503.")
     allowed_hosts: tuple[HostName, ...] = Field(
         (),
