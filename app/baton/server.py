@@ -22,6 +22,7 @@ from baton import __version__
 from baton.api import (
     chat,
     completions,
+    docs,
     embeddings,
     handoffs,
     health,
@@ -80,6 +81,7 @@ ROUTERS = (
     models,
     plugins,
     health,
+    docs,
 )
 
 
@@ -146,7 +148,14 @@ def create_app(
             ):
                 yield
 
-    app = FastAPI(title="Baton", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(
+        title="Baton",
+        version=__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,  # FastAPI's own pages load their scripts from elsewhere
+        redoc_url=None,
+    )
     app.state.gateway = gateway
     for module in ROUTERS:
         app.include_router(module.router)
