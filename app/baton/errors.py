@@ -176,15 +176,15 @@ class Unauthorized(ClientError):
 
 
 class OriginNotAllowed(ClientError):
-    """A browser says that the page of another site sent the request, and there are no keys to tell them apart."""
+    """A browser says that another site's page sent the request, and no key tells who uses the gateway."""
 
     code = "origin_not_allowed"
     status = 403
     kind = "permission_error"
     default_message = (
-        "Without API keys this server takes requests that change something from its own web pages only, and this "
-        "one comes from another site's. Make a key with `baton keys create`, or add the page's host to the "
-        "setting edge.allowed_hosts."
+        "Without API keys this server takes requests that change something from its own web pages only, and "
+        "this one comes from another site's. Make a key with `baton keys create`, or add the page's host to "
+        "the setting edge.allowed_hosts."
     )
 
 

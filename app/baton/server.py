@@ -116,7 +116,7 @@ def create_app(
     Args:
         settings: the settings.
         fleet: the engines; tests hand in fakes.
-        metrics_listener: where `/metrics` answers; None: on the gateway's own port, if that is the operator's alone.
+        metrics_listener: where `/metrics` answers; None: on the gateway's own port, unless others use it.
         report: told the phase each engine's start is in.
         memory_reader: reads how much memory there is; None: where Linux says it.
     """

@@ -74,7 +74,18 @@ def test_the_files_of_swagger_ui_are_those_that_were_published() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["LICENSE", "index.html", "docs.py", "..", "../docs.py", "..%2fdocs.py", "%2e%2e/docs.py", "x/start.js", ""]
+    "file",
+    [
+        "LICENSE",
+        "index.html",
+        "docs.py",
+        "..",
+        "../docs.py",
+        "..%2fdocs.py",
+        "%2e%2e/docs.py",
+        "x/start.js",
+        "",
+    ],
 )
 def test_no_other_file_is_served(fake_gateway: FakeGateway, file: str) -> None:
     with fake_gateway.client() as client:
@@ -85,6 +96,9 @@ def test_no_other_file_is_served(fake_gateway: FakeGateway, file: str) -> None:
 
 def test_with_keys_the_page_and_its_files_are_closed(tmp_path: Path) -> None:
     create_key(tmp_path / "keys.json", "acme")
-    with run_fake(FakeEngine("a"), auth={"keys_file": tmp_path / "keys.json"}) as gateway, gateway.client() as client:
+    with (
+        run_fake(FakeEngine("a"), auth={"keys_file": tmp_path / "keys.json"}) as gateway,
+        gateway.client() as client,
+    ):
         for path in ("/docs", "/redoc", "/openapi.json", "/docs/start.js", "/docs/swagger-ui.css"):
             assert client.get(path).status_code == 401

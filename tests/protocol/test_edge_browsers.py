@@ -15,7 +15,16 @@ from baton.engines.fake import FakeEngine
 
 pytestmark = pytest.mark.fault("G9")
 
-ROUTES = ("/v1/completions", "/v1/models", "/livez", "/readyz", "/version", "/metrics", "/openapi.json", "/docs")
+ROUTES = (
+    "/v1/completions",
+    "/v1/models",
+    "/livez",
+    "/readyz",
+    "/version",
+    "/metrics",
+    "/openapi.json",
+    "/docs",
+)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +99,12 @@ FOREIGN = (
     "gw.example",
     "",
 )
-REFUSED_AS_NO_HOST = ("localhost@evil.example", "evil.example@localhost", "localhost/evil", "localhost evil.example")
+REFUSED_AS_NO_HOST = (
+    "localhost@evil.example",
+    "evil.example@localhost",
+    "localhost/evil",
+    "localhost evil.example",
+)
 
 
 @pytest.mark.parametrize("host", OURS)

@@ -138,7 +138,8 @@ def test_a_client_that_leaves_before_the_first_token_frees_the_engine(comments: 
         assert engine.aborted == 1
         wait_for(lambda: metric(gateway, 'baton_admission_running{engine="a"}') == 0, "it keeps its place")
         left = sum(
-            metric(gateway, f'baton_client_disconnects_total{{phase="{phase}"}}') for phase in ("request", "stream")
+            metric(gateway, f'baton_client_disconnects_total{{phase="{phase}"}}')
+            for phase in ("request", "stream")
         )
         assert left == 1
 
@@ -215,7 +216,9 @@ def test_no_comment_follows_the_end_of_an_answer_that_waited_for_its_reader() ->
         await kept.send({"type": "http.response.start", "status": 200, "headers": []})
         room.clear()
         await asyncio.sleep(3 * SILENCE_S)
-        last = asyncio.ensure_future(kept.send({"type": "http.response.body", "body": b"", "more_body": False}))
+        last = asyncio.ensure_future(
+            kept.send({"type": "http.response.body", "body": b"", "more_body": False})
+        )
         await asyncio.sleep(0)
         room.set()
         await last

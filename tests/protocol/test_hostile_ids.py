@@ -270,6 +270,7 @@ def test_g6_random_words_make_no_series(two_tenants: tuple[FakeGateway, dict[str
         ask(word().upper(), "/v1/models")
 
     one_of_each()
+
     def page_of_metrics() -> bytes:
         return httpx.get(f"{gateway.metrics_url}/metrics").content
 

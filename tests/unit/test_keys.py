@@ -6,6 +6,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,7 +15,16 @@ import pytest
 
 from baton.api import keys as keys_module
 from baton.api.auth import presented_key
-from baton.api.keys import KEY_PREFIX, LOOK_EVERY_S, Keyring, KeysFile, create_key, keyring_for, read_keys, revoke_key
+from baton.api.keys import (
+    KEY_PREFIX,
+    LOOK_EVERY_S,
+    Keyring,
+    KeysFile,
+    create_key,
+    keyring_for,
+    read_keys,
+    revoke_key,
+)
 from baton.errors import SettingsError
 from baton.settings import load_settings
 
@@ -114,11 +124,11 @@ def test_every_wrong_key_takes_the_path_of_a_right_one(tmp_path: Path) -> None:
     keyring = KeysFile(file, lambda: 0.0)
     path = lines_run(lambda: keyring.tenant(valid))
     assert "digest" in {function for function, _ in path}
-    paths = {name: lines_run(lambda key=make(valid, revoked): keyring.tenant(key)) for name, make in WRONG.items()}
-    others = [name for name, ran in paths.items() if ran != path]
+    wrong = {name: make(valid, revoked) for name, make in WRONG.items()}
+    others = [name for name, key in wrong.items() if lines_run(partial(keyring.tenant, key)) != path]
     print(f"G2: {len(WRONG)} kinds of wrong keys, {len(path)} lines each, other paths {len(others)}")
     assert others == []
-    assert {keyring.tenant(make(valid, revoked)) for make in WRONG.values()} == {None}
+    assert {keyring.tenant(key) for key in wrong.values()} == {None}
 
 
 @pytest.mark.parametrize("tenant", ["local", "none", "other"])

@@ -146,6 +146,6 @@ def _host(scope: Scope) -> str:
 
 def _misdirected(host: str) -> str:
     return (
-        f"This server does not answer under the host '{host[:255]}'. Ask for it as 'localhost', or add the host's "
-        "name, without a port, to the setting edge.allowed_hosts."
+        f"This server does not answer under the host '{host[:255]}'. Ask for it as 'localhost', or add the "
+        "host's name, without a port, to the setting edge.allowed_hosts."
     )

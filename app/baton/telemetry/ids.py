@@ -48,9 +48,7 @@ def new_request_id() -> str:
     return secrets.token_hex(16)
 
 
-def context_from_headers(
-    headers: list[tuple[bytes, bytes]], tenant: str = LOCAL_TENANT
-) -> RequestContext:
+def context_from_headers(headers: list[tuple[bytes, bytes]], tenant: str = LOCAL_TENANT) -> RequestContext:
     """Read the ids a client may send; whatever is malformed is as if it had not been sent.
 
     `tenant` is whose request it is until a key says more.
