@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 import uvicorn
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -47,7 +47,7 @@ from baton.api.heads import HeadMiddleware
 from baton.api.keys import Keyring, keyring_for
 from baton.api.limits import BodyLimitMiddleware, BodyLimits
 from baton.api.observe import ObserveMiddleware
-from baton.api.origins import OriginMiddleware, host_guard, names_for
+from baton.api.origins import OriginMiddleware
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import FleetLost, OperatorError, SettingsError, StartError
 from baton.handoffs.coordinator import Handoffs
@@ -188,10 +188,8 @@ def _add_layers(
     app.add_middleware(HeadMiddleware)
     app.add_middleware(FaultsMiddleware, metrics=gateway.metrics)
     app.add_middleware(DrainMiddleware, drain=gateway.drain)
-    unidentified = LOCAL_TENANT if keyring is None else NO_TENANT
-    app.add_middleware(
-        ObserveMiddleware, metrics=gateway.metrics, routes=app.routes, unidentified=unidentified
-    )
+    nobody = LOCAL_TENANT if keyring is None else NO_TENANT
+    app.add_middleware(ObserveMiddleware, metrics=gateway.metrics, routes=app.routes, unidentified=nobody)
 
 
 @contextlib.asynccontextmanager
@@ -225,12 +223,7 @@ async def _metrics_port(gateway: Gateway, listener: socket.socket | None) -> Asy
     if listener is None:
         yield
         return
-    app = FastAPI(openapi_url=None)
-    app.state.gateway = gateway
-    settings = gateway.settings
-    names = names_for(settings, host=settings.metrics.host, keyless=True)
-    app.include_router(metrics.router, dependencies=[Depends(host_guard(names))])
-    server = _MetricsServer(_uvicorn_config(app, gateway))
+    server = _MetricsServer(_uvicorn_config(metrics.app_of(gateway), gateway))
     task = asyncio.create_task(server.serve(sockets=[listener]), name="metrics-port")
     try:
         yield

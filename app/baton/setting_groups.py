@@ -189,13 +189,13 @@ class EdgeSettings(Frozen):
         15.0,
         ge=0,
         le=3600,
-        description="Seconds without an event of a stream before each comment; proxies go on waiting. 0: none.",
+        description="Seconds without an event of a stream before each comment, for proxies. 0: none.",
     )
     connections: int = Field(10_000, ge=1, description="Open connections; above it: 503.")
     allowed_hosts: tuple[HostName, ...] = Field(
         (),
-        description="Hosts the gateway is known as, besides loopback's: `example.org`, `*.example.org`, an IP "
-        "address, each without a port. Empty: any, but on loopback without keys none.",
+        description="Hosts the gateway is known as, besides loopback's: `example.org`, `*.example.org`, "
+        "an IP address, each without a port. Empty: any, but on loopback without keys none.",
     )
 
 

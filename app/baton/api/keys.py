@@ -31,8 +31,8 @@ LOOK_EVERY_S = 1.0
 """How long a key that was revoked may still open a running gateway."""
 
 RESERVED_TENANTS = frozenset({LOCAL_TENANT, NOBODY, OTHER})
-"""Names with a meaning of their own: everyone who calls a gateway without keys, requests without a valid key, and
-the tenants that are counted together."""
+"""Names with a meaning of their own: everyone who calls a gateway without keys, requests without a valid key,
+and the tenants that are counted together."""
 
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
@@ -119,8 +119,8 @@ def _tenants_of(keys: list[StoredKey]) -> dict[str, str]:
     for key in keys:
         if key.tenant == LOCAL_TENANT:
             raise SettingsError(
-                f"auth.keys_file: the key {key.id[:80]!r} is of the tenant '{LOCAL_TENANT}' and would open what "
-                f"was left behind without keys: `baton keys revoke {key.id[:80]}`, and make one under another name"
+                f"auth.keys_file: the key {key.id[:80]!r} is of the tenant '{LOCAL_TENANT}', and would open "
+                "what was left behind without keys: revoke it with `baton keys revoke`, and make another"
             )
     return {key.sha256: key.tenant for key in keys}
 
