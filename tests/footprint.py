@@ -21,9 +21,7 @@ def descriptors(gateway: RealGateway) -> int:
 
 def blocks_in_use(gateway: RealGateway) -> float:
     """The share of the KV cache of the engine `tiny` that requests hold."""
-    page = httpx.get(
-        f"{gateway.url}/metrics", headers={"Authorization": f"Bearer {gateway.keys['acme']}"}
-    ).text
+    page = httpx.get(f"{gateway.metrics_url}/metrics").text
     found = re.search(r'^vllm:kv_cache_usage_perc{[^}]*model_name="tiny"[^}]*} (\S+)$', page, re.MULTILINE)
     assert found
     return float(found[1])

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from baton.api.keys import keyring_for
 from baton.engines.fake import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.serve import listen, listen_for_metrics
@@ -80,12 +81,12 @@ def run_fake(
 ) -> Iterator[FakeGateway]:
     """A gateway in a thread, on a free port of 127.0.0.1."""
     served = tuple(EngineSettings(name=engine.name, model="fake") for engine in engines)
-    settings = load_settings(**({"port": 0, "engines": served} | overrides))
+    settings = load_settings(**({"port": 0, "engines": served, "metrics": {"port": 0}} | overrides))
     fleet = Fleet(engines)
     ready = threading.Event()
     with (
         listen(settings.host, settings.port, "--port") as listener,
-        listen_for_metrics(settings) as metrics_listener,
+        listen_for_metrics(settings, keyed=keyring_for(settings) is not None) as metrics_listener,
     ):
         app = create_app(settings, fleet, metrics_listener=metrics_listener, memory_reader=memory_reader)
         server = GatewayServer(app, settings, lambda _url: ready.set())
@@ -122,7 +123,7 @@ class RealGateway:
 
     def __init__(self, arguments: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
         self._arguments = arguments
-        self._environment = os.environ | (environment or {})
+        self._environment = os.environ | {"BATON_METRICS__PORT": "0"} | (environment or {})
         self.output = folder / "baton.log"
         self.keys: dict[str, str] = {}
 
@@ -161,8 +162,8 @@ class RealGateway:
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_WITHIN_S
         while time.monotonic() < deadline:
-            if found := re.search(r"Baton is ready on (\S+),", self.log):
-                self.url = found[1]
+            if found := re.search(r"Baton is ready on (\S+),.*metrics: (\S+)/metrics ", self.log, re.DOTALL):
+                self.url, self.metrics_url = found.groups()
                 return
             assert self.process.poll() is None, f"the gateway ended:\n{self.log}"
             time.sleep(0.2)

@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,6 +36,7 @@ class Plan:
         retries: how often a client asks again, at once, when it was turned away.
         closed: see `rates`.
         scrapes: read `/metrics` so often a second.
+        metrics_url: where that is.
         seed: of the arrivals.
     """
 
@@ -47,6 +48,7 @@ class Plan:
     retries: int = 0
     closed: int = 0
     scrapes: float = 0.0
+    metrics_url: str = ""
     seed: int = 1
 
 
@@ -156,9 +158,10 @@ class Load:
                 return
 
     async def _scrape(self) -> None:
+        scraper = Load(replace(self._plan, url=self._plan.metrics_url))
         while self._now < self._plan.seconds:
             sent = time.perf_counter()
-            status, _, page = await self._request("GET /metrics", 0, "")
+            status, _, page = await scraper._request("GET /metrics", 0, "")
             assert status == 200
             self._outcome.pages.append((time.perf_counter() - sent, page.decode()))
             await asyncio.sleep(1 / self._plan.scrapes)

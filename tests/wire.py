@@ -32,7 +32,7 @@ def address(url: str) -> tuple[str, int]:
 def request(body: dict[str, Any] | None = None, path: str = "/v1/completions", extra: str = "") -> bytes:
     """A whole request, as bytes."""
     content = json.dumps(TEXT | (body or {})).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n{extra}\r\n".encode() + content
 
 
@@ -143,3 +143,18 @@ async def talk(gateway: FakeGateway, sent: bytes) -> tuple[asyncio.StreamReader,
     reader, writer = await asyncio.open_connection(*address(gateway.url), limit=2**20)
     writer.write(sent)
     return reader, writer
+
+
+def slow_reader(gateway: FakeGateway, body: dict[str, object]) -> socket.socket:
+    """A client with hardly any room for what comes."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(20)
+    connection.connect(address(gateway.url))
+    connection.sendall(request(body))
+    return connection
+
+
+def small_buffers(gateway: FakeGateway) -> None:
+    """Sockets inherit it from the listener; the kernel's own would take megabytes before anyone waits."""
+    gateway.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)

@@ -80,12 +80,13 @@ def examine(config: Path | None) -> list[Finding]:
         *_disk(settings),
         *_models(settings),
         *_port("port", settings.host, settings.port, "--port"),
-        *([] if settings.loopback else _port("metrics port", *_metrics(settings), "`metrics.port`")),
+        *_metrics_port(settings),
     ]
 
 
-def _metrics(settings: Settings) -> tuple[str, int]:
-    return settings.metrics.host, settings.metrics.port
+def _metrics_port(settings: Settings) -> Iterator[Finding]:
+    if settings.shared(keyed=settings.keys_file.exists()):
+        yield from _port("metrics port", settings.metrics.host, settings.metrics.port, "`metrics.port`")
 
 
 def _keys(settings: Settings) -> Iterator[Finding]:

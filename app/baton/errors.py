@@ -13,6 +13,7 @@
     │   ├── OperationUnsupported     400 operation_unsupported
     │   ├── TemplateUnsupported      400 handoff_template_unsupported
     │   ├── Unauthorized             401 invalid_api_key
+    │   ├── OriginNotAllowed         403 origin_not_allowed
     │   ├── NotFound                 404 not_found
     │   │   ├── ModelNotFound        404 model_not_found
     │   │   └── HandoffNotFound      404 handoff_not_found
@@ -26,6 +27,7 @@
     │   ├── BodyTooLarge             413 body_too_large
     │   ├── UriTooLong               414 uri_too_long
     │   ├── UnsupportedMediaType     415 unsupported_media_type
+    │   ├── HostNotAllowed           421 host_not_allowed
     │   ├── Unprocessable            422 unprocessable
     │   ├── HeadersTooLarge          431 headers_too_large
     │   ├── RateLimited              429 rate_limited            (retryable)
@@ -173,6 +175,19 @@ class Unauthorized(ClientError):
     default_message = "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
 
 
+class OriginNotAllowed(ClientError):
+    """A browser says that another site's page sent the request, and no key tells who uses the gateway."""
+
+    code = "origin_not_allowed"
+    status = 403
+    kind = "permission_error"
+    default_message = (
+        "Without API keys this server takes requests that change something from its own web pages only, and "
+        "this one comes from another site's. Make a key with `baton keys create`, or add the page's host to "
+        "the setting edge.allowed_hosts."
+    )
+
+
 class NotFound(ClientError):
     code = "not_found"
     status = 404
@@ -251,6 +266,13 @@ class UnsupportedMediaType(ClientError):
     code = "unsupported_media_type"
     status = 415
     default_message = "Send the body as JSON, with 'Content-Type: application/json'."
+
+
+class HostNotAllowed(ClientError):
+    """The request names a host that the gateway is not known as."""
+
+    code = "host_not_allowed"
+    status = 421
 
 
 class Unprocessable(ClientError):

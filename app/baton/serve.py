@@ -43,7 +43,7 @@ def serve(settings: Settings) -> None:
         raise StartError("\n".join(conflicts))
     with (
         listen(settings.host, settings.port, "--port") as listener,
-        listen_for_metrics(settings) as metrics_listener,
+        listen_for_metrics(settings, keyed=keyring is not None) as metrics_listener,
         EngineOutput() as output,
         Keeper() as keeper,
     ):
@@ -87,9 +87,9 @@ def listen(host: str, port: int, option: str) -> socket.socket:
 
 
 @contextlib.contextmanager
-def listen_for_metrics(settings: Settings) -> Iterator[socket.socket | None]:
+def listen_for_metrics(settings: Settings, *, keyed: bool) -> Iterator[socket.socket | None]:
     """The socket of `/metrics` when it has a port of its own, else None."""
-    if settings.loopback:
+    if not settings.shared(keyed=keyed):
         yield None
         return
     with listen(settings.metrics.host, settings.metrics.port, "`metrics.port`") as listener:

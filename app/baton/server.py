@@ -22,6 +22,7 @@ from baton import __version__
 from baton.api import (
     chat,
     completions,
+    docs,
     embeddings,
     handoffs,
     health,
@@ -46,6 +47,7 @@ from baton.api.heads import HeadMiddleware
 from baton.api.keys import Keyring, keyring_for
 from baton.api.limits import BodyLimitMiddleware, BodyLimits
 from baton.api.observe import ObserveMiddleware
+from baton.api.origins import OriginMiddleware
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import FleetLost, OperatorError, SettingsError, StartError
 from baton.handoffs.coordinator import Handoffs
@@ -57,6 +59,7 @@ from baton.images.fetching import fetcher_of
 from baton.images.reading import ImageReading
 from baton.pooling.runner import Pooling
 from baton.settings import Settings
+from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT
 from baton.telemetry.lag import watch_lag
 from baton.telemetry.memory import MemoryReader, MemoryWatch
 from baton.telemetry.metrics import HandoffMetrics
@@ -78,6 +81,7 @@ ROUTERS = (
     models,
     plugins,
     health,
+    docs,
 )
 
 
@@ -112,7 +116,7 @@ def create_app(
     Args:
         settings: the settings.
         fleet: the engines; tests hand in fakes.
-        metrics_listener: where `/metrics` answers; None: on the gateway's own port.
+        metrics_listener: where `/metrics` answers; None: on the gateway's own port, unless others use it.
         report: told the phase each engine's start is in.
         memory_reader: reads how much memory there is; None: where Linux says it.
     """
@@ -120,6 +124,7 @@ def create_app(
     reserve = int(settings.admission.memory_reserve)
     reader = memory_reader or MemoryReader()
     memory = MemoryWatch(reader, reserve, counted.memory)
+    keyring = keyring_for(settings)
     gateway = Gateway(
         settings,
         fleet,
@@ -143,17 +148,24 @@ def create_app(
             ):
                 yield
 
-    app = FastAPI(title="Baton", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(
+        title="Baton",
+        version=__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,  # FastAPI's own pages load their scripts from elsewhere
+        redoc_url=None,
+    )
     app.state.gateway = gateway
     for module in ROUTERS:
         app.include_router(module.router)
-    if metrics_listener is None and settings.loopback:
+    if metrics_listener is None and not settings.shared(keyed=keyring is not None):
         app.include_router(metrics.router)
     openapi.install(app)
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, invalid_parameters)
     bodies = bodies_together(settings.limits, reader.available())
-    _add_layers(app, gateway, keyring_for(settings), memory, bodies)
+    _add_layers(app, gateway, keyring, memory, bodies)
     return app
 
 
@@ -172,10 +184,12 @@ def _add_layers(
         edge=settings.edge,
     )
     app.add_middleware(AuthMiddleware, keyring=keyring)
+    app.add_middleware(OriginMiddleware, settings=settings, keyless=keyring is None)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(FaultsMiddleware, metrics=gateway.metrics)
     app.add_middleware(DrainMiddleware, drain=gateway.drain)
-    app.add_middleware(ObserveMiddleware, metrics=gateway.metrics, routes=app.routes)
+    nobody = LOCAL_TENANT if keyring is None else NO_TENANT
+    app.add_middleware(ObserveMiddleware, metrics=gateway.metrics, routes=app.routes, unidentified=nobody)
 
 
 @contextlib.asynccontextmanager
@@ -205,14 +219,11 @@ async def _running(app: FastAPI, fleet: Fleet, report: FleetReport) -> AsyncIter
 
 @contextlib.asynccontextmanager
 async def _metrics_port(gateway: Gateway, listener: socket.socket | None) -> AsyncIterator[None]:
-    """`/metrics` on a port of its own when the gateway's can be reached from other machines."""
+    """`/metrics` on a port of its own when others than the operator can reach the gateway's."""
     if listener is None:
         yield
         return
-    app = FastAPI(openapi_url=None)
-    app.state.gateway = gateway
-    app.include_router(metrics.router)
-    server = _MetricsServer(_uvicorn_config(app, gateway))
+    server = _MetricsServer(_uvicorn_config(metrics.app_of(gateway), gateway))
     task = asyncio.create_task(server.serve(sockets=[listener]), name="metrics-port")
     try:
         yield

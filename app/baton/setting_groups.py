@@ -13,6 +13,14 @@ MIB = 1024 * KIB
 EngineName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 
 
+HostName = Annotated[
+    str,
+    Field(
+        pattern=r"^((\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*)$", max_length=255
+    ),
+]
+
+
 class Frozen(BaseModel):
     """A group of settings: read-only, and closed to keys it does not know."""
 
@@ -177,7 +185,18 @@ class EdgeSettings(Frozen):
     send_s: float = Field(
         30.0, gt=0, le=3600, description="Seconds a client may leave its answer unread; then it is cut off."
     )
+    keep_alive_s: float = Field(
+        15.0,
+        ge=0,
+        le=3600,
+        description="Seconds without an event of a stream before each comment, for proxies. 0: none.",
+    )
     connections: int = Field(10_000, ge=1, description="Open connections; above it: 503.")
+    allowed_hosts: tuple[HostName, ...] = Field(
+        (),
+        description="Hosts the gateway is known as, besides loopback's: `example.org`, `*.example.org`, "
+        "an IP address, each without a port. Empty: any, but on loopback without keys none.",
+    )
 
 
 class AdmissionSettings(Frozen):
@@ -209,7 +228,7 @@ class AdmissionSettings(Frozen):
 
 
 class MetricsSettings(Frozen):
-    """`[metrics]`: where `/metrics` answers when the gateway itself is not on loopback."""
+    """`[metrics]`: where `/metrics` answers when the gateway has keys, or is not on loopback."""
 
     host: str = Field("127.0.0.1", description="Address of the separate metrics port.")
     port: int = Field(8001, ge=0, le=65535, description="The separate metrics port; 0 picks one.")

@@ -150,12 +150,11 @@ class Settings(BaseSettings):
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the gateway."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
+
+    def shared(self, *, keyed: bool) -> bool:
+        """Whether others than the operator use the gateway's port: other machines, or tenants with keys."""
+        return keyed or not self.loopback
 
     @property
     def models_folder(self) -> Path:
@@ -289,6 +288,16 @@ def variables() -> list[str]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, Frozen):
             names += [f"{variable}__{key}".upper() for key in field.annotation.model_fields]
     return names
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, by its name or address, is this machine and cannot be reached from others."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def user_folder(variable: str, fallback: str) -> Path:

@@ -201,7 +201,7 @@ def test_e1_clients_that_leave_midway_beside_plain_vllm(steady: RealGateway) -> 
 def test_e4_half_sent_heads_beside_plain_vllm(steady: RealGateway) -> None:
     connections = [socket.create_connection(address(steady.url), timeout=10) for _ in range(200)]
     for connection in connections:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: server\r\n")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
     began = time.monotonic()
     with contextlib.suppress(AssertionError):
         wait_for(lambda: not any(is_open(connection) for connection in connections), 15)
@@ -225,8 +225,8 @@ def is_open(connection: socket.socket) -> bool:
     return False
 
 
-GET = b"GET /health HTTP/1.1\r\nHost: server\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: server\r\nContent-Type: application/json\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 FLOODS = {
     "E6": (GET + b"X-Bomb: ", b"b" * 65536, 200 * MIB),
     "E7": (POST + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n", 300 * MIB),

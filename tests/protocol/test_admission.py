@@ -149,7 +149,7 @@ def test_e8_a_client_that_does_not_read_its_whole_answers_holds_no_place() -> No
     """The engine has done its part; of many answers on one connection one cannot be sent, and waits."""
     limits = {"engine_requests": 1, "engine_waiting": 0}
     long = json.dumps(BODY | {"max_tokens": 400, "prompt": "x" * 1000}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(long)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(long)}\r\n\r\n"
     with run_fake(FakeEngine("a"), admission=limits) as gateway, gateway.client() as client:
         where, bodies = urlsplit(gateway.url), gateway.engine("a").bodies
         with socket.create_connection((where.hostname, where.port), timeout=20) as connection:

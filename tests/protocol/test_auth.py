@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import socket
 import threading
@@ -12,12 +14,14 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import structlog
 from gateways import FakeGateway, raw_status, run_fake
 
 from baton.api.keys import LOOK_EVERY_S, create_key, keyring_for, read_keys, revoke_key
 from baton.engines.fake import FakeEngine
 from baton.errors import SettingsError
 from baton.settings import load_settings
+from baton.telemetry.logs import configure_logs
 
 PUBLIC = {"/livez", "/readyz", "/health", "/version"}
 
@@ -207,21 +211,66 @@ def test_g1_off_loopback_metrics_move_to_a_port_of_their_own() -> None:
 
 
 def test_tenants_are_told_apart_and_see_only_themselves(tmp_path: Path) -> None:
-    """The operator's port shows every tenant; one that tenants reach shows each its own."""
+    """The operator's port shows every tenant; on the port that tenants reach there is no page of metrics."""
     file = tmp_path / "keys.json"
     keys = {tenant: create_key(file, tenant) for tenant in ("acme", "globex")}
     sent = {"model": "a", "prompt": "The sea is", "max_tokens": 4}
     with run_fake(FakeEngine("a"), auth={"keys_file": file}) as gateway:
         for key in (*keys.values(), "bt_wrong"):
             httpx.post(f"{gateway.url}/v1/completions", json=sent, headers={"x-api-key": key})
-        theirs = httpx.get(f"{gateway.url}/metrics", headers={"x-api-key": keys["acme"]}).text
-        everything = gateway.fleet.metrics_page().decode()
+        everything = httpx.get(f"{gateway.metrics_url}/metrics").text
+        theirs = httpx.get(f"{gateway.url}/metrics", headers={"x-api-key": keys["acme"]})
+        assert httpx.get(f"{gateway.url}/metrics").status_code == 401
+        assert gateway.metrics_url.startswith("http://127.0.0.1:")
+        assert gateway.metrics_url != gateway.url
     for tenant in keys:
         assert f'baton_tenant_requests_total{{code_class="2xx",tenant="{tenant}"}} 1.0' in everything
         assert f'baton_tenant_tokens_total{{kind="generated",tenant="{tenant}"}} 4.0' in everything
     assert 'baton_tenant_requests_total{code_class="4xx",tenant="none"} 1.0' in everything
-    assert "globex" not in theirs
-    assert 'baton_tenant_tokens_total{kind="prompt",tenant="acme"} 3.0' in theirs
+    assert (theirs.status_code, theirs.json()["error"]["code"]) == (404, "not_found")
+    assert 'baton_tenant_tokens_total{kind="prompt",tenant="acme"} 3.0' in everything
+    assert 'tenant="local"' not in everything
+
+
+def test_whoever_has_no_key_is_logged_and_counted_as_no_tenant(
+    keyed: tuple[FakeGateway, str], tmp_path: Path
+) -> None:
+    """Not as `local`, whose requests are those of a gateway without keys."""
+    gateway, key = keyed
+    before, written = structlog.get_config(), io.StringIO()
+    configure_logs("debug", "json", written)
+    try:
+        for path in ("/v1/models", "/livez", "/version", "/nowhere"):
+            httpx.get(f"{gateway.url}{path}", headers={"Authorization": "Bearer wrong"})
+        raw_status(gateway.url, "GET", "/version", {"X": "y" * 70_000})
+        httpx.get(f"{gateway.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    finally:
+        structlog.configure(**before)
+    lines = [line for line in map(json.loads, written.getvalue().splitlines()) if line["event"] == "request"]
+    assert [line.get("tenant") for line in lines] == [None] * 5 + ["acme"]
+    assert 'tenant="local"' not in httpx.get(f"{gateway.metrics_url}/metrics").text
+    assert 'tenant="none"' in httpx.get(f"{gateway.metrics_url}/metrics").text
+
+
+def test_without_keys_everyone_is_the_local_tenant() -> None:
+    with run_fake(FakeEngine("a")) as gateway:
+        httpx.get(f"{gateway.url}/v1/models")
+        page = httpx.get(f"{gateway.metrics_url}/metrics").text
+    assert 'baton_tenant_requests_total{code_class="2xx",tenant="local"} 1.0' in page
+
+
+@pytest.mark.fault("G2")
+def test_every_wrong_key_gets_the_same_answer(keyed: tuple[FakeGateway, str], folder: Path) -> None:
+    gateway, key = keyed
+    revoked = (folder / "revoked").read_text()
+    answers = set()
+    for wrong in ("wrong", revoked, key[:20], key + "x", key.upper(), "bt_" + "A" * 43, "x" * 5000):
+        refused = httpx.get(f"{gateway.url}/v1/models", headers={"Authorization": f"Bearer {wrong}"})
+        same = refused.text.replace(refused.headers.pop("x-request-id"), "ID")
+        refused.headers.pop("date")
+        answers.add((refused.status_code, same, str(refused.headers)))
+    assert len(answers) == 1
+    assert next(iter(answers))[0] == 401
 
 
 def test_g1_a_gateway_whose_last_key_was_revoked_stays_closed(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_a7_a_client_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None
     with FakeProcess(tmp_path, drain_timeout_s=1) as gateway:
         host, port = gateway.url.removeprefix("http://").split(":")
         body = json.dumps(LONG | {"max_tokens": 3500, "prompt": "x" * 20_000 + " y"}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.connect((host, int(port)))

@@ -26,6 +26,8 @@ from wire import (
     request,
     rest_of,
     rss,
+    slow_reader,
+    small_buffers,
     statuses,
     wait_for,
 )
@@ -35,7 +37,7 @@ from baton.engines.fake import FakeEngine
 from baton.setting_groups import EdgeSettings
 
 HOLD = Path(__file__).parents[1] / "hold_connections.py"
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 LONG_WORD = "w" * 20_000
 
 
@@ -179,7 +181,7 @@ def test_e4_a_large_body_that_keeps_its_pace_has_the_time_it_takes() -> None:
 def test_e4_a_body_nobody_waits_for_is_not_awaited_for_ever() -> None:
     """A refusal is out before the body is in: what dribbles in after it must not hold the connection."""
     with run_fake(FakeEngine("a"), edge={"header_s": 0.5}) as gateway:
-        sent = b"POST /nowhere HTTP/1.1\r\nHost: gateway\r\nContent-Length: 100000\r\n\r\n"
+        sent = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
         with connect(gateway) as connection:
             connection.sendall(sent)
             assert statuses(connection.recv(65536)) == [404]
@@ -207,21 +209,6 @@ def test_e4_a_thousand_slow_clients_are_gone_at_the_deadline() -> None:
         print(f"E4: 1000 slow clients, all 408 and gone after {seconds:.1f} s of 2, ", end="")
         print(f"open then {open_connections(gateway)}, good traffic's p99 {p99():.0f} ms")
         assert p99() < 2000
-
-
-def slow_reader(gateway: FakeGateway, body: dict[str, object]) -> socket.socket:
-    """A client with hardly any room for what comes."""
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(20)
-    connection.connect(address(gateway.url))
-    connection.sendall(request(body))
-    return connection
-
-
-def small_buffers(gateway: FakeGateway) -> None:
-    """Sockets inherit it from the listener; the kernel's own would take megabytes before anyone waits."""
-    gateway.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
 
 
 def test_e3_slow_readers_are_cut_off_and_their_engine_requests_freed() -> None:

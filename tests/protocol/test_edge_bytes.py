@@ -33,8 +33,8 @@ from baton.api.keys import create_key
 from baton.engines.fake import FakeEngine
 
 MIB = 2**20
-GET = b"GET /livez HTTP/1.1\r\nHost: gateway\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 EDGE = {"header_s": 1, "body_s": 1}
 
 
@@ -69,14 +69,14 @@ BOMBS = {
     ),
     "1 MB of address": (b"GET /", b"a" * 65536, MIB, 414, "uri_too_long"),
     "a long address": (
-        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: g\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n",
         b"\r\n",
         2,
         414,
         "uri_too_long",
     ),
     "a long query": (
-        b"GET /livez?" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: g\r\n",
+        b"GET /livez?" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n",
         b"\r\n",
         2,
         414,
@@ -260,7 +260,7 @@ TARGETS = (
     b"/v1/handoffs/x",
 )
 HOSTS = (
-    b"Host: gateway",
+    b"Host: localhost",
     b"",
     b"Host: a\r\nHost: b",
     b"Host: a b",

@@ -63,7 +63,9 @@ def overloaded(place: Place) -> Outcome:
     rates = [TIMES * NOMINAL * 0.9, TIMES * NOMINAL * 0.1]
     outcomes: list[Outcome] = []
     for _ in range(3):
-        outcomes.append(run(Plan(place.gateway.url, place.keys, rates, LOAD_S, BODY, scrapes=5)))
+        plan = Plan(place.gateway.url, place.keys, rates, LOAD_S, BODY, scrapes=5)
+        plan.metrics_url = place.gateway.metrics_url
+        outcomes.append(run(plan))
         print(f"E8: held up by other processes for {outcomes[-1].held_up:.2f} s of {LOAD_S:g} s")
         if outcomes[-1].held_up < HELD_UP_S:
             break
@@ -84,8 +86,8 @@ def p99(seconds: list[float]) -> float:
     return quantiles(seconds, n=100, method="inclusive")[98]
 
 
-def counted(gateway: FakeGateway, key: str, name: str) -> float:
-    page = httpx.get(f"{gateway.url}/metrics", headers={"Authorization": f"Bearer {key}"}).text
+def counted(gateway: FakeGateway, name: str) -> float:
+    page = httpx.get(f"{gateway.metrics_url}/metrics").text
     return next(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
 
 
@@ -157,6 +159,6 @@ def test_e12_a_retry_storm_leaves_nothing_behind(place: Place) -> None:
         f"answers as ever {recovered:.1f} s after the load ended"
     )
     assert recovered < 10
-    assert counted(place.gateway, place.keys[0], 'baton_admission_waiting{engine="a"}') == 0
-    assert counted(place.gateway, place.keys[0], 'baton_admission_running{engine="a"}') == 0
+    assert counted(place.gateway, 'baton_admission_waiting{engine="a"}') == 0
+    assert counted(place.gateway, 'baton_admission_running{engine="a"}') == 0
     assert place.gateway.engine("a").active == 0

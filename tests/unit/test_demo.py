@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.console import Console
 from baton.demo.cast import AGENTS, EDITOR, NATURALIST, READER, Way, ways_of_our_own
 from baton.demo.client import Answer, reason_of
 from baton.demo.figures import Result, notes, reference_of, rows, sameness, table
-from baton.demo.gateway import ARRIVED, PHASE, READY, _config, _last_words
+from baton.demo.gateway import ARRIVED, PHASE, READY, Follower, _config, _last_words
 from baton.demo.run import run
 from baton.demo.stage import LineStage, PanelStage
 from baton.demo.voyage import DAYS, EVENTS, FEW_DAYS, ships_log
@@ -144,6 +145,21 @@ def test_what_a_starting_gateway_prints_is_understood() -> None:
     found = READY.search(welcome(url, url, engines, keyed=True))
     assert found is not None
     assert found[1] == url
+
+
+def test_the_demo_reads_where_its_gateway_and_the_metrics_are() -> None:
+    """From what a gateway with keys prints; its metrics have a port of their own."""
+    url, metrics = "http://127.0.0.1:4711", "http://127.0.0.1:4712"
+    printed = welcome(url, metrics, [EngineSettings(name="reader", model="smollm2")], keyed=True)
+
+    async def read() -> tuple[str, str]:
+        with PhaseProgress(io.StringIO()) as progress:
+            follower = Follower(progress)
+            for line in printed.splitlines():
+                follower._read(line)
+            return await asyncio.wait_for(follower.ready(), 1)
+
+    assert asyncio.run(read()) == (url, f"{metrics}/metrics")
 
 
 def test_the_reason_why_a_gateway_ended_is_one_line() -> None:

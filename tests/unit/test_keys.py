@@ -1,14 +1,35 @@
 from __future__ import annotations
 
+import base64
+import json
 import stat
+import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from baton.api import keys as keys_module
 from baton.api.auth import presented_key
-from baton.api.keys import LOOK_EVERY_S, Keyring, KeysFile, create_key, read_keys, revoke_key
+from baton.api.keys import (
+    KEY_PREFIX,
+    LOOK_EVERY_S,
+    Keyring,
+    KeysFile,
+    create_key,
+    keyring_for,
+    read_keys,
+    revoke_key,
+)
 from baton.errors import SettingsError
+from baton.settings import load_settings
+
+KEY_BITS = 256
+SAMPLES = 64
 
 
 def test_a_created_key_opens_and_is_nowhere_in_the_file(tmp_path: Path) -> None:
@@ -40,6 +61,110 @@ def test_keys_made_at_the_same_time_all_stay(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert {key.tenant for key in read_keys(file)} == {f"t{number}" for number in range(8)}
+
+
+def random_part(key: str) -> int:
+    part = key.removeprefix(KEY_PREFIX)
+    return int.from_bytes(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
+
+
+def test_every_one_of_a_keys_256_bits_is_random(tmp_path: Path) -> None:
+    """In so many keys a bit that is always the same is a constant: by chance once in 2 to the 63."""
+    keys = [create_key(tmp_path / "keys.json", "acme") for _ in range(SAMPLES)]
+    ones, zeros = 0, 0
+    for value in map(random_part, keys):
+        ones, zeros = ones | value, zeros | ~value
+    varying = (ones & zeros & (2**KEY_BITS - 1)).bit_count()
+    print(f"G1: bits that vary in {SAMPLES} keys: {varying}")
+    assert varying == KEY_BITS
+    assert len({len(key) for key in keys}) == 1
+
+
+WRONG: dict[str, Callable[[str, str], str]] = {
+    "unknown": lambda valid, revoked: KEY_PREFIX + "A" * 43,
+    "revoked": lambda valid, revoked: revoked,
+    "none": lambda valid, revoked: "",
+    "no prefix": lambda valid, revoked: valid.removeprefix(KEY_PREFIX),
+    "half": lambda valid, revoked: valid[:20],
+    "one character more": lambda valid, revoked: valid + "x",
+    "the last character another": lambda valid, revoked: valid[:-1] + ("x" if valid[-1] != "x" else "y"),
+    "in capitals": lambda valid, revoked: valid.upper(),
+    "longer than any": lambda valid, revoked: "x" * 10_000,
+    "not ASCII": lambda valid, revoked: "\xff\x00\n",
+    "a digest": lambda valid, revoked: keys_module.digest(valid),
+}
+
+
+def lines_run(work: Callable[[], object]) -> list[tuple[str, int]]:
+    """The lines of keys.py that `work` runs, in order."""
+    ran: list[tuple[str, int]] = []
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename != keys_module.__file__:
+            return None
+        if event == "line":
+            ran.append((frame.f_code.co_name, frame.f_lineno))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return ran
+
+
+@pytest.mark.fault("G2")
+def test_every_wrong_key_takes_the_path_of_a_right_one(tmp_path: Path) -> None:
+    """Line by line the same: nothing is compared but digests, and no kind of wrong key is told apart."""
+    file = tmp_path / "keys.json"
+    valid, revoked = create_key(file, "acme"), create_key(file, "acme")
+    revoke_key(file, read_keys(file)[1].id)
+    keyring = KeysFile(file, lambda: 0.0)
+    path = lines_run(lambda: keyring.tenant(valid))
+    assert "digest" in {function for function, _ in path}
+    wrong = {name: make(valid, revoked) for name, make in WRONG.items()}
+    others = [name for name, key in wrong.items() if lines_run(partial(keyring.tenant, key)) != path]
+    print(f"G2: {len(WRONG)} kinds of wrong keys, {len(path)} lines each, other paths {len(others)}")
+    assert others == []
+    assert {keyring.tenant(key) for key in wrong.values()} == {None}
+
+
+@pytest.mark.parametrize("tenant", ["local", "none", "other"])
+def test_a_name_that_stands_for_something_else_is_no_tenants(tmp_path: Path, tenant: str) -> None:
+    with pytest.raises(SettingsError, match="reserved"):
+        create_key(tmp_path / "keys.json", tenant)
+    assert not (tmp_path / "keys.json").exists()
+
+
+def file_of_local(file: Path) -> None:
+    """A keys file of an earlier version, or written by hand: one key of the tenant of gateways without keys."""
+    create_key(file, "acme")
+    (stored,) = json.loads(file.read_text())
+    file.write_text(json.dumps([stored, stored | {"tenant": "local", "id": "0a1b2c3d", "sha256": "0" * 64}]))
+
+
+def test_a_key_of_the_keyless_tenant_closes_the_gateway_until_it_is_revoked(tmp_path: Path) -> None:
+    """It would open the handoffs and the prefix cache of everyone who ever called without a key."""
+    file = tmp_path / "keys.json"
+    file_of_local(file)
+    with pytest.raises(SettingsError, match=r"'0a1b2c3d'.*`baton keys revoke`") as refused:
+        keyring_for(load_settings(auth={"keys_file": file}))
+    assert len(refused.value.message.splitlines()) == 1
+    revoke_key(file, "0a1b2c3d")
+    assert keyring_for(load_settings(auth={"keys_file": file})) is not None
+
+
+def test_a_running_gateway_takes_no_key_of_the_keyless_tenant(tmp_path: Path) -> None:
+    file, now = tmp_path / "keys.json", 0.0
+    key = create_key(file, "acme")
+    keyring = KeysFile(file, lambda: now)
+    stored = json.loads(file.read_text())
+    mine = {"id": "0a1b2c3d", "tenant": "local", "sha256": keys_module.digest("mine"), "created_at": 0}
+    file.write_text(json.dumps([*stored, mine]))
+    now = LOOK_EVERY_S
+    assert (keyring.tenant("mine"), keyring.tenant(key)) == (None, "acme")
 
 
 @pytest.mark.parametrize("tenant", ["", "a b", "../x", "x" * 65, "a\n"])

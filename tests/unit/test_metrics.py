@@ -46,16 +46,6 @@ def test_tenants_beyond_the_limit_are_counted_together() -> None:
     assert 'baton_tenant_tokens_total{kind="prompt",tenant="other"} 20.0' in page
 
 
-def test_a_tenant_sees_no_other_tenants_series() -> None:
-    metrics = GatewayMetrics()
-    for tenant in ("acme", "globex"):
-        metrics.tenants.count(tenant, "2xx", prompt_tokens=1, generated_tokens=0)
-    page = MergedRegistry((metrics.registry,), "acme").page().decode()
-    assert 'tenant="acme"' in page
-    assert "globex" not in page
-    assert "baton_event_loop_lag_seconds_count" in page
-
-
 @pytest.mark.parametrize(
     "amounts", [{"Pixels!": 1.0}, {"pixels": -1.0}, {"pixels": float("nan")}, {"pixels": float("inf")}]
 )

@@ -19,7 +19,7 @@ from baton.api.streams import event_stream
 from baton.api.strict_json import off_the_loop
 from baton.api.wishes import require_latent, take_wish
 from baton.engines.port import Engine, Operation, StreamReply
-from baton.errors import BatonError, GenerationFailed
+from baton.errors import BatonError
 from baton.telemetry.ids import RequestContext
 
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]
@@ -102,11 +102,10 @@ async def _respond(
     if not isinstance(reply, StreamReply):
         ticket.leave_engine()  # however slowly the client reads
         return Response(reply.body, media_type=reply.media_type, headers=dict(reply.headers))
-    try:
-        first = await anext(reply.events)
-    except StopAsyncIteration:
-        raise GenerationFailed() from None
-    return event_stream(first, reply.events, request.scope, gateway.metrics, reply.headers)
+    seconds = gateway.settings.edge.keep_alive_s
+    return await event_stream(
+        reply.events, request.scope, gateway.metrics, reply.headers, keep_alive_s=seconds
+    )
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -22,11 +22,17 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from baton.errors import SettingsError
 from baton.settings import Settings
+from baton.telemetry.ids import LOCAL_TENANT
+from baton.telemetry.metrics import NOBODY, OTHER
 
 KEY_PREFIX = "bt_"
 MAX_KEY_CHARS = 256
 LOOK_EVERY_S = 1.0
 """How long a key that was revoked may still open a running gateway."""
+
+RESERVED_TENANTS = frozenset({LOCAL_TENANT, NOBODY, OTHER})
+"""Names with a meaning of their own: everyone who calls a gateway without keys, requests without a valid key,
+and the tenants that are counted together."""
 
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
@@ -51,10 +57,14 @@ def digest(key: str) -> str:
 
 
 class Keyring:
-    """The tenants that hold a key. Looking a key up takes one path, whatever is wrong with it."""
+    """The tenants that hold a key. Looking a key up takes one path, whatever is wrong with it.
+
+    Raises:
+        SettingsError: a key would open what was left behind without keys.
+    """
 
     def __init__(self, keys: list[StoredKey]) -> None:
-        self._tenants = {key.sha256: key.tenant for key in keys}
+        self._tenants = _tenants_of(keys)
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -97,12 +107,22 @@ class KeysFile(Keyring):
         self._state = state
         log = structlog.get_logger("baton.keys")
         try:
-            keys = read_keys(self._file)
+            tenants = _tenants_of(read_keys(self._file))
         except SettingsError as error:
             log.error("keys_file_unusable", cause=error.message)
             return
-        self._tenants = {stored.sha256: stored.tenant for stored in keys}
-        log.info("keys_file_read", keys=len(keys))
+        self._tenants = tenants
+        log.info("keys_file_read", keys=len(tenants))
+
+
+def _tenants_of(keys: list[StoredKey]) -> dict[str, str]:
+    for key in keys:
+        if key.tenant == LOCAL_TENANT:
+            raise SettingsError(
+                f"auth.keys_file: the key {key.id[:80]!r} is of the tenant '{LOCAL_TENANT}', and would open "
+                "what was left behind without keys: revoke it with `baton keys revoke`, and make another"
+            )
+    return {key.sha256: key.tenant for key in keys}
 
 
 def _state(file: Path) -> tuple[int, int, int] | None:
@@ -154,8 +174,10 @@ def create_key(file: Path, tenant: str) -> str:
     """Add a key for `tenant` and return it; it cannot be shown again.
 
     Raises:
-        SettingsError: the tenant's name is not a plain word, or the file cannot be written.
+        SettingsError: the tenant's name is reserved or not a plain word, or the file cannot be written.
     """
+    if tenant in RESERVED_TENANTS:
+        raise SettingsError(f"tenant {tenant!r}: this name is reserved; choose another")
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     try:
         stored = StoredKey(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from baton.api.gateway import gateway_of
-from baton.telemetry.ids import RequestContext
+from baton.api.gateway import Gateway, gateway_of
+from baton.api.origins import host_guard, names_for
 
 router = APIRouter()
 
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Every series, in Prometheus' text format; on the port that tenants use too, no other tenant's."""
-    gateway = gateway_of(request)
-    context: RequestContext | None = request.scope.get("baton")
-    page = gateway.fleet.metrics_page(None if context is None else context.tenant)
-    return Response(page, media_type=CONTENT_TYPE_LATEST)
+    """Every series of every tenant, in Prometheus' text format; never on a port that tenants reach."""
+    return Response(gateway_of(request).fleet.metrics_page(), media_type=CONTENT_TYPE_LATEST)
+
+
+def app_of(gateway: Gateway) -> FastAPI:
+    """The app of a port of its own, which asks for no key and on loopback answers under known names only."""
+    settings = gateway.settings
+    names = names_for(settings, host=settings.metrics.host, keyless=True)
+    app = FastAPI(openapi_url=None)
+    app.state.gateway = gateway
+    app.include_router(router, dependencies=[Depends(host_guard(names))])
+    return app

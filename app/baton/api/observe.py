@@ -11,13 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
 from baton.telemetry.ids import RequestContext, context_from_headers
-from baton.telemetry.metrics import OTHER, GatewayMetrics
+from baton.telemetry.metrics import NOBODY, OTHER, GatewayMetrics
 
 PROBES = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 """Asked every few seconds by machines: counted, but logged only at level debug."""
-
-NOBODY = "none"
-"""In a tenant's place: the request came without a valid key."""
 
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 
@@ -29,10 +26,14 @@ class ObserveMiddleware:
         app: what to observe.
         metrics: where to count.
         routes: what is answered; their templates are the labels, of all else it is `other`.
+        unidentified: the tenant of a request until a key has said who asks.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics, routes: Sequence[BaseRoute]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, metrics: GatewayMetrics, routes: Sequence[BaseRoute], unidentified: str
+    ) -> None:
         self._app = app
+        self._unidentified = unidentified
         self._metrics = metrics
         plain = [route for route in routes if isinstance(route, Route)]
         self._paths = frozenset(route.path for route in plain)
@@ -43,7 +44,7 @@ class ObserveMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = context_from_headers(scope["headers"])
+        context = context_from_headers(scope["headers"], self._unidentified)
         scope["baton"] = context
         bind_contextvars(request_id=context.request_id)
         route = self._label(scope["path"])
@@ -75,7 +76,7 @@ class ObserveMiddleware:
         code_class = f"{status // 100}xx" if status else "none"
         self._metrics.requests.labels(route, method, code_class).inc()
         self._metrics.duration.labels(route).observe(seconds)
-        self._count_tenant(context, route, code_class, known=status != 401)
+        self._count_tenant(context, route, code_class)
         error = scope.get("baton_error")
         if error is not None:
             self._metrics.rejections.labels(scope["baton_reason"]).inc()
@@ -83,7 +84,7 @@ class ObserveMiddleware:
             "request_id": context.request_id,
             "client_request_id": context.client_request_id,
             "trace": context.traceparent,
-            "tenant": context.tenant,
+            "tenant": context.tenant or None,
             "method": method,
             "route": route,
             "model": scope.get("baton_model"),
@@ -94,10 +95,10 @@ class ObserveMiddleware:
         log = self._log.debug if route in PROBES else self._log.info
         log("request", **{key: value for key, value in line.items() if value is not None})
 
-    def _count_tenant(self, context: RequestContext, route: str, code_class: str, *, known: bool) -> None:
+    def _count_tenant(self, context: RequestContext, route: str, code_class: str) -> None:
         if route not in PROBES:
             self._metrics.tenants.count(
-                context.tenant if known else NOBODY,
+                context.tenant or NOBODY,
                 code_class,
                 prompt_tokens=context.prompt_tokens,
                 generated_tokens=context.generated_tokens,

@@ -124,7 +124,11 @@ PLUGIN_ERRORS = {
     "406": "The plugin makes nothing of a kind that `Accept` names.",
     "504": "The plugin took too long.",
 }
-UNAUTHORIZED = {"401": "A valid API key is needed."}
+REFUSALS = {
+    "401": "A valid API key is needed.",
+    "421": "The gateway is not known as the host that the request names.",
+}
+FOREIGN_PAGE = {"403": "A gateway without keys: a page of another site sent the request."}
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -190,7 +194,7 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
             if path in PUBLIC_PATHS:
                 operation["security"] = []
             else:
-                _add_errors(responses, UNAUTHORIZED)
+                _add_errors(responses, REFUSALS | ({} if method == "get" else FOREIGN_PAGE))
             if path in PATHS:
                 _describe(operation, PATHS[path], vllm["operations"][PATHS[path].value])
             elif "{" in path:

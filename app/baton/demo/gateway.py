@@ -37,6 +37,9 @@ cpu_threads = {threads}
 [auth]
 keys_file = {keys}
 
+[metrics]
+port = 0
+
 [handoffs]
 store = {store}
 
@@ -64,6 +67,8 @@ args = {{ dtype = "float32", max_model_len = 5120, enable_prefix_caching = false
 PHASE = re.compile(r"\[ *[\d.]+s\] (?P<name>[^:]+): (?P<text>.+)")
 ARRIVED = ("ready", "imported", "files verified")
 READY = re.compile(r"Baton is ready on (\S+),")
+METRICS = re.compile(r" metrics: (\S+) ")
+"""In the last line that a gateway prints when it is ready."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,12 @@ class OwnGateway:
 
     Attributes:
         url: where it answers.
+        metrics_url: where its metrics are.
         keys: an API key of each tenant.
     """
 
     url: str
+    metrics_url: str
     keys: dict[str, str]
 
 
@@ -101,7 +108,8 @@ async def own_gateway(
         follower = Follower(progress)
         following = asyncio.create_task(follower.follow(process))
         try:
-            yield OwnGateway(await follower.ready(), keys)
+            url, metrics_url = await follower.ready()
+            yield OwnGateway(url, metrics_url, keys)
         finally:
             await _stop(process, progress)
             await following
@@ -159,33 +167,36 @@ class Follower:
     def __init__(self, progress: PhaseProgress) -> None:
         self._progress = progress
         self._lines: deque[str] = deque(maxlen=50)
-        self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._url = ""
+        self._addresses: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
 
     async def follow(self, process: asyncio.subprocess.Process) -> None:
         """Read until the process closes its output, so that it never waits for us."""
         assert process.stdout is not None
         async for line in process.stdout:
             self._read(line.decode(errors="replace").rstrip())
-        if not self._url.done():
-            self._url.set_exception(StartError(_last_words(self._lines)))
+        if not self._addresses.done():
+            self._addresses.set_exception(StartError(_last_words(self._lines)))
 
-    async def ready(self) -> str:
-        """The gateway's address, once it has started.
+    async def ready(self) -> tuple[str, str]:
+        """The gateway's address and that of its metrics, once it has started.
 
         Raises:
             StartError: it ended, or took too long.
         """
         try:
-            return await asyncio.wait_for(self._url, START_WITHIN_S)
+            return await asyncio.wait_for(self._addresses, START_WITHIN_S)
         except TimeoutError:
             raise StartError(f"The gateway did not start within {START_WITHIN_S} s.") from None
 
     def _read(self, line: str) -> None:
         self._lines.append(line)
-        if self._url.done():
+        if self._addresses.done():
             return
         if found := READY.search(line):
-            self._url.set_result(found[1])
+            self._url = found[1]
+        elif self._url and (found := METRICS.search(line)):
+            self._addresses.set_result((self._url, found[1]))
         elif phase := PHASE.fullmatch(line):
             told = self._progress.done if phase["text"] in ARRIVED else self._progress.phase
             told(phase["name"], phase["text"])

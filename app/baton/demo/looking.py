@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.demo.client import ANSWER_WITHIN_S, Answer, Json, ask, headers_of, reason_of
-from baton.demo.gateway import HEAD, own_gateway
+from baton.demo.gateway import HEAD, OwnGateway, own_gateway
 from baton.demo.stage import first_token
 from baton.errors import OperatorError
 from baton.settings import load_settings
@@ -100,7 +100,7 @@ async def _shown(console: Console, out: Path | None) -> None:
                 _client(gateway.url) as client,
             ):
                 progress.close()
-                await Look(console, client, gateway.keys["handoff"], folder).show()
+                await Look(console, client, gateway, folder).show()
     if out is not None:
         console.print(f"The scene, the mask and the picture are in {out}.", markup=False)
 
@@ -130,14 +130,17 @@ class Look:
     Args:
         console: where it is shown.
         client: of the gateway.
-        key: the API key.
+        gateway: where its metrics are, and the API key.
         folder: holds scene.tif; for the mask and the picture.
     """
 
-    def __init__(self, console: Console, client: httpx.AsyncClient, key: str, folder: Path) -> None:
+    def __init__(
+        self, console: Console, client: httpx.AsyncClient, gateway: OwnGateway, folder: Path
+    ) -> None:
         self._console = console
         self._client = client
-        self._key = key
+        self._metrics_url = gateway.metrics_url
+        self._key = gateway.keys["handoff"]
         self._folder = folder
 
     async def show(self) -> None:
@@ -192,7 +195,7 @@ class Look:
 
     async def _encoded(self) -> float:
         """How many pictures the engine has encoded since it started."""
-        response = await self._client.get("/metrics", headers=headers_of(self._key))
+        response = await self._client.get(self._metrics_url)
         if response.status_code != httpx.codes.OK:
             raise OperatorError("The gateway's metrics cannot be read.")
         return encoded_by(response.text, LOOKER)

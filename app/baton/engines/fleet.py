@@ -136,15 +136,11 @@ class Fleet:
             raise supervisor.refusal()
         return supervisor.engine
 
-    def metrics_page(self, tenant: str | None = None) -> bytes:
-        """The `/metrics` page: the gateway's series and every engine's.
-
-        Args:
-            tenant: who reads it, and sees no other tenant's series; None: the operator, who sees all.
-        """
+    def metrics_page(self) -> bytes:
+        """The `/metrics` page: the gateway's series and every engine's."""
         for name, current in self.states.items():
             self.metrics.engines.up.labels(name).set(current is EngineState.READY)
             for state in EngineState:
                 self.metrics.engines.state.labels(name, state.value).set(state is current)
         registries = (self.metrics.registry, *self._shared_registries)
-        return MergedRegistry((*registries, *(engine.registry for engine in self.engines)), tenant).page()
+        return MergedRegistry((*registries, *(engine.registry for engine in self.engines))).page()

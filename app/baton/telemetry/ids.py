@@ -13,6 +13,9 @@ MAX_TRACESTATE = 512
 LOCAL_TENANT = "local"
 """The tenant of everyone when the gateway runs without keys."""
 
+NO_TENANT = ""
+"""Nobody's: the gateway has keys, and none has said yet who asks."""
+
 
 @dataclass(slots=True)
 class RequestContext:
@@ -23,7 +26,7 @@ class RequestContext:
         client_request_id: what the client sent as `X-Request-Id`, if it is well formed.
         traceparent: W3C trace context, if it is well formed.
         tracestate: passed on only together with a valid `traceparent`.
-        tenant: the owner of the API key; `local` without keys.
+        tenant: the owner of the API key; `local` on a gateway without keys.
         prompt_tokens: tokens its engine was given, so far.
         generated_tokens: tokens its engine generated, so far.
         images: the names of the images that were read of it; its engine is given no others. None: vLLM
@@ -45,12 +48,14 @@ def new_request_id() -> str:
     return secrets.token_hex(16)
 
 
-def context_from_headers(headers: list[tuple[bytes, bytes]]) -> RequestContext:
+def context_from_headers(headers: list[tuple[bytes, bytes]], tenant: str = LOCAL_TENANT) -> RequestContext:
     """Read the ids a client may send; whatever is malformed is as if it had not been sent.
+
+    `tenant` is whose request it is until a key says more.
 
     Source of the formats: W3C Trace Context, sections 3.2 and 3.3.
     """
-    context = RequestContext(new_request_id())
+    context = RequestContext(new_request_id(), tenant=tenant)
     tracestate = None
     for name, value in headers:
         if name == b"x-request-id" and REQUEST_ID.fullmatch(text := value.decode("latin-1")):

@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from baton import __version__
 
 OTHER = "other"
+NOBODY = "none"
+"""In a tenant's place: the request came without a valid key."""
 """The label value for what is not in a closed list: labels never grow with traffic."""
 
 FAILURES = {

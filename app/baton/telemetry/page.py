@@ -6,7 +6,7 @@ same name are merged, because Prometheus refuses a page that names one twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -20,19 +20,17 @@ class MergedRegistry:
 
     Attributes:
         registries: what is read.
-        tenant: the one whose series are shown; None: every tenant's.
         prefixes: of the families that are shown.
     """
 
     registries: tuple[CollectorRegistry, ...]
-    tenant: str | None = None
     prefixes: tuple[str, ...] = ("baton_", "vllm:", "process_", "python_")
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for metric in self._wanted():
             known = families.setdefault(metric.name, _empty_copy(metric))
-            known.samples.extend(sample for sample in metric.samples if self._shows(sample.labels))
+            known.samples.extend(metric.samples)
         yield from families.values()
 
     def _wanted(self) -> Iterable[Metric]:
@@ -40,9 +38,6 @@ class MergedRegistry:
             for metric in registry.collect():
                 if metric.name.startswith(self.prefixes):
                     yield metric
-
-    def _shows(self, labels: Mapping[str, str]) -> bool:
-        return self.tenant is None or labels.get("tenant", self.tenant) == self.tenant
 
     def page(self) -> bytes:
         """The text page a Prometheus server reads."""
