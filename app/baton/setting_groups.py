@@ -257,6 +257,9 @@ class PoolingSettings(Frozen):
 
     requests: int = Field(8, ge=1, description="Requests a plugin works on at once; more wait.")
     waiting: int = Field(64, ge=0, description="Requests that may wait for that; above it: 503.")
+    wait_s: float = Field(
+        300.0, gt=0, le=3600, description="Seconds a request waits for the plugin; then 503."
+    )
     prompts: int = Field(16, ge=1, le=1024, description="Prompts of one request in the engine at once.")
     threads: int = Field(16, ge=1, le=256, description="Threads for what a plugin does synchronously.")
     time_limit_s: float = Field(900.0, gt=0, description="Seconds a request may take; then 504.")

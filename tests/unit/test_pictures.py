@@ -42,7 +42,8 @@ def refused(data: bytes, **limits: Any) -> InvalidImage:
 
 def reading(fetch: Any, **limits: Any) -> ImageReading:
     settings = ImageSettings(**limits)
-    return ImageReading(settings, GatewayMetrics().images, fetch)
+    metrics = GatewayMetrics()
+    return ImageReading(settings, metrics.images, fetch, queues=metrics.queues, wait_s=60)
 
 
 def named(count: int) -> list[Part]:
@@ -63,7 +64,7 @@ def test_so_many_are_fetched_at_once_whoever_asks() -> None:
 
     async def main() -> None:
         images = reading(fetch, fetches=3)
-        answers = await asyncio.gather(*(images.read(named(4)) for _ in range(4)))
+        answers = await asyncio.gather(*(images.read(named(4), "acme") for _ in range(4)))
         assert [len(answer) for answer in answers] == [4] * 4
 
     asyncio.run(main())
@@ -77,14 +78,14 @@ def test_who_gets_no_place_is_told_to_come_back_and_a_lost_client_leaves_its_pla
 
     async def main() -> None:
         images = reading(fetch, fetches=1, fetch_s=0.05)
-        first = asyncio.create_task(images.read(named(1)))
+        first = asyncio.create_task(images.read(named(1), "acme"))
         await asyncio.sleep(0)
         with pytest.raises(GatewayOverloaded) as caught:
-            await images.read(named(1))
+            await images.read(named(1), "acme")
         assert caught.value.retryable
         first.cancel()
         await asyncio.wait({first})
-        assert not images._fetches.locked()
+        assert images._fetches.running == 0
 
     asyncio.run(main())
 

@@ -102,7 +102,7 @@ async def _upload(request: Request) -> Response:
     query = {name: value for name, value in request.query_params.items() if name not in QUERY_OURS}
     spool = Spool(gateway.settings.pooling.spool_dir)
     try:
-        async with runner.receiving():
+        async with runner.receiving(context_of(request).tenant):
             await spool.fill(request.stream())
         wanted = wanted_types(request.headers)
         work = Upload(spool.path, media_type_of(request), query, names_of(wanted))

@@ -89,6 +89,7 @@ class GatewayMetrics:
             ("place",),
             registry=registry,
         )
+        self.queues = QueueMetrics(registry)
         self.memory = Gauge(
             "baton_memory_available_bytes",
             "Memory this process can still get; NaN where that cannot be known.",
@@ -192,6 +193,27 @@ class AdmissionMetrics:
             "baton_admission_wait_seconds",
             "Seconds a request waited for its turn, of those that got one.",
             ("engine",),
+            buckets=SECONDS,
+            registry=registry,
+        )
+
+
+class QueueMetrics:
+    """The series of the queues that are not an engine's own: plugins, uploads, images, large bodies.
+
+    The label `engine` is empty for a queue that all engines share.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ("queue", "engine")
+        self.waiting = Gauge(
+            "baton_queue_waiting", "Requests, or parts of them, that wait for a place.", labels, registry=registry
+        )
+        self.running = Gauge("baton_queue_running", "Places that are taken.", labels, registry=registry)
+        self.seconds = Histogram(
+            "baton_queue_wait_seconds",
+            "Seconds waited for a place, by those that got one.",
+            labels,
             buckets=SECONDS,
             registry=registry,
         )
