@@ -139,7 +139,7 @@ class FairQueue:
     def _may_take(self, tenant: str) -> bool:
         """Whether a tenant may have another place now; never true of one that waits already."""
         held, left = self._held[tenant], self.most - self.running - 1
-        return left >= 0 and held < self._places and left * self._places >= held * self._reserve
+        return left >= 0 and left * self._places >= held * self._reserve
 
     def _may_wait(self, tenant: str) -> bool:
         if self._room is None:
