@@ -94,7 +94,8 @@ class Crowd:
         assert all(self.queue.held(tenant) == self.held[tenant] <= places for tenant in TENANTS)
         for tenant in self.those_who_wait():
             assert running >= places, "somebody waits though fewer work than without a reserve"
-            assert self.held[tenant] or running == places + reserve, "a newcomer waits beside a free place"
+            left = places + reserve - running - 1
+            assert left < 0 or left / reserve < self.held[tenant] / places, "it waits beside a place it may have"
 
 
 Step = tuple[str, str, int]
