@@ -271,6 +271,32 @@ def test_e8_a_tenants_requests_at_once_are_counted_until_their_answers_are_over(
     asyncio.run(scene())
 
 
+@pytest.mark.fault("E8")
+def test_a_request_refused_because_others_are_under_way_costs_nothing_of_the_rate() -> None:
+    """Two may be made; one is under way, and many more are refused meanwhile."""
+    admission = admission_of(tenant_requests=1, tenant_rate=6, tenant_burst=2)
+
+    async def scene() -> None:
+        open_door = asyncio.Event()
+
+        async def slow(request: Request) -> None:
+            admission.require_tenant(request)
+            await open_door.wait()
+
+        running = asyncio.create_task(through(slow))
+        await soon()
+        for _ in range(5):
+            with pytest.raises(RateLimited, match="under way"):
+                await through(slow)
+        open_door.set()
+        await running
+        await through(slow)
+        with pytest.raises(RateLimited, match="a minute"):
+            await through(slow)
+
+    asyncio.run(scene())
+
+
 def test_e8_one_engine_that_is_full_does_not_hold_up_another() -> None:
     admission = admission_of(engine_requests=1, engine_waiting=0)
 
