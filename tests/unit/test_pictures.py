@@ -90,6 +90,39 @@ def test_who_gets_no_place_is_told_to_come_back_and_a_lost_client_leaves_its_pla
     asyncio.run(main())
 
 
+def test_images_that_wait_to_be_read_for_too_long_are_told_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what was being read meanwhile is read to its end."""
+    released = threading.Event()
+
+    def held(*_: object) -> Picture:
+        released.wait(20)
+        return Picture(b"", "image/png", 8, 8)
+
+    monkeypatch.setattr("baton.images.reading.read_picture", held)
+    parts = [Part({}, "url", "images[0]", pictures.url_of(pictures.file_of(pictures.image())))]
+
+    async def main() -> None:
+        metrics = GatewayMetrics()
+        settings = ImageSettings(threads=1)
+        images = ImageReading(settings, metrics.images, no_fetch, queues=metrics.queues, wait_s=0.05)
+        first = asyncio.create_task(images.read(parts, "acme"))
+        await asyncio.sleep(0)
+        with pytest.raises(GatewayOverloaded, match="read already") as caught:
+            await images.read(parts, "acme")
+        assert (caught.value.retry_after_s or 0) >= 1
+        released.set()
+        assert len(await first) == 1
+        images.close()
+
+    asyncio.run(main())
+
+
+async def no_fetch(_url: str, _where: str) -> bytes:
+    raise AssertionError("nothing is named here")
+
+
 PLAIN = [
     *(("PNG", mode) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")),
     *(("JPEG", mode) for mode in ("L", "RGB")),
