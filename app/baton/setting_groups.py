@@ -126,7 +126,10 @@ class ImageSettings(Frozen):
     side_min: int = Field(4, ge=1, description="Shortest side of an image, in pixels.")
     aspect: int = Field(100, ge=1, description="How many times longer one side may be than the other.")
     threads: int = Field(
-        2, ge=1, le=64, description="Images of one tenant read at once; more wait. Others have threads beside these."
+        2,
+        ge=1,
+        le=64,
+        description="Images of one tenant read at once; more wait. Others have threads beside these.",
     )
     allowed_hosts: tuple[str, ...] = Field(
         (),
@@ -137,7 +140,8 @@ class ImageSettings(Frozen):
         16,
         ge=1,
         le=1024,
-        description="Images of one tenant fetched at once; more wait `fetch_s` at most. Others have places beside these.",
+        description="Images of one tenant fetched at once; more wait `fetch_s` at most. "
+        "Others have places beside these.",
     )
     allow_http: bool = Field(False, description="Fetch from these hosts over plain http too.")
     fetch_s: float = Field(10.0, gt=0, le=600, description="Seconds one image may take to be fetched.")

@@ -206,7 +206,9 @@ def test_e4_a_thousand_slow_clients_are_gone_at_the_deadline() -> None:
                 connection.close()
         assert answers == [[408]] * 1000
         print(f"E4: 1000 slow clients, all 408 and gone after {seconds:.1f} s of 2, ", end="")
-        print(f"open then {open_connections(gateway)}, good traffic's p99 {p99():.0f} ms ({idle_p99():.0f} idle)")
+        print(
+            f"open then {open_connections(gateway)}, good traffic's p99 {p99():.0f} ms ({idle_p99():.0f} idle)"
+        )
         assert p99() < 2000 + 3 * idle_p99()
 
 

@@ -58,7 +58,9 @@ class Tenants:
 
     def shown(self, series: str) -> float:
         """The value of one series in the metrics."""
-        page = httpx.get(f"{self.gateway.url}/metrics", headers={"authorization": f"Bearer {self.modest}"}).text
+        page = httpx.get(
+            f"{self.gateway.url}/metrics", headers={"authorization": f"Bearer {self.modest}"}
+        ).text
         return next(float(line.split()[-1]) for line in page.splitlines() if line.startswith(f"{series} "))
 
     def waits(self, series: str, count: int) -> bool:
@@ -66,7 +68,9 @@ class Tenants:
         return until(lambda: self.shown(series) == count, 20)
 
     @contextmanager
-    def flood(self, count: int, path: str, body: bytes, headers: dict[str, str], more: int = 0) -> Iterator[None]:
+    def flood(
+        self, count: int, path: str, body: bytes, headers: dict[str, str], more: int = 0
+    ) -> Iterator[None]:
         """So many requests of the greedy tenant, each on a connection of its own, until the block ends.
 
         Args:

@@ -20,7 +20,7 @@ from baton.api.admission import Admission, AdmissionMiddleware, TokenBucket
 from baton.errors import BatonError, EngineOverloaded, GatewayOverloaded, InternalError, RateLimited
 from baton.setting_groups import AdmissionSettings
 from baton.telemetry.ids import RequestContext
-from baton.telemetry.metrics import AdmissionMetrics
+from baton.telemetry.queues import AdmissionMetrics
 
 
 def full(waited_s: float | None) -> EngineOverloaded:

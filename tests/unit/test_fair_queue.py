@@ -82,7 +82,9 @@ class Crowd:
                 served.append(tenant)
         for tenant in served:
             for other in self.those_who_wait():
-                assert self.held[other] >= before[tenant], f"{other} holds fewer than {tenant} and still waits"
+                assert self.held[other] >= before[tenant], (
+                    f"{other} holds fewer than {tenant} and still waits"
+                )
 
     def those_who_wait(self) -> list[str]:
         return [tenant for tenant, tasks in self.waiting.items() if tasks]
@@ -95,12 +97,18 @@ class Crowd:
         for tenant in self.those_who_wait():
             assert running >= places, "somebody waits though fewer work than without a reserve"
             left = places + reserve - running - 1
-            assert left < 0 or left / reserve < self.held[tenant] / places, "it waits beside a place it may have"
+            assert left < 0 or left / reserve < self.held[tenant] / places, (
+                "it waits beside a place it may have"
+            )
 
 
 Step = tuple[str, str, int]
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["come", "come", "go", "go", "go", "give up", "both"]), st.sampled_from(TENANTS), st.integers(0, 9)),
+    st.tuples(
+        st.sampled_from(["come", "come", "go", "go", "go", "give up", "both"]),
+        st.sampled_from(TENANTS),
+        st.integers(0, 9),
+    ),
     max_size=60,
 )
 

@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton.telemetry.metrics import QueueMetrics
+from baton.telemetry.queues import QueueMetrics
 
 RESERVED = 8
 """For so many places there is one more in reserve; and of the room to wait one part in so many is kept for
@@ -169,7 +169,9 @@ class FairQueue:
         waiter: asyncio.Future[None] = loop.create_future()
         self._turns.setdefault(tenant, OrderedDict())[waiter] = None
         self.waiting += 1
-        timer = None if self._wait_s is None else loop.call_later(self._wait_s, self._too_late, tenant, waiter)
+        timer = (
+            None if self._wait_s is None else loop.call_later(self._wait_s, self._too_late, tenant, waiter)
+        )
         try:
             await waiter
         except asyncio.CancelledError:

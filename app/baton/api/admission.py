@@ -21,7 +21,7 @@ from baton.errors import BatonError, EngineOverloaded, GatewayOverloaded, RateLi
 from baton.setting_groups import AdmissionSettings
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.memory import MemoryWatch
-from baton.telemetry.metrics import AdmissionMetrics
+from baton.telemetry.queues import AdmissionMetrics
 
 ALWAYS_ANSWERED = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 """Methods that are answered also without memory: they look, or they free something."""

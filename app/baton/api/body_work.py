@@ -1,4 +1,4 @@
-"""Work that takes as long as a body is large: in threads that tenants share, where the event loop gets its turns."""
+"""Do what takes as long as a body is large in threads that tenants share, so that the event loop goes on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.admission.fair_threads import FairThreads
 from baton.api.gateway import context_of, gateway_of
 from baton.api.strict_json import is_small
 from baton.errors import BatonError, GatewayOverloaded
-from baton.telemetry.metrics import QueueMetrics
+from baton.telemetry.queues import QueueMetrics
 
 Done = TypeVar("Done")
 

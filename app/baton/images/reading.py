@@ -15,7 +15,8 @@ from baton.images.parts import Part
 from baton.images.picture import Picture
 from baton.images.reader import read_picture
 from baton.setting_groups import ImageSettings
-from baton.telemetry.metrics import ImageMetrics, QueueMetrics
+from baton.telemetry.metrics import ImageMetrics
+from baton.telemetry.queues import QueueMetrics
 
 Fetch = Callable[[str, str], Awaitable[bytes]]
 """The file at an address, for a place of the request."""
@@ -132,6 +133,7 @@ class ImageReading:
         if picture.data is not data:
             self._metrics.rewritten.inc()
         return picture
+
 
 def _not_read(_waited_s: float | None) -> BatonError:
     return GatewayOverloaded(

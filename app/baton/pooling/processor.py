@@ -240,7 +240,9 @@ class Processor:
             return await home.run_here(_called(hook))
         in_order = sorted([item async for item in outputs], key=lambda item: item[0])
         collected = [output for _, output in in_order]
-        return await self._threads.run(self._tenant, partial(self._instance.post_process, collected, request_id=request_id))
+        return await self._threads.run(
+            self._tenant, partial(self._instance.post_process, collected, request_id=request_id)
+        )
 
     async def data(self, output: Any) -> Any:
         """What stands in `data` of the answer."""

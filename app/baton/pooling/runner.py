@@ -20,7 +20,8 @@ from baton.pooling.refusals import refusal, where
 from baton.pooling.uploads import require_folder
 from baton.setting_groups import PoolingSettings
 from baton.telemetry.ids import RequestContext
-from baton.telemetry.metrics import PoolingMetrics, QueueMetrics
+from baton.telemetry.metrics import PoolingMetrics
+from baton.telemetry.queues import QueueMetrics
 
 log = structlog.get_logger("baton.pooling")
 

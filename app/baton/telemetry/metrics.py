@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from baton import __version__
+from baton.telemetry.queues import AdmissionMetrics, QueueMetrics
 
 OTHER = "other"
 """The label value for what is not in a closed list: labels never grow with traffic."""
@@ -169,52 +170,6 @@ class FleetMetrics:
             "baton_engine_start_seconds",
             "Seconds the engine's last start took.",
             ("engine",),
-            registry=registry,
-        )
-
-
-class AdmissionMetrics:
-    """The series of what waits for an engine."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.waiting = Gauge(
-            "baton_admission_waiting",
-            "Requests that wait for their turn.",
-            ("engine",),
-            registry=registry,
-        )
-        self.running = Gauge(
-            "baton_admission_running",
-            "Requests the engine has been given.",
-            ("engine",),
-            registry=registry,
-        )
-        self.seconds = Histogram(
-            "baton_admission_wait_seconds",
-            "Seconds a request waited for its turn, of those that got one.",
-            ("engine",),
-            buckets=SECONDS,
-            registry=registry,
-        )
-
-
-class QueueMetrics:
-    """The series of the queues that are not an engine's own: plugins, uploads, images, large bodies.
-
-    The label `engine` is empty for a queue that all engines share.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        labels = ("queue", "engine")
-        self.waiting = Gauge(
-            "baton_queue_waiting", "Requests, or parts of them, that wait for a place.", labels, registry=registry
-        )
-        self.running = Gauge("baton_queue_running", "Places that are taken.", labels, registry=registry)
-        self.seconds = Histogram(
-            "baton_queue_wait_seconds",
-            "Seconds waited for a place, by those that got one.",
-            labels,
-            buckets=SECONDS,
             registry=registry,
         )
 
