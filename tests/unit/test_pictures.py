@@ -412,7 +412,7 @@ def test_the_images_of_one_request_are_bounded_together_as_the_engine_gets_them(
     each = len(read(sent).data)
 
     async def sizes(limit: int) -> list[int]:
-        return [len(picture.data) for picture in await reading(None, request_bytes=limit).read(parts)]
+        return [len(picture.data) for picture in await reading(None, request_bytes=limit).read(parts, "acme")]
 
     assert asyncio.run(sizes(4 * each)) == [each] * 4
     with pytest.raises(ImageTooLarge, match=r"images\.request_bytes") as caught:
@@ -433,6 +433,6 @@ def test_images_are_named_in_the_thread_that_reads_them(monkeypatch: pytest.Monk
     monkeypatch.setattr("baton.images.picture.hashlib.sha256", counted)
     sent = pictures.file_of(pictures.image())
     parts = [Part({}, "url", "images[0]", pictures.url_of(sent))]
-    (picture,) = asyncio.run(reading(None).read(parts))
+    (picture,) = asyncio.run(reading(None).read(parts, "acme"))
     assert picture.digest == picture.digest == sha256(sent).hexdigest()
     assert threads == [False]
