@@ -16,7 +16,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from gateways import FakeGateway
+from gateways import FakeGateway, run_fake
+
+from baton.engines.fake import FakeEngine
 
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 TEXT = {"model": "a", "prompt": "one two three", "max_tokens": 4}
@@ -130,6 +132,13 @@ def good_traffic(gateway: FakeGateway) -> Iterator[Callable[[], float]]:
     finally:
         over.set()
         asking.join()
+
+
+@contextlib.contextmanager
+def traffic_beside() -> Iterator[Callable[[], float]]:
+    """The same on another gateway of this process, which has nothing else to do: what the machine costs."""
+    with run_fake(FakeEngine("a")) as idle, good_traffic(idle) as p99:
+        yield p99
 
 
 def metric(gateway: FakeGateway, series: str) -> float:

@@ -39,6 +39,7 @@ from baton.api import (
 from baton.api.admission import Admission, AdmissionMiddleware
 from baton.api.auth import AuthMiddleware
 from baton.api.body_budget import BodyBudget, bodies_together, uploads_together
+from baton.api.body_work import body_threads
 from baton.api.connections import protocol_for
 from baton.api.drain import LAST_WORDS_S, Drain, DrainMiddleware
 from baton.api.faults import FaultsMiddleware, http_exception, invalid_parameters
@@ -131,15 +132,26 @@ def create_app(
         counted,
         handoffs_of(settings, counted.handoffs),
         Planner(),
-        Pooling(settings.pooling, counted.pooling),
+        Pooling(settings.pooling, counted.pooling, counted.queues),
         Drain(),
         Admission(settings.admission, fleet.names, counted.admission),
-        ImageReading(settings.images, counted.images, fetcher_of(settings.images)),
+        ImageReading(
+            settings.images,
+            counted.images,
+            fetcher_of(settings.images),
+            queues=counted.queues,
+            wait_s=settings.admission.wait_s,
+        ),
+        body_threads(counted.queues, settings.admission.wait_s),
     )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        with contextlib.closing(gateway.pooling), contextlib.closing(gateway.images):
+        with (
+            contextlib.closing(gateway.pooling),
+            contextlib.closing(gateway.images),
+            contextlib.closing(gateway.body_threads),
+        ):
             async with (
                 gateway.handoffs.running(),
                 _beside(watch_lag(counted.loop_lag), memory.run()),

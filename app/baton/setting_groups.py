@@ -133,7 +133,12 @@ class ImageSettings(Frozen):
     side_max: int = Field(16_384, ge=8, description="Longest side of an image, in pixels.")
     side_min: int = Field(4, ge=1, description="Shortest side of an image, in pixels.")
     aspect: int = Field(100, ge=1, description="How many times longer one side may be than the other.")
-    threads: int = Field(2, ge=1, le=64, description="Images read at once; more wait.")
+    threads: int = Field(
+        2,
+        ge=1,
+        le=64,
+        description="Images of one tenant read at once; more wait. Others have threads beside these.",
+    )
     allowed_hosts: tuple[str, ...] = Field(
         (),
         description="Hosts that image URLs may name: `example.org`, `*.example.org`, an IP address, each "
@@ -143,7 +148,8 @@ class ImageSettings(Frozen):
         16,
         ge=1,
         le=1024,
-        description="Images fetched at once, by all requests; more wait `fetch_s` at most.",
+        description="Images of one tenant fetched at once; more wait `fetch_s` at most. "
+        "Others have places beside these.",
     )
     allow_http: bool = Field(False, description="Fetch from these hosts over plain http too.")
     fetch_s: float = Field(10.0, gt=0, le=600, description="Seconds one image may take to be fetched.")
@@ -214,12 +220,20 @@ class AdmissionSettings(Frozen):
         description="Of these, how many at once after a pause; unset: those of ten seconds.",
     )
     engine_requests: int = Field(
-        256, ge=1, description="Requests that one engine is given at once; more wait, each tenant in turn."
+        256,
+        ge=1,
+        description="Requests of one tenant that an engine is given at once; more wait. "
+        "Others have places beside these: one for eight.",
     )
     engine_waiting: int = Field(
         1024, ge=0, description="Requests that may wait for one engine; above it: 503."
     )
-    wait_s: float = Field(60.0, gt=0, le=3600, description="Seconds a request waits for its turn; then 503.")
+    wait_s: float = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="Seconds a request waits for an engine, a thread for its body or its images; then 503.",
+    )
     memory_reserve: ByteSize = Field(
         ByteSize(256 * MIB),
         ge=0,
@@ -274,8 +288,16 @@ class HandoffSettings(Frozen):
 class PoolingSettings(Frozen):
     """`[pooling]`: what IO processor plugins may take, per engine."""
 
-    requests: int = Field(8, ge=1, description="Requests a plugin works on at once; more wait.")
+    requests: int = Field(
+        8,
+        ge=1,
+        description="Requests of one tenant that a plugin works on at once; more wait. "
+        "Others have places beside these: one for eight.",
+    )
     waiting: int = Field(64, ge=0, description="Requests that may wait for that; above it: 503.")
+    wait_s: float = Field(
+        300.0, gt=0, le=3600, description="Seconds a request waits for the plugin; then 503."
+    )
     prompts: int = Field(16, ge=1, le=1024, description="Prompts of one request in the engine at once.")
     threads: int = Field(16, ge=1, le=256, description="Threads for what a plugin does synchronously.")
     time_limit_s: float = Field(900.0, gt=0, description="Seconds a request may take; then 504.")

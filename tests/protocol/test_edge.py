@@ -29,6 +29,7 @@ from wire import (
     slow_reader,
     small_buffers,
     statuses,
+    traffic_beside,
     wait_for,
 )
 
@@ -194,7 +195,7 @@ def test_e4_a_thousand_slow_clients_are_gone_at_the_deadline() -> None:
     with run_fake(FakeEngine("a"), edge={"header_s": 2, "body_s": 2}) as gateway:
         slow = [connect(gateway) for _ in range(1000)]
         try:
-            with good_traffic(gateway) as p99:
+            with good_traffic(gateway) as p99, traffic_beside() as idle_p99:
                 began = time.monotonic()
                 for number, connection in enumerate(slow):
                     body = b"Content-Length: 1000\r\n\r\n{" if number % 2 else b""
@@ -207,8 +208,10 @@ def test_e4_a_thousand_slow_clients_are_gone_at_the_deadline() -> None:
                 connection.close()
         assert answers == [[408]] * 1000
         print(f"E4: 1000 slow clients, all 408 and gone after {seconds:.1f} s of 2, ", end="")
-        print(f"open then {open_connections(gateway)}, good traffic's p99 {p99():.0f} ms")
-        assert p99() < 2000
+        print(
+            f"open then {open_connections(gateway)}, good traffic's p99 {p99():.0f} ms ({idle_p99():.0f} idle)"
+        )
+        assert p99() < 2000 + 3 * idle_p99()
 
 
 def test_e3_slow_readers_are_cut_off_and_their_engine_requests_freed() -> None:
@@ -220,7 +223,7 @@ def test_e3_slow_readers_are_cut_off_and_their_engine_requests_freed() -> None:
         with peak_rss() as risen:
             readers = [slow_reader(gateway, endless) for _ in range(streams)]
             began = time.monotonic()
-            with good_traffic(gateway) as p99:
+            with good_traffic(gateway) as p99, traffic_beside() as idle_p99:
                 counted = 'baton_client_disconnects_total{phase="slow_reader"}'
                 while time.monotonic() - began < 1:
                     for reader in readers:
@@ -235,9 +238,9 @@ def test_e3_slow_readers_are_cut_off_and_their_engine_requests_freed() -> None:
         wait_for(lambda: open_connections(gateway) <= 1, "a connection is left")
         each = risen() * 1024 / streams
         print(f"E3: {streams} readers of some bytes/s cut off after {seconds:.1f} s of 1.5, ", end="")
-        print(f"{each:.0f} KiB each, engine free, good traffic's p99 {p99():.0f} ms")
+        print(f"{each:.0f} KiB each, engine free, good traffic's p99 {p99():.0f} ms ({idle_p99():.0f} idle)")
         assert each < 1024
-        assert p99() < 2000
+        assert p99() < 2000 + 3 * idle_p99()
 
 
 def test_e3_what_is_left_of_a_finished_answer_is_not_kept_for_ever() -> None:
@@ -253,18 +256,37 @@ def test_e3_what_is_left_of_a_finished_answer_is_not_kept_for_ever() -> None:
             reader.close()
 
 
-def test_e3_a_reader_that_keeps_reading_is_let_finish() -> None:
-    with run_fake(FakeEngine("a"), edge={"send_s": 0.4}) as gateway:
+def read_slowly(send_s: float) -> tuple[bytes, float, float]:
+    """An answer that takes more than twice `send_s` to read, as far as it came; the seconds it took; and the
+    longest pause of the reader's own, which a busy machine may make longer than it meant.
+    """
+    with run_fake(FakeEngine("a"), edge={"send_s": send_s}) as gateway:
         small_buffers(gateway)
         with slow_reader(gateway, {"prompt": LONG_WORD, "max_tokens": 100, "stream": True}) as reader:
-            answer, began = b"", time.monotonic()
+            answer, began, longest = b"", time.monotonic(), 0.0
+            read = began
             while not answer.endswith(b"0\r\n\r\n"):
-                part = reader.recv(16384)
-                assert part, "it was cut off"
+                with contextlib.suppress(ConnectionResetError):
+                    part = b""
+                    part = reader.recv(16384)
+                longest, read = max(longest, time.monotonic() - read), time.monotonic()
+                if not part:
+                    break
                 answer += part
-                time.sleep(0.01)
-        assert time.monotonic() - began > 0.8
-        assert answer.count(LONG_WORD.encode()) == 100
+                time.sleep(send_s / 40 if read - began < 2.5 * send_s else 0)
+    return answer, read - began, longest
+
+
+def test_e3_a_reader_that_keeps_reading_is_let_finish() -> None:
+    """Where the machine keeps the reader from it for a good part of the deadline, a longer one is tried."""
+    for send_s in (0.4, 1.6, 6.4):
+        answer, seconds, longest = read_slowly(send_s)
+        print(f"E3: read for {seconds:.1f} s with a deadline of {send_s}, longest pause {longest:.2f} s")
+        if longest < send_s / 2:
+            break
+    assert seconds > 2 * send_s
+    assert answer.endswith(b"0\r\n\r\n"), "it was cut off"
+    assert answer.count(LONG_WORD.encode()) == 100
 
 
 def test_e5_connections_above_the_limit_get_a_503_and_others_go_on() -> None:

@@ -193,12 +193,15 @@ def test_handoffs_are_listed_shown_and_deleted(relay: FakeGateway) -> None:
 
 
 def test_a_handoff_deleted_while_it_is_pending_does_not_come_back(relay: FakeGateway) -> None:
-    relay.engine("a").behaviour.token_seconds = 0.05
-    slow = threading.Thread(target=lambda: post(relay, TEXT | {"handoff": {"save": True}}))
+    behaviour = relay.engine("a").behaviour
+    behaviour.token_seconds = 0.05
+    sent = TEXT | {"max_tokens": 400, "handoff": {"save": True}}  # pending until it may go faster
+    slow = threading.Thread(target=lambda: post(relay, sent))
     slow.start()
     pending = _first_handoff(relay)
     with relay.client() as client:
         assert client.delete(f"/v1/handoffs/{pending}").status_code == 204
+        behaviour.token_seconds = 0
         slow.join()
         time.sleep(0.6)
         assert client.get("/v1/handoffs").json()["data"] == []

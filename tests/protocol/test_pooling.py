@@ -198,6 +198,19 @@ def test_admission_comes_before_any_of_the_plugins_code() -> None:
         assert first.result().status_code == 200
 
 
+def test_a_request_that_waits_for_the_plugin_too_long_is_told_to_come_back() -> None:
+    """And never parsed; the place is not lost."""
+    with served(Current(), requests=1, wait_s=0.2) as gateway, ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, gateway, numbers=[1.5])
+        assert until(lambda: gateway.engine("geo").active == 1)
+        response = ask(gateway, **{"in": "parse", "do": "raise"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_overloaded")
+        assert "within 0.2 seconds" in response.json()["error"]["message"]
+        assert int(response.headers["retry-after"]) >= 1
+        assert first.result().status_code == 200
+        assert ask(gateway).status_code == 200
+
+
 def test_input_to_a_plugin_model_is_a_clear_400() -> None:
     """Where vLLM answers an empty 500, the error says what to send."""
     with served(Current()) as gateway, gateway.client() as client:

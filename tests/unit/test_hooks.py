@@ -41,8 +41,8 @@ def test_what_no_future_can_hold_is_told_all_the_same(kind: type[BaseException])
         threads = HookThreads("x", 1)
         for _ in range(3):
             with pytest.raises(HookEscape):
-                await asyncio.wait_for(threads.run(hook), 5)
-        assert await threads.run(lambda: 7) == 7
+                await asyncio.wait_for(threads.run("acme", hook), 5)
+        assert await threads.run("acme", lambda: 7) == 7
 
     asyncio.run(main())
 
@@ -53,7 +53,7 @@ def test_a_cancel_that_meets_a_finished_hook_leaves_nobody_behind() -> None:
     async def main() -> None:
         threads = HookThreads("x", 2)
         over = threading.Event()
-        task = asyncio.ensure_future(threads.run(over.set))
+        task = asyncio.ensure_future(threads.run("acme", over.set))
         await asyncio.sleep(0)
         over.wait(5)
         time.sleep(0.05)  # noqa: ASYNC251  # the result is on its way to the loop, which is busy here
@@ -71,7 +71,7 @@ def test_a_hook_left_behind_is_counted_until_it_comes_back() -> None:
     async def main() -> None:
         threads = HookThreads("x", 1)
         release = threading.Event()
-        task = asyncio.ensure_future(threads.run(release.wait))
+        task = asyncio.ensure_future(threads.run("acme", release.wait))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

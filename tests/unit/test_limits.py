@@ -3,9 +3,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from functools import cache
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ByteSize
@@ -13,6 +15,8 @@ from starlette.requests import Request
 
 from baton.api.body_budget import BodyBudget, BodyLease, bodies_together
 from baton.api.limits import Body, read_json, strip_steering
+from baton.engines.fake import FakeEngine
+from baton.engines.fleet import Fleet
 from baton.errors import (
     BatonError,
     GatewayOverloaded,
@@ -22,7 +26,10 @@ from baton.errors import (
     RequestTimeout,
     UnsupportedMediaType,
 )
-from baton.setting_groups import MIB, EdgeSettings, LimitSettings
+from baton.server import create_app
+from baton.setting_groups import MIB, EdgeSettings, EngineSettings, LimitSettings
+from baton.settings import load_settings
+from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics
 
 LIMITS = LimitSettings(body_depth=8)
@@ -36,12 +43,20 @@ def lease(tenant: str = "acme") -> BodyLease:
     return BodyLease(budget(2**20), tenant)
 
 
+@cache
+def gateway_app() -> FastAPI:
+    """A gateway that was never started; its threads parse large bodies."""
+    engines = (EngineSettings(name="a", model="fake"),)
+    return create_app(load_settings(port=0, engines=engines), Fleet([FakeEngine("a")]))
+
+
 async def parse(body: bytes, content_type: str = "application/json") -> dict[str, Any]:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
 
     headers = [(b"content-type", content_type.encode())]
-    return await read_json(Request({"type": "http", "headers": headers}, receive), LIMITS)
+    scope = {"type": "http", "headers": headers, "app": gateway_app(), "baton": RequestContext("id")}
+    return await read_json(Request(scope, receive), LIMITS)
 
 
 def run(body: bytes, content_type: str = "application/json") -> dict[str, Any]:

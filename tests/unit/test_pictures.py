@@ -42,7 +42,8 @@ def refused(data: bytes, **limits: Any) -> InvalidImage:
 
 def reading(fetch: Any, **limits: Any) -> ImageReading:
     settings = ImageSettings(**limits)
-    return ImageReading(settings, GatewayMetrics().images, fetch)
+    metrics = GatewayMetrics()
+    return ImageReading(settings, metrics.images, fetch, queues=metrics.queues, wait_s=60)
 
 
 def named(count: int) -> list[Part]:
@@ -63,7 +64,7 @@ def test_so_many_are_fetched_at_once_whoever_asks() -> None:
 
     async def main() -> None:
         images = reading(fetch, fetches=3)
-        answers = await asyncio.gather(*(images.read(named(4)) for _ in range(4)))
+        answers = await asyncio.gather(*(images.read(named(4), "acme") for _ in range(4)))
         assert [len(answer) for answer in answers] == [4] * 4
 
     asyncio.run(main())
@@ -77,16 +78,49 @@ def test_who_gets_no_place_is_told_to_come_back_and_a_lost_client_leaves_its_pla
 
     async def main() -> None:
         images = reading(fetch, fetches=1, fetch_s=0.05)
-        first = asyncio.create_task(images.read(named(1)))
+        first = asyncio.create_task(images.read(named(1), "acme"))
         await asyncio.sleep(0)
         with pytest.raises(GatewayOverloaded) as caught:
-            await images.read(named(1))
+            await images.read(named(1), "acme")
         assert caught.value.retryable
         first.cancel()
         await asyncio.wait({first})
-        assert not images._fetches.locked()
+        assert images._fetches.running == 0
 
     asyncio.run(main())
+
+
+def test_images_that_wait_to_be_read_for_too_long_are_told_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what was being read meanwhile is read to its end."""
+    released = threading.Event()
+
+    def held(*_: object) -> Picture:
+        released.wait(20)
+        return Picture(b"", "image/png", 8, 8)
+
+    monkeypatch.setattr("baton.images.reading.read_picture", held)
+    parts = [Part({}, "url", "images[0]", pictures.url_of(pictures.file_of(pictures.image())))]
+
+    async def main() -> None:
+        metrics = GatewayMetrics()
+        settings = ImageSettings(threads=1)
+        images = ImageReading(settings, metrics.images, no_fetch, queues=metrics.queues, wait_s=0.05)
+        first = asyncio.create_task(images.read(parts, "acme"))
+        await asyncio.sleep(0)
+        with pytest.raises(GatewayOverloaded, match="read already") as caught:
+            await images.read(parts, "acme")
+        assert (caught.value.retry_after_s or 0) >= 1
+        released.set()
+        assert len(await first) == 1
+        images.close()
+
+    asyncio.run(main())
+
+
+async def no_fetch(_url: str, _where: str) -> bytes:
+    raise AssertionError("nothing is named here")
 
 
 PLAIN = [
@@ -378,7 +412,7 @@ def test_the_images_of_one_request_are_bounded_together_as_the_engine_gets_them(
     each = len(read(sent).data)
 
     async def sizes(limit: int) -> list[int]:
-        return [len(picture.data) for picture in await reading(None, request_bytes=limit).read(parts)]
+        return [len(picture.data) for picture in await reading(None, request_bytes=limit).read(parts, "acme")]
 
     assert asyncio.run(sizes(4 * each)) == [each] * 4
     with pytest.raises(ImageTooLarge, match=r"images\.request_bytes") as caught:
@@ -399,6 +433,6 @@ def test_images_are_named_in_the_thread_that_reads_them(monkeypatch: pytest.Monk
     monkeypatch.setattr("baton.images.picture.hashlib.sha256", counted)
     sent = pictures.file_of(pictures.image())
     parts = [Part({}, "url", "images[0]", pictures.url_of(sent))]
-    (picture,) = asyncio.run(reading(None).read(parts))
+    (picture,) = asyncio.run(reading(None).read(parts, "acme"))
     assert picture.digest == picture.digest == sha256(sent).hexdigest()
     assert threads == [False]

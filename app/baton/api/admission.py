@@ -16,16 +16,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.api.fair_queue import FairQueue
-from baton.errors import GatewayOverloaded, RateLimited
+from baton.admission.fair_queue import FairQueue, QueueLimits
+from baton.errors import BatonError, EngineOverloaded, GatewayOverloaded, RateLimited
 from baton.setting_groups import AdmissionSettings
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.memory import MemoryWatch
-from baton.telemetry.metrics import AdmissionMetrics
+from baton.telemetry.queues import AdmissionMetrics
 
 ALWAYS_ANSWERED = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 """Methods that are answered also without memory: they look, or they free something."""
 MEMORY_RETRY_AFTER_S = 5
+ENGINE_RETRY_AFTER_S = 5
 BURST_S = 10.0
 """Unless the settings say otherwise a tenant may use the requests of so many seconds at once."""
 
@@ -68,11 +69,11 @@ class Tenant:
 class Ticket:
     """What one request was let into."""
 
-    __slots__ = ("_kept", "_queue", "_tenant")
+    __slots__ = ("_kept", "_place", "_tenant")
 
     def __init__(self) -> None:
         self._tenant: Tenant | None = None
-        self._queue: FairQueue | None = None
+        self._place: tuple[FairQueue, str] | None = None
         self._kept = False
 
     def counts_for(self, tenant: Tenant) -> None:
@@ -82,15 +83,16 @@ class Ticket:
 
     async def enter(self, queue: FairQueue, tenant: str) -> None:
         """Take a place at an engine, at once or in turn."""
-        assert self._queue is None
+        assert self._place is None
         await queue.enter(tenant)
-        self._queue = queue
+        self._place = (queue, tenant)
 
     def leave_engine(self) -> None:
         """The engine has done its part; a second call does nothing."""
-        queue, self._queue = self._queue, None
-        if queue is not None:
-            queue.leave()
+        place, self._place = self._place, None
+        if place is not None:
+            queue, tenant = place
+            queue.leave(tenant)
 
     def keep_until(self, work: asyncio.Task[Any]) -> None:
         """Hold everything until `work` is over, which may outlive the answer."""
@@ -182,10 +184,20 @@ class Admission:
 
 
 def _queue(engine: str, settings: AdmissionSettings, metrics: AdmissionMetrics) -> FairQueue:
-    queue = FairQueue(settings, metrics.seconds.labels(engine).observe)
+    limits = QueueLimits(settings.engine_requests, settings.engine_waiting, settings.wait_s)
+    queue = FairQueue(limits, _no_place, metrics.seconds.labels(engine).observe)
     metrics.waiting.labels(engine).set_function(lambda: queue.waiting)
     metrics.running.labels(engine).set_function(lambda: queue.running)
     return queue
+
+
+def _no_place(waited_s: float | None) -> BatonError:
+    told = (
+        None
+        if waited_s is None
+        else f"The engine had no place for this request within {waited_s:g} seconds; try again later."
+    )
+    return EngineOverloaded(told, retry_after_s=ENGINE_RETRY_AFTER_S)
 
 
 def _ticket(request: Request) -> Ticket:

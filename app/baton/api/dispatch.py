@@ -10,13 +10,13 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from baton.api.body_work import off_the_loop
 from baton.api.caps import check_caps
 from baton.api.gateway import Gateway, context_of, gateway_of
 from baton.api.limits import read_json, strip_steering
 from baton.api.pictures import completed, take_pictures
 from baton.api.relay import relayed
 from baton.api.streams import event_stream
-from baton.api.strict_json import off_the_loop
 from baton.api.wishes import require_latent, take_wish
 from baton.engines.port import Engine, Operation, StreamReply
 from baton.errors import BatonError
@@ -62,7 +62,7 @@ async def ask(request: Request, engine: Engine, operation: Operation, body: dict
     gateway = gateway_of(request)
     for field in strip_steering(body):
         gateway.metrics.stripped.labels(field).inc()
-    await off_the_loop(await request.body(), partial(check_caps, body, gateway.settings.limits))
+    await off_the_loop(request, partial(check_caps, body, gateway.settings.limits))
     return await _respond(request, gateway, engine, operation, body, context_of(request))
 
 
@@ -74,7 +74,7 @@ async def refuse_excess(request: Request, body: dict[str, Any]) -> None:
     """
     limits = gateway_of(request).settings.limits
 
-    await off_the_loop(await request.body(), partial(check_caps, body, limits))
+    await off_the_loop(request, partial(check_caps, body, limits))
 
 
 async def _respond(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from baton.admission.fair_threads import FairThreads
 from baton.api.admission import Admission
 from baton.api.drain import Drain
 from baton.engines.fleet import Fleet
@@ -31,6 +32,7 @@ class Gateway:
     drain: Drain
     admission: Admission
     images: ImageReading
+    body_threads: FairThreads
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.api.body_budget import BodyBudget, BodyLease
-from baton.api.strict_json import off_the_loop, parse_object
+from baton.api.body_work import off_the_loop
+from baton.api.strict_json import parse_object
 from baton.errors import BatonError, BodyTooLarge, RequestTimeout, UnsupportedMediaType
 from baton.setting_groups import EdgeSettings, LimitSettings
 
@@ -163,7 +164,7 @@ async def read_json(request: Request, limits: LimitSettings) -> dict[str, Any]:
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaType()
     body = await request.body()
-    return await off_the_loop(body, partial(parse_object, body, limits))
+    return await off_the_loop(request, partial(parse_object, body, limits))
 
 
 def strip_steering(body: dict[str, Any]) -> list[str]:

@@ -5,14 +5,14 @@ After this no part of a body names anything outside of it, and every image in it
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
+from baton.api.body_work import in_a_thread, off_the_loop
 from baton.api.gateway import context_of, gateway_of
-from baton.api.strict_json import off_the_loop
 from baton.api.wishes import require_one_prompt
 from baton.engines.port import Engine, ImageInput, Operation, Relay, Reply
 from baton.errors import InvalidRequest, OperationUnsupported
@@ -55,7 +55,7 @@ async def take_pictures(
         _refuse_typed({**body, "prompt": None} if placed else body, engine.images)
         return parts
 
-    parts = await off_the_loop(await request.body(), find)
+    parts = await off_the_loop(request, find)
     if plain:
         body.pop("images", None)
     if not parts:
@@ -63,9 +63,9 @@ async def take_pictures(
     if plain:
         require_one_prompt(body, "images")
     _require_count(parts, engine, gateway.settings.images)
-    pictures = await gateway.images.read(parts)
+    pictures = await gateway.images.read(parts, context_of(request).tenant)
     if not plain:
-        await asyncio.to_thread(_put, parts, pictures, dialect)
+        await in_a_thread(request, partial(_put, parts, pictures, dialect))
         context_of(request).images = _names(pictures, dialect)
     return pictures
 

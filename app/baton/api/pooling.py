@@ -102,7 +102,7 @@ async def _upload(request: Request) -> Response:
     query = {name: value for name, value in request.query_params.items() if name not in QUERY_OURS}
     spool = Spool(gateway.settings.pooling.spool_dir)
     try:
-        async with runner.receiving():
+        async with runner.receiving(context_of(request).tenant):
             await spool.fill(request.stream())
         wanted = wanted_types(request.headers)
         work = Upload(spool.path, media_type_of(request), query, names_of(wanted))
@@ -133,7 +133,7 @@ async def _answered(
     answer = await runner.run(work, context, priority=priority)
     try:
         if not isinstance(work, Upload) and names_of(wanted) in (["*/*"], [JSON]):
-            return await _as_json(answer, context)
+            return await _as_json(gateway, answer, context)
         files = await answer.files()
         kinds = [file.media_type for file in files]
         offered = [*kinds, JSON] if isinstance(work, Upload) else [JSON, *kinds]
@@ -141,8 +141,8 @@ async def _answered(
         if kind is None:
             raise _nothing_of_that_kind([*offered, *([ZIP] if files else [])])
         if kind == JSON:
-            return await _as_json(answer, context)
-        return await _as_file(answer, files, kind, gateway.settings.pooling.spool_dir)
+            return await _as_json(gateway, answer, context)
+        return await _as_file(gateway, answer, files, kind, context)
     except BaseException:
         await answer.close()
         raise
@@ -153,9 +153,11 @@ def _nothing_of_that_kind(offered: list[str]) -> NotAcceptable:
     return NotAcceptable(f"No answer to this request is of a kind that 'Accept' names. There are: {listed}.")
 
 
-async def _as_file(answer: Answer, files: list[ResultFile], kind: str, folder: Path | None) -> Response:
+async def _as_file(
+    gateway: Gateway, answer: Answer, files: list[ResultFile], kind: str, context: RequestContext
+) -> Response:
     if kind == ZIP:
-        return await _as_zip(answer, files, folder)
+        return await _as_zip(gateway, answer, files, context)
     file = next(file for file in files if file.media_type == kind)
     return LastingFileResponse(file.path, kind, file.name, answer.close, answer.time_limit_s)
 
@@ -170,26 +172,31 @@ async def _told(request: Request, runner: Runner, body: Json, priority: int, the
         await answer.close()
     told = await tell(request, then, exhibit)
     return Response(
-        await _packed(context, data, {FIELD: told.body}), media_type=JSON, headers=dict(told.headers)
+        await _packed(gateway_of(request), context, data, {FIELD: told.body}),
+        media_type=JSON,
+        headers=dict(told.headers),
     )
 
 
-async def _as_json(answer: Answer, context: RequestContext) -> Response:
+async def _as_json(gateway: Gateway, answer: Answer, context: RequestContext) -> Response:
     """vLLM's `IOProcessorResponse`."""
-    body = await _packed(context, await answer.data(), {})
+    body = await _packed(gateway, context, await answer.data(), {})
     await answer.close()
     return Response(body, media_type=JSON)
 
 
-async def _packed(context: RequestContext, data: Any, more: Json) -> bytes:
+async def _packed(gateway: Gateway, context: RequestContext, data: Any, more: Json) -> bytes:
     whole = {"request_id": context.request_id, "created_at": int(time.time()), "data": data} | more
     try:
-        return await asyncio.to_thread(partial(to_json, whole, inf_nan_mode="null"))
+        return await gateway.body_threads.run(context.tenant, partial(to_json, whole, inf_nan_mode="null"))
     except PydanticSerializationError:
         raise PluginFailed() from None
 
 
-async def _as_zip(answer: Answer, files: list[ResultFile], folder: Path | None) -> Response:
+async def _as_zip(
+    gateway: Gateway, answer: Answer, files: list[ResultFile], context: RequestContext
+) -> Response:
+    folder = gateway.settings.pooling.spool_dir
     packed = await asyncio.to_thread(partial(tempfile.NamedTemporaryFile, suffix=".zip", dir=folder))
 
     async def release() -> None:
@@ -197,7 +204,7 @@ async def _as_zip(answer: Answer, files: list[ResultFile], folder: Path | None) 
         await answer.close()
 
     try:
-        await asyncio.to_thread(_pack, Path(packed.name), files)
+        await gateway.body_threads.run(context.tenant, partial(_pack, Path(packed.name), files))
     except BaseException:
         packed.close()
         raise

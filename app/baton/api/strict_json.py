@@ -6,18 +6,15 @@ therefore bounded before it is parsed, by its bytes and by how many values it ho
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
-from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from collections.abc import Collection
+from typing import Any
 
 from jiter import from_json
 
 from baton.errors import BatonError, InvalidJson, InvalidRequest
 from baton.setting_groups import LimitSettings
-
-Done = TypeVar("Done")
 
 PIECE = 1024 * 1024
 SMALL_BYTES = 64 * 1024
@@ -34,13 +31,9 @@ MAX_SHOWN = 40
 MAX_LINES = 10_000
 
 
-async def off_the_loop(body: bytes, work: Callable[[], Done]) -> Done:
-    """Do what takes as long as a body is large: at once for a small one, else in a thread, where the
-    event loop gets its turns.
-    """
-    if len(body) <= SMALL_BYTES and separators(body, SMALL_VALUES) <= SMALL_VALUES:
-        return work()
-    return await asyncio.to_thread(work)
+def is_small(body: bytes) -> bool:
+    """Whether what is done to a body takes a few milliseconds at most, and needs no thread."""
+    return len(body) <= SMALL_BYTES and separators(body, SMALL_VALUES) <= SMALL_VALUES
 
 
 def separators(body: bytes, limit: int) -> int:

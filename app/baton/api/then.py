@@ -6,15 +6,16 @@ model that takes no images gets the words alone.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
+from baton.api.body_work import in_a_thread
 from baton.api.dispatch import ask
 from baton.api.faults import error_body
 from baton.api.gateway import Gateway
@@ -82,7 +83,9 @@ async def tell(request: Request, then: Then, exhibit: Exhibit) -> Told:
 
     Its failure is not the plugin's: the result that is there already comes back beside the error.
     """
-    body = await asyncio.to_thread(shown, then.body, exhibit, pictures=then.engine.images.limit > 0)
+    body = await in_a_thread(
+        request, partial(shown, then.body, exhibit, pictures=then.engine.images.limit > 0)
+    )
     try:
         response = await ask(request, then.engine, Operation.CHAT, body)
     except BatonError as error:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 
+from baton.admission.fair_queue import QueueLimits, watched_queue
+from baton.admission.fair_threads import FairThreads
 from baton.errors import BatonError, GatewayOverloaded, ImageTooLarge, InvalidImage
 from baton.images.parts import Part
 from baton.images.picture import Picture
 from baton.images.reader import read_picture
 from baton.setting_groups import ImageSettings
 from baton.telemetry.metrics import ImageMetrics
+from baton.telemetry.queues import QueueMetrics
 
 Fetch = Callable[[str, str], Awaitable[bytes]]
 """The file at an address, for a place of the request."""
 
 DATA = "data:"
+RETRY_AFTER_S = 5
 
 
 class Room:
@@ -50,33 +52,49 @@ class Room:
 
 
 class ImageReading:
-    """Reads the images of many requests, so many at a time.
+    """Reads the images of many requests, so many at a time, shared between tenants.
 
     Args:
         settings: what an image may be.
         metrics: counts them.
         fetch: gets one that is only named.
+        queues: counts who waits.
+        wait_s: seconds an image may wait to be read.
     """
 
-    def __init__(self, settings: ImageSettings, metrics: ImageMetrics, fetch: Fetch) -> None:
+    def __init__(
+        self,
+        settings: ImageSettings,
+        metrics: ImageMetrics,
+        fetch: Fetch,
+        *,
+        queues: QueueMetrics,
+        wait_s: float,
+    ) -> None:
         self._settings = settings
         self._metrics = metrics
         self._fetch = fetch
-        self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="baton-image")
-        self._fetches = asyncio.Semaphore(settings.fetches)
+        reads = QueueLimits(settings.threads, wait_s=wait_s)
+        fetches = QueueLimits(settings.fetches, wait_s=settings.fetch_s)
+        self._threads = FairThreads(watched_queue(reads, _not_read, queues, "image_reads"), "baton-image")
+        self._fetches = watched_queue(fetches, _not_fetched, queues, "image_fetches")
 
     def close(self) -> None:
         """Take no more; what is being read comes to its end."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
-    async def read(self, parts: Sequence[Part]) -> list[Picture]:
+    async def read(self, parts: Sequence[Part], tenant: str) -> list[Picture]:
         """The images of one request, in its order.
+
+        Args:
+            parts: where they stand in the request.
+            tenant: whose request it is.
 
         Raises:
             BatonError: why one of them is not taken; the others are given up.
         """
         room = Room(int(self._settings.request_bytes))
-        reading = [asyncio.ensure_future(self._one(part, room)) for part in parts]
+        reading = [asyncio.ensure_future(self._one(part, room, tenant)) for part in parts]
         try:
             return await asyncio.gather(*reading)
         finally:
@@ -84,11 +102,11 @@ class ImageReading:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
 
-    async def _one(self, part: Part, room: Room) -> Picture:
+    async def _one(self, part: Part, room: Room, tenant: str) -> Picture:
         began = time.monotonic()
         outcome = "other"
         try:
-            picture = await self._read(part)
+            picture = await self._read(part, tenant)
             room.take(len(picture.data), part.where)
             outcome = "read"
             self._metrics.bytes.inc(len(picture.data))
@@ -100,34 +118,15 @@ class ImageReading:
             self._metrics.images.labels(outcome).inc()
             self._metrics.seconds.observe(time.monotonic() - began)
 
-    async def _read(self, part: Part) -> Picture:
+    async def _read(self, part: Part, tenant: str) -> Picture:
         url = part.url.strip()
         if url[: len(DATA)].lower() != DATA:
-            async with self._place():  # until it is read: that long its bytes are held
+            async with self._fetches.place(tenant):  # until it is read: that long its bytes are held
                 data = await self._fetch(url, part.where)
-                return await self._in_thread(lambda: self._checked(data, part.where))
-        return await self._in_thread(
-            lambda: self._checked(decoded(url, self._settings, part.where), part.where)
+                return await self._threads.run(tenant, lambda: self._checked(data, part.where))
+        return await self._threads.run(
+            tenant, lambda: self._checked(decoded(url, self._settings, part.where), part.where)
         )
-
-    @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """One of the places of those that are fetched at once.
-
-        Raises:
-            GatewayOverloaded: none came free within the time that fetching one may take.
-        """
-        try:
-            async with asyncio.timeout(self._settings.fetch_s):
-                await self._fetches.acquire()
-        except TimeoutError:
-            raise GatewayOverloaded(
-                "Too many images are being fetched already; try again shortly, or send them as data: URLs."
-            ) from None
-        try:
-            yield
-        finally:
-            self._fetches.release()
 
     def _checked(self, data: bytes, where: str) -> Picture:
         picture = read_picture(data, self._settings, where)
@@ -135,8 +134,18 @@ class ImageReading:
             self._metrics.rewritten.inc()
         return picture
 
-    async def _in_thread(self, work: Callable[[], Picture]) -> Picture:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+def _not_read(_waited_s: float | None) -> BatonError:
+    return GatewayOverloaded(
+        "Too many images wait to be read already; try again shortly.", retry_after_s=RETRY_AFTER_S
+    )
+
+
+def _not_fetched(_waited_s: float | None) -> BatonError:
+    return GatewayOverloaded(
+        "Too many images are being fetched already; try again shortly, or send them as data: URLs.",
+        retry_after_s=RETRY_AFTER_S,
+    )
 
 
 def decoded(url: str, settings: ImageSettings, where: str) -> bytes:

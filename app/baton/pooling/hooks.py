@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from baton.admission.fair_queue import FairQueue, QueueLimits
 from baton.errors import PluginBusy
 
 Result = TypeVar("Result")
@@ -32,12 +33,17 @@ class HookEscape(Exception):
     """A plugin raised what means something else to who runs it: `SystemExit`, `StopIteration`, ..."""
 
 
+def _never(_waited_s: float | None) -> PluginBusy:
+    """Make the error that this queue has no use for: a hook waits as long as its request has time."""
+    return PluginBusy()
+
+
 class HookThreads:
-    """Threads for one plugin's synchronous code.
+    """Threads for one plugin's synchronous code, shared between tenants.
 
     Args:
         name: of the plugin, for the threads' names.
-        limit: threads at once; None: as many as are asked for.
+        limit: threads at once, of one tenant; None: as many as are asked for.
 
     Attributes:
         left_behind: threads whose request has ended, still at work.
@@ -45,16 +51,16 @@ class HookThreads:
 
     def __init__(self, name: str, limit: int | None) -> None:
         self._name = name
-        self._slots = contextlib.nullcontext() if limit is None else asyncio.Semaphore(limit)
+        self._places = None if limit is None else FairQueue(QueueLimits(limit), _never)
         self.left_behind = 0
 
-    async def run(self, hook: Callable[..., Result], *args: Any) -> Result:
-        """Call `hook` in a thread.
+    async def run(self, tenant: str, hook: Callable[..., Result], *args: Any) -> Result:
+        """Call `hook` in a thread, once it is the tenant's turn.
 
         Raises:
             Exception: whatever the hook raises.
         """
-        async with self._slots:
+        async with self._places.place(tenant) if self._places else contextlib.nullcontext():
             call = _Call(asyncio.get_running_loop(), hook, args)
             context = contextvars.copy_context()
             threading.Thread(

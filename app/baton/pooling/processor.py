@@ -30,6 +30,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
@@ -38,6 +39,7 @@ from typing import Any
 from baton.engines.port import Json, Plugin
 from baton.errors import OperationUnsupported, PluginBusy, PluginFailed
 from baton.pooling.hooks import Home, HookLoop, HookThreads
+from baton.telemetry.ids import LOCAL_TENANT
 
 VLLM = "vllm."
 _END = object()
@@ -98,6 +100,7 @@ class Processor:
 
     def __init__(self, plugin: Plugin, threads: int) -> None:
         self.name = plugin.name
+        self._tenant = LOCAL_TENANT
         self._plugin = plugin
         self._instance = plugin.instance
         self._limit = threads
@@ -107,6 +110,12 @@ class Processor:
 
     def close(self) -> None:
         self._loop.close()
+
+    def of(self, tenant: str) -> Processor:
+        """The same processor, for one tenant's request: its hooks wait for that tenant's turn."""
+        theirs = copy(self)
+        theirs._tenant = tenant
+        return theirs
 
     @property
     def left_behind(self) -> int:
@@ -163,10 +172,10 @@ class Processor:
     async def parse(self, body: Json) -> Any:
         """The plugin's own form of a request's `data`."""
         if self._own("parse_data"):
-            return await self._threads.run(self._instance.parse_data, body["data"])
+            return await self._threads.run(self._tenant, self._instance.parse_data, body["data"])
         if self._own("parse_request"):
             request = self._plugin.request(body)
-            return await self._threads.run(self._instance.parse_request, request)
+            return await self._threads.run(self._tenant, self._instance.parse_request, request)
         raise PluginFailed(f"The plugin '{self.name}' parses no requests.")
 
     async def parse_upload(self, upload: Upload) -> Any:
@@ -174,14 +183,14 @@ class Processor:
         self.require_uploads()
         hook = self._instance.parse_upload
         return await self._threads.run(
-            hook, upload.file, upload.media_type, dict(upload.query), tuple(upload.accept)
+            self._tenant, hook, upload.file, upload.media_type, dict(upload.query), tuple(upload.accept)
         )
 
     async def params(self) -> Any:
         """vLLM's `PoolingParams` for every prompt; None: the plugin says nothing of them."""
         for hook in ("merge_pooling_params", "validate_or_generate_params"):
             if self._own(hook):
-                return await self._threads.run(getattr(self._instance, hook))
+                return await self._threads.run(self._tenant, getattr(self._instance, hook))
         return None
 
     async def prompts(self, data: Any, request_id: str, home: Home | None) -> AsyncGenerator[Any, None]:
@@ -191,7 +200,7 @@ class Processor:
             made = await home.run_here(_called(hook))
         else:
             made = await self._threads.run(
-                partial(self._instance.pre_process, prompt=data, request_id=request_id)
+                self._tenant, partial(self._instance.pre_process, prompt=data, request_id=request_id)
             )
         return self._each(made, home)
 
@@ -213,13 +222,13 @@ class Processor:
             raise TypeError(f"pre_process of '{self.name}' returned no prompts")
 
     async def _each_in_threads(self, made: Iterable[Any]) -> AsyncGenerator[Any, None]:
-        prompts: Iterator[Any] = await self._threads.run(iter, made)
+        prompts: Iterator[Any] = await self._threads.run(self._tenant, iter, made)
         try:
-            while (prompt := await self._threads.run(next, prompts, _END)) is not _END:
+            while (prompt := await self._threads.run(self._tenant, next, prompts, _END)) is not _END:
                 yield prompt
         finally:
             if isinstance(prompts, Generator):
-                await self._last_threads.run(prompts.close)
+                await self._last_threads.run(self._tenant, prompts.close)
 
     async def answer(
         self, outputs: AsyncIterator[tuple[int, Any]], request_id: str, home: Home | None
@@ -231,13 +240,15 @@ class Processor:
             return await home.run_here(_called(hook))
         in_order = sorted([item async for item in outputs], key=lambda item: item[0])
         collected = [output for _, output in in_order]
-        return await self._threads.run(partial(self._instance.post_process, collected, request_id=request_id))
+        return await self._threads.run(
+            self._tenant, partial(self._instance.post_process, collected, request_id=request_id)
+        )
 
     async def data(self, output: Any) -> Any:
         """What stands in `data` of the answer."""
         if not self._own("output_to_response"):
             return output
-        response = await self._threads.run(self._instance.output_to_response, output)
+        response = await self._threads.run(self._tenant, self._instance.output_to_response, output)
         return getattr(response, "data", response)
 
     async def files(self, output: Any) -> list[ResultFile]:
@@ -248,13 +259,13 @@ class Processor:
         """
         if not self._own("output_to_files"):
             return []
-        return await self._threads.run(_result_files, self._instance.output_to_files, output)
+        return await self._threads.run(self._tenant, _result_files, self._instance.output_to_files, output)
 
     async def for_exhibit(self, data: Any) -> Any:
         """What was parsed, made such that its answer can be shown."""
         if not self._own("for_exhibit"):
             return data
-        return await self._threads.run(self._instance.for_exhibit, data)
+        return await self._threads.run(self._tenant, self._instance.for_exhibit, data)
 
     async def exhibit(self, output: Any) -> Exhibit:
         """What there is to see in the answer.
@@ -262,19 +273,19 @@ class Processor:
         Raises:
             Exception: whatever the plugin raises, or it gives something else.
         """
-        return await self._threads.run(_exhibit, self._instance.exhibit, output)
+        return await self._threads.run(self._tenant, _exhibit, self._instance.exhibit, output)
 
     async def amounts(self, output: Any) -> dict[str, float]:
         """What the plugin says the answer amounts to, by unit; nothing: it does not count."""
         if not self._own("amounts"):
             return {}
-        counted = await self._threads.run(self._instance.amounts, output)
+        counted = await self._threads.run(self._tenant, self._instance.amounts, output)
         return {str(unit): float(amount) for unit, amount in counted.items()}
 
     async def forget(self, request_id: str) -> None:
         """Let go of whatever the plugin keeps for a request; called once, however it ended."""
         if self._own("forget"):
-            await self._last_threads.run(self._instance.forget, request_id)
+            await self._last_threads.run(self._tenant, self._instance.forget, request_id)
 
 
 def _result_files(hook: Callable[[Any], Iterable[tuple[str, str, Path]]], output: Any) -> list[ResultFile]:

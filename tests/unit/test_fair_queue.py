@@ -1,0 +1,280 @@
+"""The queue that tenants share: how many places each gets, who is next, and that none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.admission.fair_queue import FairQueue, QueueLimits
+from baton.admission.fair_threads import FairThreads
+from baton.errors import EngineOverloaded, GatewayOverloaded
+
+pytestmark = pytest.mark.fault("E13")
+TENANTS = "abcd"
+
+
+def refused(waited_s: float | None) -> EngineOverloaded:
+    return EngineOverloaded("full" if waited_s is None else f"after {waited_s:g} seconds", retry_after_s=5)
+
+
+def queue_of(places: int, **limits: float) -> FairQueue:
+    return FairQueue(QueueLimits(places, **limits), refused)  # type: ignore[arg-type]  # whole numbers all
+
+
+async def settle() -> None:
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+@dataclass
+class Crowd:
+    """Requests at a queue, as the test knows of them.
+
+    Attributes:
+        queue: where they are.
+        waiting: of each tenant, in the order they came.
+        held: places of each tenant.
+    """
+
+    queue: FairQueue
+    waiting: dict[str, list[asyncio.Task[None]]] = field(default_factory=lambda: {t: [] for t in TENANTS})
+    held: Counter[str] = field(default_factory=Counter)
+
+    async def come(self, tenant: str, count: int) -> None:
+        self.waiting[tenant] += [asyncio.create_task(self.queue.enter(tenant)) for _ in range(count)]
+        await self.look()
+
+    async def go(self, tenant: str) -> None:
+        """One of the tenant's requests is over."""
+        self.held[tenant] -= 1
+        self.queue.leave(tenant)
+        await self.look()
+
+    async def give_up(self, tenant: str, which: int, *, also_leaves: str | None = None) -> None:
+        """One that waits is cancelled, in the same moment in which another's place may become its own."""
+        task = self.waiting[tenant].pop(which % len(self.waiting[tenant]))
+        if which % 2:
+            task.cancel()
+        if also_leaves is not None:
+            self.held[also_leaves] -= 1
+            self.queue.leave(also_leaves)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await self.look()
+
+    async def look(self) -> None:
+        """Note who has a place by now, and see that it was their turn."""
+        await settle()
+        before, served = self.held.copy(), []
+        for tenant, tasks in self.waiting.items():
+            done = [task.done() for task in tasks]
+            assert done == sorted(done, reverse=True), "within a tenant the first to come is the first served"
+            while tasks and tasks[0].done():
+                tasks.pop(0).result()
+                self.held[tenant] += 1
+                served.append(tenant)
+        for tenant in served:
+            for other in self.those_who_wait():
+                assert self.held[other] >= before[tenant], (
+                    f"{other} holds fewer than {tenant} and still waits"
+                )
+
+    def those_who_wait(self) -> list[str]:
+        return [tenant for tenant, tasks in self.waiting.items() if tasks]
+
+    def check(self, places: int, reserve: int) -> None:
+        running = sum(self.held.values())
+        assert self.queue.running == running <= places + reserve
+        assert self.queue.waiting == sum(map(len, self.waiting.values()))
+        assert all(self.queue.held(tenant) == self.held[tenant] <= places for tenant in TENANTS)
+        for tenant in self.those_who_wait():
+            assert running >= places, "somebody waits though fewer work than without a reserve"
+            left = places + reserve - running - 1
+            assert left < 0 or left / reserve < self.held[tenant] / places, (
+                "it waits beside a place it may have"
+            )
+
+
+Step = tuple[str, str, int]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["come", "come", "go", "go", "go", "give up", "both"]),
+        st.sampled_from(TENANTS),
+        st.integers(0, 9),
+    ),
+    max_size=60,
+)
+
+
+async def play(places: int, steps: list[Step]) -> None:
+    reserve = -(-places // 8)
+    crowd = Crowd(queue_of(places))
+    for what, tenant, number in steps:
+        busy = [one for one in TENANTS if crowd.held[one]]
+        if what == "come":
+            await crowd.come(tenant, 1 + number % 5)
+        elif what == "go" and busy:
+            await crowd.go(busy[number % len(busy)])
+        elif what in ("give up", "both") and crowd.waiting[tenant]:
+            leaves = busy[number % len(busy)] if what == "both" else None
+            await crowd.give_up(tenant, number, also_leaves=leaves)
+        crowd.check(places, reserve)
+    while busy := [one for one in TENANTS if crowd.held[one]]:
+        await crowd.go(busy[0])
+        crowd.check(places, reserve)
+    assert (crowd.queue.running, crowd.queue.waiting, crowd.those_who_wait()) == (0, 0, [])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([1, 2, 3, 4, 8, 9]), STEPS)
+def test_whatever_comes_goes_and_gives_up_no_place_is_lost_and_turns_are_kept(
+    places: int, steps: list[Step]
+) -> None:
+    """Never more than all places; who holds fewest is next; nobody waits beside a place they may have."""
+    asyncio.run(play(places, steps))
+
+
+def test_tenants_with_endless_requests_leave_room_for_the_next() -> None:
+    """Of 256 places and 32 in reserve; and one tenant alone has what it has without a reserve."""
+
+    async def scene() -> list[int]:
+        queue, tasks = queue_of(256), []
+        for tenant in TENANTS:
+            tasks += [asyncio.create_task(queue.enter(tenant)) for _ in range(400)]
+            await settle()
+        held = [queue.held(tenant) for tenant in TENANTS]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return held
+
+    assert asyncio.run(scene()) == [256, 28, 3, 1]
+
+
+def test_as_requests_end_the_places_move_to_equal_shares() -> None:
+    """The first tenant had them all, and goes on asking for more."""
+
+    async def scene() -> tuple[int, int, int]:
+        queue = queue_of(64)
+        waiting = [asyncio.create_task(queue.enter(tenant)) for tenant in "ab" for _ in range(400)]
+        await settle()
+        least = queue.running
+        for number in range(200):
+            queue.leave(("a" if queue.held("a") > queue.held("b") else "b") if number % 2 else "a")
+            await settle()
+            least = min(least, queue.running)
+        held = queue.held("a"), queue.held("b"), least
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return held
+
+    a, b, least = asyncio.run(scene())
+    assert abs(a - b) <= 1
+    assert least >= 64
+
+
+def test_a_free_place_goes_to_the_tenant_that_holds_fewest() -> None:
+    """Though another has waited longer."""
+
+    async def scene() -> None:
+        queue = queue_of(4, reserve=0)
+        for tenant in "aabc":
+            await queue.enter(tenant)
+        longer = asyncio.create_task(queue.enter("a"))
+        await settle()
+        shorter = asyncio.create_task(queue.enter("b"))
+        await settle()
+        queue.leave("c")
+        await settle()
+        assert (shorter.done(), longer.done()) == (True, False)
+        queue.leave("b")
+        await longer
+
+    asyncio.run(scene())
+
+
+def test_a_tenant_with_few_requests_is_not_starved_by_one_with_many() -> None:
+    """One place, no reserve: they take turns, however many the other has waiting."""
+
+    async def scene() -> list[str]:
+        queue, served = queue_of(1, reserve=0), []
+
+        async def ask(tenant: str) -> None:
+            async with queue.place(tenant):
+                served.append(tenant)
+                await settle()
+
+        await asyncio.gather(*(ask(tenant) for tenant in "a" * 20 + "b" * 3))
+        return served
+
+    assert asyncio.run(scene())[:7] == ["a", "a", "b", "a", "b", "a", "b"]
+
+
+def test_one_that_waits_too_long_is_told_how_long_and_when_to_come_back() -> None:
+    async def scene() -> None:
+        queue = queue_of(1, wait_s=0.02)
+        await queue.enter("a")
+        with pytest.raises(EngineOverloaded, match=r"after 0\.02 seconds") as told:
+            await queue.enter("a")
+        assert told.value.retry_after_s == 5
+        await queue.enter("b")
+        assert (queue.running, queue.waiting) == (2, 0)
+
+    asyncio.run(scene())
+
+
+def threads_of(places: int) -> tuple[FairQueue, FairThreads]:
+    queue = FairQueue(QueueLimits(places), lambda _: GatewayOverloaded())
+    return queue, FairThreads(queue, "test")
+
+
+def test_work_that_was_given_up_keeps_its_thread_until_it_is_done() -> None:
+    """A thread cannot be stopped; what came later would wait behind it, whoever's it is."""
+
+    async def scene() -> None:
+        queue, threads = threads_of(1)
+        begun, release = threading.Event(), threading.Event()
+
+        def work() -> None:
+            begun.set()
+            release.wait(20)
+
+        given_up = asyncio.create_task(threads.run("a", work))
+        await asyncio.to_thread(begun.wait, 20)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        assert queue.held("a") == 1
+        following = asyncio.create_task(threads.run("a", lambda: "a's next"))
+        assert await threads.run("b", lambda: "b's") == "b's"
+        assert not following.done()
+        release.set()
+        assert await following == "a's next"
+        await settle()
+        assert queue.running == 0
+        threads.close()
+
+    asyncio.run(scene())
+
+
+def test_work_that_fails_gives_its_thread_back_and_says_why() -> None:
+    async def scene() -> None:
+        queue, threads = threads_of(1)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                await threads.run("a", lambda: 1 // 0)
+        await settle()
+        assert queue.running == 0
+        threads.close()
+        with pytest.raises(RuntimeError):
+            await threads.run("a", time.monotonic)
+        assert queue.running == 0
+
+    asyncio.run(scene())
