@@ -140,7 +140,7 @@ def spared(pid: int) -> bool:
 
 
 def keep(mark: str, gateway: int, scratch: str) -> None:
-    """Look after the gateway's processes until it is gone; then end them and remove their `scratch` folder."""
+    """Look after the gateway's processes until it is gone; then end them and remove `scratch`."""
     known: set[Born] = set()
     while not select.select([sys.stdin], [], [], LOOK_EVERY_S)[0]:
         known = descendants({gateway}) | (known & parents().keys())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
 import threading
 from concurrent.futures import Future
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -69,18 +71,29 @@ class EngineThread(threading.Thread):
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        while not self._settled.wait(BREAK_OFF_EVERY_S):
+        if self.is_alive() and not self._settled.is_set() and not self._cores():
+            self._interrupt()
+        while not self._settled.wait(BREAK_OFF_EVERY_S) and self.is_alive():
             self._break_off()
         self.join()
         self._sweep()
+
+    def _interrupt(self) -> None:
+        """Raise `SystemExit` in a build that has started no process yet: it may be seconds from that."""
+        assert self.ident is not None
+        raised = ctypes.py_object(SystemExit)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), raised)
+
+    def _cores(self) -> set[BaseProcess]:
+        """The processes that this build has started."""
+        return set(multiprocessing.active_children()) - self._foreign
 
     def _break_off(self) -> None:
         """Kill what the build has started so far; it notices within milliseconds, and gives up.
 
         A core that is asked to end while it is being made goes on until it is made.
         """
-        cores = set(multiprocessing.active_children()) - self._foreign
-        found = trees_of(core.pid for core in cores)
+        found = trees_of(core.pid for core in self._cores())
         self._processes += found
         self._segments |= set(segments_of(found))
         kill(found)
