@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -21,10 +22,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 from baton.api.keys import keyring_for
 from baton.engines.fake import FakeEngine
 from baton.engines.fleet import Fleet
+from baton.engines.processes import wait_until_gone
+from baton.engines.segments import segments_of
 from baton.serve import listen, listen_for_metrics
 from baton.server import GatewayServer, create_app, url_of
 from baton.setting_groups import EngineSettings
@@ -112,6 +116,34 @@ def _run(server: GatewayServer, listener: socket.socket) -> None:
         runner.run(server.serve(sockets=[listener]))
 
 
+class Leftovers:
+    """What a gateway's engines hold outside it, to be looked for once it has ended.
+
+    Args:
+        pid: of the gateway, which still runs.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._processes = psutil.Process(pid).children(recursive=True)
+        keepers = [words for child in self._processes if "keeper.py" in " ".join(words := child.cmdline())]
+        self._paths = [Path(words[-1]) for words in keepers]
+        self._paths += segments_of(self._processes)
+
+    def assert_none(self) -> None:
+        """Processes must be gone now; Python's resource tracker ends by itself a moment later."""
+        trackers = [child for child in self._processes if _is_tracker(child)]
+        others = [child for child in self._processes if child not in trackers]
+        assert wait_until_gone(others, within_s=0) == []
+        assert wait_until_gone(trackers, within_s=20) == []
+        assert [path for path in self._paths if path.exists()] == []
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "resource_tracker" in " ".join(process.cmdline())
+    return False
+
+
 class RealGateway:
     """`baton serve` in a process of its own.
 
@@ -156,8 +188,12 @@ class RealGateway:
         self.wait_until_ready()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
+        """End it; nothing of it may be left once it has ended."""
+        leftovers = Leftovers(self.process.pid)
         self.process.send_signal(number)
-        return self.process.wait(timeout=60)
+        code = self.process.wait(timeout=60)
+        leftovers.assert_none()
+        return code
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_WITHIN_S

@@ -71,27 +71,53 @@ class Current:
 
 
 class Lazy(Current):
-    """Makes prompts one by one, and says how many it has made."""
+    """Makes prompts one by one.
 
-    made = 0
+    Attributes:
+        made: how many prompts so far.
+        closed: generators of prompts whose `finally` has run.
+        kept: every generator, so that only `close` can end one early, never the garbage collector.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+        self.closed = 0
+        self.kept: list[Iterator[float]] = []
 
     def pre_process(self, prompt: dict[str, Any], request_id: str | None = None) -> Iterator[float]:
-        for number in prompt["numbers"]:
-            self.made += 1
-            self.deed(prompt, f"prompt {self.made}")
-            yield float(number)
+        self.kept.append(self._prompts(prompt))
+        return self.kept[-1]
+
+    def _prompts(self, prompt: dict[str, Any]) -> Iterator[float]:
+        try:
+            for number in prompt["numbers"]:
+                self.made += 1
+                self.deed(prompt, f"prompt {self.made}")
+                yield float(number)
+        finally:
+            self.closed += 1
 
 
 class Async(Current):
-    """With coroutines of its own, that see outputs as they come."""
+    """With coroutines of its own, that see outputs as they come.
 
-    closed = 0
+    Attributes:
+        closed: generators of prompts whose `finally` has run.
+        kept: every generator, so that only `aclose` can end one early, never the garbage collector.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = 0
+        self.kept: list[AsyncIterator[float]] = []
 
     async def pre_process_async(
         self, prompt: dict[str, Any], request_id: str | None = None
     ) -> AsyncIterator[float]:
         self.deed(prompt, "pre")
-        return self._prompts(prompt)
+        self.kept.append(self._prompts(prompt))
+        return self.kept[-1]
 
     async def _prompts(self, prompt: dict[str, Any]) -> AsyncGenerator[float, None]:
         try:

@@ -108,7 +108,9 @@ def _build(
             progress.done(row, "files verified")
     offline = not any(_may_need_hub(engine) for engine in settings.engines)
     compiles = not (is_cpu_build() and runs_eager(settings))
-    apply_environment(settings, offline=offline, compiles=compiles, marks={MARK: keeper.mark})
+    apply_environment(
+        settings, offline=offline, compiles=compiles, marks={MARK: keeper.mark}, scratch=keeper.scratch
+    )
     check_vllm()
     progress.phase("vllm", "importing")
     from baton.engines.launch import build_fleet  # seconds of vLLM, and the environment must be set

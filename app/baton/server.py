@@ -157,6 +157,7 @@ def create_app(
                 _beside(watch_lag(counted.loop_lag), memory.run()),
                 _metrics_port(gateway, metrics_listener),
                 _running(app, fleet, report),
+                gateway.handoffs.settling(),
             ):
                 yield
 

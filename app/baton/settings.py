@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import tempfile
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -334,7 +335,12 @@ def runs_eager(settings: Settings) -> bool:
 
 
 def apply_environment(
-    settings: Settings, *, offline: bool, compiles: bool, marks: Mapping[str, str] | None = None
+    settings: Settings,
+    *,
+    offline: bool,
+    compiles: bool,
+    marks: Mapping[str, str] | None = None,
+    scratch: str | None = None,
 ) -> None:
     """Set what vLLM reads from the environment, before it is imported; what is set already stays.
 
@@ -345,6 +351,7 @@ def apply_environment(
         compiles: some engine uses torch.compile. Where none does, vLLM would still compile small
             helpers at the first request that needs one (log probabilities, say): up to 18 s in which
             every client waits, and the engine's death where there is no C++ compiler.
+        scratch: the temporary folder of the processes this one starts; its own stays. None: the same.
     """
     cpu_threads = settings.cpu_threads
     if cpu_threads == "auto":
@@ -365,6 +372,11 @@ def apply_environment(
         wanted["TORCHDYNAMO_DISABLE"] = "1"
     if offline:
         wanted["HF_HUB_OFFLINE"] = "1"
+    if scratch is not None:
+        own = tempfile.gettempdir()  # known from now on, whatever the variable says
+        os.environ["TMPDIR"] = wanted["VLLM_RPC_BASE_PATH"] = scratch
+        if compiles:  # worth keeping from run to run
+            wanted["TORCHINDUCTOR_CACHE_DIR"] = f"{own}/torchinductor_{os.getuid()}"
     os.environ.update(marks or {})
     for variable, value in wanted.items():
         os.environ.setdefault(variable, value)

@@ -36,12 +36,14 @@ PROMPT = list(range(100, 150))
 class Engine:
     """A pool and both roles, as one engine has them; `strided` as vLLM lays layers out."""
 
-    def __init__(self, store: MemoryStore, fingerprint: str = "one", seed: int = 0) -> None:
+    def __init__(
+        self, store: MemoryStore, fingerprint: str = "one", seed: int = 0, *, verify: bool = True
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         pool = torch.rand((12, 3, 2, BLOCK, 8), generator=generator)  # blocks, layers, heads, tokens, values
         self.layers = [pool[:, layer] for layer in range(3)]
         self.scheduler = SchedulerRole(store, SECRET, fingerprint, BLOCK)
-        self.worker = WorkerRole(store, SECRET, fingerprint, KVBlocks(self.layers))
+        self.worker = WorkerRole(store, SECRET, fingerprint, KVBlocks(self.layers), verify=verify)
 
     def run(self, jobs: int) -> Finished:
         """Let this step's jobs end."""
@@ -87,8 +89,9 @@ def store() -> MemoryStore:
     return MemoryStore()
 
 
-def test_blocks_saved_by_one_engine_are_loaded_by_another(store: MemoryStore) -> None:
-    first, second = Engine(store), Engine(store, seed=1)
+@pytest.mark.parametrize("verify", [True, False])
+def test_blocks_saved_by_one_engine_are_loaded_by_another(store: MemoryStore, verify: bool) -> None:
+    first, second = Engine(store), Engine(store, seed=1, verify=verify)
     key = first.save(params_to_save(), [3, 7, 1, 9])
     assert second.scheduler.matched("b", params_to_load(key), [*PROMPT, 5, 6], 0) == len(PROMPT) - 1
     second.scheduler.allocated("b", [8, 2, 5, 4, 10], len(PROMPT) - 1)
@@ -98,15 +101,23 @@ def test_blocks_saved_by_one_engine_are_loaded_by_another(store: MemoryStore) ->
         assert torch.equal(ours[[3, 7, 1, 9]], theirs[[8, 2, 5, 4]])
 
 
-def test_only_what_the_engine_lacks_is_loaded(store: MemoryStore) -> None:
-    first, second = Engine(store), Engine(store, seed=1)
+@pytest.mark.parametrize("in_memory", [True, False], ids=["pool in memory", "pool elsewhere"])
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
+def test_only_what_the_engine_lacks_is_loaded(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, verify: bool, in_memory: bool
+) -> None:
+    """An unverified load into a pool on a device goes through a buffer, so it is a path of its own."""
+    first, second = Engine(store), Engine(store, seed=1, verify=verify)
     key = first.save(params_to_save(), [3, 7, 1, 9])
-    before = second.layers[0].clone()
+    before = [layer.clone() for layer in second.layers]
+    if not in_memory:
+        monkeypatch.setattr(KVBlocks, "rows", lambda *_: None)
     assert second.scheduler.matched("b", params_to_load(key), [*PROMPT, 5], 2 * BLOCK) == 49 - 32
     second.scheduler.allocated("b", [8, 2, 5, 4], 17)
-    second.run(1)
-    assert torch.equal(second.layers[0][[8, 2]], before[[8, 2]])
-    assert torch.equal(second.layers[0][[5, 4]], first.layers[0][[1, 9]])
+    assert second.run(1).failed_blocks == set()
+    for ours, theirs, was in zip(first.layers, second.layers, before, strict=True):
+        assert torch.equal(theirs[[8, 2]], was[[8, 2]])
+        assert torch.equal(theirs[[5, 4]], ours[[1, 9]])
 
 
 @pytest.mark.parametrize(
@@ -119,6 +130,9 @@ def test_only_what_the_engine_lacks_is_loaded(store: MemoryStore) -> None:
         ([7, *PROMPT], 0, 0),
         (PROMPT, 32, 17),
         (PROMPT, 48, 0),  # one token is computed sooner than loaded
+        (PROMPT[:48], 32, 0),  # so are 15
+        (PROMPT[:49], 32, 16),  # 16 are not
+        (PROMPT[:3], 0, 2),  # nor is anything where the engine holds no block before it
         (PROMPT[:20], 32, 0),
         ([5], 0, 0),
     ],

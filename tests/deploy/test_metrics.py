@@ -23,7 +23,7 @@ from prometheus_server import (
     Prometheus,
     Question,
     dashboard_questions,
-    missing,
+    needed,
     panels,
     rule_questions,
 )
@@ -31,7 +31,6 @@ from prometheus_server import (
 from baton.engines.fake import FakeEngine
 from baton.telemetry.metrics import GatewayMetrics, TransferMetrics
 
-needs_prometheus = pytest.mark.skipif(bool(missing), reason=missing)
 ROWS = ["Overview", "Engines", "Relay", "Pooling", "Tenants"]
 MAY_BE_EMPTY = {"What the store failed at"}
 """Nothing fails in a run that goes well."""
@@ -99,7 +98,7 @@ def test_every_alert_says_what_to_do() -> None:
     assert re.findall(r"^\| `(Baton\w+)` \|", PAGE, re.MULTILINE) == [one.where for one in rule_questions()]
 
 
-@needs_prometheus
+@needed
 def test_the_rules_fire_when_they_should() -> None:
     """promtool's own unit tests: each rule once where it must fire, and where it must not."""
     done = subprocess.run(
@@ -113,7 +112,7 @@ def test_the_rules_fire_when_they_should() -> None:
     assert tested == {one.where for one in rule_questions()}
 
 
-@needs_prometheus
+@needed
 def test_a_rule_that_never_fires_would_be_noticed(tmp_path: Path) -> None:
     """The test of the test: every threshold out of reach, every unit test fails."""
     rules = re.sub(r"> [\d.]+\b", "> 1e12", RULES.read_text()).replace("== 0", "== 7").replace("< 512", "< 0")
@@ -129,12 +128,12 @@ def test_a_rule_that_never_fires_would_be_noticed(tmp_path: Path) -> None:
     assert failed == {one.where for one in rule_questions()}
 
 
-@needs_prometheus
+@needed
 def test_prometheus_takes_its_settings() -> None:
     subprocess.run(["promtool", "check", "config", DEPLOY / "prometheus/prometheus.yml"], check=True)
 
 
-@needs_prometheus
+@needed
 def test_prometheus_takes_every_expression(tmp_path: Path) -> None:
     """And has figures for what every gateway does; for the rest, see the real engines below."""
     silent = []
@@ -184,7 +183,7 @@ def traffic(client: httpx.Client, scene: bytes, number: int) -> None:
 
 
 @pytest.mark.engine
-@needs_prometheus
+@needed
 @pytest.mark.parametrize("question", dashboard_questions(), ids=lambda one: one.where)
 def test_a_panel_shows_something(scraped: Prometheus, question: Question) -> None:
     """Prometheus takes the expression, and has figures for it."""
@@ -194,7 +193,7 @@ def test_a_panel_shows_something(scraped: Prometheus, question: Question) -> Non
 
 
 @pytest.mark.engine
-@needs_prometheus
+@needed
 def test_no_rule_names_a_series_that_is_not_there_and_none_fires(scraped: Prometheus) -> None:
     """Where nothing is wrong; and Prometheus itself has evaluated them all."""
     names = scraped.names()

@@ -338,7 +338,10 @@ def test_greedy_output_equals_plain_vllm_s(real_gateway: RealGateway, plain_vllm
 
 @pytest.mark.chaos
 def test_the_gateway_ends_quietly_and_leaves_no_process(tmp_path: Path) -> None:
-    """SIGTERM: exit 0, nothing left running, no traceback. On a gateway of its own, started as people do."""
+    """SIGTERM: exit 0, nothing left, no traceback. On a gateway of its own, started as people do.
+
+    How long it takes is measured against vLLM's import in the same process. `stop` looks for what is left.
+    """
     with RealGateway(
         ["smollm2", "--max-model-len", "512", "--served-model-name", "tiny"], tmp_path
     ) as gateway:
@@ -350,10 +353,15 @@ def test_the_gateway_ends_quietly_and_leaves_no_process(tmp_path: Path) -> None:
         )
         assert answer.json()["model"] == "tiny"
         assert httpx.get(f"{gateway.url}/v1/models").json()["data"][0]["max_model_len"] == 512
+        imported = re.search(r"\[ *([\d.]+)s\] vllm: imported", gateway.log)
+        assert imported
+        began = time.monotonic()
         assert gateway.stop() == 0
-        psutil.wait_procs(children, timeout=10)
-        assert [child for child in children if child.is_running()] == []
+        took = time.monotonic() - began
+        print(f"stop: {took:.1f} s, import of vLLM {imported[1]} s")
+        assert took < 1 + float(imported[1]) / 2
         assert "Traceback" not in gateway.log
+        assert "engine_processes_left" not in gateway.log
 
 
 @pytest.mark.chaos
@@ -365,10 +373,8 @@ def test_a_stop_while_the_engine_starts_is_as_quiet(tmp_path: Path) -> None:
         while "EngineCor" not in " ".join(child.name() for child in process.children()):
             assert time.monotonic() < deadline, gateway.log
             time.sleep(0.1)
-        children = process.children(recursive=True)
+        time.sleep(3)  # its worker is there, too
         assert gateway.stop() == 0
-        psutil.wait_procs(children, timeout=10)
-        assert [child for child in children if child.is_running()] == []
         assert "is ready on" not in gateway.log
         for word in ("Traceback", "error", "baton: "):
             assert word not in gateway.log

@@ -144,28 +144,38 @@ def test_f5_a_request_is_forgotten_also_when_no_thread_is_free() -> None:
 
 
 def test_f5_generators_of_files_and_prompts_never_run_on_the_gateways_loop(tmp_path: Path) -> None:
-    """Neither while they give, nor while they are closed."""
-    where: set[str] = set()
+    """Neither while they give, nor while they are closed, whether at their end or before it."""
+    gave: list[str] = []
+    closed: list[str] = []
 
     class Generates(Files):
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            self.kept: list[Iterator[float]] = []  # the garbage collector must not close one
+
         def pre_process(self, prompt: Any, request_id: str | None = None) -> Iterator[float]:
+            self.kept.append(self._prompts(prompt))
+            return self.kept[-1]
+
+        def _prompts(self, prompt: Any) -> Iterator[float]:
             try:
                 yield from (float(number) for number in prompt["numbers"])
             finally:
-                where.add(threading.current_thread().name)
+                closed.append(threading.current_thread().name)
 
         def output_to_files(self, output: Any) -> Any:
-            where.add(threading.current_thread().name)
+            gave.append(threading.current_thread().name)
             yield from super().output_to_files(output)
 
     with served(Generates(tmp_path)) as gateway:
         assert upload(gateway).status_code == 200
+        assert (len(gave), len(closed)) == (1, 1)
         body = {"model": "geo", "data": {"numbers": [30.0] * 20}}
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{gateway.url}/pooling", json=body, timeout=0.5)
         assert until(lambda: gateway.engine("geo").active == 0)
-    assert where
-    assert all(name.startswith("hook-") for name in where)
+        assert until(lambda: len(closed) == 2), "prompts that were not all asked for stayed open"
+    assert all(name.startswith("hook-") for name in gave + closed)
 
 
 def test_f5_a_plain_function_that_returns_a_coroutine_is_called_on_the_plugins_loop() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -12,9 +13,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
 from gateways import FakeProcess
+
+from baton.engines.fake import FakeEngine
+from baton.engines.fleet import Fleet
+from baton.engines.port import Relay
+from baton.handoffs.coordinator import Handoffs
+from baton.handoffs.record import HandoffRecord, HandoffState
+from baton.server import create_app
+from baton.setting_groups import EngineSettings
+from baton.settings import load_settings
 
 STREAMS = 50
 LONG = {"model": "alpha", "prompt": "one two three", "stream": True}
@@ -161,6 +173,40 @@ def test_a7_a_client_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None
             gateway.signal()
             assert gateway.process.wait(15) == 0
         print(f"A7: a deaf client, exit after {time.monotonic() - began:.1f} s")
+
+
+@pytest.mark.fault("A6")
+def test_an_engine_ends_after_the_saves_it_was_told_to_make(tmp_path: Path) -> None:
+    """It ends at once then, whatever it does: a handoff must be whole before."""
+    states: list[HandoffState] = []
+
+    class Engine(FakeEngine):
+        async def stop(self) -> None:
+            states.append(record.state)
+            await super().stop()
+
+    async def saving(handoffs: Handoffs) -> HandoffRecord:
+        relay = Relay()
+        record = handoffs.begin(engine, "local", parent=None)
+        handoffs.end(record, relay, [1, 2, 3])
+        asyncio.get_running_loop().call_later(0.3, relay.save_over.set)
+        return record
+
+    engine = Engine("alpha", relays=True)
+    served = (EngineSettings(name="alpha", model="fake", handoff=True),)
+    settings = load_settings(port=0, engines=served, handoffs={"store": f"file:{tmp_path / 'store'}"})
+
+    async def main() -> None:
+        nonlocal record
+        app = create_app(settings, Fleet([engine]))
+        async with app.router.lifespan_context(app):
+            await app.state.started
+            record = await saving(app.state.gateway.handoffs)
+            assert record.state is HandoffState.PENDING
+
+    record: Any = None
+    asyncio.run(main())
+    assert states == [HandoffState.READY]
 
 
 def test_a_start_that_is_told_to_stop_stops_with_0_and_leaves_nothing() -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.lora.request import LoRARequest
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
@@ -19,6 +27,7 @@ from baton.engines.launch import transfer_config
 from baton.setting_groups import EngineSettings
 from baton.settings import load_settings
 from baton_kv import connector
+from baton_kv.contract import new_key, transfer_params
 from baton_kv.fingerprint import fingerprint, weights_digest
 from baton_kv.messages import Outcome
 from baton_kv.settings import ConnectorSettings
@@ -41,17 +50,20 @@ def test_every_hook_vllm_requires_is_there() -> None:
     assert connector.BatonConnector.__abstractmethods__ == frozenset()
 
 
-def test_what_is_read_of_vllm_s_objects_exists() -> None:
-    made = inspect.getsource(Request.__init__)
-    for attribute in (
-        "kv_transfer_params",
-        "prompt_embeds",
-        "lora_request",
-        "mm_features",
-        "num_computed_tokens",
-        "all_token_ids",
-    ):
-        assert f"self.{attribute}" in made, attribute
+def test_what_is_read_of_a_request_is_there() -> None:
+    """Asked of a request itself: one that is over, held a text, and came to its own end."""
+    asked = transfer_params(save=new_key("local"), tag="a")
+    params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": asked})
+    request = Request("a", prompt_token_ids=[5, 6, 7], sampling_params=params, pooling_params=None)
+    request.append_output_token_ids(8)
+    request.num_computed_tokens = 3
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert connector.images_of(request) == ()
+    assert connector._came_to_its_end(request)
+    assert (request.kv_transfer_params, list(request.all_token_ids)) == (asked, [5, 6, 7, 8])
+    assert request.num_prompt_tokens == 3
+    request.lora_request = LoRARequest("an-adapter", 1, "/nowhere")
+    assert connector.images_of(request) is None, "token ids do not tell adapters"
     assert all(RequestStatus.is_finished(status) for status in connector.OWN_END)
     assert "kv_connector_worker_meta" in KVConnectorOutput.__dataclass_fields__
 
@@ -126,11 +138,116 @@ def test_a_hub_id_stands_for_the_commit_in_the_cache_and_without_one_is_refused(
         assert weights_digest("org/model") == f"hub:org/model@{commit}"
 
 
-def test_every_fact_counts() -> None:
-    facts = {"dtype": "bfloat16", "packing": "amx", "layers": ["a", "b"]}
-    assert fingerprint(facts) == fingerprint(dict(reversed(facts.items())))
-    for name in facts:
-        assert fingerprint(facts | {name: "other"}) != fingerprint(facts)
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "dtype": "bfloat16",
+}
+
+
+@dataclass
+class Configured:
+    """vLLM's own configuration of a model folder, made without an engine.
+
+    Attributes:
+        folder: of the model.
+        vllm: the configuration.
+        cache: how its KV is laid out.
+    """
+
+    folder: Path
+    vllm: VllmConfig
+    cache: Any
+
+    def facts(self) -> dict[str, Any]:
+        return connector.facts_of(self.vllm, self.cache)
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory: pytest.TempPathFactory) -> Configured:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "model.safetensors").write_bytes(b"\0" * 1000)
+    engine = EngineSettings(name="a", model=str(folder), args={"skip_tokenizer_init": True})
+    group = SimpleNamespace(layer_names=["layer.0", "layer.1"], kv_cache_spec=FULL)
+    vllm_config = engine_args(engine, str(folder)).create_engine_config()
+    return Configured(folder, vllm_config, SimpleNamespace(kv_cache_groups=[group]))
+
+
+SEES = SimpleNamespace(mm_processor_kwargs={"size": 7}, media_io_kwargs={})
+CHANGES = {
+    "vllm": ("module.vllm.__version__", "0.99"),
+    "revision": ("vllm.model_config.revision", "another"),
+    "quantization": ("vllm.model_config.quantization", "fp8"),
+    "dtype": ("vllm.model_config.dtype", torch.float16),
+    "kv_dtype": ("vllm.cache_config.cache_dtype", "fp8"),
+    "layers": ("group.layer_names", ["layer.1", "layer.0"]),
+    "spec": ("group.kv_cache_spec", dataclasses.replace(FULL, num_kv_heads=2)),
+    "platform": ("module.current_platform.device_name", "another"),
+    "packing": ("module._packing", lambda *_: "another"),
+    "hf_overrides": ("vllm.model_config.hf_overrides", {"rope_theta": 7}),
+    "load_format": ("vllm.load_config.load_format", "dummy"),
+    "long_rope": ("module._long_rope", lambda _: 7),
+    "images": ("vllm.model_config.multimodal_config", SEES),
+}
+"""Each fact but the weights, and what to change of a real configuration."""
+
+
+def test_no_fact_is_left_out_of_these_tests(configured: Configured) -> None:
+    assert set(configured.facts()) == {"weights", *CHANGES}
+
+
+@pytest.mark.parametrize("fact", CHANGES)
+def test_every_fact_of_a_real_configuration_counts(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch, fact: str
+) -> None:
+    """A change must show in its fact, and in the fingerprint."""
+    before = configured.facts()
+    path, value = CHANGES[fact]
+    first, *names, last = path.split(".")
+    owners = {"vllm": configured.vllm, "group": configured.cache.kv_cache_groups[0], "module": connector}
+    owner = functools.reduce(getattr, names, owners[first])
+    monkeypatch.setattr(owner, last, value)  # of a name that is there already
+    after = configured.facts()
+    assert after[fact] != before[fact]
+    assert fingerprint(after) != fingerprint(before)
+    assert fingerprint(before | {fact: after[fact]}) != fingerprint(before)
+
+
+def test_a_block_s_packing_and_the_longest_context_of_two_sets_of_rotary_factors_are_facts(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = configured.vllm.model_config
+    assert configured.facts()["long_rope"] is None
+    assert configured.facts()["packing"] == cpu_attn._get_attn_isa(model.dtype, 32, 32, "auto")
+    monkeypatch.setattr(model.hf_config, "rope_scaling", {"long_factor": [1.0]}, raising=False)
+    assert configured.facts()["long_rope"] == model.max_model_len == 512
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "another")
+    assert configured.facts()["packing"] == "another"
+
+
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "processor_config.json"])
+def test_a_model_s_configuration_files_count_as_its_weights_do(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 1000)
+    digests = [weights_digest(str(tmp_path))]
+    for text in ('{"size": 224}', '{"size": 336}'):
+        (tmp_path / name).write_text(text)
+        digests.append(weights_digest(str(tmp_path)))
+    assert len(set(digests)) == 3
+
+
+def test_the_order_of_facts_is_no_fact(configured: Configured) -> None:
+    facts = configured.facts()
+    assert fingerprint(dict(reversed(facts.items()))) == fingerprint(facts)
 
 
 def test_statistics_cross_a_process_as_plain_values_and_add_up() -> None:

@@ -344,6 +344,45 @@ def test_the_end_waits_only_a_moment_for_a_save_that_never_comes(house: House) -
     asyncio.run(story())
 
 
+def test_a_save_under_way_is_waited_for_while_the_engines_still_run(house: House) -> None:
+    """A request that went away waits for nothing: no handoff is to come of it."""
+
+    async def story() -> None:
+        handoffs = house.handoffs()
+        record, relay = handoffs.begin(ENGINE, "local", parent=None), Relay()
+        cut_off = handoffs.begin(ENGINE, "local", parent=None)
+        async with handoffs.running():
+            async with handoffs.settling():
+                handoffs.end(record, relay, [1, 2, 3])
+                handoffs.end(cut_off, None)
+                saving = asyncio.create_task(save(record, relay))
+            assert saving.done(), "the engine would have been stopped before its save was over"
+        assert (record.state, record.bytes) == (HandoffState.READY, 10)
+        assert cut_off.state is HandoffState.FAILED
+        assert house.handoffs().page("local", limit=9, after=None)[0][0].bytes == 10
+
+    async def save(record: HandoffRecord, relay: Relay) -> None:
+        await asyncio.sleep(0.3)
+        FileStore(house.folder / "store").put(record.key, [b"k" * 10])
+        relay.save_over.set()
+
+    asyncio.run(story())
+
+
+def test_only_saves_hold_up_the_engines_end(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other work in the background ends with them."""
+    monkeypatch.setattr("baton.handoffs.coordinator.CLOSE_WITHIN_S", 60)
+
+    async def story() -> None:
+        handoffs = house.handoffs()
+        endless = handoffs.begin_work(asyncio.sleep(600))
+        async with asyncio.timeout(20), handoffs.settling():
+            pass
+        endless.cancel()
+
+    asyncio.run(story())
+
+
 def test_a_tenant_s_oldest_go_when_it_leaves_too_much(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         monkeypatch.setattr("baton.handoffs.coordinator.MAX_PER_TENANT", 3)

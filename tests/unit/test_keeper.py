@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import psutil
@@ -15,7 +17,7 @@ import pytest
 from baton.engines.keeper import LOOK_EVERY_S, MARK, Keeper
 
 PARENT = f"""
-import os, subprocess, sys, time
+import os, pathlib, subprocess, sys, time
 from baton.engines.keeper import MARK, Keeper
 
 keeper = Keeper().__enter__()
@@ -25,22 +27,28 @@ nameless += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60
 old = subprocess.Popen([sys.executable, "-c", nameless])
 time.sleep({LOOK_EVERY_S} + 1.5)
 new = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(old.pid, new.pid, flush=True)
+(pathlib.Path(keeper.scratch) / "a-socket").touch()
+print(keeper.scratch, old.pid, new.pid, flush=True)
 time.sleep(600)
 """
 
 
 def test_a8_what_a_killed_process_started_ends_too() -> None:
-    """One that was there for long and has lost its environment, its child, and one just started."""
+    """One that was there for long and has lost its environment, its child, one just started; their files."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        numbers = [int(word) for word in parent.stdout.readline().split()]
-        started = [psutil.Process(pid) for pid in numbers]
+        folder, *numbers = parent.stdout.readline().split()
+        assert (Path(folder) / "a-socket").exists()
+        started = [psutil.Process(int(pid)) for pid in numbers]
         started += started[0].children(recursive=True)
         assert len(started) == 3
         parent.kill()
         _gone, left = psutil.wait_procs(started, timeout=10)
     assert left == []
+    deadline = time.monotonic() + 20
+    while Path(folder).exists():
+        assert time.monotonic() < deadline, "the temporary folder is still there"
+        time.sleep(0.05)
 
 
 def test_what_is_not_of_the_family_is_left_alone() -> None:
@@ -60,3 +68,17 @@ def test_a_clean_end_takes_the_mark_along(monkeypatch: pytest.MonkeyPatch) -> No
             keeper.__exit__()
             assert forgotten.wait(10) == -signal.SIGKILL
     assert Path(f"/proc/{os.getpid()}").exists()
+
+
+def test_a_clean_end_takes_the_engines_temporary_folder_along(tmp_path: Path) -> None:
+    """It is one that sockets may lie in: the kernel takes paths of 107 characters."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    with Keeper("/tmp") as keeper, Keeper(str(long)) as other:
+        for scratch in (keeper.scratch, other.scratch):
+            path = Path(scratch) / str(uuid.uuid4())
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(path))
+            assert path.exists()
+    assert not Path(keeper.scratch).exists()
+    assert not Path(other.scratch).exists()

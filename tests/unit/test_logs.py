@@ -46,6 +46,24 @@ print("cause:", cause)
     assert "Traceback" not in done.stderr
 
 
+def test_a_process_that_still_holds_the_pipe_does_not_hold_up_the_end() -> None:
+    """Python's resource tracker outlives the engines; what was printed before the end is read all the same."""
+    script = """
+import subprocess, sys
+from baton.telemetry.logs import EngineOutput, configure_logs
+with EngineOutput() as output:
+    configure_logs("info", "json", output.terminal)
+    held = subprocess.Popen([sys.executable, "-c", "print('the last words', flush=True); input()"], stdin=-1)
+    while not output.last_lines:
+        pass
+    print("half a line", end="")
+print(output._reader.is_alive(), held.poll(), list(output.last_lines))
+held.communicate()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False None ['the last words', 'half a line']\n"
+
+
 def test_the_cause_is_what_the_engine_raised_not_what_its_parent_said_of_it() -> None:
     output = EngineOutput()
     output.last_lines.append("(EngineCore pid=1) ERROR 11-21 11:37:17 [core.py:1] RuntimeError: no memory")

@@ -6,16 +6,20 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from baton.engines import supervisor as supervisor_module
 from baton.engines.fake import FakeBehaviour, FakeEngine
 from baton.engines.fleet import Fleet
 from baton.engines.port import EngineState
 from baton.engines.progress import Progress
+from baton.engines.supervisor import POLL_S, Supervisor
 from baton.errors import EngineRestarting, EngineUnavailable, StartError
 from baton.setting_groups import SupervisionSettings
+from baton.telemetry.metrics import GatewayMetrics
 
 QUICK = SupervisionSettings(hang_s=0.5, restarts=3, window_s=60, backoff_s=0.05, backoff_max_s=0.2)
 
@@ -120,6 +124,73 @@ def test_a4_a_crash_loop_opens_the_breaker_and_the_others_serve() -> None:
             assert fleet.ready
             assert not fleet.lost.is_set()
 
+    asyncio.run(main())
+
+
+class Time:
+    """Seconds that pass only while someone sleeps.
+
+    Attributes:
+        slept: how long each sleep was.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.slept: list[float] = []
+        monkeypatch.setattr(supervisor_module, "asyncio", SimpleNamespace(sleep=self.sleep))
+
+    def now(self) -> float:
+        return sum(self.slept)
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        await asyncio.sleep(0)
+
+    def supervisor(self, engine: FakeEngine, **settings: Any) -> Supervisor:
+        limits = SupervisionSettings(**settings)
+        return Supervisor(engine, limits, asyncio.Lock(), GatewayMetrics(), clock=self.now)
+
+
+@pytest.mark.fault("A4")
+def test_the_wait_before_each_restart_doubles_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first comes at once."""
+
+    async def main() -> None:
+        time, alpha = Time(monkeypatch), FakeEngine("alpha")
+        alpha.behaviour.start_error = StartError("the weights are gone")
+        alpha.die()
+        supervisor = time.supervisor(alpha, restarts=6, window_s=600, backoff_s=3, backoff_max_s=20)
+        await supervisor.keep_alive()
+        assert time.slept == [POLL_S, 0, 3, 6, 12, 20, 20]
+        assert (alpha.starts, supervisor.given_up) == (6, True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.fault("A3")
+def test_one_look_at_which_an_engine_seems_stalled_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway's own loop may have been away; only two in a row count."""
+    looks = [0, 9, 0, 9, 9]
+    killed_after: list[int] = []
+
+    class Engine(FakeEngine):
+        def stalled_s(self) -> float:
+            looked.append(1)
+            return looks[len(looked) - 1] if len(looked) <= len(looks) else 0
+
+        async def kill(self) -> None:
+            killed_after.append(len(looked))
+            await super().kill()
+
+    async def main() -> None:
+        alpha = Engine("alpha")
+        await alpha.start(lambda _phase: None)
+        supervisor = Time(monkeypatch).supervisor(alpha, hang_s=8)
+        watching = asyncio.create_task(supervisor.keep_alive())
+        await until(lambda: alpha.starts == 2)
+        watching.cancel()
+        assert killed_after == [5]
+
+    looked: list[int] = []
     asyncio.run(main())
 
 

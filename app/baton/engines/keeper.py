@@ -3,7 +3,8 @@
 The keeper is a small process of its own. It holds one end of a pipe and looks now and then which processes
 descend from the gateway; when that is gone, so that the pipe ends, it ends them. One that was started since
 the last look carries the gateway's mark in its environment, as vLLM's processes do until they are named.
-They notice the end of their workers, but not that of the process that started them.
+They notice the end of their workers, but not that of the process that started them. Then it removes their
+temporary folder: vLLM leaves its sockets behind also when it ends by itself.
 
 Run as a script in an interpreter without packages, so it imports the standard library alone.
 """
@@ -14,14 +15,18 @@ import contextlib
 import os
 import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 MARK = "VLLM_GATEWAY_MARK"
+LONGEST_FOLDER = 50
+"""Characters of `parent`: a socket's whole path may have 107, and its own name has 36."""
 SPARED = b"resource_tracker"
 """It gives back shared memory once the others are gone, and then ends."""
 LOOK_EVERY_S = 1.0
@@ -33,17 +38,25 @@ ROUNDS, ROUND_S = 20, 0.25
 class Keeper:
     """The gateway's side: a context in which engines may be started.
 
+    Args:
+        parent: the folder that the engines' temporary folder is made in; None: the machine's temporary one.
+
     Attributes:
         mark: what stands in the environment of everything that is not to outlive the gateway, under `MARK`.
+        scratch: the engines' temporary folder, made when the context is entered and removed at its end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parent: str | None = None) -> None:
         self.mark = secrets.token_hex(16)
+        self.scratch = ""
+        self._parent = parent or tempfile.gettempdir()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Keeper:
+        short = len(self._parent) <= LONGEST_FOLDER
+        self.scratch = tempfile.mkdtemp(prefix="baton-", dir=self._parent if short else "/tmp")
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, self.mark, str(os.getpid())],
+            [sys.executable, "-I", "-S", __file__, self.mark, str(os.getpid()), self.scratch],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -126,13 +139,14 @@ def spared(pid: int) -> bool:
     return True
 
 
-def keep(mark: str, gateway: int) -> None:
-    """Look after the gateway's processes until it is gone, and then end them."""
+def keep(mark: str, gateway: int, scratch: str) -> None:
+    """Look after the gateway's processes until it is gone; then end them and remove `scratch`."""
     known: set[Born] = set()
     while not select.select([sys.stdin], [], [], LOOK_EVERY_S)[0]:
         known = descendants({gateway}) | (known & parents().keys())
     end(mark, known)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    keep(sys.argv[1], int(sys.argv[2]))
+    keep(sys.argv[1], int(sys.argv[2]), sys.argv[3])

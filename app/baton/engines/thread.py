@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import ctypes
 import multiprocessing
 import threading
 from concurrent.futures import Future
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -15,11 +16,14 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from baton.engines.processes import kill, processes_of, trees_of, wait_until_gone
 from baton.engines.segments import release, segments_of
 
-TERMINATE_EVERY_S = 0.1
-SWEEP_AFTER_S = 5.0
-"""An engine's processes end by themselves when one of them is lost; those that have not by then are ended."""
+GRACE_S = 0.5
+"""Seconds an engine's processes get to end by themselves. On a CPU a worker never does: its interpreter takes
+more than five to unload what it imported, and saves have been waited for before."""
+BREAK_OFF_EVERY_S = 0.1
+KILLED_WITHIN_S = 5.0
 log = structlog.get_logger("baton.engine")
 
 
@@ -37,7 +41,7 @@ class EngineThread(threading.Thread):
         self._settled = threading.Event()
         self._ended = threading.Event()
         self._processes: list[psutil.Process] = []
-        self._segments: list[Path] = []
+        self._segments: set[Path] = set()
         self._foreign = set(multiprocessing.active_children())  # other engines'; they start one by one
         self.built: Future[AsyncLLM] = Future()
 
@@ -49,30 +53,17 @@ class EngineThread(threading.Thread):
             self._settled.set()
             self.built.set_exception(error)
             return
-        self._settled.set()
         self._processes = processes_of(client)
-        self._segments = list(segments_of(self._processes))
+        self._segments |= set(segments_of(self._processes))
+        self._settled.set()
         self.built.set_result(client)
         self._ended.wait()
-        client.shutdown()
-        self._sweep()
+        client.shutdown(timeout=GRACE_S)  # kills the core after it, and what is still below the core
         del client, self.built  # the last references: vLLM's finalizer fails at interpreter exit
 
     def kill(self) -> None:
-        """End the engine's processes at once; one that is stopped hears nothing else."""
-        for process in self._processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-    def _sweep(self) -> None:
-        """End what outlived the engine, and give back the shared memory that nobody else will."""
-        _gone, left = psutil.wait_procs(self._processes, timeout=SWEEP_AFTER_S)
-        if left:
-            log.warning("engine_processes_left", count=len(left))
-            self.kill()
-            psutil.wait_procs(left, timeout=SWEEP_AFTER_S)
-        for segment in self._segments:
-            release(segment)
+        """End the engine's processes at once."""
+        kill(self._processes)
 
     async def end(self) -> None:
         """Stop the engine, also one that is still being built, and wait until it is gone."""
@@ -80,15 +71,37 @@ class EngineThread(threading.Thread):
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        while not self._settled.wait(TERMINATE_EVERY_S):
-            # The build notices within milliseconds that its process ended, and gives up.
-            for process in set(multiprocessing.active_children()) - self._foreign:
-                process.terminate()
+        if self.is_alive() and not self._settled.is_set() and not self._cores():
+            self._interrupt()
+        while not self._settled.wait(BREAK_OFF_EVERY_S) and self.is_alive():
+            self._break_off()
         self.join()
+        self._sweep()
 
+    def _interrupt(self) -> None:
+        """Raise `SystemExit` in a build that has started no process yet: it may be seconds from that."""
+        assert self.ident is not None
+        raised = ctypes.py_object(SystemExit)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), raised)
 
-def processes_of(client: AsyncLLM) -> list[psutil.Process]:
-    """The processes an engine is made of: its core and the core's workers."""
-    manager = client.engine_core.resources.engine_manager
-    cores = [psutil.Process(process.pid) for process in manager.processes]
-    return [found for core in cores for found in (core, *core.children(recursive=True))]
+    def _cores(self) -> set[BaseProcess]:
+        """The processes that this build has started."""
+        return set(multiprocessing.active_children()) - self._foreign
+
+    def _break_off(self) -> None:
+        """Kill what the build has started so far; it notices within milliseconds, and gives up.
+
+        A core that is asked to end while it is being made goes on until it is made.
+        """
+        found = trees_of(core.pid for core in self._cores())
+        self._processes += found
+        self._segments |= set(segments_of(found))
+        kill(found)
+
+    def _sweep(self) -> None:
+        """Kill what outlived the engine (a worker whose core was lost), and release its shared memory."""
+        self.kill()
+        if left := wait_until_gone(self._processes, KILLED_WITHIN_S):
+            log.warning("engine_processes_left", count=len(left))
+        for segment in self._segments:
+            release(segment)

@@ -72,6 +72,7 @@ class Handoffs:
         self._shelf = Shelf(clock)
         self._over: dict[str, asyncio.Event] = {}
         self._background: set[asyncio.Task[Any]] = set()
+        self._settling: set[asyncio.Task[None]] = set()
         self._closing = False
         self._log = structlog.get_logger("baton.handoffs")
         for record in storage.files.read_all():
@@ -87,6 +88,15 @@ class Handoffs:
             self._closing = True
             sweeper.cancel()
             await asyncio.wait({sweeper, *self._background}, timeout=CLOSE_WITHIN_S)
+
+    @contextlib.asynccontextmanager
+    async def settling(self) -> AsyncIterator[None]:
+        """At the end wait a moment for saves under way: the engines must not have ended by then."""
+        try:
+            yield
+        finally:
+            if self._settling:
+                await asyncio.wait(self._settling, timeout=CLOSE_WITHIN_S)
 
     def begin(
         self,
@@ -132,7 +142,9 @@ class Handoffs:
             self._over.pop(record.id).set()
             return
         record.show(relay.images)
-        self.begin_work(self._settle(record, relay))
+        settling = self.begin_work(self._settle(record, relay))
+        self._settling.add(settling)
+        settling.add_done_callback(self._settling.discard)
 
     async def settled(self, record: HandoffRecord, within_s: float) -> None:
         """Wait until a handoff is no longer pending, at most so long."""

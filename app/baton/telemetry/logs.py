@@ -9,9 +9,11 @@ What the engines' own processes print is read from a pipe and logged the same wa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import secrets
 import sys
 import threading
 import traceback
@@ -33,6 +35,8 @@ LONGER_VALUES = {"event": MAX_LINE, "line": MAX_LINE, "exception": 16_000}
 """Keys whose values may be longer: what others log, what engines print, and tracebacks."""
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in b"\n\t"}
 MAX_CAUSES = 8
+READ_WITHIN_S = 5.0
+"""What engines have printed by the end of the gateway is read and logged; seconds that may take."""
 LogFormat = Literal["auto", "json", "console"]
 
 
@@ -125,6 +129,8 @@ class EngineOutput:
         self.last_lines: deque[str] = deque(maxlen=self.KEPT_LINES)
         self.terminal: TextIO = sys.stderr
         self._saved: tuple[int, int] | None = None
+        self._last_line = f"{secrets.token_hex(16)}\n"  # nobody else can print it
+        self._end = -1
         self._reader: threading.Thread | None = None
 
     def __enter__(self) -> EngineOutput:
@@ -135,7 +141,7 @@ class EngineOutput:
         read_end, write_end = os.pipe()
         os.dup2(write_end, 1)
         os.dup2(write_end, 2)
-        os.close(write_end)
+        self._end = write_end
         pipe = os.fdopen(read_end, encoding="utf-8", errors="replace")
         self._reader = threading.Thread(target=self._read, args=(pipe,), daemon=True, name="engine-output")
         self._reader.start()
@@ -150,14 +156,22 @@ class EngineOutput:
             os.dup2(saved, target)
             os.close(saved)
         self._saved = None
+        self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        """End the reader after what has been printed so far; processes that outlive us hold the pipe open."""
+        with contextlib.suppress(BrokenPipeError), os.fdopen(self._end, "w", encoding="ascii") as pipe:
+            pipe.write(f"\n{self._last_line}")
         if self._reader is not None:
-            self._reader.join(timeout=1)
+            self._reader.join(READ_WITHIN_S)
 
     def _read(self, pipe: IO[str]) -> None:
         log = structlog.get_logger("baton.engine_output")
         last_place = None
         with pipe:
             for raw in pipe:
+                if raw == self._last_line:
+                    return
                 line = ANSI.sub("", raw).strip()[:MAX_LINE]
                 if not line:
                     continue

@@ -18,6 +18,7 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import rasterio
 from rasterio._env import set_gdal_config
@@ -102,7 +103,10 @@ class Nursery:
             self._poll.unregister(descriptor)
 
     def _give_birth(self) -> None:
-        byte, descriptors, _, _ = socket.recv_fds(self._control, 1, 3)
+        try:
+            byte, descriptors, _, _ = socket.recv_fds(self._control, 1, 3)
+        except ConnectionResetError:  # the gateway let go before it had read that we are ready
+            self._end()
         if not byte:
             self._end()
         if len(descriptors) != 3:
@@ -124,7 +128,7 @@ class Nursery:
         self._watch(pulse, lambda: self._bury(charge))
         self._watch(leash, lambda: self._kill(charge))
 
-    def _end(self) -> None:
+    def _end(self) -> NoReturn:
         """Kill and reap: nobody else may do it where process 1 is no init."""
         for charge in self._charges.values():
             os.kill(charge.pid, signal.SIGKILL)

@@ -92,13 +92,24 @@ def test_layer_norms_have_the_published_constant(reference: Reference, model: Pr
         assert sorted({layer.eps for layer in modules if isinstance(layer, torch.nn.LayerNorm)}) == published
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.04), (torch.float16, 0.006)])
 @torch.inference_mode()
-def test_half_precision_stays_near(reference: Reference, model: PrithviSegmenter, dtype: torch.dtype) -> None:
-    """In half precision the scores must be finite, in that precision, and near the published ones."""
-    given = model.to(dtype)(reference.given["pixels"].to(dtype), *reference.coords)
-    assert given.dtype == dtype
-    assert given.isfinite().all()
-    assert difference(given.float(), reference.answered["logits"]) < (
-        0.15 if dtype == torch.bfloat16 else 0.02
-    )
+def test_half_precision_stays_near(
+    reference: Reference, model: PrithviSegmenter, dtype: torch.dtype, tolerance: float
+) -> None:
+    """In half precision the scores must be finite, in that precision, and near the published ones.
+
+    The limit is twice what rounding alone makes of them; one bias left out of the encoder must be too far.
+    """
+    scores = in_precision(dtype, model, reference)
+    assert scores.dtype == dtype
+    assert scores.isfinite().all()
+    assert difference(scores.float(), reference.answered["logits"]) < tolerance
+    model.get_parameter("encoder.blocks.1.mlp.fc2.bias").zero_()
+    without = in_precision(dtype, model, reference).float()
+    assert difference(without, reference.answered["logits"]) > 2 * tolerance
+
+
+def in_precision(dtype: torch.dtype, model: PrithviSegmenter, reference: Reference) -> torch.Tensor:
+    scores: torch.Tensor = model.to(dtype)(reference.given["pixels"].to(dtype), *reference.coords)
+    return scores
