@@ -62,7 +62,7 @@ from baton.telemetry.memory import MemoryReader, MemoryWatch
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
-from baton_kv.stores.file import BESIDE
+from baton_kv.stores.file import IMAGES, RECORDS
 from baton_kv.stores.memory import MemoryStore
 
 ROUTERS = (
@@ -95,7 +95,7 @@ def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:
     except StoreError as error:
         raise SettingsError(f"handoffs.store: {error}") from None
     folder = Path(settings.handoff_store.removeprefix("file:"))
-    storage = HandoffStorage(store, RecordFiles(folder / "records"), ImageFiles(folder / BESIDE))
+    storage = HandoffStorage(store, RecordFiles(folder / RECORDS), ImageFiles(folder / IMAGES))
     return Handoffs(settings.handoffs, storage, metrics)
 
 

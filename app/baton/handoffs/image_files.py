@@ -20,7 +20,7 @@ from baton.engines.port import Placed
 from baton.errors import HandoffImagesLost
 from baton.handoffs.record import HandoffRecord, KeptImage
 from baton.images.picture import Picture
-from baton_kv.stores.file import bytes_in
+from baton_kv.folders import bytes_in
 
 ABANDONED_AFTER_S = 600.0
 
