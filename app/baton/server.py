@@ -92,10 +92,12 @@ def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:
         return Handoffs(settings.handoffs, nowhere, metrics)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
+        folder = Path(settings.handoff_store.removeprefix("file:"))
+        storage = HandoffStorage(store, RecordFiles(folder / RECORDS), ImageFiles(folder / IMAGES))
     except StoreError as error:
         raise SettingsError(f"handoffs.store: {error}") from None
-    folder = Path(settings.handoff_store.removeprefix("file:"))
-    storage = HandoffStorage(store, RecordFiles(folder / RECORDS), ImageFiles(folder / IMAGES))
+    except OSError as error:
+        raise SettingsError(f"handoffs.store: {settings.handoff_store}: {error.strerror}") from None
     return Handoffs(settings.handoffs, storage, metrics)
 
 
