@@ -251,7 +251,7 @@ class HandoffSettings(Frozen):
     image_bytes: ByteSize = Field(
         ByteSize(32 * MIB),
         ge=1024,
-        description="Bytes of images one handoff may keep; all and the records take at most half of the budget.",
+        description="Bytes of images one handoff may keep; all, with the records, take half of the budget.",
     )
     latent_steps_max: int = Field(
         64, ge=0, le=1024, description="Most latent steps one request may ask for, of engines that take them."

@@ -35,7 +35,7 @@ ABANDONED_AFTER_S = 60.0
 READ_AT_MOST = 64 * 1024 * 1024
 """Bytes; a file above that was not written here."""
 SETTLED_AFTER_NS = 50_000_000
-"""A folder that changed less long ago may change again and keep its time, which moves by the kernel's tick."""
+"""A folder that changed less long ago may change again and keep its time, which moves by a kernel's tick."""
 SUFFIX = ".json"
 ID = re.compile(r"[A-Za-z0-9_-]{16,64}")
 Stamp = tuple[int, int, int]
@@ -267,8 +267,9 @@ class RecordFiles:
                 os.unlink(aside, dir_fd=held.folder)
             raise
         held.total += len(data) - before
-        record.stamp, record.disk_bytes = _stamp(status), len(data)
-        self._stamps[record.id], self._holdings[record.id] = record.stamp, record.holding
+        stamp = _stamp(status)
+        record.stamp, record.disk_bytes = stamp, len(data)
+        self._stamps[record.id], self._holdings[record.id] = stamp, record.holding
 
     def _remove(self, held: Held, handoff_id: str) -> None:
         size = _size(handoff_id + SUFFIX, held.folder)

@@ -109,14 +109,6 @@ class HandoffStorage:
         except OSError as error:
             raise StoreError(f"listing: {error.strerror}") from None
 
-    def make_room(self) -> None:
-        """Let KV go where records and images have grown over the budget.
-
-        Raises:
-            StoreError: it cannot be made to.
-        """
-        self.store.make_room(0)
-
     def keep_images(self, record: HandoffRecord) -> None:
         """Put a context's images on disk. Where there is no room its life ends with this process."""
         try:

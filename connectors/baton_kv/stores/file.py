@@ -243,6 +243,8 @@ class FileStore:
     def open(self, key: str) -> Iterator[FileReader]:
         path = self._path(key)
         try:
+            if not stat.S_ISDIR(os.lstat(path.parent).st_mode):
+                raise StoreError(f"reading {key}: its folder is a link or no folder")
             # Without O_NONBLOCK a pipe in an entry's place would hold the engine for ever.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
