@@ -221,6 +221,24 @@ def test_each_gateway_lists_the_other_s_handoffs_as_they_are(house: House) -> No
     asyncio.run(story())
 
 
+def test_a_handoff_that_another_gateway_gave_more_time_is_not_removed_when_its_time_is_over_here(
+    house: House,
+) -> None:
+    async def story() -> None:
+        first, second = house.gateway(), house.gateway()
+        record = await house.left(first, ttl_s=60)
+        await ids(second)
+        house.now[0] += 50
+        await changed(first, record.id, ttl_s=600)
+        house.now[0] += 20
+        second._sweep()  # before it has looked at what the other did
+        await asyncio.gather(*second._background)
+        assert (await second.get(record.id, "local")).expires_at == record.expires_at
+        assert await ids(first) == await ids(second) == [record.id]
+
+    asyncio.run(story())
+
+
 @pytest.mark.fault("D4")
 def test_a_load_goes_on_when_another_gateway_deletes_its_handoff(house: House) -> None:
     async def story() -> None:
@@ -266,7 +284,7 @@ def test_a_host_whose_clock_is_wrong_leaves_nothing_that_lives_for_ever_or_dies_
 
 def renewed(asked: int, limit: int) -> Callable[[House], Coroutine[Any, Any, float]]:
     async def story(house: House) -> float:
-        handoffs = house.gateway(ttl_s=limit, max_life_s=limit)
+        handoffs = house.gateway(ttl_s=limit, max_life_s=100 * limit)
         record = await house.left(handoffs)
         await handoffs.change(record, {"ttl_s": asked})
         return record.expires_at - record.created_at
