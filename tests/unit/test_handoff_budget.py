@@ -189,3 +189,44 @@ def test_a_handoff_s_weight_is_what_it_takes_in_memory(shape: str, tmp_path: Pat
         assert min(record.weight, again) >= 0.9 * taken
 
     asyncio.run(story())
+
+
+@pytest.mark.fault("B7")
+def test_a_store_that_cannot_be_counted_costs_no_handoff_its_answer_and_no_other_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        handoffs = gateway(tmp_path)
+        kept = await left(handoffs, "x" * 1000)
+
+        def broken(_files: ImageFiles) -> int:
+            raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr(ImageFiles, "size", broken)
+        record = await left(handoffs, "x" * 1000, pin=True)
+        assert (record.kept, record.pin) == (False, True)
+        assert [await there(handoffs, each) for each in (kept, record)] == [True, True]
+
+    asyncio.run(story())
+
+
+def test_a_change_whose_client_is_gone_is_made_whole(tmp_path: Path) -> None:
+    async def story() -> None:
+        handoffs = gateway(tmp_path)
+        for number in range(20):
+            record, gone = await left(handoffs, "x"), await left(handoffs, "x")
+            work = [
+                asyncio.create_task(handoffs.change(record, {"label": f"label {number}"})),
+                asyncio.create_task(handoffs.delete(gone)),
+            ]
+            await asyncio.sleep(0)
+            for each in work:
+                each.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+            await asyncio.gather(*handoffs._background)
+            assert record.label == f"label {number}"
+            again = gateway(tmp_path)
+            assert (await again.get(record.id, "local")).label == record.label
+            assert not await there(again, gone)
+
+    asyncio.run(story())

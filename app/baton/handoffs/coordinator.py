@@ -18,11 +18,12 @@ from baton.errors import (
     HandoffPending,
 )
 from baton.handoffs.changes import Rules
-from baton.handoffs.record import HandoffRecord, HandoffState, Holding
+from baton.handoffs.record import HandoffRecord, HandoffState
 from baton.handoffs.shelf import Shelf
 from baton.handoffs.storage import HandoffStorage
 from baton.setting_groups import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
+from baton_kv.stores.base import StoreError
 
 COMMIT_WITHIN_S = 5.0
 """A save runs beside the engine's work. What is not there by then is tokens only, until it is."""
@@ -225,8 +226,12 @@ class Handoffs:
             HandoffPinsFull: too much is pinned already.
             HandoffNotFound: it was deleted meanwhile, here or by another gateway over the same store.
         """
+        await asyncio.shield(self.begin_work(self._change(record, changes)))
+
+    async def _change(self, record: HandoffRecord, changes: dict[str, Any]) -> None:
         async with record.guard:
-            edit = self._rules.apply(changes, self._wall(), self._elsewhere(record))
+            others = self._shelf.unkept(record) if changes.get("pin") else []
+            edit = self._rules.apply(changes, self._wall(), others)
             before = record.expires_at
             now = await asyncio.to_thread(self._storage.change, record, edit)
             self._take(record, now)
@@ -238,6 +243,9 @@ class Handoffs:
     async def delete(self, record: HandoffRecord) -> None:
         """Forget one; who loads it now comes to the end of it."""
         self._shelf.forget(record)
+        await asyncio.shield(self.begin_work(self._remove(record)))
+
+    async def _remove(self, record: HandoffRecord) -> None:
         async with record.guard:  # who writes it now has written it then
             await asyncio.to_thread(self._storage.remove, record)
 
@@ -298,7 +306,7 @@ class Handoffs:
         """Put a record on disk as it is now. Without its images it is of no use to another process."""
         async with record.guard:
             record.state = HandoffState.READY
-            edit = self._rules.settle(record.bytes, self._elsewhere(record) if record.pin else ())
+            edit = self._rules.settle(record.bytes, self._shelf.unkept(record) if record.pin else ())
             if record.kept or record.pictures or record not in self._shelf:
                 self._take(record, await asyncio.to_thread(self._storage.change, record, edit))
                 return
@@ -311,21 +319,26 @@ class Handoffs:
 
     async def _room_beside(self, record: HandoffRecord | None, size: int) -> bool:
         """Make room for so many bytes of a record or its images; whether there is."""
+        try:
+            if await self._evict_beside(record, size):
+                return True
+            reason = "pinned handoffs take all the room for records"
+        except StoreError as error:
+            reason = str(error)
+        self._log.warning("handoff_not_kept", reason=reason)
+        return False
+
+    async def _evict_beside(self, record: HandoffRecord | None, size: int) -> bool:
         share, looked = BESIDE_SHARE * int(self._settings.budget), False
         while await asyncio.to_thread(self._storage.beside_bytes) + size > share:
             if not looked:
                 await self._refresh()
                 looked = True
             if (other := self._shelf.oldest_beside(record)) is None:
-                self._log.warning("handoff_not_kept", reason="pinned handoffs take all the room for records")
                 return False
             self._shelf.forget(other)
             await asyncio.to_thread(self._storage.remove, other)
         return True
-
-    def _elsewhere(self, record: HandoffRecord) -> list[Holding]:
-        """What the others hold that are not on disk, where the other gateways would see them."""
-        return self._shelf.unkept(record)
 
     def _adopt(self, record: HandoffRecord) -> None:
         """A record of an earlier run, or of another gateway over the same store."""
