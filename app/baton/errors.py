@@ -226,7 +226,10 @@ class HandoffPending(ClientError):
 class HandoffPinsFull(ClientError):
     code = "handoff_pins_full"
     status = 409
-    default_message = "Your share of what may be pinned is used up; unpin another of your handoffs first."
+    default_message = (
+        "What may be pinned of the store, or your share of it, is used up; unpin another of your handoffs, "
+        "or try again when others have expired."
+    )
 
 
 class HandoffImagesLost(ClientError):

@@ -66,7 +66,7 @@ from baton.telemetry.memory import MemoryReader, MemoryWatch
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
-from baton_kv.stores.file import BESIDE
+from baton_kv.stores.file import IMAGES, RECORDS
 from baton_kv.stores.memory import MemoryStore
 
 ROUTERS = (
@@ -97,10 +97,12 @@ def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:
         return Handoffs(settings.handoffs, nowhere, metrics)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
+        folder = Path(settings.handoff_store.removeprefix("file:"))
+        storage = HandoffStorage(store, RecordFiles(folder / RECORDS), ImageFiles(folder / IMAGES))
     except StoreError as error:
         raise SettingsError(f"handoffs.store: {error}") from None
-    folder = Path(settings.handoff_store.removeprefix("file:"))
-    storage = HandoffStorage(store, RecordFiles(folder / "records"), ImageFiles(folder / BESIDE))
+    except OSError as error:
+        raise SettingsError(f"handoffs.store: {settings.handoff_store}: {error.strerror}") from None
     return Handoffs(settings.handoffs, storage, metrics)
 
 

@@ -259,7 +259,7 @@ class HandoffSettings(Frozen):
     budget: ByteSize = Field(
         ByteSize(2048 * MIB),
         ge=MIB,
-        description="Bytes of KV and images kept; the least recently used KV goes first.",
+        description="Bytes of KV, images and records kept; the least recently used KV goes first.",
     )
     fsync: bool = Field(
         False,
@@ -272,13 +272,19 @@ class HandoffSettings(Frozen):
     ttl_s: int = Field(
         3600, ge=1, le=30 * 86400, description="Seconds a handoff lives unless it asks for fewer."
     )
+    max_life_s: int = Field(
+        86400,
+        ge=1,
+        le=365 * 86400,
+        description="Seconds a handoff lives in all, however often it is given more; at least `ttl_s`.",
+    )
     wait_s: float = Field(
         10.0, ge=0, le=600, description="Seconds a request waits for a pending handoff; then 409."
     )
     image_bytes: ByteSize = Field(
         ByteSize(32 * MIB),
         ge=1024,
-        description="Bytes of images one handoff may keep; all together take at most half of the budget.",
+        description="Bytes of images one handoff may keep; all, with the records, take half of the budget.",
     )
     latent_steps_max: int = Field(
         64, ge=0, le=1024, description="Most latent steps one request may ask for, of engines that take them."

@@ -7,6 +7,8 @@ import os
 import secrets
 from pathlib import Path
 
+from baton_kv.folders import CREATE, folder, open_file
+
 SECRET_BYTES = 32
 NAME = "secret"
 
@@ -15,29 +17,29 @@ def store_secret(root: Path) -> bytes:
     """The secret beside a store's entries, made at first use; the same for every process.
 
     Raises:
-        OSError: it can neither be read nor made.
+        OSError: it can neither be read nor made, or the folder is not this user's alone.
         ValueError: the file is not a secret.
     """
-    path = root / NAME
-    with contextlib.suppress(FileExistsError):
-        _make(path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as stream:
-        secret = stream.read(SECRET_BYTES + 1)
+    with folder(root) as top:
+        with contextlib.suppress(FileExistsError):
+            _make(top)
+        with os.fdopen(open_file(NAME, within=top), "rb") as stream:
+            secret = stream.read(SECRET_BYTES + 1)
     if len(secret) != SECRET_BYTES:
-        raise ValueError(f"{path} is not a store's secret; remove the store and start again")
+        raise ValueError(f"{root / NAME} is not a store's secret; remove the store and start again")
     return secret
 
 
-def _make(path: Path) -> None:
+def _make(top: int) -> None:
     """Make it whole or not at all: written aside, then linked, which refuses when another was first."""
-    if path.exists():
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(NAME, dir_fd=top, follow_symlinks=False)
         return
-    aside = path.with_name(f".{secrets.token_hex(8)}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    aside = f".{secrets.token_hex(8)}"
+    descriptor = os.open(aside, CREATE, 0o600, dir_fd=top)
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(secrets.token_bytes(SECRET_BYTES))
-        os.link(aside, path)
+        os.link(aside, NAME, src_dir_fd=top, dst_dir_fd=top)
     finally:
-        aside.unlink()
+        os.unlink(aside, dir_fd=top)

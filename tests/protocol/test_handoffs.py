@@ -295,6 +295,18 @@ def test_a_handoff_s_label_life_and_pin_can_be_changed(relay: FakeGateway) -> No
         assert client.patch("/v1/handoffs/unknown", json={"pin": True}).status_code == 404
 
 
+def test_no_life_that_is_asked_for_is_longer_than_the_settings_allow() -> None:
+    with run_fake(FakeEngine("a", relays=True), handoffs={"ttl_s": 60, "max_life_s": 90}) as gateway:
+        left = leave(gateway, handoff={"save": {"ttl_s": 600}})
+        with gateway.client() as client:
+            told = client.get(f"/v1/handoffs/{left}").json()
+            assert 60 <= told["expires_at"] - told["created_at"] <= 61
+            for _ in range(3):
+                told = client.patch(f"/v1/handoffs/{left}", json={"ttl_s": 600}).json()
+                assert 55 <= told["expires_at"] - time.time() <= 61
+                assert told["expires_at"] - told["created_at"] <= 90
+
+
 def test_an_answer_s_header_names_its_handoff(relay: FakeGateway) -> None:
     for stream in (False, True):
         response = post(relay, TEXT | {"stream": stream, "handoff": {"save": True}})

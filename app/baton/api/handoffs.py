@@ -88,7 +88,7 @@ async def list_handoffs(
     after: Annotated[str | None, Query(max_length=64)] = None,
 ) -> dict[str, Any]:
     """The tenant's handoffs, the newest first; `after` an id come the ones before it."""
-    page, more = gateway_of(request).handoffs.page(context_of(request).tenant, limit=limit, after=after)
+    page, more = await gateway_of(request).handoffs.page(context_of(request).tenant, limit=limit, after=after)
     rows = [record.public() for record in page]
     ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
     return {"object": "list", "data": rows, "has_more": more} | ends

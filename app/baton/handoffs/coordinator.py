@@ -16,13 +16,14 @@ from baton.errors import (
     HandoffIncompatible,
     HandoffNotFound,
     HandoffPending,
-    HandoffPinsFull,
 )
+from baton.handoffs.changes import Rules
 from baton.handoffs.record import HandoffRecord, HandoffState
 from baton.handoffs.shelf import Shelf
 from baton.handoffs.storage import HandoffStorage
 from baton.setting_groups import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
+from baton_kv.stores.base import StoreError
 
 COMMIT_WITHIN_S = 5.0
 """A save runs beside the engine's work. What is not there by then is tokens only, until it is."""
@@ -38,10 +39,8 @@ MAX_PER_TENANT = 10_000
 MAX_WEIGHT_PER_TENANT = 256 * 1024 * 1024
 """Bytes of token ids and messages; above it a tenant loses its oldest handoffs."""
 Result = TypeVar("Result")
-IMAGES_SHARE = 0.5
-"""Of the budget; images do not go as KV does, for a context without them is another one."""
-PINNED_SHARE = 0.5
-"""Of the budget, shared by the tenants there are; the rest stays for handoffs that nobody pinned."""
+BESIDE_SHARE = 0.5
+"""Of the budget, for records and images: they do not go as KV does, for a handoff is nothing without them."""
 
 
 class Handoffs:
@@ -70,6 +69,8 @@ class Handoffs:
         metrics.store_budget.set(int(settings.budget))
         self._wall = wall
         self._shelf = Shelf(clock)
+        self._rules = Rules(settings, storage.pin)
+        self._beside = asyncio.Lock()
         self._over: dict[str, asyncio.Event] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._settling: set[asyncio.Task[None]] = set()
@@ -202,25 +203,27 @@ class Handoffs:
         Raises:
             HandoffNotFound: unknown, expired, or another tenant's: one answer for all.
         """
-        known = self._shelf.find(handoff_id)
+        known = self._shelf.known(handoff_id)
         if known is None:
             if (left := await asyncio.to_thread(self._storage.find, handoff_id)) is not None:
                 self._adopt(left)
-        elif known.kept and not await asyncio.to_thread(self._storage.has, handoff_id):
-            self._shelf.forget(known)
+        elif known.kept:
+            self._take(known, await asyncio.to_thread(self._storage.reread, known))
         record = self._shelf.find(handoff_id)
         if record is None or record.tenant != tenant:
             raise HandoffNotFound()
         return record
 
-    def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[HandoffRecord], bool]:
-        """Some of the tenant's handoffs, the newest first, and whether there are more.
+    async def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[HandoffRecord], bool]:
+        """Some of the tenant's handoffs, of all gateways over the store, the newest first, and whether
+        there are more.
 
         Raises:
             HandoffNotFound: there is no `after`.
         """
+        await self._refresh()
         self._sweep()
-        mine = list(self._shelf.of(tenant))[::-1]
+        mine = self._shelf.of(tenant)[::-1]
         if after is not None:
             ids = [record.id for record in mine]
             if after not in ids:
@@ -229,26 +232,34 @@ class Handoffs:
         return mine[:limit], len(mine) > limit
 
     async def change(self, record: HandoffRecord, changes: dict[str, Any]) -> None:
-        """Set `label`, `ttl_s` (from now) or `pin`.
+        """Set `label`, `ttl_s` (from now, and no longer than a handoff may live in all) or `pin`.
 
         Raises:
             HandoffPinsFull: too much is pinned already.
+            HandoffNotFound: it was deleted meanwhile, here or by another gateway over the same store.
         """
-        if "pin" in changes:
-            await self._pin(record, bool(changes["pin"]))
-        if "label" in changes:
-            record.label = changes["label"]
-        if changes.get("ttl_s") is not None:
-            record.ttl_s = min(changes["ttl_s"], self._settings.ttl_s)
-            record.expires_at = self._wall() + record.ttl_s
-            self._shelf.live(record, record.ttl_s)
-        if record.state is HandoffState.READY:
-            await self._write(record)
+        await asyncio.shield(self.begin_work(self._change(record, changes)))
+
+    async def _change(self, record: HandoffRecord, changes: dict[str, Any]) -> None:
+        async with record.guard:
+            others = self._shelf.unkept(record) if changes.get("pin") else []
+            edit = self._rules.apply(changes, self._wall(), others)
+            before = record.expires_at
+            now = await asyncio.to_thread(self._storage.change, record, edit)
+            self._take(record, now)
+            if record not in self._shelf:
+                raise HandoffNotFound()
+            if now is record and record.expires_at != before:  # it is in memory only
+                self._shelf.live(record, self._rest(record))
 
     async def delete(self, record: HandoffRecord) -> None:
         """Forget one; who loads it now comes to the end of it."""
         self._shelf.forget(record)
-        await asyncio.to_thread(self._storage.remove, record)
+        await asyncio.shield(self.begin_work(self._remove(record)))
+
+    async def _remove(self, record: HandoffRecord) -> None:
+        async with record.guard:  # who writes it now has written it then
+            await asyncio.to_thread(self._storage.remove, record)
 
     def begin_work(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Let something go on beside the requests, also when who began it is gone."""
@@ -263,27 +274,15 @@ class Handoffs:
         if error is not None and not isinstance(error, BatonError):  # those are told to who waits
             self._log.error("handoff_work_failed", exc_info=error)
 
-    async def _pin(self, record: HandoffRecord, pin: bool) -> None:
-        if pin and record.bytes:
-            mine = self._shelf.of(record.tenant)
-            pinned = sum(other.bytes for other in mine if other.pin and other is not record)
-            share = PINNED_SHARE * int(self._settings.budget) / max(1, len(self._shelf.tenants))
-            if pinned + record.bytes > share:
-                raise HandoffPinsFull()
-        record.pin = pin
-        if record.bytes or not pin:  # of what is not there yet it is looked at when it comes
-            record.pin = await asyncio.to_thread(self._storage.pin, record, pin)
-
     async def _settle(self, record: HandoffRecord, relay: Relay) -> None:
         """Wait for the entry. The engine says when it is there; the store's rename is the truth."""
         try:
+            await asyncio.to_thread(record.prepare)
             await self._keep_images(record)
             if not await self._committed(record, relay, COMMIT_WITHIN_S):
+                await self._write(record)
                 self._ready(record)
                 await self._committed(record, relay, GIVEN_UP_AFTER_S)
-            if record.pin:
-                await self._pin_or_say_no(record)
-            self._ready(record)
             await self._write(record)
         finally:
             self._ready(record)  # its token ids are known, whatever became of its KV
@@ -303,12 +302,6 @@ class Handoffs:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(relay.save_over.wait(), LOOK_EVERY_S)
 
-    async def _pin_or_say_no(self, record: HandoffRecord) -> None:
-        try:
-            await self._pin(record, True)
-        except HandoffPinsFull:
-            await self._pin(record, False)
-
     def _ready(self, record: HandoffRecord) -> None:
         record.state = HandoffState.READY
         if (over := self._over.pop(record.id, None)) is not None:
@@ -316,29 +309,80 @@ class Handoffs:
 
     async def _keep_images(self, record: HandoffRecord) -> None:
         """Put a handoff's images on disk. Where there is no room its life ends with this process."""
-        if not record.pictures:
-            return
-        share = IMAGES_SHARE * int(self._settings.budget)
-        while await asyncio.to_thread(self._storage.image_bytes) + record.image_bytes > share:
-            if (other := self._shelf.oldest_with_images(record)) is None:
-                self._log.warning("handoff_images_not_kept", reason="there is no room for them")
-                return
-            self._shelf.forget(other)
-            await asyncio.to_thread(self._storage.remove, other)
-        await asyncio.to_thread(self._storage.keep_images, record)
+        if record.pictures:
+            async with self._beside:
+                if await self._room_beside(record, record.image_bytes):
+                    await asyncio.to_thread(self._storage.keep_images, record)
 
     async def _write(self, record: HandoffRecord) -> None:
-        if record.pictures:
-            return  # of no use without them to another process
-        record.kept = await asyncio.to_thread(self._storage.write, record) or record.kept
-        if record not in self._shelf:  # deleted while it was written
-            await asyncio.to_thread(self._storage.remove, record)
+        """Put a record on disk as it is now. Without its images it is of no use to another process."""
+        async with record.guard:
+            record.state = HandoffState.READY
+            edit = self._rules.settle(record.bytes, self._shelf.unkept(record) if record.pin else ())
+            if record.kept or record.pictures or record not in self._shelf:
+                self._take(record, await asyncio.to_thread(self._storage.change, record, edit))
+                return
+            async with self._beside:
+                if await self._room_beside(record, record.disk_bytes):
+                    record.kept = await asyncio.to_thread(self._storage.create, record, edit)
+                else:
+                    await asyncio.to_thread(self._storage.change, record, edit)
+            self._shelf.count_bytes(record)
+
+    async def _room_beside(self, record: HandoffRecord | None, size: int) -> bool:
+        """Make room for so many bytes of a record or its images; whether there is."""
+        try:
+            if await self._evict_beside(record, size):
+                return True
+            reason = "pinned handoffs take all the room for records"
+        except StoreError as error:
+            reason = str(error)
+        self._log.warning("handoff_not_kept", reason=reason)
+        return False
+
+    async def _evict_beside(self, record: HandoffRecord | None, size: int) -> bool:
+        share, looked = BESIDE_SHARE * int(self._settings.budget), False
+        while await asyncio.to_thread(self._storage.beside_bytes) + size > share:
+            if not looked:
+                await self._refresh()
+                looked = True
+            if (other := self._shelf.oldest_beside(record)) is None:
+                return False
+            self._shelf.forget(other)
+            await asyncio.to_thread(self._storage.remove, other)
+        return True
 
     def _adopt(self, record: HandoffRecord) -> None:
         """A record of an earlier run, or of another gateway over the same store."""
-        record.kept = True
-        lives = min(record.expires_at - self._wall(), record.ttl_s)
-        self._shelf.keep(record, max(0.0, lives))  # one that is over goes with the next sweep
+        self._shelf.keep(record, self._rest(record))  # one that is over goes with the next sweep
+
+    def _rest(self, record: HandoffRecord) -> float:
+        """Seconds a record has still to live, by a clock that may have jumped."""
+        return max(0.0, min(record.expires_at - self._wall(), record.ttl_s))
+
+    def _take(self, known: HandoffRecord, now: HandoffRecord | None) -> None:
+        """Take over what a kept record is now on disk; None: it is not there any more."""
+        if now is None:
+            self._shelf.forget(known)
+        elif now is not known and now.revision > known.revision:
+            renewed = now.expires_at != known.expires_at
+            for name in ("label", "pin", "bytes", "ttl_s", "expires_at", "revision", "stamp", "disk_bytes"):
+                setattr(known, name, getattr(now, name))
+            self._shelf.count_bytes(known)
+            if renewed:
+                self._shelf.live(known, self._rest(known))
+
+    async def _refresh(self) -> None:
+        """Take over what other gateways over the store did."""
+        news = await asyncio.to_thread(self._storage.refresh)
+        for handoff_id in news.gone:
+            if (gone := self._shelf.known(handoff_id)) is not None:
+                self._shelf.forget(gone)
+        for record in news.changed:
+            if (known := self._shelf.known(record.id)) is None:
+                self._adopt(record)
+            else:
+                self._take(known, record)
 
     async def _keep_sweeping(self) -> None:
         next_orphans = 0.0
@@ -347,9 +391,12 @@ class Handoffs:
                 if time.monotonic() >= next_orphans:
                     next_orphans = time.monotonic() + ORPHANS_EVERY_S
                     await asyncio.to_thread(self._storage.sweep_orphans)
+                await self._refresh()
                 self._sweep()
                 for tenant in self._shelf.tenants:
                     self._make_room(tenant)
+                async with self._beside:
+                    await self._room_beside(None, 0)
                 self._metrics.kept.set(len(self._shelf))
                 self._metrics.store_bytes.set(await asyncio.to_thread(self._storage.all_bytes))
             except Exception as error:  # noqa: BLE001  # the border of the sweeper: the next round may work
@@ -361,11 +408,16 @@ class Handoffs:
         for record in self._shelf.over():
             self._shelf.drop(record)
             self._metrics.expired.inc()
-            self.begin_work(asyncio.to_thread(self._storage.remove_expired, record))
+            self.begin_work(self._remove_expired(record))
+
+    async def _remove_expired(self, record: HandoffRecord) -> None:
+        left = await asyncio.to_thread(self._storage.remove_expired, record)
+        if left is not None:
+            self._adopt(left)
 
     def _make_room(self, tenant: str) -> None:
         """A tenant that never stops leaving handoffs loses its oldest."""
-        mine = list(self._shelf.of(tenant))
+        mine = self._shelf.of(tenant)
         weight = sum(record.weight for record in mine)
         for count, record in enumerate(mine):
             if len(mine) - count <= MAX_PER_TENANT and weight <= MAX_WEIGHT_PER_TENANT:

@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import structlog
@@ -20,7 +21,7 @@ from baton.engines.port import Placed
 from baton.errors import HandoffImagesLost
 from baton.handoffs.record import HandoffRecord, KeptImage
 from baton.images.picture import Picture
-from baton_kv.stores.file import bytes_in
+from baton_kv.folders import CREATE, bytes_in, folder, make_folder, open_file
 
 ABANDONED_AFTER_S = 600.0
 
@@ -29,22 +30,26 @@ class ImageFiles:
     """A folder of images.
 
     Args:
-        folder: made with mode 0700 when it is missing; None: nothing is kept beyond this process.
+        path: of the folder, made with mode 0700 when it is missing; None: no image outlives this process.
+
+    Raises:
+        OSError: a link, a file or another user's folder is in its place.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
         self._log = structlog.get_logger("baton.handoffs")
-        if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path is not None:
+            make_folder(path)
 
     def keep(self, record: HandoffRecord) -> bool:
         """Keep the images that a record holds in memory; whether it could, else it still holds them."""
-        if self._folder is None:
+        if self._path is None:
             return False
         try:
-            for digest, data in record.pictures.items():
-                self._keep(record, digest, data)
+            with folder(self._path) as opened:
+                for digest, data in record.pictures.items():
+                    self._keep(opened, record, digest, data)
         except OSError as error:
             self._log.warning("handoff_images_not_kept", reason=error.strerror)
             with contextlib.suppress(OSError):
@@ -70,52 +75,58 @@ class ImageFiles:
         Raises:
             OSError: one could not be removed.
         """
-        if self._folder is not None:
+        if self._path is None or not record.images:
+            return
+        with folder(self._path) as opened:
             for image in record.images:
-                self._path(record.id, image.digest).unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(_name(record.id, image.digest), dir_fd=opened)
 
     def size(self) -> int:
         """Bytes that all images take, those of several handoffs once."""
-        return bytes_in(self._folder) if self._folder is not None else 0
+        return bytes_in(self._path) if self._path is not None else 0
 
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> None:
         """Remove the images of handoffs that are not wanted, and what killed writers left behind."""
-        now = time.time()
-        for path in self._folder.iterdir() if self._folder is not None else ():
-            with contextlib.suppress(FileNotFoundError):
-                age = now - path.stat(follow_symlinks=False).st_mtime
-                if path.name.startswith("."):
-                    over = age > ABANDONED_AFTER_S
-                else:
-                    over = age > older_than_s and not wanted(path.name.partition(".")[0])
-                if over:
-                    path.unlink()
+        if self._path is None:
+            return
+        with folder(self._path) as opened:
+            for name in os.listdir(opened):
+                with contextlib.suppress(OSError):  # gone since it was listed, or a folder
+                    age = time.time() - os.stat(name, dir_fd=opened, follow_symlinks=False).st_mtime
+                    if name.startswith("."):
+                        over = age > ABANDONED_AFTER_S
+                    else:
+                        over = age > older_than_s and not wanted(name.partition(".")[0])
+                    if over:
+                        os.unlink(name, dir_fd=opened)
 
-    def _keep(self, record: HandoffRecord, digest: str, data: bytes) -> None:
-        path = self._path(record.id, digest)
+    def _keep(self, opened: int, record: HandoffRecord, digest: str, data: bytes) -> None:
+        name = _name(record.id, digest)
         if record.parent is not None:
             with contextlib.suppress(OSError):  # there is none, or the file system has one name a file
-                os.link(self._path(record.parent, digest), path, follow_symlinks=False)
-                os.utime(path)  # young again: no orphan
+                before = _name(record.parent, digest)
+                os.link(before, name, src_dir_fd=opened, dst_dir_fd=opened, follow_symlinks=False)
+                os.utime(name, dir_fd=opened, follow_symlinks=False)  # young again: no orphan
                 return
-        assert self._folder is not None
-        aside = self._folder / f".{secrets.token_hex(8)}"
+        aside = f".{secrets.token_hex(8)}"
         try:
-            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "wb") as stream:
+            with os.fdopen(os.open(aside, CREATE, 0o600, dir_fd=opened), "wb") as stream:
                 stream.write(data)
-            os.replace(aside, path)
+            os.replace(aside, name, src_dir_fd=opened, dst_dir_fd=opened)
         finally:
             with contextlib.suppress(OSError):
-                aside.unlink()
+                os.unlink(aside, dir_fd=opened)
 
     def _read(self, record: HandoffRecord, digest: str) -> bytes:
-        if self._folder is None:
+        if self._path is None:
             raise HandoffImagesLost()
         try:
-            descriptor = os.open(self._path(record.id, digest), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with os.fdopen(descriptor, "rb") as stream:
-                data = stream.read()
+            with (
+                folder(self._path) as opened,
+                FileIO(open_file(_name(record.id, digest), within=opened), "rb") as stream,
+            ):
+                data = stream.readall()
         except OSError as error:
             self._log.warning("handoff_image_unreadable", handoff=record.id, reason=error.strerror)
             raise HandoffImagesLost() from None
@@ -124,9 +135,9 @@ class ImageFiles:
             raise HandoffImagesLost()
         return data
 
-    def _path(self, handoff_id: str, digest: str) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{handoff_id}.{digest}"
+
+def _name(handoff_id: str, digest: str) -> str:
+    return f"{handoff_id}.{digest}"
 
 
 def _placed(image: KeptImage, data: bytes) -> Placed:

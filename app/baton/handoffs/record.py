@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
+import sys
 from array import array
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
 
@@ -33,6 +35,25 @@ TokenIds = Annotated[Ids, PlainValidator(_token_ids), PlainSerializer(list)]
 
 Bytes = bytes
 """A record has a field of that name."""
+Size = int
+
+
+MAX_CONVERSATION_BYTES = 2 * 1024 * 1024
+"""Of a conversation as UTF-8 JSON; a handoff with more is gone on from as plain text only."""
+
+
+class Holding(NamedTuple):
+    """What a handoff holds of the store.
+
+    Attributes:
+        tenant: whose it is.
+        pin: its KV stays when others' goes for the budget.
+        bytes: of its KV, its images and its record.
+    """
+
+    tenant: str
+    pin: bool
+    bytes: int
 
 
 class HandoffState(StrEnum):
@@ -114,6 +135,7 @@ class HandoffRecord(BaseModel):
         pin: its KV stays when others' goes for the budget.
         parent: the handoff it started from.
         label: the client's own words.
+        revision: how often it was written; of two versions the one with more is the later.
     """
 
     model_config = ConfigDict(extra="ignore")  # as above
@@ -135,7 +157,12 @@ class HandoffRecord(BaseModel):
     pin: bool = False
     parent: str | None = None
     label: str | None = None
+    revision: int = 0
     _kept: bool = PrivateAttr(False)
+    _stamp: tuple[int, int, int] | None = PrivateAttr(None)
+    _disk_bytes: Size = PrivateAttr(0)
+    _said_bytes: Size = PrivateAttr(0)
+    _guard: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
     _pictures: dict[str, Bytes] = PrivateAttr(default_factory=dict)
 
     def steps_within(self, count: int) -> int:
@@ -162,10 +189,57 @@ class HandoffRecord(BaseModel):
         return sum({image.digest: image.bytes for image in self.images}.values())
 
     @property
+    def stamp(self) -> tuple[int, int, int] | None:
+        """What tells the file it was read from or written to from a later one; None: there is none."""
+        return self._stamp
+
+    @stamp.setter
+    def stamp(self, stamp: tuple[int, int, int]) -> None:
+        self._stamp = stamp
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of its file; of one that is not kept yet, what it will be."""
+        return self._disk_bytes
+
+    @disk_bytes.setter
+    def disk_bytes(self, size: int) -> None:
+        self._disk_bytes = size
+
+    @property
+    def guard(self) -> asyncio.Lock:
+        """Held in this process by who changes it."""
+        return self._guard
+
+    @property
+    def holding(self) -> Holding:
+        """What it holds of the store."""
+        return Holding(self.tenant, self.pin, self.bytes + self.image_bytes + self._disk_bytes)
+
+    @property
     def weight(self) -> int:
         """Bytes it takes in memory, about."""
         said = self.conversation.weight if self.conversation else 0
-        return 1024 + 4 * len(self.tokens) + said + sum(map(len, self._pictures.values()))
+        return (
+            1024 + 4 * len(self.tokens) + max(said, self._said_bytes) + sum(map(len, self._pictures.values()))
+        )
+
+    def measure(self) -> None:
+        """Count what its messages take in memory."""
+        if self.conversation is not None:
+            self._said_bytes = _memory_of([self.conversation.messages, self.conversation.template])
+
+    def prepare(self) -> None:
+        """Count what it will take on disk; of messages that take too much only their being is kept."""
+        if self.conversation is not None:
+            try:
+                written = len(self.conversation.model_dump_json().encode())
+            except ValueError:  # half of a surrogate pair is no text
+                written = MAX_CONVERSATION_BYTES + 1
+            if written > MAX_CONVERSATION_BYTES:
+                self.conversation = Conversation(messages=[], torn=True)
+        self.measure()
+        self._disk_bytes = len(self.model_dump_json().encode())
 
     def show(self, images: Iterable[Placed]) -> None:
         """Take in the images of its context."""
@@ -207,6 +281,19 @@ class HandoffRecord(BaseModel):
             "parent": self.parent,
             "label": self.label,
         }
+
+
+def _memory_of(value: object) -> int:
+    """Bytes a JSON value takes in memory, with the values in it."""
+    total, waiting = 0, [value]
+    while waiting:
+        current = waiting.pop()
+        total += sys.getsizeof(current)
+        if isinstance(current, dict):
+            waiting += [*current.keys(), *current.values()]
+        elif isinstance(current, list):
+            waiting += current
+    return total
 
 
 def scope_of(tenant: str) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 
-from baton.handoffs.record import HandoffRecord
+from baton.handoffs.record import HandoffRecord, Holding
 
 GONE_REMEMBERED = 10_000
 
@@ -22,6 +22,8 @@ class Shelf:
         self._records: dict[str, HandoffRecord] = {}
         self._deadlines: dict[str, float] = {}
         self._tenants: dict[str, dict[str, HandoffRecord]] = {}
+        self._beside: Counter[str] = Counter()
+        self._counted: dict[str, int] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -37,11 +39,19 @@ class Shelf:
         self._records[record.id] = record
         self._tenants.setdefault(record.tenant, {})[record.id] = record
         self.live(record, seconds)
+        self.count_bytes(record)
 
     def live(self, record: HandoffRecord, seconds: float) -> None:
         """Let a record live so long from now, if it is still here."""
         if record in self:
             self._deadlines[record.id] = self._clock() + seconds
+
+    def count_bytes(self, record: HandoffRecord) -> None:
+        """Count what a record takes on disk beside its KV, as it is now."""
+        if record in self:
+            size = record.disk_bytes + record.image_bytes if record.kept else 0
+            self._beside[record.tenant] += size - self._counted.get(record.id, 0)
+            self._counted[record.id] = size
 
     def forget(self, record: HandoffRecord) -> None:
         """Take a record out, for good."""
@@ -55,10 +65,15 @@ class Shelf:
         if self._records.pop(record.id, None) is None:
             return
         self._deadlines.pop(record.id, None)
+        self._beside[record.tenant] -= self._counted.pop(record.id, 0)
         mine = self._tenants[record.tenant]
         del mine[record.id]
         if not mine:
-            del self._tenants[record.tenant]
+            del self._tenants[record.tenant], self._beside[record.tenant]
+
+    def known(self, handoff_id: str) -> HandoffRecord | None:
+        """The record of that id, also when its time has just run out."""
+        return self._records.get(handoff_id)
 
     def find(self, handoff_id: str) -> HandoffRecord | None:
         """The record of that id, if its time is not over."""
@@ -70,22 +85,27 @@ class Shelf:
         now = self._clock()
         return [self._records[found] for found, deadline in self._deadlines.items() if deadline <= now]
 
-    def of(self, tenant: str) -> Iterator[HandoffRecord]:
+    def of(self, tenant: str) -> list[HandoffRecord]:
         """A tenant's, the oldest first; also those whose time has just run out."""
-        return iter(list(self._tenants.get(tenant, {}).values()))
+        return sorted(self._tenants.get(tenant, {}).values(), key=lambda record: record.created_at)
 
-    def oldest_with_images(self, newest: HandoffRecord) -> HandoffRecord | None:
-        """The oldest handoff with images, and no pin, of the tenant whose take most; None: there is none.
+    def unkept(self, but: HandoffRecord) -> list[Holding]:
+        """What the others hold that are not on disk, where other gateways would see them."""
+        return [record.holding for record in self._records.values() if not record.kept and record is not but]
+
+    def oldest_beside(self, newest: HandoffRecord | None) -> HandoffRecord | None:
+        """The oldest handoff on disk, and not pinned, of the tenant whose records and images take most;
+        None: there is none.
 
         Args:
             newest: the one that room is made for.
         """
-        loose = {
-            tenant: [each for each in mine.values() if each.images and not each.pin and each is not newest]
-            for tenant, mine in self._tenants.items()
-        }
-        most = max(loose.values(), key=lambda mine: sum(each.image_bytes for each in mine), default=[])
-        return most[0] if most else None
+        for tenant, _ in self._beside.most_common():
+            mine = self._tenants[tenant].values()
+            loose = [each for each in mine if each.kept and not each.pin and each is not newest]
+            if loose:
+                return min(loose, key=lambda each: each.created_at)
+        return None
 
     @property
     def tenants(self) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import structlog
 
 from baton.engines.port import Placed
-from baton.handoffs.files import RecordFiles
+from baton.handoffs.files import Edit, News, RecordFiles
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord, is_ours
 from baton_kv.stores.base import EntryMissing, Store, StoreError
@@ -36,12 +36,34 @@ class HandoffStorage:
         """A record that another gateway over the same store, or an earlier run, may have left."""
         return self.files.read(handoff_id)
 
-    def has(self, handoff_id: str) -> bool:
-        return self.files.exists(handoff_id)
+    def reread(self, record: HandoffRecord) -> HandoffRecord | None:
+        """A kept record as it is now: the same object if nobody changed it, None if it is gone."""
+        return self.files.reread(record)
 
-    def write(self, record: HandoffRecord) -> bool:
-        """Keep a record; whether it is kept."""
-        return self.files.write(record)
+    def refresh(self) -> News:
+        """What other gateways over the store did since the last look."""
+        return self.files.refresh()
+
+    def create(self, record: HandoffRecord, edit: Edit) -> bool:
+        """Keep a record as `edit` leaves it; whether it is kept."""
+        try:
+            self.store.make_room(record.disk_bytes)
+        except StoreError as error:
+            log.warning("handoff_not_kept", reason=str(error))
+            self.files.alone(record, edit)
+            return False
+        return self.files.create(record, edit)
+
+    def change(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
+        """Change a record, on disk if it is kept; as it is now, or None: another gateway deleted it."""
+        try:
+            if record.kept:
+                return self.files.update(record.id, edit)
+            self.files.alone(record, edit)
+        except OSError as error:
+            log.warning("handoff_not_kept", reason=error.strerror)
+            edit(record, list)
+        return record
 
     def kv_bytes(self, record: HandoffRecord) -> int:
         """0: it is not there, or the store cannot be read."""
@@ -76,8 +98,16 @@ class HandoffStorage:
         """
         return self.images.read(record)
 
-    def image_bytes(self) -> int:
-        return self.images.size()
+    def beside_bytes(self) -> int:
+        """Bytes of all records and images, which are not KV.
+
+        Raises:
+            StoreError: they cannot be looked at.
+        """
+        try:
+            return self.images.size() + self.files.size()
+        except OSError as error:
+            raise StoreError(f"listing: {error.strerror}") from None
 
     def keep_images(self, record: HandoffRecord) -> None:
         """Put a context's images on disk. Where there is no room its life ends with this process."""
@@ -96,11 +126,16 @@ class HandoffStorage:
         except (OSError, StoreError) as error:
             log.warning("handoff_not_removed", reason=type(error).__name__)
 
-    def remove_expired(self, record: HandoffRecord) -> None:
-        """Its time is over here; another gateway over the same store may have given it more."""
-        left = self.find(record.id)
-        if left is None or left.expires_at <= record.expires_at:
+    def remove_expired(self, record: HandoffRecord) -> HandoffRecord | None:
+        """Remove what is over here, unless another gateway gave it more: then as it is now."""
+        try:
+            left = self.files.remove_expired(record)
+        except OSError as error:
+            log.warning("handoff_not_removed", reason=type(error).__name__)
+            return None
+        if left is None:
             self.remove(record)
+        return left
 
     def sweep_orphans(self) -> None:
         """Take away what has no record."""
@@ -111,4 +146,4 @@ class HandoffStorage:
         self.images.sweep(wanted=self._is_kept, older_than_s=ORPHANED_AFTER_S)
 
     def _is_kept(self, handoff_id: str) -> bool:
-        return self.find(handoff_id) is not None
+        return self.files.exists(handoff_id)

@@ -207,7 +207,9 @@ class HandoffMetrics:
             "baton_handoff_expired_total", "Handoffs whose time was over.", registry=registry
         )
         self.kept = Gauge("baton_handoffs", "Handoffs there are.", registry=registry)
-        self.store_bytes = Gauge("baton_store_bytes", "Bytes all entries and images take.", registry=registry)
+        self.store_bytes = Gauge(
+            "baton_store_bytes", "Bytes all entries, images and records take.", registry=registry
+        )
         self.store_budget = Gauge(
             "baton_store_budget_bytes", "Bytes that all entries may take.", registry=registry
         )

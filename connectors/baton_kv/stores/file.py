@@ -6,7 +6,11 @@ root/                    mode 0700
   writing/               what is being written; swept when a store is opened
   quarantine/            what proved wrong, for a person to look at; swept to a few
   images/                the gateway's: counted with the entries, never evicted by them
+  records/               the gateway's, as the images; `total` holds the bytes they take
   lock                   held while the budget is enforced
+
+Every folder must belong to this user alone, and none may be a link: what is written or removed is named
+relative to a descriptor of its folder, so that nothing outside is touched whatever is planted inside.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import secrets
 import stat
 import time
@@ -25,15 +28,37 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
+from baton_kv.folders import (
+    CREATE,
+    LOCK,
+    FolderRefused,
+    bytes_in,
+    folder,
+    make_folder,
+    open_file,
+    open_folder,
+)
 from baton_kv.stores.base import Buffer, EntryMissing, StoreError, StoreFull
+from baton_kv.stores.tree import (
+    ABANDONED_AFTER_S,
+    SUFFIX,
+    Found,
+    entries_in,
+    make_scope,
+    number_in,
+    pin_of,
+    remove_abandoned,
+    set_mark,
+    split,
+)
 
-KEY = re.compile(r"[a-z0-9][a-z0-9-]{0,63}/[A-Za-z0-9_-]{16,64}")
-SUFFIX = ".kv"
-PIN = ".pin"
-BESIDE = "images"
+__all__ = ["ABANDONED_AFTER_S", "IMAGES", "RECORDS", "RECORDS_TOTAL", "FileReader", "FileStore"]
+
+IMAGES = "images"
+RECORDS = "records"
+RECORDS_TOTAL = "total"
+"""A file among the records: bytes that they take, as decimal digits."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-ABANDONED_AFTER_S = 600
-"""A file that has been in `writing` this long has no writer any more."""
 KEPT_IN_QUARANTINE = 2
 MAX_BUFFERS = 1024
 """What one `preadv` takes on Linux (IOV_MAX)."""
@@ -79,47 +104,54 @@ class FileStore:
     Args:
         root: the folder; made with mode 0700 when it is missing.
         budget: bytes that entries may take in all; the least recently used go first. None: no limit.
-        fsync: wait until an entry is on the device before it is visible; without it an entry written
-            just before a power cut may be torn, which its digests tell.
+        fsync: wait until an entry is on the device before it is visible, and until its name is before
+            `put` returns; without it an entry written just before a power cut may be torn, which its
+            digests tell.
+
+    Raises:
+        StoreError: the folder, or one in it, is a link, or belongs to others or is open to them.
     """
 
     def __init__(self, root: Path, *, budget: int | None = None, fsync: bool = False) -> None:
         self._root = root
         self._budget = budget
         self._fsync = fsync
-        for folder in (root, root / "entries", root / "writing", root / "quarantine"):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if root.stat().st_uid != os.geteuid() or stat.S_IMODE(root.stat().st_mode) & 0o077:
-            raise StoreError(f"{root} belongs to others or is open to them; it must be yours, with mode 0700")
-        self._sweep()
+        try:
+            make_folder(root)
+            with folder(root) as top:
+                for name in ("entries", "writing", "quarantine"):
+                    make_folder(root / name, name=name, within=top)
+                remove_abandoned(top, ".")
+            with self._folder("writing") as writing:
+                remove_abandoned(writing, "")
+        except FolderRefused as error:
+            raise StoreError(error.strerror) from None
 
     @property
     def root(self) -> Path:
         return self._root
 
     def put(self, key: str, parts: Iterable[Buffer], *, size: int = 0) -> int:
-        target = self._path(key)
-        temporary = self._root / "writing" / secrets.token_hex(16)
+        scope, name = split(key)
         try:
             if self._budget is not None and size > self._budget:
                 raise StoreFull(f"an entry of {size} bytes does not fit the store's {self._budget}")
-            size = self._write(temporary, parts, size)
-            with self._locked():
-                self._make_room(size, keep=target)
-                target.parent.mkdir(mode=0o700, exist_ok=True)
-                os.rename(temporary, target)
+            with self._folder("writing") as writing:
+                temporary = secrets.token_hex(16)
+                try:
+                    size = self._write(writing, temporary, parts, size)
+                    self._place(writing, temporary, scope, name, size)
+                finally:
+                    with contextlib.suppress(OSError):
+                        os.unlink(temporary, dir_fd=writing)
             return size
         except OSError as error:
             kind = StoreFull if error.errno in NO_SPACE else StoreError
             raise kind(f"writing {key}: {error.strerror}") from None
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
 
-    def _write(self, path: Path, parts: Iterable[Buffer], expected: int) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    def _write(self, writing: int, name: str, parts: Iterable[Buffer], expected: int) -> int:
         size = 0
-        with FileIO(os.open(path, flags, 0o600), "wb") as stream:
+        with FileIO(os.open(name, CREATE, 0o600, dir_fd=writing), "wb") as stream:
             for part in parts:
                 view = memoryview(part).cast("B")
                 while view:
@@ -140,59 +172,79 @@ class FileStore:
                 if error.errno not in NO_SPACE or not self._free(needed):
                     raise
 
+    def _place(self, writing: int, temporary: str, scope: str, name: str, size: int) -> None:
+        """Give a written file its name, in the room that is made for it."""
+        with self._folder("entries") as entries:
+            made = make_scope(scope, entries)
+            with folder(self._root / "entries" / scope, name=scope, within=entries) as target:
+                with self._locked():
+                    self._make_room(size, keep=(scope, name))
+                    os.rename(temporary, name, src_dir_fd=writing, dst_dir_fd=target)
+                if self._fsync:
+                    os.fsync(target)
+            if self._fsync and made:
+                os.fsync(entries)
+
     def _free(self, size: int) -> bool:
         """Evict entries of so many bytes in all, or none; whether they went."""
         freed = 0
         with self._locked():
-            loose = self._loose()
-            if sum(taken for taken, _ in loose) < size:
+            loose = self._loose(self._files())
+            if sum(each.size for each in loose) < size:
                 return False
-            for taken, path in loose:
+            for each in loose:
                 if freed >= size:
                     break
-                path.unlink(missing_ok=True)
-                freed += taken
+                self._evict(each)
+                freed += each.size
         return True
 
-    def _make_room(self, size: int, *, keep: Path) -> None:
+    def _make_room(self, size: int, *, keep: tuple[str, str] | None = None) -> None:
         if self._budget is None:
             return
-        loose = [(taken, path) for taken, path in self._loose() if path != keep]
-        total = self._beside() + sum(status.st_size for path, status in self._files() if path != keep)
-        if size + total - sum(taken for taken, _ in loose) > self._budget:
+        files = self._files()
+        others = [each for each in files if (each.scope, each.name) != keep]
+        total = self._beside() + sum(each.size for each in others)
+        if total + size <= self._budget:
+            return
+        loose = [each for each in self._loose(files) if (each.scope, each.name) != keep]
+        if size + total - sum(each.size for each in loose) > self._budget:
             raise StoreFull(f"an entry of {size} bytes does not fit the store's {self._budget}")
-        for taken, path in loose:
+        for each in loose:
             if total + size <= self._budget:
                 return
-            path.unlink(missing_ok=True)
-            total -= taken
+            self._evict(each)
+            total -= each.size
+
+    def _evict(self, found: Found) -> None:
+        with contextlib.suppress(FileNotFoundError), self._scope(found.scope) as target:
+            os.unlink(found.name, dir_fd=target)
 
     def _beside(self) -> int:
+        """Bytes of the gateway's images and records, which are no entries."""
         try:
-            return bytes_in(self._root / BESIDE)
+            with folder(self._root) as top:
+                return bytes_in(IMAGES, within=top) + number_in(f"{RECORDS}/{RECORDS_TOTAL}", top)
         except OSError as error:
             raise StoreError(f"listing: {error.strerror}") from None
 
-    def _loose(self) -> list[tuple[int, Path]]:
-        """Sizes and paths of the entries that may go: of who holds more than a fair share first, and of
-        those the least recently used.
+    def _loose(self, files: Sequence[Found]) -> list[Found]:
+        """The entries that may go: of who holds more than a fair share first, and of those the least
+        recently used.
         """
-        files = list(self._files())
         held: Counter[str] = Counter()
-        for path, status in files:
-            held[path.parent.name] += status.st_size
+        for each in files:
+            held[each.scope] += each.size
         share = (self._budget or held.total()) / max(1, len(held))
-        loose = [
-            (held[path.parent.name] <= share, status.st_mtime_ns, status.st_size, path)
-            for path, status in files
-            if not path.with_suffix(PIN).exists()
-        ]
-        return [(size, path) for _, _, size, path in sorted(loose)]
+        loose = [each for each in files if not each.pinned]
+        return sorted(loose, key=lambda each: (held[each.scope] <= share, each.used_ns))
 
     @contextmanager
     def open(self, key: str) -> Iterator[FileReader]:
         path = self._path(key)
         try:
+            if not stat.S_ISDIR(os.lstat(path.parent).st_mode):
+                raise StoreError(f"reading {key}: its folder is a link or no folder")
             # Without O_NONBLOCK a pipe in an entry's place would hold the engine for ever.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -217,13 +269,18 @@ class FileStore:
             raise StoreError(f"reading: {error.strerror}") from None
 
     def exists(self, key: str) -> bool:
-        return self._path(key).is_file()
+        try:
+            return stat.S_ISREG(os.lstat(self._path(key)).st_mode)
+        except OSError:
+            return False
 
     def delete(self, key: str) -> bool:
-        path = self._path(key)
+        scope, name = split(key)
         try:
-            path.with_suffix(PIN).unlink(missing_ok=True)
-            path.unlink()
+            with self._scope(scope) as target:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(pin_of(name), dir_fd=target)
+                os.unlink(name, dir_fd=target)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -231,91 +288,91 @@ class FileStore:
         return True
 
     def quarantine(self, key: str) -> None:
-        with contextlib.suppress(OSError):
-            self._path(key).with_suffix(PIN).unlink(missing_ok=True)
-            os.rename(self._path(key), self._root / "quarantine" / f"{time.time_ns()}{SUFFIX}")
-            kept = sorted((self._root / "quarantine").iterdir())
-            for path in kept[:-KEPT_IN_QUARANTINE]:
-                path.unlink(missing_ok=True)
+        scope, name = split(key)
+        with contextlib.suppress(OSError), self._scope(scope) as source, self._folder("quarantine") as target:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(pin_of(name), dir_fd=source)
+            os.rename(name, f"{time.time_ns()}{SUFFIX}", src_dir_fd=source, dst_dir_fd=target)
+            for old in sorted(os.listdir(target))[:-KEPT_IN_QUARANTINE]:
+                os.unlink(old, dir_fd=target)
 
     def pin(self, key: str, pinned: bool) -> None:
-        mark = self._path(key).with_suffix(PIN)
+        scope, name = split(key)
         try:
-            if pinned:
-                mark.parent.mkdir(mode=0o700, exist_ok=True)
-                mark.touch(mode=0o600)
-            else:
-                mark.unlink(missing_ok=True)
+            with self._folder("entries") as entries:
+                if pinned:
+                    make_scope(scope, entries)
+                with folder(self._root / "entries" / scope, name=scope, within=entries) as target:
+                    set_mark(pin_of(name), target, pinned)
+        except FileNotFoundError:
+            return  # there is nothing to unpin
         except OSError as error:
             raise StoreError(f"pinning {key}: {error.strerror}") from None
 
     def keys(self) -> Iterator[str]:
-        for path, _ in self._files():
-            yield _key(path)
+        for each in self._files():
+            yield each.key
 
     def size(self) -> int:
-        return self._beside() + sum(status.st_size for _, status in self._files())
+        return self._beside() + sum(each.size for each in self._files())
 
     def make_room(self, size: int) -> None:
         try:
             with self._locked():
-                self._make_room(size, keep=self._root)
+                self._make_room(size)
         except OSError as error:
             raise StoreError(f"making room: {error.strerror}") from None
 
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> int:
         oldest = time.time() - older_than_s
-        old = [_key(path) for path, status in self._files() if status.st_mtime <= oldest]
+        old = [each.key for each in self._files() if each.used_ns <= oldest * 1e9]
         return sum(self.delete(key) for key in old if not wanted(key))
 
     def _path(self, key: str) -> Path:
-        if KEY.fullmatch(key) is None:
-            raise StoreError("not a key of this store")
-        return self._root / "entries" / f"{key}{SUFFIX}"
+        return self._root / "entries" / "/".join(split(key))
 
-    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+    def _files(self) -> list[Found]:
+        found: list[Found] = []
         try:
-            paths = list((self._root / "entries").glob(f"*/*{SUFFIX}"))
+            with self._folder("entries") as entries:
+                for scope in os.listdir(entries):
+                    place = folder(self._root / "entries" / scope, name=scope, within=entries)
+                    # Gone since it was listed, or no folder of this user's: it holds no entry.
+                    with contextlib.suppress(FileNotFoundError, FolderRefused), place as target:
+                        found += entries_in(scope, target)
         except OSError as error:
             raise StoreError(f"listing: {error.strerror}") from None
-        for path in paths:
-            with contextlib.suppress(OSError):  # gone since it was listed
-                status = path.stat(follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
-                    yield path, status
+        return found
+
+    @contextmanager
+    def _folder(self, name: str) -> Iterator[int]:
+        """A descriptor of one of the root's folders."""
+        with folder(self._root) as top:
+            descriptor = open_folder(self._root / name, name=name, within=top)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _scope(self, scope: str) -> Iterator[int]:
+        """A descriptor of the folder of a scope's entries."""
+        with self._folder("entries") as entries:
+            descriptor = open_folder(self._root / "entries" / scope, name=scope, within=entries)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        descriptor = os.open(
-            self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
+        with folder(self._root) as top:
+            descriptor = open_file("lock", within=top, flags=LOCK)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
             os.close(descriptor)
-
-    def _sweep(self) -> None:
-        """Remove what a killed writer left behind."""
-        for path in (*(self._root / "writing").iterdir(), *self._root.glob(".*")):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat(follow_symlinks=False).st_mtime > ABANDONED_AFTER_S:
-                    path.unlink()
-
-
-def bytes_in(folder: Path) -> int:
-    """Bytes that a folder's files take; one of several names counts at each with its share."""
-    total = 0.0
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as found:
-        for each in found:
-            with contextlib.suppress(FileNotFoundError):
-                status = each.stat(follow_symlinks=False)
-                total += status.st_size / status.st_nlink
-    return round(total)
-
-
-def _key(path: Path) -> str:
-    return f"{path.parent.name}/{path.name.removesuffix(SUFFIX)}"
 
 
 def _touch(descriptor: int) -> None:

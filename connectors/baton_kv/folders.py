@@ -1,0 +1,115 @@
+"""Open folders and files so that no link is followed, nothing of other users is used, and nothing waits."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Without O_NONBLOCK a pipe in a file's place would hold the reader for ever."""
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+NO_FOLDER = (errno.ELOOP, errno.ENOTDIR)
+
+
+class FolderRefused(OSError):
+    """A folder that may belong to another user, or lead elsewhere; `strerror` says which and why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(errno.EPERM, reason)
+
+
+def make_folder(path: Path, *, name: str | None = None, within: int | None = None) -> None:
+    """Make a folder with mode 0700 where there is none, and check that it belongs to this user alone.
+
+    Args:
+        path: of the folder.
+        name: its name in `within`.
+        within: descriptor of the folder it is in; None: `path` is looked up.
+
+    Raises:
+        FolderRefused: a link, a file or another user's folder is in its place.
+        OSError: it cannot be made.
+    """
+    if within is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name or path, 0o700, dir_fd=within)
+    os.close(open_folder(path, name=name, within=within))
+
+
+def open_folder(path: Path, *, name: str | None = None, within: int | None = None) -> int:
+    """A descriptor of a folder that belongs to this user alone; arguments as for `make_folder`.
+
+    Raises:
+        FolderRefused: a link, a file or another user's folder is in its place.
+        OSError: it is missing, or cannot be opened.
+    """
+    try:
+        descriptor = os.open(name or path, FOLDER, dir_fd=within)
+    except OSError as error:
+        if error.errno not in NO_FOLDER:
+            raise
+        raise FolderRefused(f"{path} is a link or no folder; it must be a folder of yours") from None
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise FolderRefused(
+                f"{path} belongs to others or is open to them; it must be yours, with mode 0700"
+            )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextmanager
+def folder(path: Path, *, name: str | None = None, within: int | None = None) -> Iterator[int]:
+    """A folder's descriptor, open inside the context; arguments and exceptions as for `open_folder`."""
+    descriptor = open_folder(path, name=name, within=within)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def open_file(name: str | Path, *, within: int | None = None, flags: int = READ) -> int:
+    """A descriptor of a regular file, for reading unless `flags` say otherwise.
+
+    Raises:
+        OSError: it is missing, or a link, a pipe or a folder is in its place.
+    """
+    descriptor = os.open(name, flags, 0o600, dir_fd=within)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def bytes_in(path: Path | str, *, within: int | None = None) -> int:
+    """Bytes that a folder's files take; one of several names counts at each with its share.
+
+    Raises:
+        OSError: the folder cannot be listed. One that is missing holds nothing.
+    """
+    total = 0.0
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(path, FOLDER, dir_fd=within)
+        try:
+            with os.scandir(descriptor) as found:
+                for each in found:
+                    with contextlib.suppress(FileNotFoundError):
+                        status = each.stat(follow_symlinks=False)
+                        total += status.st_size / status.st_nlink
+        finally:
+            os.close(descriptor)
+    return round(total)
