@@ -205,7 +205,12 @@ def test_a_network_address_is_answered_under_any_host_unless_hosts_are_named() -
         page = f"{gateway.metrics_url}/metrics"
         assert httpx.get(page, headers={"Host": "localhost"}).status_code == 200
         assert httpx.get(page, headers={"Host": "evil.example"}).status_code == 421
-    with run_fake(FakeEngine("a"), **open_to_all, edge={"allowed_hosts": ["gw.example"]}) as gateway:
+    scraped = {"metrics": {"host": "0.0.0.0", "port": 0}}
+    with run_fake(
+        FakeEngine("a"), **open_to_all | scraped, edge={"allowed_hosts": ["gw.example"]}
+    ) as gateway:
+        page = f"{gateway.metrics_url.replace('0.0.0.0', '127.0.0.1')}/metrics"
+        assert httpx.get(page, headers={"Host": "10.1.2.3:8001"}).status_code == 200
         assert ask(gateway, b"Host: gw.example\r\n") == 200
         assert ask(gateway, b"Host: evil.example\r\n") == 421
         assert ask(gateway, b"Host: 10.1.2.3:8000\r\n", "/livez") == 200

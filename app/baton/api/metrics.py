@@ -6,7 +6,8 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from baton.api.gateway import Gateway, gateway_of
-from baton.api.origins import host_guard, names_for
+from baton.api.origins import HostNames, host_guard
+from baton.settings import is_loopback
 
 router = APIRouter()
 
@@ -18,9 +19,12 @@ async def metrics(request: Request) -> Response:
 
 
 def app_of(gateway: Gateway) -> FastAPI:
-    """The app of a port of its own, which asks for no key and on loopback answers under known names only."""
+    """The app of a port of its own, which asks for no key.
+
+    On loopback it answers under known names only; elsewhere who scrapes it asks by any address.
+    """
     settings = gateway.settings
-    names = names_for(settings, host=settings.metrics.host, keyless=True)
+    names = HostNames(settings.edge.allowed_hosts) if is_loopback(settings.metrics.host) else None
     app = FastAPI(openapi_url=None)
     app.state.gateway = gateway
     app.include_router(router, dependencies=[Depends(host_guard(names))])

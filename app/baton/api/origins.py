@@ -67,18 +67,13 @@ def _plain(name: str) -> str:
         return name
 
 
-def names_for(settings: Settings, *, host: str, keyless: bool) -> HostNames | None:
-    """The names that a port answers under; None: any.
+def names_for(settings: Settings, *, keyless: bool) -> HostNames | None:
+    """The names that the gateway answers under; None: any.
 
     On loopback without keys only known names are safe. Elsewhere clients have a key, or the network was
     opened on purpose, and the names they use cannot be known: there the operator's list, if any, decides.
-
-    Args:
-        settings: the settings.
-        host: the address the port listens on.
-        keyless: the port asks for no key.
     """
-    if settings.edge.allowed_hosts or (keyless and is_loopback(host)):
+    if settings.edge.allowed_hosts or (keyless and settings.loopback):
         return HostNames(settings.edge.allowed_hosts)
     return None
 
@@ -95,7 +90,7 @@ class OriginMiddleware:
     def __init__(self, app: ASGIApp, *, settings: Settings, keyless: bool) -> None:
         self._app = app
         self._keyless = keyless
-        self._hosts = names_for(settings, host=settings.host, keyless=keyless)
+        self._hosts = names_for(settings, keyless=keyless)
         self._origins = HostNames(settings.edge.allowed_hosts)
         probed_by_address = not (keyless and settings.loopback)
         self._under_any_name = PUBLIC_PATHS if probed_by_address else frozenset()

@@ -62,7 +62,7 @@ async def _first_of(events: AsyncIterator[str]) -> str:
 async def _end(first: asyncio.Future[str], events: AsyncIterator[str]) -> None:
     """End the work behind the events, wherever it is."""
     first.cancel()
-    await asyncio.wait({first})
+    await asyncio.gather(first, return_exceptions=True)
     close = getattr(events, "aclose", None)
     if close is not None:
         await close()
