@@ -76,11 +76,11 @@ def serve(
     log_format: Annotated[str | None, typer.Option(help="auto, json or console.")] = None,
     handoff: Annotated[
         bool | None,
-        typer.Option("--handoff/--no-handoff", help="Requests to MODEL may leave their KV behind for others."),
+        typer.Option("--handoff/--no-handoff", help="Let requests leave their KV behind for others."),
     ] = None,
     latent: Annotated[
         bool | None,
-        typer.Option("--latent/--no-latent", help="Handoffs of MODEL may ask for latent steps; needs --handoff."),
+        typer.Option("--latent/--no-latent", help="Let handoffs ask for latent steps; needs --handoff."),
     ] = None,
 ) -> None:
     """Start the gateway."""

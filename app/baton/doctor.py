@@ -182,8 +182,10 @@ def _processor(settings: Settings) -> Iterator[Finding]:
     ]
     text = f"{processor}; dtype: as each model or its settings say"
     if processor.emulates_bfloat16:
-        text = f"{processor}, no bfloat16 instructions; dtype: float32 for {', '.join(wide) or 'no engine whose weights are here'}"
-        text += ", unless `args` name another"
+        names = ", ".join(wide) or "no engine whose weights are here"
+        text = (
+            f"{processor}, no bfloat16 instructions; dtype: float32 for {names}, unless `args` name another"
+        )
     yield Finding("processor", text)
 
 

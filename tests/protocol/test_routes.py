@@ -295,7 +295,6 @@ def test_an_engine_answers_to_its_aliases() -> None:
     assert 'model="gpt"' not in page  # series know the engine by its name alone
 
 
-
 def test_an_operation_the_model_cannot_do_is_a_400(fake_gateway: FakeGateway) -> None:
     with fake_gateway.client() as client:
         response = client.post("/v1/embeddings", json={"model": "alpha", "input": "x"})

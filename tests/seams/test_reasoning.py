@@ -65,14 +65,18 @@ class ThinkingEngine:
     def check_admission(self, _count: int = 1) -> None:
         pass
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, **_: Any
+    ) -> AsyncIterator[RequestOutput]:
         tokenizer = self.renderer.tokenizer
         tokens = tokenizer.encode(f"<think>{THOUGHT}</think>{SAID}", add_special_tokens=False)
         deltas = params.output_kind is RequestOutputKind.DELTA
         for number, token in enumerate(tokens, 1) if deltas else [(len(tokens), None)]:
             ids = [token] if deltas else tokens
             over = number == len(tokens)
-            said = CompletionOutput(0, tokenizer.decode(ids), ids, None, None, finish_reason="stop" if over else None)
+            said = CompletionOutput(
+                0, tokenizer.decode(ids), ids, None, None, finish_reason="stop" if over else None
+            )
             yield RequestOutput(request_id, None, prompt["prompt_token_ids"], None, [said], finished=over)
 
 
@@ -122,12 +126,16 @@ def taken_apart(operation: Operation, found: list[dict[str, Any]], *, stream: bo
             thoughts += "".join(block.get("thinking") or "" for block in blocks)
             words += "".join(block.get("text") or "" for block in blocks)
         elif stream:
-            thoughts += part["delta"] if part["type"].startswith("response.reasoning") and "delta" in part else ""
+            thoughts += (
+                part["delta"] if part["type"].startswith("response.reasoning") and "delta" in part else ""
+            )
             words += part["delta"] if part["type"] == "response.output_text.delta" else ""
         else:
             for item in part["output"]:
                 text = "".join(piece["text"] for piece in item["content"] or ())
-                thoughts, words = (thoughts + text, words) if item["type"] == "reasoning" else (thoughts, words + text)
+                thoughts, words = (
+                    (thoughts + text, words) if item["type"] == "reasoning" else (thoughts, words + text)
+                )
     return thoughts.strip(), words.strip()
 
 
@@ -140,7 +148,9 @@ BODIES = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("operation", BODIES)
-def test_thoughts_come_apart_from_what_is_said(thinker: Gateway, operation: Operation, *, stream: bool) -> None:
+def test_thoughts_come_apart_from_what_is_said(
+    thinker: Gateway, operation: Operation, *, stream: bool
+) -> None:
     found = thinker.ask(operation, BODIES[operation] | {"stream": stream})
     assert taken_apart(operation, found, stream=stream) == (THOUGHT, SAID)
 
@@ -176,7 +186,9 @@ def test_the_engine_and_the_handlers_know_the_parser_however_it_is_given(
         return ("generate",)
 
     monkeypatch.setattr(handlers, "init_app_state", init)
-    engine = SimpleNamespace(vllm_config=SimpleNamespace(structured_outputs_config=config), get_supported_tasks=tasks)
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(structured_outputs_config=config), get_supported_tasks=tasks
+    )
     client = WatchedClient(engine, None)  # type: ignore[arg-type]  # as above
     asyncio.run(handlers.Handlers.build(client, arguments.serving_namespace(settings)))
     assert seen == [config.reasoning_parser] == ["qwen3"]
@@ -195,7 +207,9 @@ def test_the_engine_and_the_handlers_know_the_parser_however_it_is_given(
         ({"serving": {"enable_auto_tool_choice": True}}, "give a `tool_call_parser` too"),
     ],
 )
-def test_a_parser_that_cannot_be_used_is_refused_before_the_engine_starts(given: dict[str, Any], reason: str) -> None:
+def test_a_parser_that_cannot_be_used_is_refused_before_the_engine_starts(
+    given: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(SettingsError) as caught:
         arguments.engine_args(EngineSettings(name="a", model="m", **given), "m")
     (line,) = caught.value.message.splitlines()

@@ -118,5 +118,9 @@ def test_every_flag_of_vllm_s_is_honoured_or_refused_in_one_line(flag: str) -> N
     elif action.dest == "kv_transfer_config":
         assert plain(built.kv_transfer_config) == plain(given)
     else:
-        expected = getattr(AsyncEngineArgs(model=MODEL, **{action.dest: given}), action.dest) if action.dest in ENGINE else given
+        expected = (
+            getattr(AsyncEngineArgs(model=MODEL, **{action.dest: given}), action.dest)
+            if action.dest in ENGINE
+            else given
+        )
         assert plain(getattr(honoured, action.dest)) == plain(expected)

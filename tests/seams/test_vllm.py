@@ -371,7 +371,7 @@ def test_further_served_names_are_aliases() -> None:
 
 def test_a_connector_s_settings_that_are_no_table_are_a_line() -> None:
     settings = EngineSettings(name="a", model="m", args={"kv_transfer_config": "ExampleConnector"})
-    with pytest.raises(errors.SettingsError, match="args.kv_transfer_config: must be a table"):
+    with pytest.raises(errors.SettingsError, match=r"args\.kv_transfer_config: must be a table"):
         arguments.engine_args(settings, "m")
 
 

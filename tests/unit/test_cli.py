@@ -63,7 +63,9 @@ def test_a_model_of_the_command_line_hands_over_when_it_is_told_to(
         (["m", "--latent", "--no-handoff"], "--latent needs --handoff"),
     ],
 )
-def test_flags_without_what_they_need_are_refused(served: list[Settings], line: list[str], reason: str) -> None:
+def test_flags_without_what_they_need_are_refused(
+    served: list[Settings], line: list[str], reason: str
+) -> None:
     with pytest.raises(SettingsError, match=reason):
         CliRunner().invoke(cli.app, ["serve", *line], catch_exceptions=False)
     assert served == []

@@ -154,7 +154,12 @@ def test_on_a_gpu_the_doctor_says_nothing_of_dtypes(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("limits", "total"),
-    [({}, 8 * GIB), ({"a": 2 * GIB}, 2 * GIB), ({"a": 2 * GIB, "a/b": GIB}, GIB), ({"a/b": 16 * GIB}, 8 * GIB)],
+    [
+        ({}, 8 * GIB),
+        ({"a": 2 * GIB}, 2 * GIB),
+        ({"a": 2 * GIB, "a/b": GIB}, GIB),
+        ({"a/b": 16 * GIB}, 8 * GIB),
+    ],
 )
 def test_the_memory_there_is_in_all_is_the_least_that_is_allowed(
     tmp_path: Path, limits: dict[str, int], total: int

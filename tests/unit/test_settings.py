@@ -86,7 +86,10 @@ def test_a_group_may_come_half_from_the_file_and_half_from_the_environment(
             '[[engines]]\nname = "a"\nmodel = "x"\naliases = ["b", "b"]',
             "engines: the name 'b' is given twice",
         ),
-        ('[[engines]]\nname = "a"\nmodel = "x"\naliases = ["b c"]', "engines.0.aliases.0: string should match"),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\naliases = ["b c"]',
+            "engines.0.aliases.0: string should match",
+        ),
         ("engines = []", "engines: name at least one"),
         (
             '[[engines]]\nname = "a"\nmodel = "x"\nlatent = true',

@@ -1,4 +1,4 @@
-"""Turn the settings of an engine into vLLM's: engine arguments, and the namespace its serving factories read."""
+"""Turn an engine's settings into vLLM's: engine arguments, and the namespace its serving factories read."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SERVING_OPTIONS = (
 """The serving options of vLLM that make sense per engine behind a gateway."""
 
 REASONING_OPTIONS = ("reasoning_parser", "reasoning_parser_plugin")
-"""Engine arguments of vLLM that may be given among the serving options: the serving handlers act on them too."""
+"""Engine arguments that may be given as serving options too: vLLM's serving handlers act on them."""
 
 
 def engine_args(
@@ -104,7 +104,9 @@ def engine_args(
             args["structured_outputs_config"] = StructuredOutputsConfig(**structured)
         if settings.io_processor is not None:
             args["io_processor_plugin"] = settings.io_processor
-        built = AsyncEngineArgs(model=model, served_model_name=[settings.name], runner=settings.runner, **args)
+        built = AsyncEngineArgs(
+            model=model, served_model_name=[settings.name], runner=settings.runner, **args
+        )
     except (ValidationError, ValueError, TypeError, OSError) as error:
         reason = scrub(str(error).partition("\n")[0])
         if reason == WRONG_KIND:  # worded for clients
@@ -168,7 +170,8 @@ def _check_parsers(settings: EngineSettings, args: AsyncEngineArgs) -> None:
     tools = settings.serving.get("tool_call_parser")
     known = ToolParserManager.list_registered()
     if tools is not None and tools not in known:
-        raise SettingsError(f"{where}: serving.tool_call_parser: vLLM has no '{tools}'{nearest(str(tools), known)}")
+        hint = nearest(str(tools), known)
+        raise SettingsError(f"{where}: serving.tool_call_parser: vLLM has no '{tools}'{hint}")
     if settings.serving.get("enable_auto_tool_choice") and tools is None:
         raise SettingsError(f"{where}: serving.enable_auto_tool_choice: give a `tool_call_parser` too")
 

@@ -21,20 +21,25 @@ from baton.settings import reasons
 _ABSENT = object()
 """The default of every flag, so that one given with vLLM's own default still counts as given."""
 
+TLS_FLAGS = (
+    "ssl_keyfile",
+    "ssl_certfile",
+    "ssl_ca_certs",
+    "enable_ssl_refresh",
+    "ssl_cert_reqs",
+    "ssl_ciphers",
+)
 INSTEAD = {
     "api_key": "use `baton keys create`",
     "api_server_count": "Baton is one process for all engines",
     "disable_log_stats": "always on: `/metrics` reads the statistics",
-    "enable_prompt_tokens_details": "always on: usage holds the cached tokens",
+    "enable_prompt_tokens_details": "always on: `usage` holds the cached tokens",
     "enable_request_id_headers": "always on: every answer has `x-request-id`",
     "middleware": "Baton loads no code into its HTTP side; put a proxy before it",
     "root_path": "put a proxy before Baton that strips the prefix",
     "uds": "use `--host` and `--port`",
     "uvicorn_log_level": "use `--log-level`",
-} | {
-    flag: "let a proxy before Baton do TLS"
-    for flag in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "enable_ssl_refresh", "ssl_cert_reqs", "ssl_ciphers")
-}
+} | dict.fromkeys(TLS_FLAGS, "let a proxy before Baton do TLS")
 """What to do in place of a flag that Baton does not have."""
 
 

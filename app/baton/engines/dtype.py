@@ -1,8 +1,9 @@
 """Choose the dtype that a CPU engine computes in, where its settings name none.
 
-Most models are published in bfloat16. A processor without instructions for it emulates every product: SmolLM2
-prefills 1,000 tokens in 16.1 s instead of 3.2 s on two cores with AVX2, and in 4.1 s instead of 1.5 s with AVX-512
-(bench/RESULTS.md). float32 takes twice the memory, for weights and for KV; where that is not there, vLLM decides.
+Most models are published in bfloat16. A processor without instructions for it emulates every product:
+SmolLM2 prefills 1,000 tokens in 16.1 s instead of 3.2 s on two cores with AVX2, and in 4.1 s instead of
+1.5 s with AVX-512 (bench/RESULTS.md). float32 takes twice the memory, for weights and for KV; where that is
+not there, vLLM decides.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WIDE_BYTES = 4
 BLOCK_TOKENS = 128
 """Tokens of one KV block on a CPU; the pool holds whole blocks."""
 MEMORY_SHARE = 2
-"""The weights may take one part of so many of the machine's memory; KV pools and other engines need the rest."""
+"""The weights may take a half of the machine's memory; KV pools and other engines need the rest."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 

@@ -57,7 +57,7 @@ def build_fleet(
 
 
 def _log_dtypes(settings: Settings, models: Mapping[str, str]) -> None:
-    """Log which engines compute in another dtype than their model's, because the processor is faster in it."""
+    """Log which engines compute in float32 because the processor is faster in it."""
     for engine in settings.engines:
         if dtype := processor_s_dtype(engine, models[engine.name]):
             structlog.get_logger("baton.engine").info(
