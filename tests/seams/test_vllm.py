@@ -381,6 +381,25 @@ def test_arguments_vllm_itself_refuses_are_a_line() -> None:
         arguments.engine_args(settings, "m")
 
 
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"enable_log_requests": True}, "args.enable_log_requests: not supported: "),
+        ({"allowed_media_domains": ["example.org"]}, "images.allowed_hosts"),
+        ({"allowed_media_domains": []}, "images.allowed_hosts"),  # to vLLM: any
+        ({"shutdown_timeout": 5}, "drain_timeout_s"),
+        ({"enable_log_requests": False, "shutdown_timeout": 0}, ""),  # what is so anyway
+    ],
+)
+def test_an_argument_that_only_vllm_s_own_server_acts_on_is_a_line(args: dict[str, Any], reason: str) -> None:
+    settings = EngineSettings(name="a", model="m", args=args)
+    if not reason:
+        assert arguments.engine_args(settings, "m").shutdown_timeout == 0
+        return
+    with pytest.raises(errors.SettingsError, match=reason):
+        arguments.engine_args(settings, "m")
+
+
 def test_media_are_fetched_from_nowhere_unless_the_operator_says_so() -> None:
     from vllm.multimodal.media.connector import MediaConnector
 

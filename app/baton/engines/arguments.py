@@ -123,14 +123,19 @@ def _check_names(settings: EngineSettings) -> None:
         SettingsError: there is one.
     """
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-    for key in settings.args:
+    for key, value in settings.args.items():
         where = f"engines '{settings.name}': args.{key}"
         if key in OWNED:
             raise SettingsError(f"{where}: set by {OWNED[key]}")
-        if key in NOT_HONOURED:
-            raise SettingsError(f"{where}: not supported: {NOT_HONOURED[key]}")
+        if reason := why_not_honoured(key, value):
+            raise SettingsError(f"{where}: not supported: {reason}")
         if key not in known:
             raise SettingsError(f"{where}: unknown to vLLM{nearest(key, known)}")
+
+
+def why_not_honoured(key: str, value: object) -> str | None:
+    """Say why Baton cannot do what an engine argument asks; None: it can, or nothing is asked."""
+    return NOT_HONOURED.get(key) if value != getattr(AsyncEngineArgs, key, None) else None
 
 
 def processor_s_dtype(settings: EngineSettings, model: str) -> str | None:

@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from baton.engines.arguments import NOT_HONOURED, SERVING_OPTIONS, serve_parser
+from baton.engines.arguments import SERVING_OPTIONS, serve_parser, why_not_honoured
 from baton.errors import SettingsError
 from baton.models.catalog import EMBEDDED
 from baton.setting_groups import EngineSettings
@@ -121,12 +121,12 @@ def _refuse(message: str) -> None:
 def _refuse_flags_of_vllm_s_server(changed: dict[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     frontend = {field.name for field in dataclasses.fields(BaseFrontendArgs)}
-    for key in changed:
+    for key, value in changed.items():
         flag = f"--{key.replace('_', '-')}"
         if key in INSTEAD:
             raise SettingsError(f"baton serve: {flag} is not offered by Baton: {INSTEAD[key]}")
-        if key in NOT_HONOURED:
-            raise SettingsError(f"baton serve: {flag} is not offered by Baton: {NOT_HONOURED[key]}")
+        if reason := why_not_honoured(key, value):
+            raise SettingsError(f"baton serve: {flag} is not offered by Baton: {reason}")
         if key not in known:
             reason = "is not offered by Baton" if key in frontend else "is a flag of vLLM's own server"
             raise SettingsError(f"baton serve: {flag} {reason}")
