@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import typer
@@ -18,6 +19,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser  # after the skip
 from baton import cli  # after the skip
 from baton.engines import arguments, command_line  # after the skip
 from baton.errors import SettingsError  # after the skip
+from baton.setting_groups import EngineSettings  # after the skip
 
 MODEL = "org/model"
 VALUES = {
@@ -124,3 +126,100 @@ def test_every_flag_of_vllm_s_is_honoured_or_refused_in_one_line(flag: str) -> N
             else given
         )
         assert plain(getattr(honoured, action.dest)) == plain(expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "args"),
+    [
+        (["org/model"], "model", {}),
+        (["org/model", "--max-model-len", "4096"], "model", {"max_model_len": 4096}),
+        (
+            ["org/model", "--max-model-len", "4k", "--enforce-eager"],
+            "model",
+            {"max_model_len": 4000, "enforce_eager": True},
+        ),
+        (["./m", "--served-model-name", "mine", "--dtype", "float32"], "mine", {"dtype": "float32"}),
+        (["--model", "org/model", "--seed", "3"], "model", {"seed": 3}),
+        (["org/model", "--no-enforce-eager"], "model", {"enforce_eager": False}),
+        (
+            ["m", "--kv-transfer-config", '{"kv_connector": "ExampleConnector"}'],
+            "m",
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector"}},
+        ),
+    ],
+)
+def test_a_model_and_vllm_s_flags_make_one_engine(
+    line: list[str], name: str, args: dict[str, object]
+) -> None:
+    engine = command_line.settings_from_command_line(line)
+    assert (engine.name, engine.args) == (name, args)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (["m", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["m", "--api-key", "x"], "use `baton keys create`"),
+        (["m", "--max-model-len", "many"], "max-model-len"),
+        (["--enforce-eager"], "which model?"),
+        (["m", "--headless"], "flag of vLLM's own server"),
+        (["m", "--ssl-keyfile", "x"], "let a proxy before Baton do TLS"),
+        (["m", "--middleware", "a.b"], "--middleware is not offered by Baton: "),
+        (["m", "--kv-transfer-config", "[]"], "kv-transfer-config"),
+        (["m", "--kv-transfer-config", "{"], "kv-transfer-config"),
+        (["m", "--enable-log-requests"], "--enable-log-requests is not offered by Baton: "),
+        (["."], "name"),
+        (["m", "--served-model-name", "a b"], "name"),
+        (["m", "--runner", "draft"], "runner"),
+        (["m", "--kv-cache-memory-bytes", "1000"], "kv_cache_memory"),
+    ],
+)
+def test_a_flag_that_does_not_fit_is_refused_in_a_line(line: list[str], reason: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        command_line.settings_from_command_line(line)
+    assert reason in caught.value.message
+
+
+def test_a_connector_of_the_command_line_stands_above_ours_field_by_field() -> None:
+    line = ["m", "--kv-transfer-config", '{"kv_load_failure_policy": "fail"}']
+    engine = command_line.settings_from_command_line(line, handoff=True)
+    ours = {"kv_connector": "BatonConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    built = arguments.engine_args(engine, "m", ours).kv_transfer_config
+    assert built is not None
+    assert (built.kv_connector, built.kv_role, built.kv_load_failure_policy) == (
+        "BatonConnector",
+        "kv_both",
+        "fail",
+    )
+
+
+def test_further_served_names_are_aliases() -> None:
+    engine = command_line.settings_from_command_line(["m", "--served-model-name", "a", "b", "c"])
+    assert (engine.name, engine.aliases) == ("a", ("b", "c"))
+    assert arguments.serving_namespace(engine).served_model_name == ["a", "b", "c"]
+    assert arguments.engine_args(engine, "m").served_model_name == ["a"]  # what series are labelled with
+
+
+def test_a_connector_s_settings_that_are_no_table_are_a_line() -> None:
+    settings = EngineSettings(name="a", model="m", args={"kv_transfer_config": "ExampleConnector"})
+    with pytest.raises(SettingsError, match=r"args\.kv_transfer_config: must be a table"):
+        arguments.engine_args(settings, "m")
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"enable_log_requests": True}, "args.enable_log_requests: not supported: "),
+        ({"allowed_media_domains": ["example.org"]}, "images.allowed_hosts"),
+        ({"allowed_media_domains": []}, "images.allowed_hosts"),  # to vLLM: any
+        ({"shutdown_timeout": 5}, "drain_timeout_s"),
+        ({"enable_log_requests": False, "shutdown_timeout": 0}, ""),  # what is so anyway
+    ],
+)
+def test_an_argument_that_only_vllm_s_own_server_acts_on_is_a_line(args: dict[str, Any], reason: str) -> None:
+    settings = EngineSettings(name="a", model="m", args=args)
+    if not reason:
+        assert arguments.engine_args(settings, "m").shutdown_timeout == 0
+        return
+    with pytest.raises(SettingsError, match=reason):
+        arguments.engine_args(settings, "m")
