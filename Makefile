@@ -48,7 +48,7 @@ format: $(VENV)/.dev ## Rewrite the sources in the one format
 bench: $(VENV)/.dev ## Measure against plain vLLM's server, side by side (minutes)
 	$(BIN)/python bench/overhead.py $(ARGS)
 
-bench-handoff: $(VENV)/.dev ## Measure what handoffs save and cost (ten minutes)
+bench-handoff: $(VENV)/.dev ## Measure what handoffs save and cost (about ten minutes; fewer and shorter rounds on a slow machine)
 	$(BIN)/python bench/handoff.py $(ARGS)
 
 bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory (seconds)

@@ -1,9 +1,12 @@
 """What a handoff is worth to B, to chains and fan-outs, and what leaving one costs A. `make bench-handoff`.
 
-One gateway with four engines of the same real weights in bf16: two without a prefix cache, so that nothing
-but the handoff can help; one with, to hold handoffs against the engine's own hits; one with vLLM's
-ExampleConnector, the only one of its own that runs on a CPU. What is compared alternates in one run;
-printed are medians and ratios.
+One gateway with four engines of the same real weights in the dtype that suits the processor: two without a
+prefix cache, so that nothing but the handoff can help; one with, to hold handoffs against the engine's own
+hits; one with vLLM's ExampleConnector, the only one of its own that runs on a CPU. What is compared
+alternates in one run; printed are medians and ratios.
+
+How fast this machine prefills is measured first. From it follow the lengths of the contexts and the number
+of rounds, so that a run takes about `--minutes`; `--lengths` and `--rounds` overrule that.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,7 @@ import httpx
 import numpy
 from rich.console import Console
 from rich.progress import track
-from servers import Server, free_port
+from servers import Server, free_port, machine
 
 CONFIG = """
 [handoffs]
@@ -64,8 +68,64 @@ kv_role = "kv_both"
 kv_connector_extra_config = {{ shared_storage_path = "{folder}/example" }}
 """
 OWN_TOKENS = 32
+PACE_TOKENS = 2048
+"""The length of the prompt whose prefill is measured."""
+OTHER_WORK = 1.5
+"""What a run takes for each second of prefill: decoding, saving and loading come on top."""
 ASKED = {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 Rows = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run measures.
+
+    Attributes:
+        lengths: tokens of A's contexts.
+        rounds: how often each is measured.
+        shared: tokens of the context that a fan-out's agents share.
+    """
+
+    lengths: tuple[int, ...]
+    rounds: int
+    shared: int
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens that the engines compute in a whole run."""
+        first = 4 * sum(self.lengths) * self.rounds
+        fan_out = (sum(CONSUMERS) + len(CONSUMERS)) * self.shared * self.fan_out_rounds
+        chains = sum(CHAINS) * 1400 + len(CHAINS) * 1024
+        return first + 2 * 1024 * self.rounds + fan_out + chains
+
+    @property
+    def fan_out_rounds(self) -> int:
+        return max(2, self.rounds // 2)
+
+
+CONSUMERS = (1, 2, 4, 8, 16)
+CHAINS = (2, 4, 8)
+LENGTHS = (128, 512, 2048, 4096, 7500)
+PLANS = (
+    Plan(LENGTHS, 7, 2048),
+    Plan(LENGTHS, 4, 2048),
+    Plan(LENGTHS, 3, 1024),
+    Plan(LENGTHS[:4], 3, 1024),
+    Plan(LENGTHS[:3], 3, 512),
+    Plan((128, 512, 1024), 3, 256),
+)
+"""From the most to the least that a run measures."""
+
+
+def plan_for(seconds_per_token: float, minutes: float) -> Plan:
+    """The most that can be measured in so many minutes; the least there is, if even that takes longer."""
+    fitting = (plan for plan in PLANS if minutes_of(plan, seconds_per_token) <= minutes)
+    return next(fitting, PLANS[-1])
+
+
+def minutes_of(plan: Plan, seconds_per_token: float) -> float:
+    """How long a run is expected to take."""
+    return plan.prefilled * seconds_per_token * OTHER_WORK / 60
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -179,11 +239,11 @@ async def saving(client: Client, rounds: int) -> dict[str, float]:
     return medians(rows)
 
 
-async def fan_out(client: Client, consumers: int, rounds: int) -> dict[str, float]:
+async def fan_out(client: Client, consumers: int, plan: Plan) -> dict[str, float]:
     """Milliseconds until the last of several agents that share a context has its first token."""
     rows: Rows = defaultdict(list)
-    for number in range(rounds):
-        left, _ = await client.ask("first", prompt(2048, 9000 + number), handoff={"save": True})
+    for number in range(plan.fan_out_rounds):
+        left, _ = await client.ask("first", prompt(plan.shared, 9000 + number), handoff={"save": True})
         own = [prompt(OWN_TOKENS, 50 + number * 100 + index) for index in range(consumers)]
         for name in ("plain", "relayed"):
             b = {"handoff": {"from": left["handoff"]["id"]}} if name == "relayed" else {}
@@ -231,19 +291,19 @@ def first_token_row(length: int, found: dict[str, float]) -> list[str]:
     return [*cells, f"{found['same engine, caching'] / found['hit']:.2f}"]
 
 
-async def first_token_part(client: Client, options: argparse.Namespace) -> None:
+async def first_token_part(client: Client, plan: Plan) -> None:
     """B's first token."""
     head = "A's tokens|entry MiB|plain|same engine|other engine|own prefix cache|handoff where it is cached"
     head += "|ExampleConnector|load|plain / other engine|limit / other engine|cached handoff / own hit"
     rows = []
-    for length in track(options.lengths, "first token", console=Console(stderr=True)):
-        rows.append(first_token_row(length, await first_token(client, length, options.rounds)))
+    for length in track(plan.lengths, "first token", console=Console(stderr=True)):
+        rows.append(first_token_row(length, await first_token(client, length, plan.rounds)))
     table(head.split("|"), rows)
 
 
-async def saving_part(client: Client, options: argparse.Namespace) -> None:
+async def saving_part(client: Client, plan: Plan) -> None:
     """What leaving a handoff costs A."""
-    found = await saving(client, options.rounds)
+    found = await saving(client, plan.rounds)
     rows = []
     for name in ("first token", "between tokens"):
         plain, saved = found[f"{name}, plain"], found[f"{name}, saving"]
@@ -251,21 +311,21 @@ async def saving_part(client: Client, options: argparse.Namespace) -> None:
     table(["of A, ms", "plain", "saving", "ratio"], rows)
 
 
-async def fan_out_part(client: Client, options: argparse.Namespace) -> None:
+async def fan_out_part(client: Client, plan: Plan) -> None:
     """Several agents at once."""
     rows = []
-    for consumers in (1, 2, 4, 8, 16):
-        found = await fan_out(client, consumers, max(2, options.rounds // 2))
+    for consumers in CONSUMERS:
+        found = await fan_out(client, consumers, plan)
         ratio = found["plain"] / found["relayed"]
         rows.append([str(consumers), f"{found['plain']:.0f}", f"{found['relayed']:.0f}", f"{ratio:.1f}x"])
     table(["agents at once", "plain, ms", "relayed, ms", "factor"], rows)
 
 
-async def chain_part(client: Client, options: argparse.Namespace) -> None:
+async def chain_part(client: Client, _plan: Plan) -> None:
     """Agents one after the other."""
     rows = []
     names = ("text prefilled", "relay prefilled", "text ms", "relay ms")
-    for agents in (2, 4, 8):
+    for agents in CHAINS:
         found = await chain(client, agents)
         rows.append([str(agents), *(f"{found[name]:.0f}" for name in names)])
     table(["agents", "prefilled, text", "prefilled, relay", "text, ms", "relay, ms"], rows)
@@ -279,22 +339,40 @@ PARTS = {
 }
 
 
+async def pace(client: Client) -> float:
+    """Seconds one token of a prompt takes to prefill."""
+    await first_token(client, 256, 2)  # warm
+    took = [(await client.ask("second", prompt(PACE_TOKENS, 100 + number)))[1] for number in range(2)]
+    return min(took) / 1000 / PACE_TOKENS
+
+
 async def run(url: str, options: argparse.Namespace) -> None:
     """The parts that were asked for, one after the other."""
     client = Client(url)
-    await first_token(client, 256, 2)  # warm
+    seconds = await pace(client)
+    plan = plan_for(seconds, options.minutes)
+    given = {key: value for key in ("lengths", "rounds") if (value := getattr(options, key)) is not None}
+    plan = replace(plan, **given)
+    print(
+        f"1,000 tokens are prefilled in {seconds * 1000:.2f} s; so contexts of "
+        f"{', '.join(map(str, plan.lengths))} tokens, {plan.rounds} rounds, fan-outs over {plan.shared}: "
+        f"about {minutes_of(plan, seconds):.0f} minutes in all\n",
+        flush=True,
+    )
     for part in options.parts:
-        await PARTS[part](client, options)
+        await PARTS[part](client, plan)
 
 
 def main() -> None:
     """Measure, and print Markdown for RESULTS.md."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 4096, 7500])
+    parser.add_argument("--minutes", type=float, default=10, help="how long a run may take, about")
+    parser.add_argument("--rounds", type=int, help="in place of what suits this machine")
+    parser.add_argument("--lengths", type=int, nargs="+", help="in place of what suits this machine")
     parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS))
     options = parser.parse_args()
-    print(f"`make bench-handoff ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}, times in ms\n")
+    typed = f"make bench-handoff ARGS='{' '.join(sys.argv[1:])}'"
+    print(f"`{typed}`, {datetime.date.today()}, {machine()}, times in ms\n")
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         config = Path(folder) / "bench.toml"
         config.write_text(CONFIG.format(folder=folder))

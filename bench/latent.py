@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 from rich.console import Console
-from servers import ENVIRONMENT, Server, free_port
+from servers import ENVIRONMENT, Server, free_port, machine
 
 from baton.models.store import ModelStore
 from baton.settings import load_settings
@@ -322,7 +322,7 @@ def main() -> None:
     parts = ("steps", "pipeline", "tasks")
     parser.add_argument("--parts", choices=parts, nargs="+", default=list(parts))
     options = parser.parse_args()
-    print(f"`make bench-latent ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}\n")
+    print(f"`make bench-latent ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}, {machine()}\n")
     if "pipeline" in options.parts or "tasks" in options.parts:
         with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
             config = Path(folder) / "bench.toml"

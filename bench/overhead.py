@@ -24,7 +24,7 @@ from direct import PAUSE_S, PROMPT_IDS
 from load import one_token_ms, stream_round, whole_round
 from rich.console import Console
 from rich.progress import track
-from servers import ENVIRONMENT, Server, baton, cpu_seconds, plain_vllm, tiny_model
+from servers import ENVIRONMENT, Server, baton, cpu_seconds, machine, plain_vllm, tiny_model
 
 from baton.models.store import ModelStore
 from baton.settings import load_settings
@@ -144,7 +144,9 @@ def main() -> None:
     parser.add_argument("--only", choices=["tiny", "smollm2"])
     options = parser.parse_args()
     smollm2 = Path(ModelStore(load_settings().models_folder).resolve("smollm2"))
-    lines = [f"## overhead: {datetime.date.today()}, `make bench ARGS='{' '.join(sys.argv[1:])}'`"]
+    lines = [
+        f"## overhead: {datetime.date.today()}, {machine()}, `make bench ARGS='{' '.join(sys.argv[1:])}'`"
+    ]
     if options.only != "smollm2":
         with tempfile.TemporaryDirectory() as folder:
             tiny = tiny_model(smollm2, Path(folder))

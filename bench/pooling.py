@@ -35,7 +35,7 @@ import rasterio
 from rasterio import Affine
 from rich.console import Console
 from rich.progress import track
-from servers import ENVIRONMENT, Server, free_port
+from servers import ENVIRONMENT, Server, free_port, machine
 
 from baton.models.catalog import FLOOD_TINY
 from baton.models.store import ModelStore
@@ -328,10 +328,7 @@ def main() -> None:
     options = parser.parse_args()
     model = ModelStore(Path("/nowhere")).prepare(FLOOD_TINY)
     card = json.loads((model / "config.json").read_text())["baton_geo"]
-    print(
-        f"{datetime.date.today()}, {len(os.sched_getaffinity(0))} cores, "
-        f"{options.launches} launches of {options.rounds} rounds\n"
-    )
+    print(f"{datetime.date.today()}, {machine()}, {options.launches} launches of {options.rounds} rounds\n")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.light:

@@ -15,6 +15,8 @@ from urllib.request import urlopen
 
 import psutil
 
+from baton.engines.processor import read_processor
+
 READY_WITHIN_S = 240
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -23,8 +25,18 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
     "TORCHDYNAMO_DISABLE": "1",
 }
-ENGINE_ARGS: dict[str, object] = {"max_model_len": 1024, "max_num_seqs": 64, "enforce_eager": True}
+ENGINE_ARGS: dict[str, object] = {
+    "max_model_len": 1024,
+    "max_num_seqs": 64,
+    "enforce_eager": True,
+    "dtype": "auto",  # vLLM's choice on both sides; Baton's own depends on the processor
+}
 KV_BYTES = 256 * 1024 * 1024
+
+
+def machine() -> str:
+    """The processor and how many of its cores may be used, to stand beside every figure."""
+    return f"{read_processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def free_port() -> int:

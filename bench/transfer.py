@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy
 import torch
+from servers import machine
 
 from baton_kv.blocks import KVBlocks
 from baton_kv.contract import new_key
@@ -98,7 +99,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 7500])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"`make bench-transfer ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}\n")
+    print(f"`make bench-transfer ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}, {machine()}\n")
     names = ("copy", "save", "first load", "later load", "not proved")
     print(
         "| tokens | MiB | "

@@ -26,7 +26,7 @@ import numpy
 from PIL import Image
 from rich.console import Console
 from rich.progress import track
-from servers import Server, free_port
+from servers import Server, free_port, machine
 
 CONFIG = """
 [handoffs]
@@ -195,7 +195,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS))
     options = parser.parse_args()
-    print(f"`make bench-vision ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}, times in ms\n")
+    typed = f"make bench-vision ARGS='{' '.join(sys.argv[1:])}'"
+    print(f"`{typed}`, {datetime.date.today()}, {machine()}, times in ms\n")
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         config = Path(folder) / "bench.toml"
         config.write_text(CONFIG.format(folder=folder))

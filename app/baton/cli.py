@@ -16,7 +16,7 @@ from rich.table import Table
 from baton import __version__
 from baton.api import keys as api_keys
 from baton.engines.version import check_vllm, is_cpu_build
-from baton.errors import OperatorError
+from baton.errors import OperatorError, SettingsError
 from baton.models.catalog import EMBEDDED
 from baton.models.store import ModelStore
 from baton.settings import Settings, apply_environment, load_settings
@@ -74,22 +74,42 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="auto, json or console.")] = None,
+    handoff: Annotated[
+        bool | None,
+        typer.Option("--handoff/--no-handoff", help="Let requests leave their KV behind for others."),
+    ] = None,
+    latent: Annotated[
+        bool | None,
+        typer.Option("--latent/--no-latent", help="Let handoffs ask for latent steps; needs --handoff."),
+    ] = None,
 ) -> None:
     """Start the gateway."""
     given = {"host": host, "port": port, "log_level": log_level, "log_format": log_format}
     overrides: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if latent and not handoff:
+        raise SettingsError("baton serve: --latent needs --handoff")
     settings = load_settings(config, **overrides)
     if model:
-        settings = _with_engine(settings, config, model, overrides)
+        options = {"handoff": bool(handoff), "latent": bool(latent)}
+        settings = _with_engine(settings, config, model, options, overrides)
+    elif handoff is not None or latent is not None:
+        raise SettingsError(
+            "baton serve: --handoff and --latent belong to a MODEL on the command line; "
+            "for engines of the settings write `handoff = true` there"
+        )
     from baton.serve import serve as run  # FastAPI and uvicorn, which the other commands do not need
 
     run(settings)
 
 
 def _with_engine(
-    settings: Settings, config: Path | None, arguments: list[str], overrides: dict[str, Any]
+    settings: Settings,
+    config: Path | None,
+    arguments: list[str],
+    options: dict[str, bool],
+    overrides: dict[str, Any],
 ) -> Settings:
-    """The settings with the one engine that the command line describes, read by vLLM's own parser."""
+    """Return the settings with the one engine that the command line describes, read by vLLM's own parser."""
     check_vllm()
     eager = is_cpu_build() and not any(flag.startswith("--no-enforce-eager") for flag in arguments)
     named = [flag for flag in arguments if flag.startswith(("--tokenizer", "--hf-config", "--speculative"))]
@@ -97,7 +117,7 @@ def _with_engine(
     apply_environment(settings, offline=offline, compiles=not eager)
     from baton.engines.launch import engine_from_command_line  # seconds of vLLM
 
-    return load_settings(config, **overrides, engines=(engine_from_command_line(arguments),))
+    return load_settings(config, **overrides, engines=(engine_from_command_line(arguments, **options),))
 
 
 @app.command()

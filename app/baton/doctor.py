@@ -15,11 +15,15 @@ from pathlib import Path
 import psutil
 
 from baton.api.keys import keyring_for
-from baton.engines.version import installed, installed_vllm
+from baton.engines.dtype import dtype_for
+from baton.engines.processor import read_processor
+from baton.engines.version import installed, installed_vllm, is_cpu_build
 from baton.errors import OperatorError
 from baton.models.catalog import EMBEDDED, EmbeddedModel
 from baton.models.store import ModelStore
+from baton.setting_groups import CPU_KV_CACHE_BYTES
 from baton.settings import Settings, cores, environment_conflicts, load_settings
+from baton.telemetry.memory import MemoryReader
 
 GIB = 1024**3
 ENGINE_BYTES = 2 * GIB
@@ -77,6 +81,7 @@ def examine(config: Path | None) -> list[Finding]:
         *_environment(settings),
         *_memory(settings),
         *_cores(),
+        *_processor(settings),
         *_disk(settings),
         *_models(settings),
         *_port("port", settings.host, settings.port, "--port"),
@@ -150,7 +155,7 @@ def _environment(settings: Settings) -> Iterator[Finding]:
 
 def _memory(settings: Settings) -> Iterator[Finding]:
     available = psutil.virtual_memory().available
-    pools = sum(int(engine.kv_cache_memory or GIB // 2) for engine in settings.engines)
+    pools = sum(int(engine.kv_cache_memory or CPU_KV_CACHE_BYTES) for engine in settings.engines)
     needed = len(settings.engines) * ENGINE_BYTES + pools
     bad = available < needed
     text = f"{available / GIB:.1f} GiB free; {len(settings.engines)} small engine(s) take {needed / GIB:.1f}"
@@ -161,6 +166,31 @@ def _cores() -> Iterator[Finding]:
     count = len(cores())
     text = f"{count} for all engines"
     yield Finding("cores", text, count < 2, "two or more are wanted" if count < 2 else "")
+
+
+def _processor(settings: Settings) -> Iterator[Finding]:
+    """Say what the processor is, and which engines compute in float32 because of it."""
+    processor = read_processor()
+    if not is_cpu_build():
+        yield Finding("processor", str(processor))
+        return
+    store, memory = ModelStore(settings.models_folder), MemoryReader().total()
+    wide = [
+        engine.name
+        for engine in settings.engines
+        if dtype_for(engine, _weights(store, engine.model), processor, memory=memory)
+    ]
+    text = f"{processor}; dtype: as each model or its settings say"
+    if processor.emulates_bfloat16:
+        names = ", ".join(wide) or "no engine whose weights are here"
+        text = (
+            f"{processor}, no bfloat16 instructions; dtype: float32 for {names}, unless `args` name another"
+        )
+    yield Finding("processor", text)
+
+
+def _weights(store: ModelStore, model: str) -> Path:
+    return store.place(EMBEDDED[model]) if model in EMBEDDED else Path(model).expanduser()
 
 
 def _disk(settings: Settings) -> Iterator[Finding]:

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 KIB = 1024
 MIB = 1024 * KIB
+CPU_KV_CACHE_BYTES = 512 * MIB
+"""KV pool of an engine on a CPU whose settings name none, so that two engines fit on a laptop."""
 
 EngineName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 
@@ -31,6 +33,9 @@ class EngineSettings(Frozen):
     """One `[[engines]]` table: one vLLM engine."""
 
     name: EngineName = Field(description="The word a request's `model` picks this engine by.")
+    aliases: tuple[EngineName, ...] = Field(
+        (), description="Further words for it in `model`; `/v1/models` lists them too."
+    )
     model: str = Field(
         min_length=1,
         description="Where the weights are: an embedded model, a local folder, or a hub id.",
@@ -63,7 +68,8 @@ class EngineSettings(Frozen):
     )
     serving: dict[str, Any] = Field(
         default_factory=dict,
-        description="vLLM's serving options by their Python name: chat_template, tool_call_parser, ...",
+        description="vLLM's serving options by their Python name: chat_template, tool_call_parser, "
+        "reasoning_parser, ...",
     )
 
 

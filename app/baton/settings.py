@@ -13,9 +13,9 @@ import tempfile
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -140,7 +140,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _engines_have_unique_names(self) -> Settings:
-        names = [engine.name for engine in self.engines]
+        names = [name for engine in self.engines for name in (engine.name, *engine.aliases)]
         if not names:
             raise ValueError("engines: name at least one, or leave the key out")
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -258,19 +258,13 @@ def nearest(word: str, known: list[str]) -> str:
 
 
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
-    groups: dict[str, type[BaseModel]] = {
-        "auth": AuthSettings,
-        "limits": LimitSettings,
-        "edge": EdgeSettings,
-        "admission": AdmissionSettings,
-        "metrics": MetricsSettings,
-        "supervision": SupervisionSettings,
-        "handoffs": HandoffSettings,
-        "pooling": PoolingSettings,
-        "engines": EngineSettings,
-    }
-    model: type[BaseModel] = groups.get(str(loc[0]), Settings) if loc else Settings
-    return list(model.model_fields)
+    """Return the keys of the table at `loc`: a group, an `[[engines]]` table, or the file itself."""
+    if not loc:
+        return list(Settings.model_fields)
+    kinds = [Settings.model_fields[str(loc[0])].annotation]
+    kinds += get_args(kinds[0])  # of a group that may be given several times
+    (group,) = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Frozen))
+    return list(group.model_fields)
 
 
 def _refuse_unknown_variables() -> None:

@@ -343,7 +343,7 @@ def test_the_gateway_ends_quietly_and_leaves_no_process(tmp_path: Path) -> None:
     How long it takes is measured against vLLM's import in the same process. `stop` looks for what is left.
     """
     with RealGateway(
-        ["smollm2", "--max-model-len", "512", "--served-model-name", "tiny"], tmp_path
+        ["smollm2", "--max-model-len", "512", "--served-model-name", "tiny", "small"], tmp_path
     ) as gateway:
         gateway.wait_until_ready()
         children = psutil.Process(gateway.process.pid).children(recursive=True)
@@ -352,7 +352,10 @@ def test_the_gateway_ends_quietly_and_leaves_no_process(tmp_path: Path) -> None:
             f"{gateway.url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=60
         )
         assert answer.json()["model"] == "tiny"
-        assert httpx.get(f"{gateway.url}/v1/models").json()["data"][0]["max_model_len"] == 512
+        alias = {"model": "small", "prompt": "x", "max_tokens": 2}
+        assert httpx.post(f"{gateway.url}/v1/completions", json=alias, timeout=60).status_code == 200
+        cards = httpx.get(f"{gateway.url}/v1/models").json()["data"]
+        assert [(card["id"], card["max_model_len"]) for card in cards] == [("tiny", 512), ("small", 512)]
         imported = re.search(r"\[ *([\d.]+)s\] vllm: imported", gateway.log)
         assert imported
         began = time.monotonic()

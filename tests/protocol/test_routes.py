@@ -279,6 +279,22 @@ def test_models_lists_every_engine_and_retrieves_one(fake_gateway: FakeGateway) 
         assert client.get("/v1/models/gamma").status_code == 404
 
 
+def test_an_engine_answers_to_its_aliases() -> None:
+    alpha, beta = FakeEngine("alpha", aliases=("gpt", "org/first")), FakeEngine("beta")
+    with run_fake(alpha, beta) as gateway, gateway.client() as client:
+        served = [card["id"] for card in client.get("/v1/models").json()["data"]]
+        assert served == ["alpha", "gpt", "org/first", "beta"]
+        assert client.get("/v1/models/org/first").json()["id"] == "org/first"
+        for name in ("alpha", "gpt", "org/first"):
+            answer = client.post("/v1/completions", json={"model": name, "prompt": "x", "max_tokens": 1})
+            assert answer.status_code == 200
+        refused = client.post("/v1/completions", json={"model": "other", "prompt": "x"}).json()
+        assert "Served are: alpha, beta, gpt, org/first." in refused["error"]["message"]
+        assert (len(alpha.bodies), len(beta.bodies)) == (3, 0)
+        page = client.get("/metrics").text
+    assert 'model="gpt"' not in page  # series know the engine by its name alone
+
+
 def test_an_operation_the_model_cannot_do_is_a_400(fake_gateway: FakeGateway) -> None:
     with fake_gateway.client() as client:
         response = client.post("/v1/embeddings", json={"model": "alpha", "input": "x"})

@@ -297,48 +297,6 @@ def test_serving_options_are_checked_and_exist_in_vllm() -> None:
         arguments.serving_namespace(EngineSettings(name="a", model="m", serving={"tool_parser": "x"}))
 
 
-@pytest.mark.parametrize(
-    ("line", "name", "args"),
-    [
-        (["org/model"], "model", {}),
-        (["org/model", "--max-model-len", "4096"], "model", {"max_model_len": 4096}),
-        (
-            ["org/model", "--max-model-len", "4k", "--enforce-eager"],
-            "model",
-            {"max_model_len": 4000, "enforce_eager": True},
-        ),
-        (["./m", "--served-model-name", "mine", "--dtype", "float32"], "mine", {"dtype": "float32"}),
-        (["--model", "org/model", "--seed", "3"], "model", {"seed": 3}),
-        (["org/model", "--no-enforce-eager"], "model", {"enforce_eager": False}),
-    ],
-)
-def test_a_model_and_vllm_s_flags_make_one_engine(
-    line: list[str], name: str, args: dict[str, object]
-) -> None:
-    engine = arguments.settings_from_command_line(line)
-    assert (engine.name, engine.args) == (name, args)
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (["m", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
-        (["m", "--api-key", "x"], "use `baton keys create`"),
-        (["m", "--max-model-len", "many"], "max-model-len"),
-        (["--enforce-eager"], "which model?"),
-        (["m", "--ssl-keyfile", "x"], "flag of vLLM's own server"),
-        (["."], "name"),
-        (["m", "--served-model-name", "a b"], "name"),
-        (["m", "--runner", "draft"], "runner"),
-        (["m", "--kv-cache-memory-bytes", "1000"], "kv_cache_memory"),
-    ],
-)
-def test_a_flag_that_does_not_fit_is_refused_in_a_line(line: list[str], reason: str) -> None:
-    with pytest.raises(errors.SettingsError) as caught:
-        arguments.settings_from_command_line(line)
-    assert reason in caught.value.message
-
-
 def test_arguments_vllm_itself_refuses_are_a_line() -> None:
     settings = EngineSettings(name="a", model="m", args={"compilation_config": {"bogus": 1}})
     with pytest.raises(errors.SettingsError, match="engines 'a': args: vLLM refuses them"):

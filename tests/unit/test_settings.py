@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from baton.errors import SettingsError
+from baton.setting_groups import Frozen
 from baton.settings import Settings, load_settings, variables
 
 
@@ -76,6 +78,18 @@ def test_a_group_may_come_half_from_the_file_and_half_from_the_environment(
             '[[engines]]\nname = "a"\nmodel = "x"\n[[engines]]\nname = "a"\nmodel = "y"',
             "engines: the name 'a' is given twice",
         ),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\n[[engines]]\nname = "b"\nmodel = "y"\naliases = ["c", "a"]',
+            "engines: the name 'a' is given twice",
+        ),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\naliases = ["b", "b"]',
+            "engines: the name 'b' is given twice",
+        ),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\naliases = ["b c"]',
+            "engines.0.aliases.0: string should match",
+        ),
         ("engines = []", "engines: name at least one"),
         (
             '[[engines]]\nname = "a"\nmodel = "x"\nlatent = true',
@@ -95,6 +109,38 @@ def test_a_wrong_value_is_one_readable_line(tmp_path: Path, text: str, reason: s
     assert reason in caught.value.message
     assert len(caught.value.message.splitlines()) == 1
     assert caught.value.exit_code == 2
+
+
+def groups() -> dict[str, list[str]]:
+    """Every table of the settings file, with the keys it has."""
+    keys = {}
+    for name, field in Settings.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Frozen):
+                keys[name] = list(kind.model_fields)
+    return keys
+
+
+GROUPS = groups()
+
+
+@pytest.mark.parametrize(("group", "key"), [(group, key) for group, keys in GROUPS.items() for key in keys])
+def test_a_misspelt_key_of_any_table_is_answered_with_the_key_that_was_meant(
+    tmp_path: Path, group: str, key: str
+) -> None:
+    misspelt = f"{key}x"
+    if group == "engines":
+        config = write(tmp_path, f'[[engines]]\nname = "a"\nmodel = "b"\n{misspelt} = 1')
+    else:
+        config = write(tmp_path, f"[{group}]\n{misspelt} = 1")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(config)
+    where = f"{group}.0" if group == "engines" else group
+    assert f"{where}.{misspelt}: unknown setting; did you mean '{key}'?" in caught.value.message.splitlines()
+
+
+def test_every_table_of_the_settings_is_looked_at() -> None:
+    assert {"auth", "limits", "images", "edge", "handoffs", "engines"} <= set(GROUPS)
 
 
 WRONG = ("", "no such thing", "-1", "1e99", "nan", "0x10", "{", "\x1b[31m\r\nport = 1", "x" * 10_000)

@@ -26,5 +26,5 @@ async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
         for card in engine.cards():
             if card["id"] == model:
                 return card
-    served = ", ".join(gateway_of(request).fleet.names)
+    served = gateway_of(request).fleet.served
     raise ModelNotFound(f"The model '{model[:128]}' is not served here. Served are: {served}.")

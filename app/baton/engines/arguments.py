@@ -1,27 +1,31 @@
-"""From our settings to vLLM's: engine arguments, and the namespace its serving factories read."""
+"""Turn an engine's settings into vLLM's: engine arguments, and the namespace its serving factories read."""
 
 from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, make_arg_parser
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from baton.engines.dtype import dtype_for
 from baton.engines.faults import scrub
+from baton.engines.processor import read_processor
+from baton.engines.wording import WRONG_KIND
 from baton.errors import SettingsError
 from baton.models.catalog import EMBEDDED
-from baton.setting_groups import MIB, EngineSettings
-from baton.settings import nearest, reasons
+from baton.setting_groups import CPU_KV_CACHE_BYTES, EngineSettings
+from baton.settings import nearest
+from baton.telemetry.memory import MemoryReader
 from baton_latent.contract import PLACEHOLDER_KEY, latent_overrides, thinks
-
-CPU_KV_CACHE_BYTES = 512 * MIB
-"""So that two engines live on a laptop: 23,000 tokens of SmolLM2's KV."""
 
 OWNED = {
     "model": "the engine's `model`",
@@ -32,6 +36,17 @@ OWNED = {
     "disable_log_stats": "always on: /metrics reads them",
 }
 """Engine arguments that are set elsewhere, and where."""
+
+NOT_HONOURED = {
+    "aggregate_engine_logging": "Baton logs no periodic statistics; read `/metrics`",
+    "allowed_local_media_path": "Baton reads no local files for clients; send images as `data:` URLs",
+    "allowed_media_domains": "Baton fetches images itself; set `images.allowed_hosts`",
+    "data_parallel_multi_port_external_lb": "Baton serves all engines on one port",
+    "enable_log_requests": "Baton writes one line for each request, without its texts",
+    "shutdown_timeout": "Baton lets running requests finish itself; set `drain_timeout_s`",
+    "tokens_only": "Baton offers the routes with text; `/v1/completions` takes token ids too",
+}
+"""Engine arguments that only vLLM's own server acts on, and what to use instead."""
 
 SERVING_OPTIONS = (
     "chat_template",
@@ -48,6 +63,9 @@ SERVING_OPTIONS = (
 )
 """The serving options of vLLM that make sense per engine behind a gateway."""
 
+REASONING_OPTIONS = ("reasoning_parser", "reasoning_parser_plugin")
+"""Engine arguments that may be given as serving options too: vLLM's serving handlers act on them."""
+
 
 def engine_args(
     settings: EngineSettings, model: str, transfer: dict[str, Any] | None = None
@@ -62,17 +80,16 @@ def engine_args(
     Raises:
         SettingsError: an argument that vLLM does not know, or that is set elsewhere.
     """
-    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-    for key in settings.args:
-        where = f"engines '{settings.name}': args.{key}"
-        if key in OWNED:
-            raise SettingsError(f"{where}: set by {OWNED[key]}")
-        if key not in known:
-            raise SettingsError(f"{where}: unknown to vLLM{nearest(key, known)}")
+    _check_names(settings)
     args: dict[str, Any] = _platform_defaults() | _model_defaults(settings) | settings.args
+    args |= _reasoning_options(settings)
     if settings.kv_cache_memory is not None:
         args["kv_cache_memory_bytes"] = int(settings.kv_cache_memory)
+    if dtype := processor_s_dtype(settings, model):
+        args["dtype"] = dtype
     given = args.pop("kv_transfer_config", None)
+    if given is not None and not isinstance(given, dict):
+        raise SettingsError(f"engines '{settings.name}': args.kv_transfer_config: must be a table")
     if settings.latent:
         args["hf_overrides"] = _latent_overrides(settings, model, args)
     elif thinks(model, _table(args.get("hf_overrides"))):
@@ -83,12 +100,85 @@ def engine_args(
     try:
         if transfer is not None or given is not None:
             args["kv_transfer_config"] = KVTransferConfig(**((transfer or {}) | (given or {})))
+        if isinstance(structured := args.get("structured_outputs_config"), dict):
+            args["structured_outputs_config"] = StructuredOutputsConfig(**structured)
         if settings.io_processor is not None:
             args["io_processor_plugin"] = settings.io_processor
-        return AsyncEngineArgs(model=model, served_model_name=[settings.name], runner=settings.runner, **args)
+        built = AsyncEngineArgs(
+            model=model, served_model_name=[settings.name], runner=settings.runner, **args
+        )
     except (ValidationError, ValueError, TypeError, OSError) as error:
         reason = scrub(str(error).partition("\n")[0])
+        if reason == WRONG_KIND:  # worded for clients
+            reason = "one of them has a value of the wrong kind"
         raise SettingsError(f"engines '{settings.name}': args: vLLM refuses them: {reason}") from None
+    _check_parsers(settings, built)
+    return built
+
+
+def _check_names(settings: EngineSettings) -> None:
+    """Refuse arguments that are set elsewhere, that Baton cannot honour, or that vLLM does not know.
+
+    Raises:
+        SettingsError: there is one.
+    """
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    for key, value in settings.args.items():
+        where = f"engines '{settings.name}': args.{key}"
+        if key in OWNED:
+            raise SettingsError(f"{where}: set by {OWNED[key]}")
+        if reason := why_not_honoured(key, value):
+            raise SettingsError(f"{where}: not supported: {reason}")
+        if key not in known:
+            raise SettingsError(f"{where}: unknown to vLLM{nearest(key, known)}")
+
+
+def why_not_honoured(key: str, value: object) -> str | None:
+    """Say why Baton cannot do what an engine argument asks; None: it can, or nothing is asked."""
+    return NOT_HONOURED.get(key) if value != getattr(AsyncEngineArgs, key, None) else None
+
+
+def processor_s_dtype(settings: EngineSettings, model: str) -> str | None:
+    """Choose the dtype by what the processor can; None: vLLM decides, as always where a GPU computes."""
+    if not current_platform.is_cpu():
+        return None
+    return dtype_for(settings, Path(model), read_processor(), memory=MemoryReader().total())
+
+
+def _reasoning_options(settings: EngineSettings) -> dict[str, Any]:
+    """Return the reasoning options given under `serving`, where `tool_call_parser` is given too.
+
+    Raises:
+        SettingsError: `args` give another value.
+    """
+    given = {key: settings.serving[key] for key in REASONING_OPTIONS if key in settings.serving}
+    for key, value in given.items():
+        if settings.args.get(key, value) != value:
+            raise SettingsError(f"engines '{settings.name}': args.{key} and serving.{key} differ: give one")
+    return given
+
+
+def _check_parsers(settings: EngineSettings, args: AsyncEngineArgs) -> None:
+    """Refuse a parser that vLLM does not have, as vLLM's own server does at its start.
+
+    Raises:
+        SettingsError: the reasoning parser or the tool call parser is unknown, or the latter is missing.
+    """
+    where = f"engines '{settings.name}'"
+    reasoning = args.create_structured_outputs_config()
+    if reasoning.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(reasoning.reasoning_parser_plugin)
+    known = ReasoningParserManager.list_registered()
+    if reasoning.reasoning_parser and reasoning.reasoning_parser not in known:
+        hint = nearest(reasoning.reasoning_parser, known)
+        raise SettingsError(f"{where}: reasoning_parser: vLLM has no '{reasoning.reasoning_parser}'{hint}")
+    tools = settings.serving.get("tool_call_parser")
+    known = ToolParserManager.list_registered()
+    if tools is not None and tools not in known:
+        hint = nearest(str(tools), known)
+        raise SettingsError(f"{where}: serving.tool_call_parser: vLLM has no '{tools}'{hint}")
+    if settings.serving.get("enable_auto_tool_choice") and tools is None:
+        raise SettingsError(f"{where}: serving.enable_auto_tool_choice: give a `tool_call_parser` too")
 
 
 def _table(given: Any) -> dict[str, Any]:
@@ -151,13 +241,13 @@ def serving_namespace(settings: EngineSettings) -> Namespace:
         SettingsError: a serving option that does not exist, or makes no sense per engine.
     """
     for key in settings.serving:
-        if key not in SERVING_OPTIONS:
-            hint = nearest(key, list(SERVING_OPTIONS))
+        if key not in (*SERVING_OPTIONS, *REASONING_OPTIONS):
+            hint = nearest(key, [*SERVING_OPTIONS, *REASONING_OPTIONS])
             raise SettingsError(f"engines '{settings.name}': serving.{key}: unknown option{hint}")
-    namespace: Namespace = _parser().parse_args([])
+    namespace: Namespace = serve_parser().parse_args([])
     values: dict[str, Any] = {
         "model": settings.model,
-        "served_model_name": [settings.name],
+        "served_model_name": [settings.name, *settings.aliases],
         "enable_prompt_tokens_details": True,
         **settings.serving,
     }
@@ -166,60 +256,7 @@ def serving_namespace(settings: EngineSettings) -> Namespace:
     return namespace
 
 
-_ABSENT = object()
-"""The default of every flag, so that one given with vLLM's own default still counts as given."""
-
-
-def _parser() -> FlexibleArgumentParser:
-    return make_arg_parser(FlexibleArgumentParser(prog="baton serve", add_help=False))
-
-
-def settings_from_command_line(arguments: list[str]) -> EngineSettings:
-    """One engine as `vllm serve` users type it: `MODEL --max-model-len 4096 ...`.
-
-    Raises:
-        SettingsError: a flag vLLM does not know, or one that Baton does differently.
-    """
-    parser = _parser()
-    parser.error = _refuse  # argparse's own way out is to exit
-    parser.set_defaults(**dict.fromkeys(vars(parser.parse_args([])), _ABSENT))
-    given = vars(parser.parse_args(arguments))
-    changed = {key: value for key, value in given.items() if value is not _ABSENT}
-    model = changed.pop("model_tag", None) or changed.pop("model", None)
-    changed.pop("model", None)
-    if not model:
-        raise SettingsError("which model? `baton serve MODEL [vLLM engine flags]`")
-    names = changed.pop("served_model_name", None) or [model.rstrip("/").rsplit("/", 1)[-1]]
-    memory = changed.pop("kv_cache_memory_bytes", None)
-    plugin = changed.pop("io_processor_plugin", None)
-    usual = EMBEDDED[model].runner if model in EMBEDDED else "generate" if plugin is None else "pooling"
-    runner = changed.pop("runner", usual)
-    serving = {key: changed.pop(key) for key in SERVING_OPTIONS if key in changed}
-    _refuse_frontend_flags(changed)
-    try:
-        return EngineSettings(
-            name=names[0],
-            model=model,
-            runner=runner,
-            kv_cache_memory=memory,
-            io_processor=plugin,
-            args=changed,
-            serving=serving,
-        )
-    except ValidationError as error:
-        raise SettingsError("\n".join(f"baton serve: {reason}" for reason in reasons(error))) from None
-
-
-def _refuse(message: str) -> None:
-    raise SettingsError(f"baton serve: {message}")
-
-
-def _refuse_frontend_flags(changed: dict[str, Any]) -> None:
-    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    frontend = {field.name for field in dataclasses.fields(BaseFrontendArgs)}
-    for key in changed:
-        if key not in known:
-            flag = f"--{key.replace('_', '-')}"
-            reason = "is not offered by Baton" if key in frontend else "is a flag of vLLM's own server"
-            hint = ": use `baton keys create`" if key == "api_key" else ""
-            raise SettingsError(f"baton serve: {flag} {reason}{hint}")
+def serve_parser() -> FlexibleArgumentParser:
+    """Build vLLM's parser of `vllm serve`."""
+    parser = FlexibleArgumentParser(prog="baton serve", add_help=False, conflict_handler="resolve")
+    return make_arg_parser(parser)

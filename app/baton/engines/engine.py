@@ -109,6 +109,10 @@ class VllmEngine:
         return self._settings.name
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        return self._settings.aliases
+
+    @property
     def registry(self) -> CollectorRegistry:
         return self._series.registry
 

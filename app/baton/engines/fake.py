@@ -97,6 +97,7 @@ class FakeEngine:
 
     Attributes:
         name: the word a request's `model` picks it by.
+        aliases: further words that pick it.
         pooling: it embeds instead of generating.
         relays: handoffs are on; there is no KV, so they are always tokens only.
         plugin: what does its pooling, if a plugin does.
@@ -121,6 +122,7 @@ class FakeEngine:
     weights: str = "fake"
     images: ImageInput = field(default_factory=ImageInput)
     behaviour: FakeBehaviour = field(default_factory=FakeBehaviour)
+    aliases: tuple[str, ...] = ()
     state: EngineState = EngineState.STARTING
     plugin: Plugin | None = None
     speed: Speed = field(default_factory=Speed)
@@ -188,12 +190,13 @@ class FakeEngine:
     def cards(self) -> list[Json]:
         return [
             {
-                "id": self.name,
+                "id": name,
                 "object": "model",
                 "created": int(time.time()),
                 "owned_by": "baton",
                 "max_model_len": MAX_MODEL_LEN,
             }
+            for name in (self.name, *self.aliases)
         ]
 
     async def call(

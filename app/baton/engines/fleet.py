@@ -53,6 +53,7 @@ class Fleet:
         self._supervisors = {
             engine.name: Supervisor(engine, supervision, turn, self.metrics) for engine in engines
         }
+        self._aliases = {alias: engine.name for engine in engines for alias in engine.aliases}
         self._shared_registries = shared_registries
         self._keepers: list[asyncio.Task[None]] = []
         self._started = False
@@ -65,6 +66,11 @@ class Fleet:
     @property
     def names(self) -> list[str]:
         return list(self._supervisors)
+
+    @property
+    def served(self) -> str:
+        """Every word that `pick` takes, for error messages."""
+        return ", ".join((*self._supervisors, *self._aliases))
 
     @property
     def states(self) -> dict[str, EngineState]:
@@ -122,15 +128,14 @@ class Fleet:
             ModelNotFound: nothing of that name is served.
             EngineUnavailable: it is served, but not ready.
         """
-        served = ", ".join(self._supervisors)
         if model is None and len(self._supervisors) == 1:
             model = self.names[0]
         if not isinstance(model, str) or not model:
-            raise InvalidRequest(f"'model' must name one of: {served}.", param="model")
-        supervisor = self._supervisors.get(model)
+            raise InvalidRequest(f"'model' must name one of: {self.served}.", param="model")
+        supervisor = self._supervisors.get(self._aliases.get(model, model))
         if supervisor is None:
             raise ModelNotFound(
-                f"The model '{model[:128]}' is not served here. Served are: {served}.", param="model"
+                f"The model '{model[:128]}' is not served here. Served are: {self.served}.", param="model"
             )
         if supervisor.state is not EngineState.READY:
             raise supervisor.refusal()

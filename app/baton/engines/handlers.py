@@ -137,6 +137,9 @@ class Handlers:
         tasks = await client.get_supported_tasks()
         if plugin:
             tasks = tuple(task for task in tasks if task not in POOLING_TASKS)
+        # vLLM's own server passes the namespace that the engine's configuration was made from, and with it
+        # the reasoning parser that was given or that the model's configuration brings along.
+        namespace.structured_outputs_config = client.vllm_config.structured_outputs_config
         # The wrapper answers everything an EngineClient does.
         await init_app_state(client, state, namespace, tasks)
         return cls(state)

@@ -11,9 +11,11 @@ from typing import Any
 import structlog
 from prometheus_client import REGISTRY
 
-from baton.engines.arguments import settings_from_command_line
+from baton.engines.arguments import processor_s_dtype
+from baton.engines.command_line import settings_from_command_line
 from baton.engines.engine import VllmEngine
 from baton.engines.fleet import Fleet
+from baton.engines.processor import read_processor
 from baton.setting_groups import EngineSettings
 from baton.settings import Settings
 
@@ -50,7 +52,21 @@ def build_fleet(
         )
         for engine in settings.engines
     ]
+    _log_dtypes(settings, models)
     return Fleet(engines, supervision=settings.supervision, shared_registries=(REGISTRY,))
+
+
+def _log_dtypes(settings: Settings, models: Mapping[str, str]) -> None:
+    """Log which engines compute in float32 because the processor is faster in it."""
+    for engine in settings.engines:
+        if dtype := processor_s_dtype(engine, models[engine.name]):
+            structlog.get_logger("baton.engine").info(
+                "dtype_chosen",
+                engine=engine.name,
+                dtype=dtype,
+                processor=str(read_processor()),
+                reason="the processor has no bfloat16 instructions",
+            )
 
 
 def transfer_config(settings: Settings) -> dict[str, Any]:
@@ -79,6 +95,8 @@ def _tenant_salt() -> Callable[[str], str | None]:
     return salt
 
 
-def engine_from_command_line(arguments: list[str]) -> EngineSettings:
-    """One engine as `vllm serve` users type it."""
-    return settings_from_command_line(arguments)
+def engine_from_command_line(
+    arguments: list[str], *, handoff: bool = False, latent: bool = False
+) -> EngineSettings:
+    """Read one engine as `vllm serve` users type it."""
+    return settings_from_command_line(arguments, handoff=handoff, latent=latent)

@@ -180,6 +180,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        """Further words that pick it."""
+        ...
+
+    @property
     def state(self) -> EngineState: ...
 
     @property

@@ -58,12 +58,23 @@ class MemoryReader:
         found = [bytes_ for bytes_ in (*self._in_cgroups(), self._in_machine()) if bytes_ is not None]
         return min(found, default=None)
 
+    def total(self) -> int | None:
+        """Bytes that this process could get if nothing else used any; None: nothing here tells."""
+        kibibytes = _fields(self._meminfo).get("MemTotal:")
+        machine = None if kibibytes is None else kibibytes * 1024
+        limits = [_limit(folder, layout) for folder, layout in self._folders()]
+        return min((limit for limit in (*limits, machine) if limit is not None), default=None)
+
     def _in_cgroups(self) -> Iterator[int | None]:
+        for folder, layout in self._folders():
+            yield _left(folder, layout)
+
+    def _folders(self) -> Iterator[tuple[Path, Layout]]:
         for top, name, layout in self._hierarchies():
             own = top / name.lstrip("/")
             # In a container the name is often that on the host, and only the top is there.
             for folder in (own, *own.parents):
-                yield _left(folder, layout)
+                yield folder, layout
                 if folder == top:
                     break
 
@@ -87,15 +98,24 @@ class MemoryReader:
 
 def _left(folder: Path, layout: Layout) -> int | None:
     """What one cgroup leaves; None: it limits nothing."""
+    limit = _limit(folder, layout)
     try:
-        limit = int((folder / layout.limit).read_text())
         used = int((folder / layout.used).read_text())
-    except (OSError, ValueError):  # not there, or "max"
+    except (OSError, ValueError):  # not there
         return None
-    if limit >= UNLIMITED:
+    if limit is None:
         return None
     fields = _fields(folder / "memory.stat")
     return max(0, limit - used + sum(fields.get(name, 0) for name in layout.reclaimable))
+
+
+def _limit(folder: Path, layout: Layout) -> int | None:
+    """What one cgroup allows; None: it limits nothing."""
+    try:
+        limit = int((folder / layout.limit).read_text())
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+    return None if limit >= UNLIMITED else limit
 
 
 def _fields(path: Path) -> dict[str, int]:
