@@ -89,6 +89,7 @@ def test_what_python_says_of_our_insides_stays_inside(code: str) -> None:
     assert wording.scrub(str(caught.value)) == wording.WRONG_KIND
 
 
+@pytest.mark.fault("F7")
 def test_no_argument_of_a_renderer_passes_for_a_template_s_variable() -> None:
     """Given twice it is a Python error; `padding` and `max_length` would make a prompt of any length."""
     from transformers import PreTrainedTokenizerBase

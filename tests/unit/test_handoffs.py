@@ -252,6 +252,7 @@ def test_a_pending_handoff_that_is_deleted_and_then_fails_troubles_nobody(house:
     asyncio.run(story())
 
 
+@pytest.mark.fault("D4")
 def test_a_handoff_that_is_deleted_while_a_request_waits_for_it_is_not_given_out(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
