@@ -125,23 +125,24 @@ class Leftovers:
 
     def __init__(self, pid: int) -> None:
         self._processes = psutil.Process(pid).children(recursive=True)
-        keepers = [words for child in self._processes if "keeper.py" in " ".join(words := child.cmdline())]
-        self._paths = [Path(words[-1]) for words in keepers]
+        words = [_words(child) for child in self._processes]
+        self._paths = [Path(said[-1]) for said in words if "keeper.py" in " ".join(said)]
         self._paths += segments_of(self._processes)
 
     def assert_none(self) -> None:
-        """Processes must be gone now; Python's resource tracker ends by itself a moment later."""
-        trackers = [child for child in self._processes if _is_tracker(child)]
+        """Processes must be gone or just killed; Python's resource tracker ends by itself a moment later."""
+        trackers = [child for child in self._processes if "resource_tracker" in " ".join(_words(child))]
         others = [child for child in self._processes if child not in trackers]
-        assert wait_until_gone(others, within_s=0) == []
+        assert wait_until_gone(others, within_s=5) == []
         assert wait_until_gone(trackers, within_s=20) == []
         assert [path for path in self._paths if path.exists()] == []
 
 
-def _is_tracker(process: psutil.Process) -> bool:
+def _words(process: psutil.Process) -> list[str]:
+    """The command line of a process; none of one that is gone."""
     with contextlib.suppress(psutil.Error):
-        return "resource_tracker" in " ".join(process.cmdline())
-    return False
+        return list(process.cmdline())
+    return []
 
 
 class RealGateway:
