@@ -368,7 +368,8 @@ def test_a_save_under_way_is_waited_for_while_the_engines_still_run(house: House
             assert saving.done(), "the engine would have been stopped before its save was over"
         assert (record.state, record.bytes) == (HandoffState.READY, 10)
         assert cut_off.state is HandoffState.FAILED
-        assert house.handoffs().page("local", limit=9, after=None)[0][0].bytes == 10
+        page, _ = await house.handoffs().page("local", limit=9, after=None)
+        assert page[0].bytes == 10
 
     async def save(record: HandoffRecord, relay: Relay) -> None:
         await asyncio.sleep(0.3)
