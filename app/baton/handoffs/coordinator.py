@@ -13,17 +13,17 @@ import structlog
 from baton.engines.port import Engine, Placed, Relay
 from baton.errors import (
     BatonError,
-    HandoffIncompatible,
     HandoffNotFound,
     HandoffPending,
 )
 from baton.handoffs.changes import Rules
+from baton.handoffs.compatible import require_compatible
 from baton.handoffs.record import HandoffRecord, HandoffState
+from baton.handoffs.room import Room
 from baton.handoffs.shelf import Shelf
 from baton.handoffs.storage import HandoffStorage
 from baton.setting_groups import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
-from baton_kv.stores.base import StoreError
 
 COMMIT_WITHIN_S = 5.0
 """A save runs beside the engine's work. What is not there by then is tokens only, until it is."""
@@ -39,8 +39,6 @@ MAX_PER_TENANT = 10_000
 MAX_WEIGHT_PER_TENANT = 256 * 1024 * 1024
 """Bytes of token ids and messages; above it a tenant loses its oldest handoffs."""
 Result = TypeVar("Result")
-BESIDE_SHARE = 0.5
-"""Of the budget, for records and images: they do not go as KV does, for a handoff is nothing without them."""
 
 
 class Handoffs:
@@ -70,7 +68,7 @@ class Handoffs:
         self._wall = wall
         self._shelf = Shelf(clock)
         self._rules = Rules(settings, storage.pin)
-        self._beside = asyncio.Lock()
+        self._room = Room(settings, self._shelf, storage, self._refresh)
         self._over: dict[str, asyncio.Event] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._settling: set[asyncio.Task[None]] = set()
@@ -169,24 +167,7 @@ class Handoffs:
             raise HandoffPending()
         if record.state is HandoffState.FAILED or record not in self._shelf:
             raise HandoffNotFound()
-        if record.weights != engine.weights:
-            raise HandoffIncompatible(
-                f"The handoff is of the model '{record.model}', the request of '{engine.name}': "
-                "their weights differ.",
-                param="handoff.from",
-            )
-        if record.latent_steps and record.placeholder != engine.placeholder:
-            raise HandoffIncompatible(
-                f"The handoff holds latent steps of the model '{record.model}'; '{engine.name}' "
-                "does not take them, or marks them with another token.",
-                param="handoff.from",
-            )
-        if len(record.images) > engine.images.limit:
-            raise HandoffIncompatible(
-                f"The handoff holds {len(record.images)} images; '{engine.name}' takes at most "
-                f"{engine.images.limit}.",
-                param="handoff.from",
-            )
+        require_compatible(record, engine)
         return record
 
     async def images(self, record: HandoffRecord) -> list[Placed]:
@@ -310,8 +291,8 @@ class Handoffs:
     async def _keep_images(self, record: HandoffRecord) -> None:
         """Put a handoff's images on disk. Where there is no room its life ends with this process."""
         if record.pictures:
-            async with self._beside:
-                if await self._room_beside(record, record.image_bytes):
+            async with self._room.guard:
+                if await self._room.make(record, record.image_bytes):
                     await asyncio.to_thread(self._storage.keep_images, record)
 
     async def _write(self, record: HandoffRecord) -> None:
@@ -322,35 +303,12 @@ class Handoffs:
             if record.kept or record.pictures or record not in self._shelf:
                 self._take(record, await asyncio.to_thread(self._storage.change, record, edit))
                 return
-            async with self._beside:
-                if await self._room_beside(record, record.disk_bytes):
+            async with self._room.guard:
+                if await self._room.make(record, record.disk_bytes):
                     record.kept = await asyncio.to_thread(self._storage.create, record, edit)
                 else:
                     await asyncio.to_thread(self._storage.change, record, edit)
             self._shelf.count_bytes(record)
-
-    async def _room_beside(self, record: HandoffRecord | None, size: int) -> bool:
-        """Make room for so many bytes of a record or its images; whether there is."""
-        try:
-            if await self._evict_beside(record, size):
-                return True
-            reason = "pinned handoffs take all the room for records"
-        except StoreError as error:
-            reason = str(error)
-        self._log.warning("handoff_not_kept", reason=reason)
-        return False
-
-    async def _evict_beside(self, record: HandoffRecord | None, size: int) -> bool:
-        share, looked = BESIDE_SHARE * int(self._settings.budget), False
-        while await asyncio.to_thread(self._storage.beside_bytes) + size > share:
-            if not looked:
-                await self._refresh()
-                looked = True
-            if (other := self._shelf.oldest_beside(record)) is None:
-                return False
-            self._shelf.forget(other)
-            await asyncio.to_thread(self._storage.remove, other)
-        return True
 
     def _adopt(self, record: HandoffRecord) -> None:
         """A record of an earlier run, or of another gateway over the same store."""
@@ -395,8 +353,8 @@ class Handoffs:
                 self._sweep()
                 for tenant in self._shelf.tenants:
                     self._make_room(tenant)
-                async with self._beside:
-                    await self._room_beside(None, 0)
+                async with self._room.guard:
+                    await self._room.make(None, 0)
                 self._metrics.kept.set(len(self._shelf))
                 self._metrics.store_bytes.set(await asyncio.to_thread(self._storage.all_bytes))
             except Exception as error:  # noqa: BLE001  # the border of the sweeper: the next round may work
