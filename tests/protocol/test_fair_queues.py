@@ -59,7 +59,7 @@ class Tenants:
     def shown(self, series: str) -> float:
         """The value of one series in the metrics."""
         page = httpx.get(
-            f"{self.gateway.url}/metrics", headers={"authorization": f"Bearer {self.modest}"}
+            f"{self.gateway.metrics_url}/metrics", headers={"authorization": f"Bearer {self.modest}"}
         ).text
         return next(float(line.split()[-1]) for line in page.splitlines() if line.startswith(f"{series} "))
 
