@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class Swept:
 
 
 class Made:
-    """A file or a folder in use, empty at first; the caller's to `remove`.
+    """A file or a folder in use, empty at first; the caller's to `remove`, from any thread.
 
     Attributes:
         path: for those who open it by name.
@@ -65,12 +66,14 @@ class Made:
         self.path = path
         self.descriptor = descriptor
         self._here = True
+        self._lock = threading.Lock()
 
     def remove(self) -> None:
         """Remove it with what is in it, and free its lock; a second call does nothing."""
-        if not self._here:
+        with self._lock:
+            here, self._here = self._here, False
+        if not here:
             return
-        self._here = False
         try:
             with contextlib.suppress(OSError), opened(self.path.parent) as folder:
                 _remove(folder, self.path.name, self.descriptor)

@@ -64,7 +64,13 @@ class Conversion:
 
 
 def conversion(
-    card: Card, dtype: np.dtype[Any], bands: tuple[int, ...], stated: Stated, asked: Linear | None
+    card: Card,
+    dtype: np.dtype[Any],
+    bands: tuple[int, ...],
+    stated: Stated,
+    *,
+    scale: float | None = None,
+    offset: float | None = None,
 ) -> Conversion:
     """Decide by the request, else by the file, else by the card alone.
 
@@ -73,26 +79,40 @@ def conversion(
         dtype: of the file.
         bands: numbers from 0 of the bands used, in the model's order.
         stated: by the file.
-        asked: by the request; None: it says neither scale nor offset.
+        scale: of the request.
+        offset: of the request.
 
     Raises:
         RequestInvalid: an offset too small to change anything.
-        RasterUnusable: the file states what cannot be, or names itself a product whose offset it does not
-            state.
+        RasterUnusable: the file states what cannot be, or has an offset that nobody says.
     """
     own = _unit_of_type(card, dtype)
-    if asked is not None:
+    lines = [stated.bands[band] for band in bands]
+    if offset is None:
+        _check_nothing_is_unsaid(lines, stated, dtype, scale)
+    if scale is not None or offset is not None:
+        asked = Linear(1.0 if scale is None else scale, offset or 0.0)
         _check_is_felt(card, asked, own)
         return _conversion(card, own, [asked] * len(bands), f"the request says {asked}")
-    lines = [stated.bands[band] for band in bands]
-    unsaid = (
-        any(line.offset == 0 for line in lines) and dtype.itemsize > 1
-    )  # of 8 bits are pictures made of it
-    if stated.shifted is not None and unsaid:
-        raise RasterUnusable(_offset_is_missing(stated.shifted, dtype), param="offset")
     if any(line != Linear() for line in lines):
         return _by_file(card, own, lines)
     return _conversion(card, own, lines)
+
+
+def _check_nothing_is_unsaid(
+    lines: list[Linear], stated: Stated, dtype: np.dtype[Any], scale: float | None
+) -> None:
+    """Refuse a request without `offset` where the file's numbers hold one that would be lost."""
+    odd = next((line for line in lines if line.offset), None)
+    if scale is not None and odd is not None:
+        raise RasterUnusable(
+            f"the file states an offset of {odd.offset:g}, and the request a scale alone; give offset "
+            "too, or leave both out",
+            param="offset",
+        )
+    silent = scale is not None or any(line.offset == 0 for line in lines)
+    if stated.shifted is not None and silent and dtype.itemsize > 1:  # of 8 bits are pictures made of it
+        raise RasterUnusable(_offset_is_missing(stated.shifted, dtype, scale), param="offset")
 
 
 def _by_file(card: Card, own: float, lines: list[Linear]) -> Conversion:
@@ -167,8 +187,8 @@ def _check_is_felt(card: Card, asked: Linear, own: float) -> None:
         )
 
 
-def _offset_is_missing(product: str, dtype: np.dtype[Any]) -> str:
-    add = "offset=-1000"
+def _offset_is_missing(product: str, dtype: np.dtype[Any], scale: float | None) -> str:
+    add = "offset=-1000" if scale in (None, 1.0) else f"offset={-1000 * scale:g}"
     if dtype.kind == "f":
         add = "scale=0.0001 and offset=-0.1 (if its floats are those numbers / 10000: offset=-0.1)"
     return (

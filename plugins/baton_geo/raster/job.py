@@ -12,7 +12,7 @@ from baton_geo.card import Card
 from baton_geo.errors import RasterUnusable
 from baton_geo.raster.ask import PREVIEW, SceneAsk, SceneInfo, Tally
 from baton_geo.raster.bands import choose_bands
-from baton_geo.raster.calibration import Conversion, Linear, conversion
+from baton_geo.raster.calibration import Conversion, conversion
 from baton_geo.raster.geotiff import GeoTiff
 from baton_geo.raster.grid import Floats, Grid
 from baton_geo.raster.headers import check_file, check_memory
@@ -71,7 +71,8 @@ class Job:
         itemsize = source.dtype.itemsize
         check_memory(source.width, source.height, source.block_height, itemsize, len(choice.bands), ask)
         nodata = card.nodata if source.nodata is None else source.nodata
-        line = conversion(card, source.dtype, choice.bands, source.stated, _asked(ask))
+        said = {"scale": ask.scale, "offset": ask.offset}
+        line = conversion(card, source.dtype, choice.bands, source.stated, **said)
         source.notes.extend(line.notes)
         self._glance(choice.bands, nodata, line)
         self._check = RangeCheck(card, source.dtype, line)
@@ -173,13 +174,6 @@ class Job:
             acquired=source.acquired,
             notes=tuple(source.notes),
         )
-
-
-def _asked(ask: SceneAsk) -> Linear | None:
-    """The request's scale and offset; None: it says neither."""
-    if ask.scale is None and ask.offset is None:
-        return None
-    return Linear(1.0 if ask.scale is None else ask.scale, ask.offset or 0.0)
 
 
 def _spots(width: int, height: int, whole: bool) -> list[tuple[int, int, int, int]]:

@@ -34,13 +34,10 @@ def read_stated(lines: Sequence[Linear], tags: Tags, band_tags: Sequence[Tags], 
     """
     whole = _plain(tags)
     each = [whole | _plain(own) for own in band_tags]
-    bands = tuple(
-        line if line != Linear() else _of_tags(known, integers) or Linear()
-        for line, known in zip(lines, each, strict=True)
-    )
-    zeros = {"add_offset", *(SENTINEL_OFFSETS if integers else ())}  # a tag that says 0 says so on purpose
-    told = any(zeros & known.keys() for known in each)
-    return Stated(bands, None if told or _is_taken_off(whole) else _shifted(whole))
+    offsets = ("add_offset", *(SENTINEL_OFFSETS if integers else ()))
+    bands = tuple(_of_band(line, known, integers) for line, known in zip(lines, each, strict=True))
+    without = any(_number(known, name) == 0 for known in each for name in offsets)  # a 0 is said on purpose
+    return Stated(bands, None if without or _is_taken_off(whole) else _shifted(whole))
 
 
 def _plain(tags: Tags) -> dict[str, str]:
@@ -53,14 +50,17 @@ def _plain(tags: Tags) -> dict[str, str]:
     return plain
 
 
-def _of_tags(tags: Tags, integers: bool) -> Linear | None:
-    scale, offset = _number(tags, "scale_factor"), _number(tags, "add_offset")
-    if scale is not None or offset is not None:
-        return Linear(1.0 if scale is None else scale, offset or 0.0)
-    if not integers:
-        return None
-    offsets = (_number(tags, name) for name in SENTINEL_OFFSETS)
-    return next((Linear(1.0, offset) for offset in offsets if offset is not None), None)
+def _of_band(line: Linear, tags: Tags, integers: bool) -> Linear:
+    """What GDAL knows, and of the tags what GDAL does not; Sentinel-2's offsets are in the file's numbers."""
+    if line.offset:
+        return line
+    scale = line.scale if line.scale != 1 else _number(tags, "scale_factor")
+    scale = 1.0 if scale is None else scale
+    offset = _number(tags, "add_offset")
+    if offset is None and integers:
+        shifts = (_number(tags, name) for name in SENTINEL_OFFSETS)
+        offset = next((shift * scale for shift in shifts if shift is not None), None)
+    return Linear(scale, offset or 0.0)
 
 
 def _number(tags: Tags, name: str) -> float | None:

@@ -166,6 +166,8 @@ def test_floats_for_a_model_of_ten_thousands(decoders: Decoders, tmp_path: Path)
         {"band_tags": {"scale_factor": "0.0001", "add_offset": "-0.1"}},
         {"tags": {"BOA_ADD_OFFSET": "-1000", "PRODUCT_URI": BASELINE_4}},
         {"band_tags": {"BOA_ADD_OFFSET": "-1000"}},
+        {"scale": 1e-4, "tags": {"BOA_ADD_OFFSET": "-1000"}},
+        {"scale": 1e-4, "tags": {"add_offset": "-0.1"}},
         {"scale": 1e-4, "offset": -0.1, "tags": {"PRODUCT_URI": BASELINE_4}},
     ],
 )
@@ -182,6 +184,24 @@ def test_the_request_wins_over_the_file(decoders: Decoders, tmp_path: Path) -> N
         path = row(tmp_path / "a.tif", SHIFTED, "uint16", **own)
         np.testing.assert_allclose(seen(decoders, path, offset=-1000)[0], TRUTH, atol=1e-6)
         np.testing.assert_allclose(seen(decoders, path, offset=0)[0], TRUTH + 0.1, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"scale": 1e-4, "offset": -0.1}, "the file states an offset of -0.1, and the request a scale alone"),
+        ({"tags": {"PRODUCT_URI": BASELINE_4}}, "add offset=-0.1 to the request"),
+    ],
+)
+def test_a_scale_alone_loses_no_offset(
+    decoders: Decoders, tmp_path: Path, own: dict[str, Any], words: str
+) -> None:
+    """Where the file's numbers hold one, the request has to say it, 0 if there is none."""
+    path = row(tmp_path / "a.tif", SHIFTED, "uint16", **own)
+    with pytest.raises(RasterUnusable, match=words) as caught:
+        seen(decoders, path, scale=1e-4)
+    assert caught.value.param == "offset"
+    np.testing.assert_allclose(seen(decoders, path, scale=1e-4, offset=-0.1)[0], TRUTH, atol=1e-6)
 
 
 def test_each_band_has_its_own(decoders: Decoders, tmp_path: Path) -> None:
@@ -305,7 +325,7 @@ def test_nothing_said_is_the_card_alone() -> None:
     """As before there was a scale to say: the card's number for the type, and its offset."""
     card = REFLECTANCE.model_copy(update={"float_scale": 2.0, "offset": 0.5})
     for dtype, times in (("int16", 1e-4), ("float32", 2.0)):
-        line = conversion(card, np.dtype(dtype), (0,), Stated((Linear(),)), None)
+        line = conversion(card, np.dtype(dtype), (0,), Stated((Linear(),)))
         assert (line.times.tolist(), line.plus.tolist(), line.notes) == ([times], [0.5], ())
 
 
