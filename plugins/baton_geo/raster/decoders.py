@@ -121,8 +121,8 @@ class Scene:
 
     info: SceneInfo
 
-    def __init__(self, line: Line, folder: Made, ask: SceneAsk, release: Callable[[], None]) -> None:
-        self._line, self._folder, self._ask = line, folder, ask
+    def __init__(self, line: Line, made: Made, ask: SceneAsk, release: Callable[[], None]) -> None:
+        self._line, self._made, self._folder, self._ask = line, made, made.path, ask
         self._release: Callable[[], None] | None = release
         self._lock = threading.Lock()  # one question at a time
         self._closing = threading.Lock()
@@ -141,7 +141,7 @@ class Scene:
         """Have the child open the raster; `Decoders.open` calls this."""
         limits = self._ask.limits
         deadline = min(self._started + PATIENCE * limits.open_seconds, self._deadline)
-        question = {"ask": self._ask.model_dump_json(), "folder": str(self._folder.path)}
+        question = {"ask": self._ask.model_dump_json(), "folder": str(self._folder)}
         with self._lock, self._translated(self._too_slow_to_open()):
             wire.send(self._line.sock, question, deadline=deadline)
             self.info = self._parsed(SceneInfo, "info", self._receive(deadline))
@@ -245,7 +245,7 @@ class Scene:
         """As `close`, and keep the place among the open scenes."""
         self._closed = True
         self._end_child()
-        self._folder.remove()
+        self._made.remove()
 
     def _end_child(self) -> None:
         self._line.hang_up()
@@ -266,7 +266,7 @@ class Scene:
 
     def _product(self, name: str) -> Path:
         """A file the child wrote, which is not taken at its word: a link might lead anywhere."""
-        path = self._folder.path / name
+        path = self._folder / name
         if path.is_symlink() or not path.is_file():
             raise RasterBroken("the raster could not be decoded")
         return path
