@@ -323,5 +323,7 @@ class PoolingSettings(Frozen):
         "tenant's share of it: 429. Unset: eight times `upload_bytes`.",
     )
     spool_dir: Path | None = Field(
-        None, description="Where files sent as they are wait for the plugin; unset: the system's folder."
+        None,
+        description="Where files sent as they are wait for the plugin: a folder of this user or of root, "
+        "no link; unset: the system's folder.",
     )

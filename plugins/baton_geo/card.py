@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+SCALE_LIMITS = (1e-9, 1e9)
+"""Least and greatest scale that a request or a file may say."""
+OFFSET_LIMIT = 1e9
+"""Largest offset that a request or a file may say, whatever its sign."""
+
 
 class Frozen(BaseModel):
     """Read-only, and closed to keys it does not know."""

@@ -34,7 +34,7 @@ from pydantic import (
     model_validator,
 )
 
-from baton_geo.card import Frozen
+from baton_geo.card import OFFSET_LIMIT, SCALE_LIMITS, Frozen
 from baton_geo.errors import RequestInvalid
 
 URL_CHARACTERS = 2048
@@ -47,6 +47,7 @@ OutDataFormat = Literal["b64_json", "path", "url"]
 Output = Literal["mask", "probabilities", "preview"]
 Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=3, fail_fast=True)]
 Index = Annotated[int, Field(strict=True, ge=0, le=4095)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Indices = Annotated[tuple[Index, ...], Field(min_length=1, max_length=INDICES, fail_fast=True)]
 
 
@@ -89,6 +90,9 @@ class GeoOptions(Frozen):
         outputs: the first is the answer's `data`, the others stand in `files`.
         dates: of the time steps, one each; for models with temporal embeddings.
         location: of the scene; None: from the raster.
+        scale: number * scale + offset is a pixel's value, which has to be in one of the units that the model
+            takes in integer or in float files. None: 1, or with `offset` None too, what the file states.
+        offset: see `scale`; None: 0, or with `scale` None too, what the file states.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -99,6 +103,25 @@ class GeoOptions(Frozen):
     outputs: Outputs = ("mask",)
     dates: Days | None = None
     location: Location | None = None
+    scale: Number | None = None
+    offset: Number | None = None
+
+    @field_validator("scale")
+    @classmethod
+    def _is_a_scale(cls, value: float | None) -> float | None:
+        least, greatest = SCALE_LIMITS
+        if value is not None and not least <= value <= greatest:
+            raise ValueError(
+                f"{value:g} is not a scale; a number from {least:g} to {greatest:g} is, as 0.0001"
+            )
+        return value
+
+    @field_validator("offset")
+    @classmethod
+    def _is_an_offset(cls, value: float | None) -> float | None:
+        if value is not None and abs(value) > OFFSET_LIMIT:
+            raise ValueError(f"{value:g} is not an offset; a number up to {OFFSET_LIMIT:g} is, as -1000")
+        return value
 
     @field_validator("out_data_format")
     @classmethod

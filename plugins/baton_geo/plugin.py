@@ -32,7 +32,7 @@ from baton_geo.raster.decoders import Decoders
 from baton_geo.scenes import Running, Scenes
 from baton_geo.settings import geo_settings
 from baton_geo.sources import Sources
-from baton_geo.spool import Spooled
+from baton_geo.spool import Spooled, prepare_folder
 from baton_geo.tiles import Coordinates, card_of, prompt
 
 Result = TypeVar("Result")
@@ -74,6 +74,7 @@ class GeoProcessor(IOProcessor[Ask | Shown, GeoAnswer]):
         self._card = card_of(hf_config)
         self._coordinates = Coordinates(PrithviConfig.from_hf(hf_config))
         self._settings = geo_settings(vllm_config.additional_config)
+        prepare_folder(self._settings.spool)
         self._sources = Sources(self._settings)
         self._decoders = Decoders(
             self._settings.decoders, self._settings.decoder_wait_s, self._settings.spool
@@ -181,6 +182,8 @@ class GeoProcessor(IOProcessor[Ask | Shown, GeoAnswer]):
             card=self._card,
             limits=self._settings.limits,
             indices=options.indices,
+            scale=options.scale,
+            offset=options.offset,
             mask="mask" in options.outputs,
             probabilities="probabilities" in options.outputs,
             preview=shown or "preview" in options.outputs,

@@ -54,9 +54,25 @@ def _place(value: str) -> dict[str, float]:
     return {"latitude": latitude, "longitude": longitude}
 
 
+def _number(name: str) -> Callable[[str], float]:
+    def read(value: str) -> float:
+        try:
+            return float(value)
+        except ValueError:
+            raise RequestInvalid(
+                f"{name}: not a number; a number of the file times scale plus offset is its value, as in "
+                "offset=-1000, or scale=0.0001 with offset=-0.1",
+                param=name,
+            ) from None
+
+    return read
+
+
 READERS: dict[str, Callable[[str], Any]] = {
     "indices": _numbers,
     "outputs": _words,
     "dates": _words,
     "location": _place,
+    "scale": _number("scale"),
+    "offset": _number("offset"),
 }

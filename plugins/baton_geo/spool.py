@@ -1,11 +1,14 @@
-"""Rasters on disk while a request is under way: written once, with a cap, and removed whatever happens."""
+"""Rasters on disk while a request is under way: written once, with a cap, and removed whatever happens.
+
+What a killed process leaves is removed by the next one that starts with the same folder.
+"""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
-import tempfile
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,8 +16,13 @@ from pathlib import Path
 from types import TracebackType
 
 from baton_geo.errors import DecoderBusy, RasterTooLarge
+from baton_geo.raster.decoders import SCENES
 from baton_geo.settings import MIB
+from baton_spool import FolderRefused, Made, Naming, make, require_folder, sweep
 
+logger = logging.getLogger(__name__)
+
+RASTERS = Naming("baton-geo-", ".raster")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -28,11 +36,13 @@ class Spooled:
         path: of the file.
         size: bytes.
         owned: whether it is removed on exit.
+        made: the lock on a file that was written here.
     """
 
     path: Path
     size: int
     owned: bool = field(default=True)
+    made: Made | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def from_file(cls, path: Path, *, owned: bool = True) -> Spooled:
@@ -49,7 +59,9 @@ class Spooled:
 
     def close(self) -> None:
         """Removes the file; a second call does nothing."""
-        if self.owned:
+        if self.made is not None:
+            self.made.remove()
+        elif self.owned:
             self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Spooled:
@@ -85,10 +97,9 @@ class Spool:
         self._lock = threading.Lock()
         self._open = True
         try:
-            self._file, name = tempfile.mkstemp(prefix="baton-geo-", suffix=".raster", dir=folder)
+            self._made = make(folder, RASTERS)
         except OSError as error:
             raise _of_disk(error) from None
-        self._path = Path(name)
 
     def __enter__(self) -> Spool:
         return self
@@ -98,8 +109,8 @@ class Spool:
     ) -> None:
         with self._lock:
             if self._open:
-                self._close()
-                self._path.unlink(missing_ok=True)
+                self._open = False
+                self._made.remove()
 
     def expect(self, size: int) -> None:
         """Refuses a file that is said to have `size` bytes, before the first is read.
@@ -125,7 +136,7 @@ class Spool:
             rest = memoryview(data)
             try:
                 while rest:
-                    rest = rest[os.write(self._file, rest) :]
+                    rest = rest[os.write(self._made.descriptor, rest) :]
             except OSError as error:
                 raise _of_disk(error) from None
             self._size += len(data)
@@ -144,12 +155,33 @@ class Spool:
         with self._lock:
             if not self._open:
                 raise Abandoned
-            self._close()
-            return Spooled(self._path, self._size)
+            self._open = False
+            return Spooled(self._made.path, self._size, made=self._made)
 
-    def _close(self) -> None:
-        self._open = False
-        os.close(self._file)
+
+def prepare_folder(folder: Path | None) -> None:
+    """Check the folder for rasters and scenes, and remove those that killed processes left there.
+
+    Args:
+        folder: `spool` of the settings.
+
+    Raises:
+        ValueError: it is no folder, a link, another user's, open to all, or cannot be written.
+    """
+    try:
+        require_folder(folder)
+        swept = sweep(folder, RASTERS, SCENES)
+    except FolderRefused as error:
+        raise ValueError(f"additional_config: baton_geo.spool: {error.strerror}") from None
+    if swept.removed:
+        logger.info("%d rasters and scenes of ended processes were removed", swept.removed)
+    if swept.foreign:
+        logger.error(
+            "%d entries of the spool folder have names of ours and are not this user's files; they are left "
+            "alone; the first: %s",
+            len(swept.foreign),
+            swept.foreign[0],
+        )
 
 
 def _of_disk(error: OSError) -> Exception:

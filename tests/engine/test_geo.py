@@ -304,7 +304,7 @@ def test_a_client_that_leaves_in_the_midst_leaves_nothing(geo_gateway: RealGatew
     with geo_gateway.client(timeout=1.0) as client, pytest.raises(httpx.ReadTimeout):
         send(client, content)
     assert until(lambda: not decoders(geo_gateway))
-    assert until(lambda: not list((geo_folder / "spool").glob("scene-*")))
+    assert until(lambda: not list((geo_folder / "spool").glob("baton-geo-*")))
     with geo_gateway.client() as client:
         page = client.get("/metrics").text
         assert 'baton_pooling_requests_running{engine="rgb"} 0.0' in page

@@ -17,6 +17,8 @@ def test_every_option_has_its_spelling() -> None:
         "outputs": "mask,preview",
         "dates": "2024-05-01,2024-06-01",
         "location": "47.5,-8.25",
+        "scale": "1e-4",
+        "offset": "-0.1",
         "image_format": "tiff",
         "out_data_format": "b64_json",
     }
@@ -24,6 +26,7 @@ def test_every_option_has_its_spelling() -> None:
     assert options.indices == (3, 2, 1)
     assert options.outputs == ("mask", "preview")
     assert options.dates == (datetime.date(2024, 5, 1), datetime.date(2024, 6, 1))
+    assert (options.scale, options.offset) == (1e-4, -0.1)
     assert options.location is not None
     assert (options.location.latitude, options.location.longitude) == (47.5, -8.25)
 
@@ -54,6 +57,14 @@ def test_what_is_accepted_decides_where_the_query_does_not(
         ({"location": "1"}, "latitude,longitude"),
         ({"location": "95,0"}, "latitude"),
         ({"outputs": "maks"}, "mask"),
+        ({"scale": "0"}, "scale: 0 is not a scale; a number from 1e-09 to 1e"),
+        ({"scale": "-1"}, "scale: -1 is not a scale"),
+        ({"scale": "1e10"}, "not a scale"),
+        ({"scale": "nan"}, "finite"),
+        ({"scale": "ten"}, "scale: not a number; .*scale=0.0001 with offset=-0.1"),
+        ({"offset": "-1000,5"}, "offset: not a number"),
+        ({"offset": "inf"}, "finite"),
+        ({"offset": "-2e9"}, r"offset: -2e\+09 is not an offset; a number up to 1e\+09"),
         ({"dates": "yesterday"}, "YYYY-MM-DD"),
         ({"indizes": "1"}, "indices"),
         ({"data": "/etc/passwd"}, "not a field"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 import zipfile
 from collections.abc import Awaitable, Callable
@@ -26,8 +25,9 @@ from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
 from baton.pooling.processor import ResultFile, Upload
 from baton.pooling.runner import Answer, Runner
-from baton.pooling.uploads import Spool
+from baton.pooling.uploads import RESULTS, Spool
 from baton.telemetry.ids import RequestContext
+from baton_spool import make
 
 router = APIRouter()
 QUERY_OURS = ("model", "priority")
@@ -197,18 +197,18 @@ async def _as_zip(
     gateway: Gateway, answer: Answer, files: list[ResultFile], context: RequestContext
 ) -> Response:
     folder = gateway.settings.pooling.spool_dir
-    packed = await asyncio.to_thread(partial(tempfile.NamedTemporaryFile, suffix=".zip", dir=folder))
+    packed = await asyncio.to_thread(make, folder, RESULTS)
 
     async def release() -> None:
-        await asyncio.to_thread(packed.close)
+        await asyncio.to_thread(packed.remove)
         await answer.close()
 
     try:
-        await gateway.body_threads.run(context.tenant, partial(_pack, Path(packed.name), files))
+        await gateway.body_threads.run(context.tenant, partial(_pack, packed.path, files))
     except BaseException:
-        packed.close()
+        packed.remove()
         raise
-    return LastingFileResponse(Path(packed.name), ZIP, "result.zip", release, answer.time_limit_s)
+    return LastingFileResponse(packed.path, ZIP, "result.zip", release, answer.time_limit_s)
 
 
 def _pack(target: Path, files: list[ResultFile]) -> None:

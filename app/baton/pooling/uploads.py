@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import fcntl
 import os
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import structlog
+
+import baton_spool
 from baton.errors import InvalidRequest, PluginBusy, SettingsError
+from baton_spool import FolderRefused, Made, Naming, Swept, make
+
+log = structlog.get_logger()
 
 PIECE = 1024 * 1024
-PREFIX = "baton-upload-"
+UPLOADS = Naming("baton-upload-")
+RESULTS = Naming("baton-result-", ".zip")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -27,7 +31,7 @@ class Spool:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._descriptor: int | None = None
+        self._made: Made | None = None
         self.path = Path()
 
     async def fill(self, chunks: AsyncIterator[bytes]) -> None:
@@ -53,13 +57,8 @@ class Spool:
             raise InvalidRequest("The request has no body: send the file's bytes.")
 
     def _open(self) -> None:
-        while self._descriptor is None:
-            descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=self._folder)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed, also by the end of this process
-            if os.fstat(descriptor).st_nlink:
-                self._descriptor, self.path = descriptor, Path(name)
-            else:  # another gateway swept it before it was locked
-                os.close(descriptor)
+        self._made = make(self._folder, UPLOADS)
+        self.path = self._made.path
 
     async def _write(self, chunks: AsyncIterator[bytes]) -> int:
         held = bytearray()
@@ -74,38 +73,38 @@ class Spool:
         return size
 
     def _append(self, data: bytes) -> None:
-        assert self._descriptor is not None
+        assert self._made is not None
         rest = memoryview(data)
         while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+            rest = rest[os.write(self._made.descriptor, rest) :]
 
     async def close(self) -> None:
         """Remove the file; a second call does nothing. Freeing a large one takes its time, in a thread."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            removing = asyncio.ensure_future(asyncio.to_thread(_remove, descriptor, self.path))
-            await asyncio.shield(removing)
+        made, self._made = self._made, None
+        if made is not None:
+            await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(made.remove)))
 
 
-def _remove(descriptor: int, path: Path) -> None:
-    path.unlink(missing_ok=True)
-    os.close(descriptor)
-
-
-def sweep(folder: Path | None) -> None:
-    """Remove the files that gateways left behind which were killed: nobody holds their lock."""
-    for path in Path(folder or tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+def sweep(folder: Path | None) -> Swept:
+    """Remove what gateways left behind which were killed: nobody holds its lock."""
+    return baton_spool.sweep(folder, UPLOADS, RESULTS)
 
 
 def require_folder(folder: Path | None) -> None:
-    """See to it that files can be put there, and that those of killed gateways are gone.
+    """Check that files can be put in a folder, and remove what killed gateways left there.
+
+    Entries that are named like ours and are not this user's files (links, pipes, files of others) are left
+    alone and told in one line: in a folder that all may write, they must not keep a gateway from starting.
 
     Raises:
-        SettingsError: it is no folder, or may not be written.
+        SettingsError: it is no folder, a link, another user's, open to all, or cannot be written.
     """
-    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise SettingsError(f"pooling.spool_dir: {folder} is no folder that can be written")
-    sweep(folder)
+    try:
+        baton_spool.require_folder(folder)
+        swept = sweep(folder)
+    except FolderRefused as error:
+        raise SettingsError(f"pooling.spool_dir: {error.strerror}") from None
+    if swept.removed:
+        log.info("spool_swept", removed=swept.removed)
+    if swept.foreign:
+        log.error("spool_entries_left_alone", count=len(swept.foreign), first=swept.foreign[0])

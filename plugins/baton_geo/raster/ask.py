@@ -25,6 +25,8 @@ class SceneAsk(Message):
         card: what the model takes and gives.
         limits: what the raster may cost.
         indices: numbers of the bands to use, from 0 in file order; None: by name, else by order.
+        scale: number * scale + offset is a pixel's value; None with `offset` None: as the file states it.
+        offset: see `scale`.
         mask: write the class mask.
         probabilities: write the class probabilities.
         preview: write the picture.
@@ -33,6 +35,8 @@ class SceneAsk(Message):
     card: Card
     limits: GeoLimits = GeoLimits()
     indices: tuple[int, ...] | None = None
+    scale: float | None = None
+    offset: float | None = None
     mask: bool = True
     probabilities: bool = False
     preview: bool = False

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,10 +23,12 @@ from baton_geo.errors import DecoderBusy, GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster import wire
 from baton_geo.raster.ask import MASK, PREVIEW, PROBABILITIES, Products, SceneAsk, SceneInfo, Tally
 from baton_geo.raster.nursery_process import Line, NurseryLost, NurseryProcess
+from baton_spool import Made, Naming, make
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", SceneInfo, Tally)
+SCENES = Naming("baton-geo-scene-", folders=True)
 Floats = npt.NDArray[np.float32]
 ATTEMPTS = 2  # a nursery that died is replaced once a request
 UNREAD, READ, DONE = 0, 1, 2  # what became of a tile
@@ -81,18 +81,15 @@ class Decoders:
 
     def _open(self, file: Path, ask: SceneAsk) -> Scene:
         for _ in range(ATTEMPTS):
-            raster = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            folder = Path(tempfile.mkdtemp(prefix="scene-", dir=self._folder))
+            folder = make(self._folder, SCENES)
             try:
-                scene = Scene(self._nursery.child(raster), folder, ask, self._places.release)
+                scene = Scene(self._child(file), folder, ask, self._places.release)
             except NurseryLost:
-                shutil.rmtree(folder, ignore_errors=True)
+                folder.remove()
                 continue
             except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
+                folder.remove()
                 raise
-            finally:
-                os.close(raster)
             try:
                 scene.begin()
             except NurseryLost:
@@ -103,6 +100,13 @@ class Decoders:
                 raise
             return scene
         raise DecoderBusy("the decoders are being restarted; try again in a moment")
+
+    def _child(self, file: Path) -> Line:
+        raster = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return self._nursery.child(raster)
+        finally:
+            os.close(raster)
 
 
 class Scene:
@@ -117,8 +121,8 @@ class Scene:
 
     info: SceneInfo
 
-    def __init__(self, line: Line, folder: Path, ask: SceneAsk, release: Callable[[], None]) -> None:
-        self._line, self._folder, self._ask = line, folder, ask
+    def __init__(self, line: Line, made: Made, ask: SceneAsk, release: Callable[[], None]) -> None:
+        self._line, self._made, self._folder, self._ask = line, made, made.path, ask
         self._release: Callable[[], None] | None = release
         self._lock = threading.Lock()  # one question at a time
         self._closing = threading.Lock()
@@ -241,7 +245,7 @@ class Scene:
         """As `close`, and keep the place among the open scenes."""
         self._closed = True
         self._end_child()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._made.remove()
 
     def _end_child(self) -> None:
         self._line.hang_up()

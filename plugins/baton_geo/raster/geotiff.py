@@ -20,8 +20,10 @@ from rasterio.windows import Window
 from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.areas import EllipsoidArea, PixelArea, PlaneArea, ellipsoid
 from baton_geo.raster.ask import SceneAsk
+from baton_geo.raster.calibration import Linear, Stated
 from baton_geo.raster.headers import UNCOMPRESSED, check_tiff
 from baton_geo.raster.source import Georeference
+from baton_geo.raster.stated import read_stated
 from baton_geo.raster.tiff import TiffHeader
 from baton_geo.raster.values import Pixels, Valid
 
@@ -87,7 +89,7 @@ class GeoTiff:
         self.block_height, self.first_look = self._block(header)
         self.place = self._georeference()
         self.acquired = self._date()
-        self._note_own_scale()
+        self.stated = self._stated()
 
     def read(self, top: int, left: int, bands: tuple[int, ...], out: Pixels) -> None:
         """See `Source`."""
@@ -139,13 +141,11 @@ class GeoTiff:
         found = [n for n, kind in enumerate(self._dataset.colorinterp, 1) if kind.name == "alpha"]
         return found[0] if found and self._dataset.count > 1 else None
 
-    def _note_own_scale(self) -> None:
-        pairs = set(zip(self._dataset.scales, self._dataset.offsets, strict=True)) - {(1.0, 0.0)}
-        if pairs:
-            scale, offset = sorted(pairs)[0]
-            self.notes.append(
-                f"the file states a scale of {scale:g} and an offset of {offset:g}; the model's are used"
-            )
+    def _stated(self) -> Stated:
+        data = self._dataset
+        lines = [Linear(data.scales[band - 1], data.offsets[band - 1]) for band in self._bands]
+        band_tags = [data.tags(band) for band in self._bands]
+        return read_stated(lines, data.tags(), band_tags, integers=self.dtype.kind in "iu")
 
     def _date(self) -> str | None:
         tags = {str(key).upper(): str(value) for key, value in self._dataset.tags().items()}

@@ -12,6 +12,7 @@ from baton_geo.card import Card
 from baton_geo.errors import RasterUnusable
 from baton_geo.raster.ask import PREVIEW, SceneAsk, SceneInfo, Tally
 from baton_geo.raster.bands import choose_bands
+from baton_geo.raster.calibration import Conversion, conversion
 from baton_geo.raster.geotiff import GeoTiff
 from baton_geo.raster.grid import Floats, Grid
 from baton_geo.raster.headers import check_file, check_memory
@@ -70,9 +71,12 @@ class Job:
         itemsize = source.dtype.itemsize
         check_memory(source.width, source.height, source.block_height, itemsize, len(choice.bands), ask)
         nodata = card.nodata if source.nodata is None else source.nodata
-        self._glance(choice.bands, nodata)
-        self._check = RangeCheck(card, source.dtype)
-        self._scaling = Scaling(card, source.dtype)
+        said = {"scale": ask.scale, "offset": ask.offset}
+        line = conversion(card, source.dtype, choice.bands, source.stated, **said)
+        source.notes.extend(line.notes)
+        self._glance(choice.bands, nodata, line)
+        self._check = RangeCheck(card, source.dtype, line)
+        self._scaling = Scaling(card, line)
         self._grid = Grid(source.width, source.height, card.tile, card.overlap)
         sample = Sample(source.width, source.height, LONGEST)
         self._thumbnail = Thumbnail(sample, picture_bands(card) if ask.preview else (), source.dtype)
@@ -129,10 +133,10 @@ class Job:
         for top, chances in self._mosaic.finished():
             self._products.write(top, chances, self._rows.valid(top, len(chances)))
 
-    def _glance(self, bands: tuple[int, ...], nodata: float | None) -> None:
+    def _glance(self, bands: tuple[int, ...], nodata: float | None, line: Conversion) -> None:
         """Refuse at once what is plainly unusable: small scenes are looked at whole, others in spots."""
         source = self._source
-        check = RangeCheck(self._ask.card, source.dtype)
+        check = RangeCheck(self._ask.card, source.dtype, line)
         whole = source.width * source.height * len(bands) <= SMALL
         if source.first_look > COSTLY_LOOK and not whole:
             return

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from baton_geo.raster.areas import PixelArea
+from baton_geo.raster.calibration import Stated
 from baton_geo.raster.values import Pixels, Valid
 
 
@@ -41,6 +42,7 @@ class Source(Protocol):
         dtype: of the pixels.
         names: of the bands that are pictures, not masks.
         nodata: the file's, None if it says none.
+        stated: what the file says of scales and offsets.
         block_height: rows that are decoded together.
         first_look: bytes to decode before a single pixel is seen.
         place: where it lies.
@@ -53,6 +55,7 @@ class Source(Protocol):
     dtype: np.dtype[Any]
     names: tuple[str | None, ...]
     nodata: float | None
+    stated: Stated
     block_height: int
     first_look: int
     place: Georeference

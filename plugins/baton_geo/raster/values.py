@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from baton_geo.card import Card
 from baton_geo.errors import RasterUnusable
+from baton_geo.raster.calibration import Conversion
 
 Pixels = npt.NDArray[Any]
 Valid = npt.NDArray[np.bool_]
@@ -16,20 +17,19 @@ OUTSIDE_LIMIT = 0.01  # share of a band's pixels that may lie outside the card's
 
 
 class Scaling:
-    """raw -> (raw * scale + offset - mean) / std, as one multiplication and one addition.
+    """raw -> (raw * times + plus - mean) / std, as one multiplication and one addition.
 
     Args:
         card: of the model.
-        dtype: of the file.
+        conversion: from the file's numbers to the units of the card's means.
     """
 
-    def __init__(self, card: Card, dtype: np.dtype[Any]) -> None:
+    def __init__(self, card: Card, conversion: Conversion) -> None:
         self._frames, self._bands = card.frames, len(card.bands)
-        self.scale = card.scale if dtype.kind in "iu" else card.float_scale
         std = np.array([band.std for band in card.bands] * card.frames)
         mean = np.array([band.mean for band in card.bands] * card.frames)
-        self._times = (self.scale / std).astype(np.float32)[:, None, None]
-        self._plus = ((card.offset - mean) / std).astype(np.float32)[:, None, None]
+        self._times = (conversion.times / std).astype(np.float32)[:, None, None]
+        self._plus = ((conversion.plus - mean) / std).astype(np.float32)[:, None, None]
 
     def tile(self, raw: Pixels, valid: Valid, side: int) -> npt.NDArray[np.float32]:
         """What the model sees.
@@ -90,14 +90,14 @@ class RangeCheck:
     Args:
         card: of the model.
         dtype: of the file.
-        bands: names of the bands used, in order.
+        conversion: from the file's numbers to the units of the card's range.
     """
 
-    def __init__(self, card: Card, dtype: np.dtype[Any]) -> None:
+    def __init__(self, card: Card, dtype: np.dtype[Any], conversion: Conversion) -> None:
         self._names = [band.name for band in card.bands] * card.frames
-        self._scaling = (card.scale if dtype.kind in "iu" else card.float_scale, card.offset)
+        self._conversion = conversion
         self._range = card.valid_range
-        self._bounds = _raw_bounds(card, dtype)
+        self._bounds = _raw_bounds(card.valid_range, dtype, conversion)
         self._outside = np.zeros(len(self._names), np.int64)
         self._lowest = np.full(len(self._names), np.inf)
         self._highest = np.full(len(self._names), -np.inf)
@@ -108,8 +108,7 @@ class RangeCheck:
         self.valid += int(np.count_nonzero(valid))
         if self._bounds is None:
             return
-        low, high = self._bounds
-        for band in range(raw.shape[1]):
+        for band, (low, high) in enumerate(self._bounds):
             values = raw[:, band]
             outside = np.count_nonzero(((values < low) | (values > high)) & valid)
             if outside:
@@ -129,24 +128,33 @@ class RangeCheck:
                 raise RasterUnusable(self._complaint(band, int(outside) / pixels))
 
     def _complaint(self, band: int, share: float) -> str:
-        scale, offset = self._scaling
-        ends = sorted((scale * self._lowest[band] + offset, scale * self._highest[band] + offset))
+        times, plus = self._conversion.times[band], self._conversion.plus[band]
+        ends = sorted((times * self._lowest[band] + plus, times * self._highest[band] + plus))
         low, high = self._range or (0.0, 0.0)
-        plus = f" and adding {offset:g}" if offset else ""
+        adding = f" and adding {plus:g}" if plus else ""
         return (
             f"band '{self._names[band]}': {share:.1%} of the pixels are outside {low:g} to {high:g} after "
-            f"multiplying by {scale:g}{plus}: they go from {ends[0]:g} to {ends[1]:g}. Is the file in the "
+            f"multiplying by {times:g}{adding}: they go from {ends[0]:g} to {ends[1]:g}. Is the file in the "
             f"units the model knows (for instance reflectance x 10000 as integers, 0 to 1 as floats), and "
-            f"is its nodata value marked?"
+            f"is its nodata value marked? A request may give scale and offset: a number of the file times "
+            f"scale plus offset is its value."
         )
 
 
-def _raw_bounds(card: Card, dtype: np.dtype[Any]) -> tuple[Any, Any] | None:
-    """Lowest and highest number of the file inside the card's range, of the file's type."""
-    if card.valid_range is None:
+def _raw_bounds(
+    valid_range: tuple[float, float] | None, dtype: np.dtype[Any], conversion: Conversion
+) -> list[tuple[Any, Any]] | None:
+    """Lowest and highest number of the file inside the range for each band, of the file's type."""
+    if valid_range is None:
         return None
-    scale = card.scale if dtype.kind in "iu" else card.float_scale
-    low, high = sorted((end - card.offset) / scale for end in card.valid_range)
+    pairs = zip(conversion.times, conversion.plus, strict=True)
+    return [_inside(valid_range, dtype, float(times), float(plus)) for times, plus in pairs]
+
+
+def _inside(
+    valid_range: tuple[float, float], dtype: np.dtype[Any], times: float, plus: float
+) -> tuple[Any, Any]:
+    low, high = sorted((end - plus) / times for end in valid_range)
     if dtype.kind == "f":
         return dtype.type(low), dtype.type(high)
     limits = np.iinfo(dtype)

@@ -1,0 +1,91 @@
+"""What a file's tags say of its numbers: scales and offsets, and products known to need an offset."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from baton_geo.raster.calibration import Linear, Stated
+
+Tags = Mapping[str, str]
+LOOKED_AT = 4096  # letters of a tag's value
+# Since baseline 04.00 (January 2022) Sentinel-2's numbers are reflectance x 10000 + 1000; ESA calls the
+# offset RADIO_ADD_OFFSET (level 1C) and BOA_ADD_OFFSET (level 2A) in a product's own metadata.
+SHIFTED_SINCE = 4.0
+PRODUCT = re.compile(r"S2[A-D]_MSIL(1C|2A)_\d{8}T\d{6}_N(\d\d)(\d\d)_", re.ASCII)
+BASELINE = re.compile(r"\s*(\d{1,2}\.\d{1,2})\s*", re.ASCII)
+PREFIXED = re.compile(r"(\w+)=(.*)", re.DOTALL)
+SENTINEL_OFFSETS = ("boa_add_offset", "radio_add_offset")
+APPLIED = ("true", "1", "yes")
+
+
+def read_stated(lines: Sequence[Linear], tags: Tags, band_tags: Sequence[Tags], *, integers: bool) -> Stated:
+    """What the file says.
+
+    A band's scale and offset as GDAL knows them come first; then the tags `scale_factor` and `add_offset`, of
+    the band or of the file; then, of integers, Sentinel-2's `BOA_ADD_OFFSET` and `RADIO_ADD_OFFSET`.
+
+    Args:
+        lines: scale and offset of each band, as GDAL knows them.
+        tags: of the file.
+        band_tags: of each band.
+        integers: whether the pixels are.
+    """
+    whole = _plain(tags)
+    each = [whole | _plain(own) for own in band_tags]
+    offsets = ("add_offset", *(SENTINEL_OFFSETS if integers else ()))
+    bands = tuple(_of_band(line, known, integers) for line, known in zip(lines, each, strict=True))
+    without = any(_number(known, name) == 0 for known in each for name in offsets)  # a 0 is said on purpose
+    return Stated(bands, None if without or _is_taken_off(whole) else _shifted(whole))
+
+
+def _plain(tags: Tags) -> dict[str, str]:
+    """Names in small letters, and without a prefix: GDAL writes `s2:a=b` as a tag `s2` of the value `a=b`."""
+    plain = {}
+    for name, value in tags.items():
+        prefixed = PREFIXED.fullmatch(str(value)[:LOOKED_AT])
+        own, text = prefixed.groups() if prefixed else (str(name), str(value)[:LOOKED_AT])
+        plain[own.casefold()] = text
+    return plain
+
+
+def _of_band(line: Linear, tags: Tags, integers: bool) -> Linear:
+    """What GDAL knows, and of the tags what GDAL does not; Sentinel-2's offsets are in the file's numbers."""
+    if line.offset:
+        return line
+    scale = line.scale if line.scale != 1 else _number(tags, "scale_factor")
+    scale = 1.0 if scale is None else scale
+    offset = _number(tags, "add_offset")
+    if offset is None and integers:
+        shifts = (_number(tags, name) for name in SENTINEL_OFFSETS)
+        offset = next((shift * scale for shift in shifts if shift is not None), None)
+    return Linear(scale, offset or 0.0)
+
+
+def _number(tags: Tags, name: str) -> float | None:
+    try:
+        number = float(tags[name])
+    except (KeyError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _is_taken_off(tags: Tags) -> bool:
+    """Whether the tags tell of a product made of Sentinel-2's without the offset: by a provider, or HLS."""
+    return tags.get("boa_offset_applied", "").strip().casefold() in APPLIED or "hls_processing_time" in tags
+
+
+def _shifted(tags: Tags) -> str | None:
+    """The product and its baseline, if tags name one whose numbers hold an offset."""
+    for value in tags.values():
+        found = PRODUCT.search(value)
+        if found is not None:
+            level, major, minor = found.groups()
+            return _told(f"Sentinel-2 L{level}", f"{major}.{minor}")
+    found = BASELINE.fullmatch(tags.get("processing_baseline", ""))
+    return None if found is None else _told("Sentinel-2", found[1])
+
+
+def _told(product: str, baseline: str) -> str | None:
+    return f"{product} of processing baseline {baseline}" if float(baseline) >= SHIFTED_SINCE else None

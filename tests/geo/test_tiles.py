@@ -1,0 +1,144 @@
+"""What a model with temporal and location embeddings is told beside the pixels, and the prompt of a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rasterio
+import torch
+from geo.raster.made import make_card, write_tiff
+
+from baton_geo.contract import GeoOptions, Location
+from baton_geo.errors import RasterUnusable, RequestInvalid
+from baton_geo.prithvi import PrithviConfig
+from baton_geo.raster.ask import SceneAsk, SceneInfo
+from baton_geo.raster.decoders import Decoders
+from baton_geo.tiles import Coordinates, prompt
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoders]:
+    decoders = Decoders(1, 30.0, tmp_path_factory.mktemp("scenes"))
+    yield decoders
+    decoders.close()
+
+
+def coordinates(frames: int = 1, told: Sequence[str] = ("time", "location")) -> Coordinates:
+    sizes = {
+        "img_size": 32,
+        "patch_size": [1, 8, 8],
+        "in_chans": 1,
+        "embed_dim": 32,
+        "depth": 1,
+        "num_heads": 2,
+    }
+    published = sizes | {"mlp_ratio": 2, "num_frames": frames, "coords_encoding": list(told)}
+    return Coordinates(PrithviConfig.from_hf({"pretrained_cfg": published}))
+
+
+def scene(acquired: str | None = None, place: tuple[float, float] | None = None) -> SceneInfo:
+    latitude, longitude = place or (None, None)
+    return SceneInfo(
+        width=9,
+        height=9,
+        count=1,
+        dtype="uint8",
+        tiles=1,
+        latitude=latitude,
+        longitude=longitude,
+        acquired=acquired,
+    )
+
+
+def days(*dates: date) -> list[list[float]]:
+    fields = coordinates(len(dates), ["time"]).of(GeoOptions(dates=dates), scene())
+    assert fields["temporal_coords"].dtype == torch.float32
+    told: list[list[float]] = fields["temporal_coords"].tolist()
+    return told
+
+
+def test_a_day_is_its_year_and_its_number_in_it() -> None:
+    """The first of January is day 1; the last of December 365, or 366 of a leap year; one row a time step."""
+    assert days(date(2023, 1, 1)) == [[2023, 1]]
+    assert days(date(2023, 12, 31)) == [[2023, 365]]
+    assert days(date(2024, 2, 29), date(2024, 3, 1), date(2024, 12, 31)) == [
+        [2024, 60],
+        [2024, 61],
+        [2024, 366],
+    ]
+
+
+def test_one_time_step_has_the_files_date_where_the_request_has_none() -> None:
+    """Of a date with or without an hour; the request's goes before it."""
+    for acquired in ("2024-05-06", "2024-05-06T23:59:59"):
+        fields = coordinates(told=["time"]).of(GeoOptions(), scene(acquired))
+        assert fields["temporal_coords"].tolist() == [[2024, 127]]
+    fields = coordinates(told=["time"]).of(GeoOptions(dates=(date(2020, 1, 2),)), scene("2024-05-06"))
+    assert fields["temporal_coords"].tolist() == [[2020, 2]]
+
+
+def test_a_place_is_latitude_and_longitude() -> None:
+    """The request's, else the centre of the scene."""
+    fields = coordinates(told=["location"]).of(GeoOptions(), scene(place=(45.5, -8.25)))
+    assert fields["location_coords"].tolist() == [45.5, -8.25]
+    options = GeoOptions(location=Location(latitude=-33.5, longitude=151.25))
+    fields = coordinates(told=["location"]).of(options, scene(place=(45.5, -8.25)))
+    assert fields["location_coords"].tolist() == [-33.5, 151.25]
+
+
+@pytest.mark.parametrize(
+    ("told", "names"), [((), set()), (("time",), {"temporal_coords"}), (("location",), {"location_coords"})]
+)
+def test_a_model_is_told_what_it_asks_for(told: tuple[str, ...], names: set[str]) -> None:
+    """And nothing that it does not."""
+    fields = coordinates(told=told).of(GeoOptions(), scene("2024-05-06", (1.0, 2.0)))
+    assert fields.keys() == names
+
+
+@pytest.mark.parametrize(
+    ("frames", "options", "error", "param"),
+    [
+        (1, GeoOptions(), RasterUnusable, "data.dates"),
+        (2, GeoOptions(dates=(date(2024, 1, 1),)), RequestInvalid, "data.dates"),
+        (1, GeoOptions(dates=(date(2024, 1, 1),)), RasterUnusable, "data.location"),
+    ],
+)
+def test_what_nobody_says_is_asked_for(
+    frames: int, options: GeoOptions, error: type[RasterUnusable | RequestInvalid], param: str
+) -> None:
+    """By the name of the field to add; of several time steps the file's one date is not enough."""
+    with pytest.raises(error) as caught:
+        coordinates(frames).of(options, scene("2024-01-01" if frames > 1 else None))
+    assert caught.value.param == param
+    with pytest.raises(RasterUnusable, match="dates of its 2 time steps"):
+        coordinates(2).of(GeoOptions(), scene("2024-01-01"))
+
+
+@pytest.mark.parametrize(
+    ("west", "longitude"),
+    [(0.0, 0.5), (179.0, 179.5), (180.0, -179.5), (350.0, -9.5), (359.0, -0.5), (-180.0, -179.5)],
+)
+def test_longitudes_of_a_grid_from_0_to_360_are_wrapped(
+    decoders: Decoders, tmp_path: Path, west: float, longitude: float
+) -> None:
+    """The model was trained with -180 to 180: 350 degrees east is 10 degrees west."""
+    grid = rasterio.Affine(0.1, 0, west, 0, -0.1, 46.0)
+    path = write_tiff(tmp_path / "a.tif", np.ones((1, 10, 10), "uint8"), crs="EPSG:4326", transform=grid)
+    with decoders.open(path, SceneAsk(card=make_card())) as opened:
+        fields = coordinates(told=["location"]).of(GeoOptions(), opened.info)
+    assert fields["location_coords"].tolist() == pytest.approx([45.5, longitude], abs=1e-4)
+
+
+def test_a_prompt_is_a_number_and_its_pixels() -> None:
+    """One token that the output comes back with, the tile, and the coordinates beside it."""
+    pixels = np.arange(8, dtype=np.float32).reshape(1, 2, 2, 2)
+    made = prompt(7, pixels, {"location_coords": torch.tensor([1.0, 2.0])})
+    image = made["multi_modal_data"]["image"]
+    assert made["prompt_token_ids"] == [7]
+    assert made["multi_modal_uuids"] == {"image": ["tile-7"]}
+    assert np.array_equal(image["pixel_values"].numpy(), pixels)
+    assert image["location_coords"].tolist() == [1.0, 2.0]
