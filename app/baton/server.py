@@ -40,6 +40,7 @@ from baton.api.admission import Admission, AdmissionMiddleware
 from baton.api.auth import AuthMiddleware
 from baton.api.body_budget import BodyBudget, bodies_together, uploads_together
 from baton.api.body_work import body_threads
+from baton.api.compiling import TrialCompiler
 from baton.api.connections import protocol_for
 from baton.api.drain import LAST_WORDS_S, Drain, DrainMiddleware
 from baton.api.faults import FaultsMiddleware, http_exception, invalid_parameters
@@ -145,6 +146,7 @@ def create_app(
             wait_s=settings.admission.wait_s,
         ),
         body_threads(counted.queues, settings.admission.wait_s),
+        TrialCompiler(settings.limits, counted.queues),
     )
 
     @contextlib.asynccontextmanager
@@ -153,6 +155,7 @@ def create_app(
             contextlib.closing(gateway.pooling),
             contextlib.closing(gateway.images),
             contextlib.closing(gateway.body_threads),
+            contextlib.closing(gateway.compiler),
         ):
             async with (
                 gateway.handoffs.running(),

@@ -123,6 +123,28 @@ class LimitSettings(Frozen):
     )
     pattern_bytes: int = Field(1024, ge=1, description="Longest regular expression, in characters.")
     grammar_bytes: ByteSize = Field(ByteSize(64 * KIB), ge=64, description="Longest grammar.")
+    schema_cost: int = Field(
+        5000,
+        ge=1,
+        description="Most that all schemas, tools and patterns of one request may cost to compile, in "
+        "units of about a millisecond.",
+    )
+    schema_s: float = Field(
+        2.0,
+        ge=0,
+        le=60,
+        description="Processor seconds that one of them may take to compile on trial, with a small "
+        "vocabulary, before an engine gets it; above it: 400. 0: no trial.",
+    )
+    logprob_values: int = Field(
+        4_194_304,
+        ge=1,
+        description="Most log probabilities one request may ask for: prompts times `n` times tokens times "
+        "those of each token.",
+    )
+    xargs: tuple[str, ...] = Field(
+        (), description="Keys of `vllm_xargs` that clients may set; the others are dropped."
+    )
 
 
 class ImageSettings(Frozen):

@@ -95,6 +95,7 @@ def test_e9_the_changes_of_a_handoff_are_strict_json_too(gateway: FakeGateway) -
 
 FAIR: dict[str, dict[str, Any]] = {
     "the limits themselves": {"n": 64, "max_tokens": 4, "logprobs": 20, "stop": ["x" * 1024] * 16},
+    "logprobs of a long answer": {"n": 16, "max_tokens": 4000, "logprobs": 20},
     "many tools": {
         "tools": tool({"type": "object", "properties": {"path": {"type": "string"}}})["tools"] * 512
     },
@@ -254,3 +255,17 @@ def test_a_limit_is_a_setting(tmp_path: Any) -> None:
         error = client.post("/v1/completions", json=body | {"stop": ["a", "b"]}).json()["error"]
         assert error["message"] == "'stop' has 2 strings; at most 1 are taken (setting limits.stop)."
     assert time.monotonic() - began < 30
+
+
+def test_what_steers_an_engine_past_others_is_dropped_and_counted() -> None:
+    with (
+        run_fake(FakeEngine("text"), limits={"xargs": ["top_n_sigma"]}) as gateway,
+        gateway.client() as client,
+    ):
+        body = ROUTES["/v1/completions"] | {"priority": -9, "vllm_xargs": {"top_n_sigma": 1, "other": 2}}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        (seen,) = gateway.engine("text").bodies
+        page = client.get("/metrics").text
+    assert ("priority" in seen, seen["vllm_xargs"]) == (False, {"top_n_sigma": 1})
+    for field in ("priority", "vllm_xargs"):
+        assert f'baton_stripped_fields_total{{field="{field}"}} 1.0' in page

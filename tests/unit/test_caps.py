@@ -20,7 +20,6 @@ UNCAPPED = {
     "data": "the plugin's own, which bounds it",
     "dimensions": "vLLM knows those a model has",
     "max_tool_calls": "nothing is called here",
-    "priority": "an order, not an amount; vLLM's type is 64 bits",
     "reasoning": "a few fixed fields",
     "routed_experts_prompt_start": "a place in the prompt",
     "seed": "64 bits",

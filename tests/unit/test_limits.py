@@ -14,7 +14,7 @@ from pydantic import ByteSize
 from starlette.requests import Request
 
 from baton.api.body_budget import BodyBudget, BodyLease, bodies_together
-from baton.api.limits import Body, read_json, strip_steering
+from baton.api.limits import Body, read_json, strip_arguments, strip_steering
 from baton.engines.fake import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.errors import (
@@ -169,12 +169,14 @@ def test_steering_fields_are_dropped_wherever_they_stand() -> None:
         "kv_transfer_params": {"do_remote_prefill": True},
         "ec_transfer_params": "a string where a dict belongs",
         "cache_salt": "mine",
+        "priority": -5,
         "vllm_xargs": {"kv_transfer_params": "smuggled", "other": 1},
     }
     assert strip_steering(body) == [
         "kv_transfer_params",
         "ec_transfer_params",
         "cache_salt",
+        "priority",
         "kv_transfer_params",
     ]
     assert body == {"prompt": "x", "vllm_xargs": {"other": 1}}
@@ -241,3 +243,18 @@ def test_unless_it_is_set_the_room_for_bodies_goes_by_the_memory_there_is(
 ) -> None:
     assert bodies_together(LimitSettings(), available) == expected
     assert bodies_together(LimitSettings(bodies_bytes=ByteSize(MIB)), available) == MIB
+
+
+@pytest.mark.parametrize(
+    ("given", "kept", "dropped"),
+    [
+        ({"top_n_sigma": 2, "x": 1, "y": [1]}, {"vllm_xargs": {"top_n_sigma": 2}}, 2),
+        ({"x": 1}, {}, 1),
+        ({}, {}, 0),
+        ("no object", {"vllm_xargs": "no object"}, 0),
+    ],
+)
+def test_only_arguments_that_are_allowed_pass(given: Any, kept: dict[str, Any], dropped: int) -> None:
+    body = {"vllm_xargs": given}
+    assert strip_arguments(body, ("top_n_sigma",)) == dropped
+    assert body == kept

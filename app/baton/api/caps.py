@@ -46,6 +46,9 @@ RENDERER_ARGUMENTS = frozenset(
     }
 )
 """Arguments of vLLM's and transformers' renderers: a template's own variables cannot be called so."""
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+UNSAID_TOKENS = 4096
+"""What an answer whose length is not limited counts as."""
 BEYOND = 2**63
 """Stands for a text of so many digits that it is no float."""
 
@@ -61,6 +64,28 @@ def check_caps(body: Mapping[str, Any], limits: LimitSettings) -> None:
         if value is not None:
             check(name, value, limits)
     _check_answers(body, limits)
+    _check_values(body, limits)
+
+
+def _check_values(body: Mapping[str, Any], limits: LimitSettings) -> None:
+    """Bound what the answers hold together: each token of each answer, and each log probability of it."""
+    per_token = [field for field in ("logprobs", "top_logprobs") if _as_number(body.get(field))]
+    if not per_token:
+        return
+    lengths = [field for field in LENGTHS if _as_number(body.get(field))]
+    prompts = body.get("prompt")
+    listed = isinstance(prompts, list) and not _is_tokens(prompts)
+    several = len(prompts or ()) if listed else 1
+    tokens = max((_as_number(body[field]) or 0 for field in lengths), default=UNSAID_TOKENS)
+    answers = several * max(_as_number(body.get("n")) or 1, 1)
+    values = answers * tokens * max(_as_number(body[field]) or 0 for field in per_token)
+    if values > limits.logprob_values:
+        fields = ["prompt"] * (several > 1) + ["n"] * ("n" in body) + lengths + per_token
+        raise InvalidRequest(
+            f"{' times '.join(map(repr, fields))} make {values} log probabilities; at most "
+            f"{limits.logprob_values} are taken (setting limits.logprob_values). Ask for less of one.",
+            param=per_token[-1],
+        )
 
 
 def _check_answers(body: Mapping[str, Any], limits: LimitSettings) -> None:

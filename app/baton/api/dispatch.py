@@ -10,10 +10,11 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from baton.api.body_work import off_the_loop
+from baton.api.body_work import in_a_thread, off_the_loop
 from baton.api.caps import check_caps
+from baton.api.constraints import require_moderate
 from baton.api.gateway import Gateway, context_of, gateway_of
-from baton.api.limits import read_json, strip_steering
+from baton.api.limits import ARGUMENTS, read_json, strip_arguments, strip_steering
 from baton.api.pictures import completed, take_pictures
 from baton.api.relay import relayed
 from baton.api.streams import event_stream
@@ -22,6 +23,10 @@ from baton.engines.port import Engine, Operation, StreamReply
 from baton.errors import BatonError
 from baton.telemetry.ids import RequestContext
 
+GENERATING = frozenset({Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES})
+"""What an engine compiles schemas for."""
+SMALL_SCHEMAS = 8 * 1024
+"""Bytes of a body whose schemas are counted on the event loop; counting costs more than parsing."""
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]
 """What one route alone does to a body before an engine sees it; raises `InvalidRequest`."""
 
@@ -62,19 +67,21 @@ async def ask(request: Request, engine: Engine, operation: Operation, body: dict
     gateway = gateway_of(request)
     for field in strip_steering(body):
         gateway.metrics.stripped.labels(field).inc()
-    await off_the_loop(request, partial(check_caps, body, gateway.settings.limits))
+    await refuse_excess(request, body)
     return await _respond(request, gateway, engine, operation, body, context_of(request))
 
 
 async def refuse_excess(request: Request, body: dict[str, Any]) -> None:
-    """Let no request through that asks for too much of anything.
+    """Let no request through that asks for too much of anything, or sets arguments that are not allowed.
 
     Raises:
-        InvalidRequest: it does; `param` names the field.
+        InvalidRequest: it asks for too much; `param` names the field.
     """
-    limits = gateway_of(request).settings.limits
-
+    gateway = gateway_of(request)
+    limits = gateway.settings.limits
     await off_the_loop(request, partial(check_caps, body, limits))
+    if dropped := strip_arguments(body, limits.xargs):
+        gateway.metrics.stripped.labels(ARGUMENTS).inc(dropped)
 
 
 async def _respond(
@@ -85,6 +92,11 @@ async def _respond(
     body: dict[str, Any],
     context: RequestContext,
 ) -> Response:
+    if operation in GENERATING:
+        judge = partial(require_moderate, body, gateway.settings.limits)
+        small = len(await request.body()) <= SMALL_SCHEMAS
+        constraints = judge() if small else await in_a_thread(request, judge)
+        await gateway.compiler.require(constraints, context.tenant)
     wish = take_wish(body, engine, operation)
     pictures = await take_pictures(request, engine, operation, body)
     source = None

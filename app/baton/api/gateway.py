@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from baton.admission.fair_threads import FairThreads
 from baton.api.admission import Admission
+from baton.api.compiling import TrialCompiler
 from baton.api.drain import Drain
 from baton.engines.fleet import Fleet
 from baton.handoffs.coordinator import Handoffs
@@ -33,6 +34,7 @@ class Gateway:
     admission: Admission
     images: ImageReading
     body_threads: FairThreads
+    compiler: TrialCompiler
 
 
 def gateway_of(request: Request) -> Gateway:

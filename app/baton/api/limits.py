@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,8 +37,11 @@ STEERING_KEYS = (
     "cache_salt",
     "mm_processor_kwargs",
     "media_io_kwargs",
+    "priority",
 )
-"""Fields of vLLM's requests that steer its caches, or how it reads images, past the gateway."""
+"""Fields of vLLM's requests that steer its caches, its scheduler or its image reading past the gateway."""
+ARGUMENTS = "vllm_xargs"
+"""Arguments for whatever in an engine knows them: a connector, a logits processor, a model."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,20 @@ async def read_json(request: Request, limits: LimitSettings) -> dict[str, Any]:
 def strip_steering(body: dict[str, Any]) -> list[str]:
     """Drop the fields that would steer the engine, also inside `vllm_xargs`; returns their names."""
     stripped = [key for key in STEERING_KEYS if body.pop(key, None) is not None]
-    extra = body.get("vllm_xargs")
+    extra = body.get(ARGUMENTS)
     if isinstance(extra, dict):
         stripped += [key for key in STEERING_KEYS if extra.pop(key, None) is not None]
     return stripped
+
+
+def strip_arguments(body: dict[str, Any], allowed: Collection[str]) -> int:
+    """Drop what clients may not set in `vllm_xargs`; returns how many arguments that were."""
+    extra = body.get(ARGUMENTS)
+    if not isinstance(extra, dict):
+        return 0
+    kept = {name: value for name, value in extra.items() if name in allowed}
+    if kept:
+        body[ARGUMENTS] = kept
+    else:
+        del body[ARGUMENTS]
+    return len(extra) - len(kept)

@@ -92,7 +92,12 @@ UPLOAD_PARAMETERS = [
         "description": "Of a file sent as it is: the model; the plugin's own options stand beside it.",
         "schema": {"type": "string"},
     },
-    {"name": "priority", "in": "query", "description": "Lower is sooner.", "schema": {"type": "integer"}},
+    {
+        "name": "priority",
+        "in": "query",
+        "description": "As in vLLM; taken, and not acted on.",
+        "schema": {"type": "integer"},
+    },
 ]
 PLUGIN_ANSWER: dict[str, Any] = {
     "type": "object",

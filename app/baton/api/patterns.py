@@ -80,8 +80,11 @@ class _Group:
         return _Element(max(self.size, 1), self.vague)
 
 
-def examine(text: str, depth: int, *, grammar: bool = False) -> None:
+def examine(text: str, depth: int, *, grammar: bool = False) -> int:
     """Look at a regular expression, or at a grammar, whose rules are looked at as one.
+
+    Returns:
+        how many single matches it stands for, its repetitions written out.
 
     Args:
         text: in whatever dialect; what is wrong with it is for others to say.
@@ -111,7 +114,7 @@ def examine(text: str, depth: int, *, grammar: bool = False) -> None:
             groups[-1].add(_Element())
     while len(groups) > 1:
         groups[-2].add(groups.pop().closed())
-    groups[0].closed()
+    return groups[0].closed().size
 
 
 def _repeat(element: _Element | None, token: re.Match[str], *, strict: bool) -> None:

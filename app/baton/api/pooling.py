@@ -48,16 +48,16 @@ async def create_pooling(request: Request) -> Response:
         _refuse_then(engine, body)
         return await operate(request, Operation.POOLING, body)
     request.scope["baton_model"] = engine.name
+    _require_priority(body.get("priority", 0))
     for field in strip_steering(body):
         gateway.metrics.stripped.labels(field).inc()
     _require_data(runner, engine, body)
-    priority = _priority(body.get("priority", 0))
     wanted = wanted_types(request.headers)
     if (then := take_then(gateway, body)) is not None:
         if chosen(wanted, [JSON]) is None:
             raise _nothing_of_that_kind([JSON])
-        return await unless_gone(request, _told(request, runner, body, priority, then))
-    return await unless_gone(request, _answered(gateway, runner, body, context_of(request), priority, wanted))
+        return await unless_gone(request, _told(request, runner, body, then))
+    return await unless_gone(request, _answered(gateway, runner, body, context_of(request), wanted))
 
 
 def _refuse_plugin_body(engine: Engine, body: Json) -> None:
@@ -85,10 +85,10 @@ def _require_data(runner: Runner, engine: Engine, body: Json) -> None:
     raise InvalidRequest(f'{ours}{instead}: send {{"model": ..., "data": {{...}}}}.', param=given or "data")
 
 
-def _priority(value: object) -> int:
+def _require_priority(value: object) -> None:
+    """vLLM's requests have the field, so it must be well-formed; nobody is served sooner for it."""
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
-        raise InvalidRequest("'priority' must be a whole number; lower is sooner.", param="priority")
-    return value
+        raise InvalidRequest("'priority' must be a whole number of 64 bits.", param="priority")
 
 
 async def _upload(request: Request) -> Response:
@@ -98,7 +98,9 @@ async def _upload(request: Request) -> Response:
     runner = gateway.pooling.runner(engine)
     if runner is None:
         raise OperationUnsupported(f"The model '{engine.name}' takes no files; send JSON.")
-    priority = _query_priority(request.query_params.get("priority"))
+    if (priority := request.query_params.get("priority")) is not None:
+        _require_query_priority(priority)
+        gateway.metrics.stripped.labels("priority").inc()
     query = {name: value for name, value in request.query_params.items() if name not in QUERY_OURS}
     spool = Spool(gateway.settings.pooling.spool_dir)
     try:
@@ -106,20 +108,16 @@ async def _upload(request: Request) -> Response:
             await spool.fill(request.stream())
         wanted = wanted_types(request.headers)
         work = Upload(spool.path, media_type_of(request), query, names_of(wanted))
-        return await unless_gone(
-            request, _answered(gateway, runner, work, context_of(request), priority, wanted)
-        )
+        return await unless_gone(request, _answered(gateway, runner, work, context_of(request), wanted))
     finally:
         await spool.close()
 
 
-def _query_priority(value: str | None) -> int:
+def _require_query_priority(value: str) -> None:
     try:
-        return _priority(int(value or 0))
+        _require_priority(int(value or 0))
     except ValueError:
-        raise InvalidRequest(
-            "'priority' must be a whole number; lower is sooner.", param="priority"
-        ) from None
+        raise InvalidRequest("'priority' must be a whole number of 64 bits.", param="priority") from None
 
 
 async def _answered(
@@ -127,10 +125,9 @@ async def _answered(
     runner: Runner,
     work: Json | Upload,
     context: RequestContext,
-    priority: int,
     wanted: Wanted,
 ) -> Response:
-    answer = await runner.run(work, context, priority=priority)
+    answer = await runner.run(work, context)
     try:
         if not isinstance(work, Upload) and names_of(wanted) in (["*/*"], [JSON]):
             return await _as_json(gateway, answer, context)
@@ -162,10 +159,10 @@ async def _as_file(
     return LastingFileResponse(file.path, kind, file.name, answer.close, answer.time_limit_s)
 
 
-async def _told(request: Request, runner: Runner, body: Json, priority: int, then: Then) -> Response:
+async def _told(request: Request, runner: Runner, body: Json, then: Then) -> Response:
     """The plugin's result, and under `then` what a chat model says of it."""
     context = context_of(request)
-    answer = await runner.run(body, context, priority=priority, exhibits=True)
+    answer = await runner.run(body, context, exhibits=True)
     try:
         data, exhibit = await answer.data(), await answer.exhibit()
     finally:

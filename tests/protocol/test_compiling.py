@@ -1,0 +1,144 @@
+"""Constraints are compiled on trial before an engine gets them: in time, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from gateways import FakeGateway, run_fake
+from hostile import ROUTES, json_schema
+from loop_lag import loop_lag
+from schemas import DEAR, ORDINARY, flat
+
+from baton.engines.fake import FakeEngine
+
+CHAT = "/v1/chat/completions"
+DEAREST = flat(160) | {"minProperties": 50, "maxProperties": 100}
+"""Takes ten seconds at least."""
+ENDLESS = {"limits": {"schema_s": 60, "schema_cost": 10**6}}
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[FakeGateway]:
+    with run_fake(FakeEngine("text")) as gateway:
+        yield gateway
+
+
+def post(gateway: FakeGateway, body: dict[str, Any], route: str = CHAT) -> httpx.Response:
+    with gateway.client() as client:
+        return client.post(route, json=ROUTES[route] | body, timeout=60)
+
+
+def children(of: int) -> dict[int, str]:
+    """The processes under one, and what they run."""
+    found = {}
+    for pid in Path("/proc").iterdir():
+        try:
+            parent = int((pid / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == of:
+                found[int(pid.name)] = (pid / "cmdline").read_text()
+        except (OSError, ValueError, IndexError):
+            continue
+    return found
+
+
+def server(gateway: FakeGateway) -> int:
+    """The gateway's compile server; -1 before it starts."""
+    running = gateway.server._app.state.gateway.compiler._server
+    return running.process.pid if running is not None else -1
+
+
+def until(holds: Callable[[], Any], seconds: float = 30.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := holds()):
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
+    return value
+
+
+@pytest.mark.fault("E14")
+@pytest.mark.parametrize("name", ORDINARY)
+def test_what_people_write_reaches_the_engine(gateway: FakeGateway, name: str) -> None:
+    body = {key: value for key, value in ORDINARY[name].items() if key != "text"}
+    route = "/v1/responses" if "text" in ORDINARY[name] else CHAT
+    answer = post(gateway, ORDINARY[name] if route != CHAT else body, route)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.fault("E14")
+def test_what_costs_much_is_refused_at_once_with_its_field(gateway: FakeGateway) -> None:
+    before = len(gateway.engine("text").bodies)
+    lags = {}
+    for name, (body, param) in DEAR.items():
+        with loop_lag(gateway) as lag:
+            error = post(gateway, body).json()["error"]
+        lags[name] = lag.worst_s
+        assert (error["code"], error["param"]) == ("invalid_request", param), name
+    assert len(gateway.engine("text").bodies) == before
+    print(f"E14: {len(DEAR)} bodies refused, worst event loop lag {max(lags.values()) * 1000:.0f} ms")
+
+
+@pytest.mark.fault("E14")
+def test_what_is_not_compiled_in_time_is_refused_and_remembered() -> None:
+    """The deadline is of processor time, and ends a compiler whatever it is doing."""
+    body = json_schema(DEAREST)
+    with run_fake(FakeEngine("text"), limits={"schema_s": 0.3, "schema_cost": 10**6}) as gateway:
+        error = post(gateway, body).json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_request", "response_format")
+        assert "limits.schema_s" in error["message"]
+        until(lambda: not children(server(gateway)))
+        os.kill(server(gateway), signal.SIGSTOP)  # nothing can be compiled any more, nor need be
+        assert post(gateway, body).json()["error"]["message"] == error["message"]
+        os.kill(server(gateway), signal.SIGCONT)
+        assert post(gateway, json_schema(flat(80))).status_code == 200
+        assert len(gateway.engine("text").bodies) == 1
+
+
+@contextmanager
+def asking(gateway: FakeGateway, body: dict[str, Any]) -> Iterator[None]:
+    """A client that asks, and goes away at the end without having read its answer."""
+    data = json.dumps(ROUTES[CHAT] | body).encode()
+    where = urlsplit(gateway.url)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    with socket.create_connection((where.hostname, where.port)) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + data)
+        yield
+
+
+@pytest.mark.fault("E14")
+def test_an_abandoned_compile_ends_and_meanwhile_holds_nobody_up() -> None:
+    """Who sends no constraint is answered while all places for compiles are taken."""
+    with run_fake(FakeEngine("text"), **ENDLESS) as gateway:
+        with asking(gateway, json_schema(DEAREST)), asking(gateway, json_schema(DEAREST)):
+            compiling = set(until(lambda: children(server(gateway))))
+            assert [post(gateway, {}).status_code for _ in range(5)] == [200] * 5
+            assert compiling <= set(children(server(gateway))), "the compile was over by then"
+        until(lambda: not children(server(gateway)))
+        assert post(gateway, json_schema(flat(80))).status_code == 200, "their places are free"
+        assert len(gateway.engine("text").bodies) == 6
+
+
+@pytest.mark.chaos
+def test_a_compile_server_that_died_is_replaced() -> None:
+    with run_fake(FakeEngine("text")) as gateway:
+        assert post(gateway, json_schema(flat(80))).status_code == 200
+        os.kill(server(gateway), signal.SIGKILL)
+        assert post(gateway, json_schema(flat(81))).status_code == 200
+        last = server(gateway)
+    assert last not in children(os.getpid()), "it outlived its gateway"
+
+
+def test_without_a_deadline_nothing_is_compiled_on_trial() -> None:
+    with run_fake(FakeEngine("text"), limits={"schema_s": 0}) as gateway:
+        assert post(gateway, json_schema(flat(80))).status_code == 200
+        assert server(gateway) == -1

@@ -1,0 +1,101 @@
+"""What a request's constraints cost is counted: what people write passes, what takes minutes is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schemas import DEAR, ORDINARY, flat
+
+from baton.api.constraints import CHEAP, constraints_of, cost_of_schema, require_moderate
+from baton.errors import InvalidRequest
+from baton.setting_groups import LimitSettings
+
+LIMITS = LimitSettings()
+
+
+@pytest.mark.fault("E14")
+@pytest.mark.parametrize("name", ORDINARY)
+def test_what_people_write_is_not_refused(name: str) -> None:
+    require_moderate(ORDINARY[name], LIMITS)
+    assert list(constraints_of(ORDINARY[name])), "nothing was looked at"
+
+
+@pytest.mark.fault("E14")
+@pytest.mark.parametrize("name", DEAR)
+def test_what_takes_long_to_compile_is_refused_with_its_field(name: str) -> None:
+    body, param = DEAR[name]
+    with pytest.raises(InvalidRequest) as refused:
+        require_moderate(body, LIMITS)
+    assert refused.value.param == param
+    assert "limits.schema_cost" in refused.value.message
+
+
+def test_the_bound_is_one_for_the_whole_request() -> None:
+    """Each of two fields passes alone, both together do not."""
+    body, _ = DEAR["tools and a format, either of which would pass"]
+    for field in body:
+        require_moderate({field: body[field]}, LIMITS)
+
+
+def test_tools_that_may_not_be_called_are_not_counted() -> None:
+    body, _ = DEAR["512 tools of 25"]
+    require_moderate(body | {"tool_choice": "none"}, LIMITS)
+
+
+def test_small_constraints_need_no_trial() -> None:
+    assert require_moderate({"tools": [{"name": "f", "input_schema": flat(5)}]}, LIMITS) == []
+
+
+@pytest.mark.parametrize(
+    "schema", [{"pattern": "a"}, {"allOf": [{}]}, {"patternProperties": {"a": {}}}, {"not": {}}]
+)
+def test_what_may_cost_more_than_it_shows_is_always_tried(schema: dict[str, Any]) -> None:
+    assert cost_of_schema(schema) > CHEAP
+
+
+def test_tools_in_a_namespace_and_their_grammars_are_found() -> None:
+    """As the Responses API takes them."""
+    custom = {"type": "custom", "format": {"type": "grammar", "syntax": "regex", "definition": "a+"}}
+    body = {"tools": [{"type": "namespace", "tools": [{"name": "f", "parameters": flat(2)}, custom]}]}
+    found = [(constraint.param, constraint.kind) for constraint in constraints_of(body)]
+    assert found == [("tools", "json"), ("tools[0].tools[1].format", "regex")]
+
+
+KEYS = st.sampled_from(
+    [
+        *(
+            "p",
+            "q",
+            "r",
+            "properties",
+            "required",
+            "minProperties",
+            "maxProperties",
+            "minLength",
+            "maxLength",
+        ),
+        *("minimum", "pattern", "patternProperties", "enum", "json_schema", "schema", "format", "function"),
+        *("parameters", "json", "regex", "choice", "grammar", "tools", "type", "$defs"),
+    ]
+)
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([0.5, -1e300, "", "x", "(a+", "(" * 40, "{", "[]"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+FIELDS = ("response_format", "structured_outputs", "text", "output_config", "tools", "functions")
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), anything))
+def test_values_of_any_type_are_counted_or_left_to_vllm(body: dict[str, Any]) -> None:
+    try:
+        constraints = require_moderate(body, LIMITS)
+    except InvalidRequest:
+        return
+    assert all(constraint.cost > CHEAP for constraint in constraints)
