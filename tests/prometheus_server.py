@@ -27,7 +27,7 @@ missing = next(
     (f"{tool} is not installed" for tool in ("prometheus", "promtool") if not shutil.which(tool)), ""
 )
 """Why no test here can run; empty: they can."""
-must_run = "prometheus" in os.environ.get("BATON_TESTS_NEED", "").split(",")
+must_run = "prometheus" in os.environ.get("TESTS_NEED", "").split(",")
 """They fail where Prometheus is missing, and are not skipped: so CI asks for it."""
 needed = pytest.mark.skipif(bool(missing) and not must_run, reason=missing)
 
