@@ -38,7 +38,7 @@ from baton.api import (
 )
 from baton.api.admission import Admission, AdmissionMiddleware
 from baton.api.auth import AuthMiddleware
-from baton.api.body_budget import BodyBudget, bodies_together, uploads_together
+from baton.api.body_budget import BodyBudget, BodyRooms
 from baton.api.body_work import body_threads
 from baton.api.compiling import TrialCompiler
 from baton.api.connections import protocol_for
@@ -47,7 +47,7 @@ from baton.api.faults import FaultsMiddleware, http_exception, invalid_parameter
 from baton.api.gateway import Gateway
 from baton.api.heads import HeadMiddleware
 from baton.api.keys import Keyring, keyring_for
-from baton.api.limits import BodyLimitMiddleware, BodyLimits
+from baton.api.limits import BodyLimitMiddleware
 from baton.api.observe import ObserveMiddleware
 from baton.api.origins import OriginMiddleware
 from baton.engines.fleet import Fleet, FleetReport
@@ -182,23 +182,21 @@ def create_app(
     openapi.install(app)
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, invalid_parameters)
-    bodies = bodies_together(settings.limits, reader.available())
-    _add_layers(app, gateway, keyring, memory, bodies)
+    _add_layers(app, gateway, keyring, memory, reader.available())
     return app
 
 
 def _add_layers(
-    app: FastAPI, gateway: Gateway, keyring: Keyring | None, memory: MemoryWatch, bodies: int
+    app: FastAPI, gateway: Gateway, keyring: Keyring | None, memory: MemoryWatch, available: int | None
 ) -> None:
     """What stands between the socket and the routes. The last one added is the outermost."""
     settings, held = gateway.settings, gateway.metrics.bodies
-    in_memory = BodyBudget(bodies, "limits.bodies_bytes", held.labels("memory"), short=lambda: memory.short)
-    on_disk = BodyBudget(uploads_together(settings.pooling), "pooling.uploads_bytes", held.labels("disk"))
+    rooms = BodyRooms.of(settings, available=available, one_tenant=keyring is None)
     app.add_middleware(AdmissionMiddleware, memory=memory)
     app.add_middleware(
         BodyLimitMiddleware,
-        bodies=BodyLimits(settings.limits.body_bytes, in_memory),
-        uploads=BodyLimits(settings.pooling.upload_bytes, on_disk),
+        bodies=BodyBudget(rooms.memory, held.labels("memory"), short=lambda: memory.short),
+        uploads=BodyBudget(rooms.disk, held.labels("disk")),
         edge=settings.edge,
     )
     app.add_middleware(AuthMiddleware, keyring=keyring)

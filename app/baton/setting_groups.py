@@ -95,9 +95,10 @@ class LimitSettings(Frozen):
     bodies_bytes: ByteSize | None = Field(
         None,
         ge=2048,
-        description="Most bytes of the bodies of all requests under way together; above it: 503. One tenant "
-        "alone may hold half of it; above its share: 429. Unset: an eighth of the memory there is at the "
-        "start, at least four times `body_bytes`, at most 2 GiB.",
+        description="Most bytes of the bodies of all requests under way together; above it: 503. A tenant "
+        "may always hold one body of the largest size, and more as long as it leaves as much free as it "
+        "holds; else 429. Unset: an eighth of the memory there is at the start, at least four times "
+        "`body_bytes`, at most 2 GiB.",
     )
     body_depth: int = Field(64, ge=4, le=190, description="Deepest nesting of a JSON body; above it: 400.")
     body_values: int = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,9 +20,14 @@ import pytest
 from gateways import FakeGateway, run_fake
 from hostile import ROUTES, json_schema
 from loop_lag import loop_lag
+from prometheus_client import CollectorRegistry
 from schemas import DEAR, ORDINARY, flat
 
+from baton.api.compiling import WAITING, TrialCompiler
+from baton.api.constraints import Constraint
 from baton.engines.fake import FakeEngine
+from baton.setting_groups import LimitSettings
+from baton.telemetry.queues import QueueMetrics
 
 CHAT = "/v1/chat/completions"
 DEAREST = flat(160) | {"minProperties": 50, "maxProperties": 100}
@@ -126,6 +133,34 @@ def test_an_abandoned_compile_ends_and_meanwhile_holds_nobody_up() -> None:
         until(lambda: not children(server(gateway)))
         assert post(gateway, json_schema(flat(80))).status_code == 200, "their places are free"
         assert len(gateway.engine("text").bodies) == 6
+
+
+@pytest.mark.fault("E14")
+def test_a_schema_that_many_send_at_once_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than may wait for a place, and none is turned away."""
+    tried = 0
+
+    async def slowly(*_: object) -> bool:
+        nonlocal tried
+        tried += 1
+        await asyncio.sleep(0.05)
+        return True
+
+    monkeypatch.setattr(TrialCompiler, "_try", slowly)
+    constraint = Constraint("response_format", "json", "{}", 1000)
+
+    async def story() -> None:
+        compiler = TrialCompiler(LimitSettings(), QueueMetrics(CollectorRegistry()))
+        await asyncio.gather(*(compiler.require([constraint], "acme") for _ in range(2 * WAITING)))
+        given_up = asyncio.create_task(compiler.require([replace(constraint, text="1")], "acme"))
+        await asyncio.sleep(0.01)
+        waits = asyncio.create_task(compiler.require([replace(constraint, text="1")], "globex"))
+        await asyncio.sleep(0.01)
+        given_up.cancel()
+        await waits
+
+    asyncio.run(story())
+    assert tried == 3, "one for all, one that was given up, and one for who waited for it"
 
 
 @pytest.mark.chaos

@@ -50,7 +50,7 @@ def test_small_constraints_need_no_trial() -> None:
 
 
 @pytest.mark.parametrize(
-    "schema", [{"pattern": "a"}, {"allOf": [{}]}, {"patternProperties": {"a": {}}}, {"not": {}}]
+    "schema", [{"pattern": "a"}, {"allOf": [{}, {}]}, {"patternProperties": {"a": {}}}, {"not": {}}]
 )
 def test_what_may_cost_more_than_it_shows_is_always_tried(schema: dict[str, Any]) -> None:
     assert cost_of_schema(schema) > CHEAP
@@ -62,6 +62,67 @@ def test_tools_in_a_namespace_and_their_grammars_are_found() -> None:
     body = {"tools": [{"type": "namespace", "tools": [{"name": "f", "parameters": flat(2)}, custom]}]}
     found = [(constraint.param, constraint.kind) for constraint in constraints_of(body)]
     assert found == [("tools", "json"), ("tools[0].tools[1].format", "regex")]
+
+
+COSTLY = flat(160) | {"minProperties": 50, "maxProperties": 100}
+
+
+@pytest.mark.fault("E14")
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "function", "name": "f", "parameters": COSTLY, "function": {}},
+        {"name": "f", "input_schema": COSTLY, "function": {"parameters": {}}},
+        {"type": "function", "function": {"name": "f", "parameters": COSTLY}, "parameters": {}},
+    ],
+)
+def test_no_second_place_for_a_schema_hides_the_first(tool: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        require_moderate({"tools": [tool]}, LIMITS)
+
+
+@pytest.mark.fault("E14")
+def test_a_tool_that_a_message_defines_counts_as_the_others() -> None:
+    """Anthropic's messages may add tools."""
+    definition = {"name": "f", "input_schema": COSTLY}
+    block = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": definition}}
+    with pytest.raises(InvalidRequest) as refused:
+        require_moderate({"messages": [{"role": "system", "content": [block]}]}, LIMITS)
+    assert refused.value.param == "messages[0].content[0].tool.definition.input_schema"
+
+
+@pytest.mark.fault("E14")
+def test_a_grammar_within_a_structural_tag_is_tried() -> None:
+    tag = {"type": "structural_tag", "format": {"type": "grammar", "grammar": 'root ::= "a"'}}
+    for body in ({"response_format": tag}, {"structured_outputs": {"structural_tag": tag}}):
+        assert [constraint.kind for constraint in require_moderate(body, LIMITS)] == ["structural_tag"]
+
+
+def optional(count: int) -> dict[str, Any]:
+    """Optional fields as pydantic writes them, each with a sentence about it."""
+    text = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "description": "x" * 120}
+    return {"type": "object", "properties": {f"field_{number}": text for number in range(count)}}
+
+
+def numbers(count: int) -> dict[str, Any]:
+    """Whole numbers as zod writes them."""
+    most = 2**53 - 1
+    number = {"type": "integer", "minimum": -most, "maximum": most}
+    names = [f"number_{at}" for at in range(count)]
+    return {"type": "object", "properties": dict.fromkeys(names, number), "required": names}
+
+
+def referring(count: int) -> dict[str, Any]:
+    """References as pydantic wrote them before 2.9."""
+    one = {"allOf": [{"$ref": "#/$defs/Kind"}], "description": "one of them"}
+    kinds = {"Kind": {"enum": ["a", "b"], "type": "string"}}
+    return {"properties": {f"kind_{at}": one for at in range(count)}, "$defs": kinds}
+
+
+@pytest.mark.parametrize(("schema", "tools"), [(optional(15), 64), (numbers(3), 100), (referring(1), 100)])
+def test_the_tools_of_real_agents_pass(schema: dict[str, Any], tools: int) -> None:
+    body = {"tools": [{"name": f"f{at}", "input_schema": schema} for at in range(tools)]}
+    require_moderate(body, LIMITS)
 
 
 KEYS = st.sampled_from(

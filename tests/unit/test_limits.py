@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ByteSize
 from starlette.requests import Request
 
-from baton.api.body_budget import BodyBudget, BodyLease, bodies_together
+from baton.api.body_budget import BodyBudget, BodyLease, BodyRoom, BodyRooms
 from baton.api.limits import Body, read_json, strip_arguments, strip_steering
 from baton.engines.fake import FakeEngine
 from baton.engines.fleet import Fleet
@@ -28,15 +28,16 @@ from baton.errors import (
 )
 from baton.server import create_app
 from baton.setting_groups import MIB, EdgeSettings, EngineSettings, LimitSettings
-from baton.settings import load_settings
+from baton.settings import Settings, load_settings
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics
 
 LIMITS = LimitSettings(body_depth=8)
 
 
-def budget(total: int, **options: Any) -> BodyBudget:
-    return BodyBudget(total, "limits.bodies_bytes", GatewayMetrics().bodies.labels("memory"), **options)
+def budget(total: int, each: int = 1, *, one_tenant: bool = False, **options: Any) -> BodyBudget:
+    room = BodyRoom(each, total, "limits.bodies_bytes", one_tenant)
+    return BodyBudget(room, GatewayMetrics().bodies.labels("memory"), **options)
 
 
 def lease(tenant: str = "acme") -> BodyLease:
@@ -190,15 +191,32 @@ def test_one_tenant_s_bodies_leave_room_for_another_s() -> None:
         second.take(200)
         with pytest.raises(RateLimited, match=r"share of limits\.bodies_bytes"):
             second.take(1)
-        other.take(400)
+        other.take(300)
         with pytest.raises(RateLimited):
             other.take(1)
         with shared.lease("initech") as newcomer:
-            newcomer.take(200)
-            with pytest.raises(GatewayOverloaded, match=r"limits\.bodies_bytes"):
-                newcomer.take(1)
+            newcomer.take(150)
     with shared.lease("acme") as again:
         again.take(600)
+
+
+@pytest.mark.fault("E15")
+def test_a_tenant_may_hold_one_body_of_the_largest_size_however_many_others_hold_something() -> None:
+    shared = budget(1000, each=300)
+    with contextlib.ExitStack() as open_:
+        for number in range(50):
+            open_.enter_context(shared.lease(f"tenant-{number}")).take(1)
+        for tenant in ("acme", "globex", "initech"):
+            open_.enter_context(shared.lease(tenant)).take(300)
+        with pytest.raises(GatewayOverloaded, match=r"limits\.bodies_bytes"):
+            open_.enter_context(shared.lease("umbrella")).take(300)
+
+
+def test_without_keys_all_of_the_room_is_everybody_s() -> None:
+    with budget(1000, one_tenant=True).lease("local") as body:
+        body.take(1000)
+        with pytest.raises(GatewayOverloaded):
+            body.take(1)
 
 
 @pytest.mark.fault("E15")
@@ -241,8 +259,11 @@ def test_no_body_grows_while_memory_is_short() -> None:
 def test_unless_it_is_set_the_room_for_bodies_goes_by_the_memory_there_is(
     available: int | None, expected: int
 ) -> None:
-    assert bodies_together(LimitSettings(), available) == expected
-    assert bodies_together(LimitSettings(bodies_bytes=ByteSize(MIB)), available) == MIB
+    unset = Settings()
+    said = Settings(limits=LimitSettings(body_bytes=ByteSize(MIB), bodies_bytes=ByteSize(2 * MIB)))
+    assert BodyRooms.of(unset, available=available, one_tenant=False).memory.together == expected
+    assert BodyRooms.of(said, available=available, one_tenant=False).memory.together == 2 * MIB
+    assert BodyRooms.of(unset, available=available, one_tenant=True).disk.together == 16 * 1024 * MIB
 
 
 @pytest.mark.parametrize(

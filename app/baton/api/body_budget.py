@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from prometheus_client import Gauge
 from pydantic import ByteSize
 
 from baton.errors import GatewayOverloaded, RateLimited
-from baton.setting_groups import MIB, LimitSettings, PoolingSettings
+from baton.setting_groups import MIB
+from baton.settings import Settings
 
 RETRY_AFTER_S = 5
 MOST = 2 * 1024 * MIB
@@ -23,43 +25,68 @@ UPLOADS = 8
 """Files of the largest size that there is room for, where the settings say nothing."""
 
 
-def bodies_together(limits: LimitSettings, available: int | None) -> int:
-    """Return the bytes that all bodies in memory may take together.
+@dataclass(frozen=True)
+class BodyRoom:
+    """What the bodies of one kind may take.
 
-    Args:
-        limits: the settings; what they say counts.
-        available: bytes of memory there are; None: that is not known.
+    Attributes:
+        each: bytes of one.
+        together: bytes of all requests' at once.
+        setting: the name of the setting that says so, for error messages.
+        one_tenant: whether everybody is the same tenant, to whom all of it belongs.
     """
-    if limits.bodies_bytes is not None:
-        return int(limits.bodies_bytes)
-    share = MOST if available is None else min(MOST, available // SHARE_OF_MEMORY)
-    return max(LEAST_BODIES * int(limits.body_bytes), share)
+
+    each: int
+    together: int
+    setting: str
+    one_tenant: bool = False
 
 
-def uploads_together(pooling: PoolingSettings) -> int:
-    """Return the bytes that all files sent as they are may take on disk together."""
-    return int(pooling.uploads_bytes or UPLOADS * pooling.upload_bytes)
+@dataclass(frozen=True)
+class BodyRooms:
+    """Room for the bodies in memory, and for the files on disk.
+
+    Attributes:
+        memory: for all bodies but files sent as they are.
+        disk: for these.
+    """
+
+    memory: BodyRoom
+    disk: BodyRoom
+
+    @staticmethod
+    def of(settings: Settings, *, available: int | None, one_tenant: bool) -> BodyRooms:
+        """Return the room that the settings and the machine give.
+
+        Args:
+            settings: what they say counts.
+            available: bytes of memory there are; None: that is not known.
+            one_tenant: whether there are no keys.
+        """
+        limits, pooling = settings.limits, settings.pooling
+        share = MOST if available is None else min(MOST, available // SHARE_OF_MEMORY)
+        in_memory = limits.bodies_bytes or max(LEAST_BODIES * limits.body_bytes, share)
+        on_disk = pooling.uploads_bytes or UPLOADS * pooling.upload_bytes
+        return BodyRooms(
+            BodyRoom(int(limits.body_bytes), int(in_memory), "limits.bodies_bytes", one_tenant),
+            BodyRoom(int(pooling.upload_bytes), int(on_disk), "pooling.uploads_bytes", one_tenant),
+        )
 
 
 class BodyBudget:
     """Bytes for the bodies of all requests, shared by the tenants that hold any.
 
-    Each tenant may hold `total / (others + 2)` bytes, where `others` counts the other tenants that hold
-    any: as if one tenant more were there, so that a newcomer always finds room. A tenant that held more
-    before others came keeps it, and gets no more.
+    A tenant may always hold one body of the largest size, and more only as long as it leaves free as much as
+    it holds: a newcomer always finds room, however many tenants there are.
 
     Args:
-        total: bytes of all bodies together.
-        setting: the name of the setting that says so, for error messages.
+        room: how much there is; an attribute too.
         gauge: shows the bytes that are held.
         short: whether memory is short, so that no body may grow.
     """
 
-    def __init__(
-        self, total: int, setting: str, gauge: Gauge, *, short: Callable[[], bool] = lambda: False
-    ) -> None:
-        self._total = total
-        self._setting = setting
+    def __init__(self, room: BodyRoom, gauge: Gauge, *, short: Callable[[], bool] = lambda: False) -> None:
+        self.room = room
         self._short = short
         self._held: Counter[str] = Counter()
         gauge.set_function(self._held.total)
@@ -84,17 +111,18 @@ class BodyBudget:
         """
         if self._short():
             raise GatewayOverloaded(retry_after_s=RETRY_AFTER_S)
-        if self._held.total() + size > self._total:
+        room, held = self.room, self._held[tenant] + size
+        free = room.together - self._held.total() - size
+        if free < 0:
             raise GatewayOverloaded(
-                f"The bodies of all requests take their {_readable(self._total)} already (setting "
-                f"{self._setting}); try again shortly.",
+                f"The bodies of all requests take their {_readable(room.together)} already (setting "
+                f"{room.setting}); try again shortly.",
                 retry_after_s=RETRY_AFTER_S,
             )
-        share = self._total // (len(self._held.keys() - {tenant}) + 2)
-        if self._held[tenant] + size > share:
+        if not room.one_tenant and held > max(room.each, free):
             raise RateLimited(
-                f"The bodies of your requests under way take the {_readable(share)} that you may hold now "
-                f"(a share of {self._setting}); try again when one of them is over.",
+                f"The bodies of your requests under way take {_readable(self._held[tenant])}, which is your "
+                f"share of {room.setting} now; try again when one of them is over.",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._held[tenant] += size

@@ -72,11 +72,11 @@ def _check_values(body: Mapping[str, Any], limits: LimitSettings) -> None:
     per_token = [field for field in ("logprobs", "top_logprobs") if _as_number(body.get(field))]
     if not per_token:
         return
-    lengths = [field for field in LENGTHS if _as_number(body.get(field))]
+    lengths = [field for field in LENGTHS if _as_number(body.get(field)) is not None]
     prompts = body.get("prompt")
     listed = isinstance(prompts, list) and not _is_tokens(prompts)
     several = len(prompts or ()) if listed else 1
-    tokens = max((_as_number(body[field]) or 0 for field in lengths), default=UNSAID_TOKENS)
+    tokens = max((_as_number(body[field]) or 1 for field in lengths), default=UNSAID_TOKENS)
     answers = several * max(_as_number(body.get("n")) or 1, 1)
     values = answers * tokens * max(_as_number(body[field]) or 0 for field in per_token)
     if values > limits.logprob_values:
@@ -204,6 +204,9 @@ def _conversation(name: str, messages: list[Any], limits: LimitSettings) -> None
         content = message.get("content")
         if isinstance(content, list):
             _refuse_above(len(content), limits.messages, name, "messages", "has {} parts in one message")
+            for part in content:
+                if isinstance(part, dict) and isinstance(part.get("tool"), dict):
+                    check_schema(name, part["tool"], limits)  # Anthropic's messages may define tools
         for key in ("tool_calls", "tools"):
             _entries(TOOLS, f"{key} in one message")(name, message.get(key), limits)
 

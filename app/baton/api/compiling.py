@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -31,7 +33,8 @@ WAITING = 256
 WAIT_S = 30.0
 STARVED = 60
 """A child that got so little of the processor that its time lasted so many times longer is given up."""
-STOP_S = 5.0
+REFUSED_FOR_S = 300.0
+"""A constraint that did not compile in time is tried again after so long: the machine may have been busy."""
 
 log = structlog.get_logger("baton.schemas")
 
@@ -58,12 +61,10 @@ class _Server:
         return _Server(process, control)
 
     def stop(self) -> None:
+        """End it at once: it holds nothing, and its children end with their jobs."""
         self.control.close()
-        try:
-            self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 class TrialCompiler:
@@ -76,7 +77,8 @@ class TrialCompiler:
 
     def __init__(self, limits: LimitSettings, metrics: QueueMetrics) -> None:
         self._seconds = limits.schema_s
-        self._verdicts: OrderedDict[bytes, bool] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
+        self._under_way: dict[bytes, asyncio.Lock] = {}
         places = QueueLimits(PLACES, waiting=WAITING, wait_s=WAIT_S)
         self._queue = watched_queue(places, lambda _: _busy(), metrics, "schemas")
         self._starting = asyncio.Lock()
@@ -108,16 +110,47 @@ class TrialCompiler:
 
     async def _compiles(self, constraint: Constraint, tenant: str) -> bool:
         key = hashlib.sha256(f"{constraint.kind}\0{constraint.text}".encode()).digest()
-        known = self._verdicts.get(key)
+        known = self._known(key)
         if known is not None:
-            self._verdicts.move_to_end(key)
             return known
-        async with self._queue.place(tenant):
-            verdict = await self._try(constraint)
-        self._verdicts[key] = verdict
+        async with self._alone(key):
+            known = self._known(key)  # another request may have tried it meanwhile
+            if known is None:
+                async with self._queue.place(tenant):
+                    known = await self._try(constraint)
+                self._remember(key, known)
+        return known
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, key: bytes) -> AsyncIterator[None]:
+        """Let one request at a time try a constraint; the others wait for what comes of it.
+
+        Raises:
+            GatewayOverloaded: that took too long.
+        """
+        lock = self._under_way.setdefault(key, asyncio.Lock())
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await lock.acquire()
+        except TimeoutError:
+            raise _busy() from None
+        try:
+            yield
+        finally:
+            lock.release()
+            self._under_way.pop(key, None)  # who waits for it has it; who comes later finds the verdict
+
+    def _known(self, key: bytes) -> bool | None:
+        verdict, until = self._verdicts.get(key, (None, 0.0))
+        if verdict is None or until < time.monotonic():
+            return None
+        self._verdicts.move_to_end(key)
+        return verdict
+
+    def _remember(self, key: bytes, verdict: bool) -> None:
+        self._verdicts[key] = (verdict, math.inf if verdict else time.monotonic() + REFUSED_FOR_S)
         while len(self._verdicts) > REMEMBERED:
             self._verdicts.popitem(last=False)
-        return verdict
 
     async def _try(self, constraint: Constraint) -> bool:
         """Compile it; a second try is made where no child could be had, as its server died.
@@ -152,7 +185,11 @@ class TrialCompiler:
     async def _running(self) -> _Server:
         async with self._starting:
             if self._server is None:
-                self._server = await asyncio.to_thread(_Server.start)
+                try:
+                    self._server = await asyncio.to_thread(_Server.start)
+                except OSError as error:  # no room for another process
+                    log.warning("compile_server_not_started", reason=error.strerror)
+                    raise _busy() from None
             return self._server
 
     async def _replace(self, server: _Server) -> None:

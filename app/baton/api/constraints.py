@@ -7,6 +7,7 @@ xgrammar's with 16,000 tokens of vocabulary.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,7 +34,12 @@ ITEMS_PER_UNIT, LETTERS_PER_UNIT = 40, 200
 OPTIONAL_SQUARED_PER_UNIT = 250
 """Any two optional properties may follow each other."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-COMBINING = frozenset({"allOf", "not", "if", "dependentSchemas", "dependencies", "patternProperties"})
+REPEATED_BOUND = 4
+"""A bound that stands in a schema again costs so many times less: what compilers make of it is shared."""
+WORDS = ("title", "description", "$comment")
+"""Keywords for people, whose texts are not compiled."""
+NOTHING = {"type": "null"}
+COMBINING = frozenset({"not", "if", "dependentSchemas", "dependencies", "patternProperties"})
 """Keywords whose cost is that of products."""
 
 
@@ -119,7 +125,22 @@ def _json(param: str, schema: Any) -> Iterator[Constraint]:
 
 def _schema(param: str, schema: Any, kind: str) -> Constraint:
     text = json.dumps(schema)
-    return Constraint(param, kind, text, cost_of_schema(schema) + len(text) // LETTERS_PER_UNIT)
+    cost = cost_of_schema(schema) + _letters_cost(text, schema)
+    if kind == "structural_tag":  # it may hold grammars, and formats that repeat
+        cost += DOUBTFUL
+    return Constraint(param, kind, text, cost)
+
+
+def _letters_cost(text: str, schema: Any) -> int:
+    """What the length of a schema's JSON costs, without the words that are there for people."""
+    words, open_values = 0, [schema]
+    while open_values:
+        value = open_values.pop()
+        if isinstance(value, dict):
+            words += sum(len(value[key]) for key in WORDS if isinstance(value.get(key), str))
+            value = value.values()
+        open_values += [item for item in value if isinstance(item, dict | list)]
+    return max(0, len(text) - words) // LETTERS_PER_UNIT
 
 
 def _structured(value: Any) -> Iterator[Constraint]:
@@ -153,6 +174,18 @@ def _listed(body: Mapping[str, Any], field: str) -> Iterator[tuple[str, dict[str
             yield f"{field}[{at}]", tool
             for place, inner in _listed(tool, "tools") if field == "tools" else ():
                 yield f"{field}[{at}].{place}", inner
+    if field == "tools":
+        yield from _added(body.get("messages"))
+
+
+def _added(messages: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each tool that a message of Anthropic's defines, with its place."""
+    for at, message in enumerate(messages if isinstance(messages, list) else []):
+        content = message.get("content") if isinstance(message, dict) else None
+        for number, block in enumerate(content if isinstance(content, list) else []):
+            definition = _at(block, "tool", "definition")
+            if isinstance(definition, dict):
+                yield f"messages[{at}].content[{number}].tool.definition", definition
 
 
 def _tool_grammars(body: Mapping[str, Any], field: str) -> Iterator[Constraint]:
@@ -174,11 +207,12 @@ def _tools(body: Mapping[str, Any], field: str) -> Iterator[tuple[str, Any, Any]
     """Each tool's place, its name and its schema, in OpenAI's shapes and in Anthropic's."""
     for place, tool in _listed(body, field):
         inner = tool.get("function")
-        holder, path = (inner, ".function") if isinstance(inner, dict) else (tool, "")
-        for key in ("parameters", "input_schema"):
-            schema = holder.get(key)
-            if isinstance(schema, dict):
-                yield f"{place}{path}.{key}", holder.get("name"), schema
+        holders = [(tool, "")] + ([(inner, ".function")] if isinstance(inner, dict) else [])
+        for holder, path in holders:  # a handler reads one of them, and ignores the other
+            for key in ("parameters", "input_schema"):
+                schema = holder.get(key)
+                if isinstance(schema, dict):
+                    yield f"{place}{path}.{key}", holder.get("name"), schema
 
 
 def _together(field: str, tools: list[tuple[str, Any, Any]]) -> Constraint:
@@ -196,23 +230,28 @@ def _together(field: str, tools: list[tuple[str, Any, Any]]) -> Constraint:
         )
     whole = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": options}}
     text = json.dumps(whole | ({"$defs": definitions} if definitions else {}))
-    cost = cost_of_schema([schema for _, _, schema in tools])
-    return Constraint(field, "json", text, cost + len(text) // LETTERS_PER_UNIT)
+    schemas = [schema for _, _, schema in tools]
+    return Constraint(field, "json", text, cost_of_schema(schemas) + _letters_cost(text, schemas))
 
 
 def cost_of_schema(root: Any) -> int:
     """Count what compiling a JSON schema costs, or several together, in units."""
     cost, lengths, patterns, open_values = 0.0, set[int](), set[str](), [root]
+    bounds = Counter[str]()
     while open_values:
         value = open_values.pop()
         inner = value
+        if value == NOTHING:
+            continue
         if isinstance(value, dict):
             cost += 1 + _own_cost(value)
+            bounds.update(repr(value[key]) for key in BOUNDS if _is_number(value.get(key)))
             lengths |= _lengths(value)
             patterns |= _patterns(value)
             inner = value.values()
         open_values += [item for item in inner if isinstance(item, dict | list)]
     cost += sum(_pattern_cost(pattern) for pattern in patterns) + (DOUBTFUL if patterns else 0)
+    cost += sum(len(bound) * (1 + (count - 1) / REPEATED_BOUND) for bound, count in bounds.items())
     return round(cost + _lengths_cost(lengths))
 
 
@@ -225,9 +264,9 @@ def _own_cost(schema: dict[str, Any]) -> float:
     counts = [_number(schema.get(key)) for key in ("minProperties", "maxProperties")]
     if any(counts):
         cost += max(len(names), 1) * (max(counts) if counts[1] else max(len(names), counts[0]))
-    cost += sum(len(repr(schema[key])) for key in BOUNDS if _is_number(schema.get(key)))
     cost += _enum_cost(schema["enum"]) if isinstance(schema.get("enum"), list) else 0
-    if COMBINING & schema.keys():
+    several = schema.get("allOf")
+    if COMBINING & schema.keys() or (isinstance(several, list) and len(several) > 1):
         cost += DOUBTFUL
     return cost
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,30 +43,17 @@ ARGUMENTS = "vllm_xargs"
 """Arguments for whatever in an engine knows them: a connector, a logits processor, a model."""
 
 
-@dataclass(frozen=True)
-class BodyLimits:
-    """What bodies of one kind may take.
-
-    Attributes:
-        each: bytes of one.
-        together: of all at once.
-    """
-
-    each: ByteSize
-    together: BodyBudget
-
-
 class BodyLimitMiddleware:
     """Refuse a body that is too large, by its announced length or once it is, or that comes too slowly.
 
     Args:
         app: what the bodies are for.
-        bodies: limits of the bodies that are held in memory.
-        uploads: limits of the files that are written to disk as they come.
+        bodies: room for the bodies that are held in memory.
+        uploads: room for the files that are written to disk as they come.
         edge: how long a body may take.
     """
 
-    def __init__(self, app: ASGIApp, *, bodies: BodyLimits, uploads: BodyLimits, edge: EdgeSettings) -> None:
+    def __init__(self, app: ASGIApp, *, bodies: BodyBudget, uploads: BodyBudget, edge: EdgeSettings) -> None:
         self._app = app
         self._bodies = bodies
         self._uploads = uploads
@@ -78,16 +64,17 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         upload = scope["path"] == UPLOAD_PATH and media_type_of(Request(scope)) in UPLOAD_TYPES
-        limits = self._uploads if upload else self._bodies
+        budget = self._uploads if upload else self._bodies
+        limit = ByteSize(budget.room.each)
         for name, value in scope["headers"]:
-            if name == b"content-length" and int(value) > limits.each:
-                raise _too_large(limits.each)
+            if name == b"content-length" and int(value) > limit:
+                raise _too_large(limit)
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 raise UnsupportedMediaType(
                     "Bodies are taken as they are, not compressed: send it without 'Content-Encoding'."
                 )
-        with limits.together.lease(scope["baton"].tenant) as lease:
-            await self._app(scope, Body(receive, limits.each, self._edge, lease).receive, send)
+        with budget.lease(scope["baton"].tenant) as lease:
+            await self._app(scope, Body(receive, limit, self._edge, lease).receive, send)
 
 
 class Body:

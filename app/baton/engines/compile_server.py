@@ -34,6 +34,8 @@ Made = TypeVar("Made")
 FORKED, VALIDATED, COMPILED = b"f", b"v", b"c"
 VALIDATION_SHARE = 0.1
 """Of a job's processor time, what vLLM does on the event loop may take so much."""
+VALIDATION_S = 0.4
+"""Seconds that it may take in any case: a slow processor needs half of them for ordinary patterns."""
 VOCABULARY = 4096
 """Tokens to compile for. A model has ten to sixty times as many; time grows less than that."""
 REGEX_CHARS = 100_000
@@ -198,7 +200,7 @@ def _serve(job: socket.socket, compilers: Compilers) -> None:
     with job.makefile("rb") as lines:
         asked = json.loads(lines.readline())
     _end_with(job)
-    signal.setitimer(signal.ITIMER_PROF, asked["seconds"] * VALIDATION_SHARE)
+    signal.setitimer(signal.ITIMER_PROF, max(VALIDATION_S, asked["seconds"] * VALIDATION_SHARE))
     parsed = compilers.parse(asked["kind"], asked["text"])
     signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
     job.sendall(VALIDATED)
