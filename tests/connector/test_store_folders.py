@@ -159,14 +159,19 @@ def test_an_entry_swapped_for_a_link_is_not_followed_and_only_the_link_goes(tmp_
 @pytest.mark.fault("B14")
 def test_what_is_old_is_swept_at_a_start_and_what_it_links_to_is_not(tmp_path: Path, victim: Path) -> None:
     store = FileStore(tmp_path / "store")
-    left = store.root / "writing" / "left"
+    left = store.root / "writing" / ("ab" * 16)
     left.symlink_to(victim / "document")
     old = ABANDONED_AFTER_S + 5
     os.utime(left, (left.lstat().st_mtime - old,) * 2, follow_symlinks=False)
     (store.root / "writing" / "folder").mkdir()
     os.utime(store.root / "writing" / "folder", LONG_AGO)
+    mine = [store.root / ".bashrc", store.root / "writing" / "notes"]  # the store may be in somebody's folder
+    for path in mine:
+        path.write_text("mine")
+        os.utime(path, LONG_AGO)
     FileStore(store.root)
     assert not left.is_symlink()
+    assert [path.read_text() for path in mine] == ["mine", "mine"]
     assert untouched(victim)
 
 

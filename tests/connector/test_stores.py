@@ -186,7 +186,7 @@ def test_a_key_is_never_a_path(folder: FileStore, key: str) -> None:
 
 
 def test_what_a_killed_writer_left_is_swept_and_a_living_one_s_is_not(folder: FileStore) -> None:
-    old, new = folder.root / "writing" / "old", folder.root / "writing" / "new"
+    old, new = (folder.root / "writing" / (letter * 32) for letter in "ab")
     for path in (old, new):
         path.write_bytes(b"half")
     past = old.stat().st_mtime - ABANDONED_AFTER_S - 1

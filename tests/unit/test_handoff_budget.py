@@ -139,6 +139,27 @@ def test_two_gateways_keep_one_budget_and_each_evicts_the_largest_tenant_s(tmp_p
     asyncio.run(story())
 
 
+def test_nobody_s_handoffs_go_for_one_that_does_not_fit_all_the_same(tmp_path: Path) -> None:
+    def picture(size: int) -> list[Placed]:
+        file = Picture(b"i" * size, "image/png", 4, 4)
+        return [Placed(file, file.digest, 0, 1, (7,))]
+
+    async def story() -> None:
+        handoffs = gateway(tmp_path)
+        others = [await left(handoffs, "x") for _ in range(3)]
+        await left(handoffs, "x", images=picture(5 * MIB))
+        pinned = await left(handoffs, "x", images=picture(2 * MIB - 64 * 1024), pin=True)
+        assert pinned.pin
+        second = await left(handoffs, "y", images=picture(2 * MIB - 32 * 1024))
+        with pytest.raises(HandoffPinsFull):
+            await handoffs.change(second, {"pin": True})
+        await left(handoffs, "z", images=picture(4 * MIB - 1024))
+        assert [await there(handoffs, record) for record in (*others, pinned)] == [True] * 4
+
+    asyncio.run(story())
+
+
+@pytest.mark.fault("B13")
 def test_pins_count_records_and_images_too(tmp_path: Path) -> None:
     async def story() -> None:
         handoffs = gateway(tmp_path)

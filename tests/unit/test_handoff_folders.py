@@ -152,7 +152,7 @@ def test_what_old_links_among_records_and_images_lead_to_is_not_removed(tmp_path
     for kind in (RecordFiles, ImageFiles):
         folder = tmp_path / kind.__name__
         kind(folder)
-        planted = folder / ".planted"
+        planted = folder / f".{'ab' * 8}"
         planted.symlink_to(victim)
         os.utime(planted, past, follow_symlinks=False)
         files = kind(folder)

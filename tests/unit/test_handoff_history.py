@@ -90,3 +90,13 @@ def test_an_answer_that_nobody_remembers_is_known_by_its_tokens() -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[1\]"):
         resent(past, [USER, ANSWER, USER], "Paris.")
     assert resent(past, [USER], None) == 0
+
+
+def test_a_result_of_a_tool_that_is_sent_again_is_not_written_twice() -> None:
+    """Some agents send the last turns only, which may begin with what a tool returned."""
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "42"}
+    past = Conversation(messages=[{"role": "user", "content": "x"}, {"role": "assistant"}, result])
+    new = {"role": "user", "content": "and now?"}
+    with pytest.raises(InvalidRequest):
+        resent(past, [result, new], None)
+    assert resent(past, [result | {"tool_call_id": "call_2"}, new], None) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from baton.handoffs.record import HandoffRecord
 from baton.handoffs.storage import HandoffStorage
 from baton.setting_groups import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
+from baton_kv.folders import open_file
 from baton_kv.stores.file import FileStore
 
 ENGINE = FakeEngine("a", relays=True)
@@ -334,5 +336,28 @@ def test_a_new_life_asked_for_after_the_clock_jumped_ends_none(house: House) -> 
         handoffs._wall = lambda: 1_700_000_000.0 + house.now[0] + 86_400
         await handoffs.change(record, {"ttl_s": 600})
         assert (await handoffs.get(record.id, "local")).id == record.id
+
+    asyncio.run(story())
+
+
+def test_a_record_that_cannot_be_read_just_now_is_not_taken_for_a_deleted_one(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process without descriptors left reads nothing, and removes nothing either."""
+
+    async def story() -> None:
+        gateway = house.gateway()
+        record = await house.left(gateway)
+        with monkeypatch.context() as patched:
+            patched.setattr("baton.handoffs.files.open_file", out_of_descriptors)
+            await gateway.change(record, {"label": "a"})
+            assert gateway._storage.remove_expired(record) is None
+        again = house.gateway()
+        assert (await again.get(record.id, "local")).id == record.id
+
+    def out_of_descriptors(name: str, **more: Any) -> int:
+        if name.endswith(".json"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return open_file(name, **more)
 
     asyncio.run(story())

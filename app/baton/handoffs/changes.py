@@ -15,6 +15,9 @@ from baton.setting_groups import HandoffSettings
 PINNED_SHARE = 0.5
 """Of the budget, shared by the tenants there are; the rest stays for handoffs that nobody pinned."""
 
+PINNED_BESIDE_SHARE = 0.25
+"""Of the budget, for the images and records of pinned handoffs: half of what all of these may take."""
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -77,6 +80,9 @@ class Rules:
     def _fits(self, mine: Holding, others: list[Holding]) -> bool:
         """Whether a handoff may be pinned: within what all may pin, and within its tenant's share of that."""
         room = PINNED_SHARE * int(self.settings.budget)
+        beside = mine.beside + sum(other.beside for other in others if other.pin)
+        if beside > PINNED_BESIDE_SHARE * int(self.settings.budget):
+            return False
         pinned: Counter[str] = Counter()
         for other in others:
             pinned[other.tenant] += other.bytes if other.pin else 0

@@ -267,7 +267,7 @@ class Handoffs:
             await self._write(record)
         finally:
             self._ready(record)  # its token ids are known, whatever became of its KV
-            if record not in self._shelf:  # deleted or expired meanwhile: what came after it goes too
+            if self._shelf.known(record.id) is None:  # deleted or expired: what came after that goes too
                 await asyncio.to_thread(self._storage.remove, record)
 
     async def _committed(self, record: HandoffRecord, relay: Relay, within_s: float) -> bool:

@@ -12,6 +12,7 @@ records/
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -38,6 +39,10 @@ SETTLED_AFTER_NS = 50_000_000
 """A folder that changed less long ago may change again and keep its time, which moves by a kernel's tick."""
 SUFFIX = ".json"
 ID = re.compile(r"[A-Za-z0-9_-]{16,64}")
+TRANSIENT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EINTR, errno.EAGAIN})
+"""What says nothing of a file itself: it cannot be read now, and may well be whole."""
+ASIDE = re.compile(r"\.[0-9a-f]{16}")
+"""The name of a record that is being written."""
 Stamp = tuple[int, int, int]
 Holdings = Callable[[], list[Holding]]
 Edit = Callable[[HandoffRecord, Holdings], None]
@@ -110,7 +115,7 @@ class RecordFiles:
         """Change a kept record; as it is now, or None: it was deleted.
 
         Raises:
-            OSError: it could not be written.
+            OSError: it could not be read or written.
         """
         assert self._path is not None
         with self._locked(self._path) as held:
@@ -242,8 +247,14 @@ class RecordFiles:
             self._forget(each)
             self._news.gone.append(each)
         for each in [each for each, stamp in found.items() if self._stamps.get(each) != stamp]:
+            try:
+                record = self._read(held.folder, each)
+            except OSError as error:
+                self._log.warning("handoff_unreadable", handoff=each, reason=error.strerror)
+                settled = False  # it is looked at again
+                continue
             self._stamps[each] = found[each]
-            if (record := self._read(held.folder, each)) is not None:
+            if record is not None:
                 self._holdings[each] = record.holding
                 self._news.changed.append(record)
         self._seen = changed_at if settled else None
@@ -279,6 +290,11 @@ class RecordFiles:
         self._forget(handoff_id)
 
     def _read(self, opened: int, handoff_id: str) -> HandoffRecord | None:
+        """Read a record; None: it is not there, or cannot be understood.
+
+        Raises:
+            OSError: it cannot be read now, and may well be there.
+        """
         name = handoff_id + SUFFIX
         try:
             with FileIO(open_file(name, within=opened), "rb") as stream:
@@ -286,7 +302,9 @@ class RecordFiles:
                 if status.st_size > READ_AT_MOST:
                     return None
                 data = stream.readall()
-        except OSError:
+        except OSError as error:
+            if error.errno in TRANSIENT:
+                raise
             return None
         try:
             record = HandoffRecord.model_validate_json(data)
@@ -343,5 +361,5 @@ def _remove_abandoned(opened: int) -> None:
     for name in os.listdir(opened):
         with contextlib.suppress(OSError):
             age = time.time() - os.stat(name, dir_fd=opened, follow_symlinks=False).st_mtime
-            if name.startswith(".") and age > ABANDONED_AFTER_S:
+            if ASIDE.fullmatch(name) and age > ABANDONED_AFTER_S:
                 os.unlink(name, dir_fd=opened)

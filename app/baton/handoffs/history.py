@@ -139,9 +139,13 @@ def _repeats_beginning(history: Sequence[Turn], given: Sequence[Turn]) -> bool:
 
 
 def _repeats_exchange(history: Sequence[Turn], given: Sequence[Turn]) -> bool:
-    """Whether messages hold an answer of the history after the turn that it answered, or at its place."""
+    """Whether messages hold an answer of the history after the turn that it answered, or at its place; or
+    begin with the result of a tool that the history holds.
+    """
     past, now = _without_instructions(history), _without_instructions(given)
     if now and _is_answer(now[0]) and any(_is_answer(turn) and turn.same_as(now[0]) for turn in past):
+        return True
+    if now and now[0].role == "tool" and any(turn.same_as(now[0]) for turn in past):
         return True
     if any(_is_answer(turn) and turn.same_as(was) for was, turn in zip(past, now, strict=False)):
         return True

@@ -49,11 +49,13 @@ class Holding(NamedTuple):
         tenant: whose it is.
         pin: its KV stays when others' goes for the budget.
         bytes: of its KV, its images and its record.
+        beside: of these, bytes of its images and its record.
     """
 
     tenant: str
     pin: bool
     bytes: int
+    beside: int = 0
 
 
 class HandoffState(StrEnum):
@@ -214,7 +216,8 @@ class HandoffRecord(BaseModel):
     @property
     def holding(self) -> Holding:
         """What it holds of the store."""
-        return Holding(self.tenant, self.pin, self.bytes + self.image_bytes + self._disk_bytes)
+        beside = self.image_bytes + self._disk_bytes
+        return Holding(self.tenant, self.pin, self.bytes + beside, beside)
 
     @property
     def weight(self) -> int:

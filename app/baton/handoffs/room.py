@@ -57,10 +57,14 @@ class Room:
 
     async def _evict(self, record: HandoffRecord | None, size: int) -> bool:
         share, looked = BESIDE_SHARE * int(self._settings.budget), False
-        while await asyncio.to_thread(self._storage.beside_bytes) + size > share:
+        if size > share:
+            return False
+        while (taken := await asyncio.to_thread(self._storage.beside_bytes) + size) > share:
             if not looked:
                 await self._refresh()
                 looked = True
+                if taken - self._shelf.loose_bytes(record) > share:  # others would go for nothing
+                    return False
             if (other := self._shelf.oldest_beside(record)) is None:
                 return False
             self._shelf.forget(other)

@@ -107,6 +107,14 @@ class Shelf:
                 return min(loose, key=lambda each: each.created_at)
         return None
 
+    def loose_bytes(self, newest: HandoffRecord | None) -> int:
+        """Bytes on disk, beside their KV, of all handoffs that may be evicted for `newest`."""
+        return sum(
+            self._counted.get(each.id, 0)
+            for each in self._records.values()
+            if each.kept and not each.pin and each is not newest
+        )
+
     @property
     def tenants(self) -> list[str]:
         """Those who have any."""

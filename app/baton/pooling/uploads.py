@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class Spool:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._made: Made | None = None
+        self._guard = threading.Lock()
         self.path = Path()
 
     async def fill(self, chunks: AsyncIterator[bytes]) -> None:
@@ -42,7 +44,7 @@ class Spool:
             PluginBusy: there is no room for it.
         """
         try:
-            await asyncio.to_thread(self._open)
+            await self._opened()
             size = await self._write(chunks)
         except OSError as error:
             await self.close()
@@ -55,6 +57,15 @@ class Spool:
         if size == 0:
             await self.close()
             raise InvalidRequest("The request has no body: send the file's bytes.")
+
+    async def _opened(self) -> None:
+        """Make the file, to its end also where the request is cancelled: `close` is to find it."""
+        opening = asyncio.ensure_future(asyncio.to_thread(self._open))
+        try:
+            await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            await asyncio.wait({opening})
+            raise
 
     def _open(self) -> None:
         self._made = make(self._folder, UPLOADS)
@@ -73,16 +84,21 @@ class Spool:
         return size
 
     def _append(self, data: bytes) -> None:
-        assert self._made is not None
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(self._made.descriptor, rest) :]
+        with self._guard:  # or it may be closed meanwhile, and its number be another file's
+            rest = memoryview(data if self._made is not None else b"")
+            while rest and self._made is not None:
+                rest = rest[os.write(self._made.descriptor, rest) :]
 
     async def close(self) -> None:
         """Remove the file; a second call does nothing. Freeing a large one takes its time, in a thread."""
-        made, self._made = self._made, None
-        if made is not None:
-            await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(made.remove)))
+        if self._made is not None:
+            await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(self._remove)))
+
+    def _remove(self) -> None:
+        with self._guard:
+            made, self._made = self._made, None
+            if made is not None:
+                made.remove()
 
 
 def sweep(folder: Path | None) -> Swept:

@@ -19,6 +19,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 import time
@@ -58,6 +59,10 @@ IMAGES = "images"
 RECORDS = "records"
 RECORDS_TOTAL = "total"
 """A file among the records: bytes that they take, as decimal digits."""
+ASIDE = re.compile(r"\.[0-9a-f]{16}")
+"""The name of a file that is being written into the root: the secret."""
+WRITING = re.compile(r"[0-9a-f]{32}")
+"""The name of an entry that is being written."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 KEPT_IN_QUARANTINE = 2
 MAX_BUFFERS = 1024
@@ -121,9 +126,9 @@ class FileStore:
             with folder(root) as top:
                 for name in ("entries", "writing", "quarantine"):
                     make_folder(root / name, name=name, within=top)
-                remove_abandoned(top, ".")
+                remove_abandoned(top, ASIDE)
             with self._folder("writing") as writing:
-                remove_abandoned(writing, "")
+                remove_abandoned(writing, WRITING)
         except FolderRefused as error:
             raise StoreError(error.strerror) from None
 

@@ -101,10 +101,15 @@ def number_in(name: str, top: int) -> int:
         return 0
 
 
-def remove_abandoned(target: int, prefix: str) -> None:
-    """Remove the files of a folder that a killed writer left behind."""
+def remove_abandoned(target: int, named: re.Pattern[str]) -> None:
+    """Remove the files of a folder that a killed writer left behind, and nobody else's.
+
+    Args:
+        target: descriptor of the folder.
+        named: what a writer calls them.
+    """
     for name in os.listdir(target):
         with contextlib.suppress(OSError):
             age = time.time() - os.stat(name, dir_fd=target, follow_symlinks=False).st_mtime
-            if name.startswith(prefix) and age > ABANDONED_AFTER_S:
+            if named.fullmatch(name) and age > ABANDONED_AFTER_S:
                 os.unlink(name, dir_fd=target)

@@ -34,10 +34,12 @@ def read_stated(lines: Sequence[Linear], tags: Tags, band_tags: Sequence[Tags], 
     """
     whole = _plain(tags)
     each = [whole | _plain(own) for own in band_tags]
-    offsets = ("add_offset", *(SENTINEL_OFFSETS if integers else ()))
-    bands = tuple(_of_band(line, known, integers) for line, known in zip(lines, each, strict=True))
+    taken_off = _is_taken_off(whole)
+    shifted = integers and not taken_off  # a provider that took the offset off may have left its tags
+    offsets = ("add_offset", *(SENTINEL_OFFSETS if shifted else ()))
+    bands = tuple(_of_band(line, known, shifted) for line, known in zip(lines, each, strict=True))
     without = any(_number(known, name) == 0 for known in each for name in offsets)  # a 0 is said on purpose
-    return Stated(bands, None if without or _is_taken_off(whole) else _shifted(whole))
+    return Stated(bands, None if without or taken_off else _shifted(whole))
 
 
 def _plain(tags: Tags) -> dict[str, str]:
@@ -50,14 +52,14 @@ def _plain(tags: Tags) -> dict[str, str]:
     return plain
 
 
-def _of_band(line: Linear, tags: Tags, integers: bool) -> Linear:
+def _of_band(line: Linear, tags: Tags, shifted: bool) -> Linear:
     """What GDAL knows, and of the tags what GDAL does not; Sentinel-2's offsets are in the file's numbers."""
     if line.offset:
         return line
     scale = line.scale if line.scale != 1 else _number(tags, "scale_factor")
     scale = 1.0 if scale is None else scale
     offset = _number(tags, "add_offset")
-    if offset is None and integers:
+    if offset is None and shifted:
         shifts = (_number(tags, name) for name in SENTINEL_OFFSETS)
         offset = next((shift * scale for shift in shifts if shift is not None), None)
     return Linear(scale, offset or 0.0)

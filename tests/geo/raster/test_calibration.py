@@ -252,6 +252,7 @@ def test_a_product_that_needs_an_offset_and_states_none_is_refused(
         ("int16", {"PRODUCT_URI": BASELINE_4, "add_offset": "0.0", "scale_factor": "0.0001"}),  # HLS
         ("int16", {"PROCESSING_BASELINE": "05.09", "HLS_PROCESSING_TIME": "2024-05-01T00:00:00Z"}),
         ("uint16", {"PRODUCT_URI": BASELINE_4, "BOA_ADD_OFFSET": "0"}),
+        ("uint16", {"PRODUCT_URI": BASELINE_4, "BOA_ADD_OFFSET": "-1000", "boa_offset_applied": "true"}),
     ],
 )
 def test_products_without_an_offset_are_taken_as_they_are(
