@@ -49,7 +49,7 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         self.built.set_running_or_notify_cancel()  # whoever stops waiting must not cancel what goes on
         try:
-            # Sockets lie there; what cleans up temporary files may have removed it since the last engine's start.
+            # Sockets lie there; whatever cleans up temporary files may have removed it meanwhile.
             Path(envs.VLLM_RPC_BASE_PATH).mkdir(mode=0o700, exist_ok=True)
             client = AsyncLLM.from_engine_args(self._args, stat_loggers=[self._logger])
         except BaseException as error:  # noqa: BLE001  # the thread's border: handed to who waits for `built`
