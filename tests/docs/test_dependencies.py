@@ -22,7 +22,8 @@ OURS = {
     if folder.is_dir()
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-BY_VLLM = {"torch", "transformers", "tokenizers", "huggingface-hub"}
+COMPILERS = {"xgrammar", "apache-tvm-ffi", "llguidance", "outlines-core"}
+BY_VLLM = {"torch", "transformers", "tokenizers", "huggingface-hub"} | COMPILERS
 """vLLM decides their versions; a range of our own could only contradict it."""
 
 
