@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from plain_servers import PlainServer
 from raster_host import RasterHost
 from rasters import RGB, geotiff, opened
-from torch_pipeline import torch_mask
+from torch_pipeline import as_torch_says
 
 from baton_geo.settings import GeoSettings
 
@@ -97,7 +97,7 @@ def refusal(answer: httpx.Response) -> str:
 
 
 def test_the_example_client_gets_its_mask(server: GeoServer, raster_host: RasterHost, rgb: Path) -> None:
-    """vLLM's published request, an address and all; the answer equals plain torch on every pixel."""
+    """vLLM's published request, an address and all; the answer is what plain torch says, on every pixel."""
     pixels = noise(300, 250, 1)
     pixels[:, 100:150, :60] = 0
     content = geotiff(pixels, RGB, nodata=0)
@@ -115,7 +115,7 @@ def test_the_example_client_gets_its_mask(server: GeoServer, raster_host: Raster
     }
     answer = httpx.post(f"{server.url}/pooling", json=body, timeout=120)
     mask, profile = mask_of(answer)
-    assert np.array_equal(mask, torch_mask(rgb, content))
+    assert as_torch_says(mask, rgb, content)
     assert set(np.unique(mask)) == {0, 1, 2, 255}
     assert (profile["crs"].to_epsg(), profile["nodata"]) == (32633, 255)
     assert answer.json().keys() == {"request_id", "created_at", "data"}
@@ -139,7 +139,7 @@ def test_concurrent_requests_each_get_their_own_answer(server: GeoServer, rgb: P
     for content, answer in zip(asked, answers, strict=True):
         mask, profile = mask_of(answer)
         _, given = opened(content)
-        assert np.array_equal(mask, torch_mask(rgb, content))
+        assert as_torch_says(mask, rgb, content)
         assert (profile["crs"], profile["transform"]) == (given["crs"], given["transform"])
     assert server.scenes() == []
 
@@ -150,7 +150,7 @@ def test_more_scenes_than_decoders_are_all_answered(server: GeoServer, rgb: Path
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = list(pool.map(server.ask, asked))
     for content, answer in zip(asked, answers, strict=True):
-        assert np.array_equal(mask_of(answer)[0], torch_mask(rgb, content))
+        assert as_torch_says(mask_of(answer)[0], rgb, content)
     assert server.scenes() == []
 
 
@@ -201,7 +201,7 @@ def test_the_clients_shown_run(server: GeoServer, rgb: Path, tmp_path: Path) -> 
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         (mask,), _ = opened((tmp_path / "mask.tif").read_bytes())
-        assert np.array_equal(mask, torch_mask(rgb, content))
+        assert as_torch_says(mask, rgb, content)
         (tmp_path / "mask.tif").unlink()
     assert "kind 0" in done.stdout
 
@@ -215,5 +215,5 @@ def test_clients_that_hang_up_take_no_place(server: GeoServer, rgb: Path) -> Non
     assert server.scenes() != []
     content = geotiff(noise(70, 80, 51), RGB)
     began = time.monotonic()
-    assert np.array_equal(mask_of(server.ask(content))[0], torch_mask(rgb, content))
+    assert as_torch_says(mask_of(server.ask(content))[0], rgb, content)
     assert time.monotonic() - began < GeoSettings().decoder_wait_s / 2
