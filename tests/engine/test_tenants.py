@@ -102,6 +102,7 @@ def test_d5_a_stolen_handoff_is_answered_like_an_unknown_one(tiny_gateway: RealG
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(400)  # two starts, where it is the first to ask for the gateway
 def test_a_handoff_outlives_the_gateway(tiny_gateway: RealGateway) -> None:
     left = relayed(tiny_gateway, "acme", {"save": {"label": "kept"}}).json()["handoff"]
     before = relayed(tiny_gateway, "acme", {"from": left["id"]}).json()
