@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planted import foreign_folder, link, open_folder, pipe, plain_file
 
 from baton_kv.contract import new_key
 from baton_kv.secret import store_secret
@@ -17,33 +18,8 @@ from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
 from baton_kv.stores.file import ABANDONED_AFTER_S, FileStore
 
-NOBODY = 65534
 HANGS_AFTER_S = 20
 LONG_AGO = (1.0, 1.0)
-
-
-def link(place: Path, victim: Path) -> None:
-    place.symlink_to(victim)
-
-
-def pipe(place: Path, _victim: Path) -> None:
-    os.mkfifo(place, 0o600)
-
-
-def plain_file(place: Path, _victim: Path) -> None:
-    place.write_text("x")
-
-
-def open_folder(place: Path, _victim: Path) -> None:
-    place.mkdir()
-    place.chmod(0o777)
-
-
-def foreign_folder(place: Path, _victim: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can make another user's folder")
-    place.mkdir(mode=0o700)
-    os.chown(place, NOBODY, NOBODY)
 
 
 PLANTS = [link, pipe, plain_file, open_folder, foreign_folder]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from planted import foreign_folder, link, open_folder, pipe, plain_file
 from prometheus_client import CollectorRegistry
 
 from baton.engines.fake import FakeEngine
@@ -26,7 +27,6 @@ from baton.telemetry.metrics import HandoffMetrics
 ENGINE = FakeEngine("a", relays=True, images=ImageInput(limit=4))
 PICTURE = Picture(b"image", "image/png", 4, 4)
 HANGS_AFTER_S = 20
-NOBODY = 65534
 
 
 def gateway(store: Path) -> Handoffs:
@@ -58,30 +58,6 @@ async def left(handoffs: Handoffs) -> HandoffRecord:
     handoffs.end(record, Relay(saves=False, images=seen), [1, 2, 3])
     await asyncio.gather(*handoffs._background)
     return record
-
-
-def link(place: Path, victim: Path) -> None:
-    place.symlink_to(victim)
-
-
-def pipe(place: Path, _victim: Path) -> None:
-    os.mkfifo(place, 0o600)
-
-
-def plain_file(place: Path, _victim: Path) -> None:
-    place.write_text("x")
-
-
-def open_folder(place: Path, _victim: Path) -> None:
-    place.mkdir()
-    place.chmod(0o777)
-
-
-def foreign_folder(place: Path, _victim: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can make another user's folder")
-    place.mkdir(mode=0o700)
-    os.chown(place, NOBODY, NOBODY)
 
 
 @pytest.mark.fault("B14")

@@ -1,4 +1,4 @@
-"""What becomes of a handoff's pin, label and life, while no gateway over the store changes others."""
+"""Change a handoff's pin, label and life, while no gateway over the store changes others."""
 
 from __future__ import annotations
 

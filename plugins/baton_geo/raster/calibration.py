@@ -1,4 +1,4 @@
-"""Which line, `number * times + plus`, leads from a file's numbers to the units the model was trained in.
+"""Find the line, `number * times + plus`, from a file's numbers to the units the model was trained in.
 
 Said by the request, else by the file, else by the model's card alone. A card knows two units: the one that
 integer files hold (`Card.scale`, for instance reflectance x 10000) and the one that float files hold

@@ -1,4 +1,4 @@
-"""What a file's tags say of its numbers: scales and offsets, and products known to need an offset."""
+"""Read from a file's tags its scales and offsets, and whether it is a product known to need an offset."""
 
 from __future__ import annotations
 
