@@ -48,6 +48,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group the tests for pytest-xdist: one process has all tests of a shared gateway, or of a file.
+
+    Tests with engines come first, as they are the longest.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            shared = [name for name in getattr(item, "fixturenames", ()) if name in SHARED_GATEWAYS]
+            item.add_marker(pytest.mark.xdist_group(shared[0] if shared else str(item.path)))
+    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Function) -> None:
     """End a shared gateway with its last test, not with the run: its engines' memory is wanted by others."""

@@ -36,7 +36,10 @@ def fakes() -> list[FakeEngine]:
     ]
 
 
-@pytest.fixture(scope="module", params=["fake", pytest.param("vllm", marks=pytest.mark.engine)])
+REAL = pytest.param("vllm", marks=[pytest.mark.engine, pytest.mark.xdist_group("real_gateway")])
+
+
+@pytest.fixture(scope="module", params=["fake", REAL])
 def client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     if request.param == "fake":
         with (

@@ -112,6 +112,7 @@ def fuyu_asks() -> list[Ask]:
     return [*asks, Ask("no image at all: a red square?"), Ask("a", [picture(48, 30)])]
 
 
+@pytest.mark.chaos
 def test_fuyu(engine: VisionEngine, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Official names of weights; processor cache; chunks."""
     model = make_fuyu(tmp_path_factory.mktemp("fuyu"), layout="official")
