@@ -75,8 +75,8 @@ image: ## Build an image (TARGET=cpu, cuda or plugins; IMAGE_TOOL=, IMAGE_ARGS=)
 image-test: $(VENV)/.dev ## Build the images with buildah and run them (ten minutes; root, no engine)
 	$(BIN)/python -m pytest -m image -s $(ARGS)
 
-schemas: $(VENV)/.dev ## Rewrite app/baton/api/vllm_schemas.json from the installed vLLM
-	$(BIN)/python -m baton.engines.schemas > $(VENV)/schemas.json && mv $(VENV)/schemas.json app/baton/api/vllm_schemas.json
+schemas: $(VENV)/.dev ## Rewrite app/baton/http/vllm_schemas.json from the installed vLLM
+	$(BIN)/python -m baton.engines.vllm.schemas > $(VENV)/schemas.json && mv $(VENV)/schemas.json app/baton/http/vllm_schemas.json
 
 lock: $(VENV)/.dev ## Resolve the dependencies anew into the lock files (minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh requirements-lock.sh

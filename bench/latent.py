@@ -25,8 +25,8 @@ import httpx
 from rich.console import Console
 from servers import ENVIRONMENT, Server, free_port, machine
 
+from baton.config.settings import load_settings
 from baton.models.store import ModelStore
-from baton.settings import load_settings
 from baton_latent import latent_overrides, prepare_latent_prompt
 from baton_latent.contract import PLACEHOLDER_KEY
 

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.progress import track
 from servers import ENVIRONMENT, Server, baton, cpu_seconds, machine, plain_vllm, tiny_model
 
+from baton.config.settings import load_settings
 from baton.models.store import ModelStore
-from baton.settings import load_settings
 
 Round = Callable[..., Coroutine[Any, Any, dict[str, float]]]
 ONE_TOKEN_COUNT = 40

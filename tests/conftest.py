@@ -16,10 +16,10 @@ from otlp import EXPORTER, Collector
 from raster_host import RasterHost
 from wheel_environment import CPU_LOCK, WheelEnvironment, build
 
-from baton.api.keys import create_key
-from baton.engines.fake import FakeEngine
+from baton.admission.api_keys import create_key
+from baton.config.settings import load_settings
+from baton.engines.fake.engine import FakeEngine
 from baton.models.store import ModelStore
-from baton.settings import load_settings
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
 SHARED_GATEWAYS = ("real_gateway", "tiny_gateway", "relay_gateway", "geo_gateway")

@@ -9,12 +9,12 @@ import asyncio
 import json
 import sys
 
-from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.config.groups import EngineSettings
+from baton.config.settings import load_settings
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.fleet import Fleet
 from baton.serve import listen
 from baton.server import GatewayServer, create_app
-from baton.setting_groups import EngineSettings
-from baton.settings import load_settings
 from baton.telemetry.logs import configure_logs
 
 

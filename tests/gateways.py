@@ -24,15 +24,15 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from baton.api.keys import keyring_for
-from baton.engines.fake import FakeEngine
+from baton.admission.api_keys import keyring_for
+from baton.config.groups import EngineSettings
+from baton.config.settings import Settings, load_settings
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
-from baton.engines.processes import wait_until_gone
-from baton.engines.segments import segments_of
+from baton.engines.process.processes import wait_until_gone
+from baton.engines.process.shared_memory import segments_of
 from baton.serve import listen, listen_for_metrics
 from baton.server import GatewayServer, create_app, url_of
-from baton.setting_groups import EngineSettings
-from baton.settings import Settings, load_settings
 from baton.telemetry.memory import MemoryReader
 
 READY_WITHIN_S = 240

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from baton.config.settings import load_settings
 from baton.models.store import ModelStore
-from baton.settings import load_settings
 from baton_kv.contract import PARAMS_KEY
 
 OWN = [4093, 282, 260, 1517]

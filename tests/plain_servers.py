@@ -34,8 +34,8 @@ from vision.reference import Reference as LookReference
 from vision.tiny_vision import make_llava, picture
 from wheel_environment import ROOT, clean
 
+from baton.config.settings import load_settings
 from baton.models.store import ModelStore
-from baton.settings import load_settings
 from baton_kv.contract import params_to_save
 from baton_latent import choose_placeholder, prepare_latent_prompt
 

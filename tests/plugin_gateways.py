@@ -11,8 +11,8 @@ import httpx
 from gateways import FakeGateway, run_fake
 from sample_plugins import plugin
 
-from baton.engines.fake import FakeBehaviour, FakeEngine
-from baton.setting_groups import PoolingSettings
+from baton.config.groups import PoolingSettings
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 
 
 @contextmanager

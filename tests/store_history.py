@@ -17,10 +17,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from baton.config.groups import HandoffSettings
 from baton.handoffs.changes import Rules
-from baton.handoffs.files import RecordFiles
 from baton.handoffs.record import HandoffRecord
-from baton.setting_groups import HandoffSettings
+from baton.handoffs.repository import RecordFiles
 from baton_kv.stores.base import EntryMissing, StoreError
 from baton_kv.stores.file import FileStore
 

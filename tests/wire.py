@@ -18,7 +18,7 @@ import httpx
 import psutil
 from gateways import FakeGateway, run_fake
 
-from baton.engines.fake import FakeEngine
+from baton.engines.fake.engine import FakeEngine
 
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 TEXT = {"model": "a", "prompt": "one two three", "max_tokens": 4}

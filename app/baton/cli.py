@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from baton import __version__
-from baton.api import keys as api_keys
-from baton.engines.version import check_vllm, is_cpu_build
+from baton.admission import api_keys
+from baton.config.settings import Settings, load_settings
+from baton.config.vllm_environment import apply_environment
+from baton.engines.vllm_version import check_vllm, is_cpu_build
 from baton.errors import OperatorError, SettingsError
 from baton.models.catalog import EMBEDDED
 from baton.models.store import ModelStore
-from baton.settings import Settings, apply_environment, load_settings
 from baton.telemetry.progress import PhaseProgress
 
 app = typer.Typer(
@@ -115,7 +116,7 @@ def _with_engine(
     named = [flag for flag in arguments if flag.startswith(("--tokenizer", "--hf-config", "--speculative"))]
     offline = not named and (arguments[0] in EMBEDDED or Path(arguments[0]).exists())
     apply_environment(settings, offline=offline, compiles=not eager)
-    from baton.engines.launch import engine_from_command_line  # seconds of vLLM
+    from baton.engines.vllm.launch import engine_from_command_line  # seconds of vLLM
 
     return load_settings(config, **overrides, engines=(engine_from_command_line(arguments, **options),))
 
@@ -168,7 +169,7 @@ def plugins(
     as_json: Annotated[bool, typer.Option("--json", help="As `GET /v1/plugins` tells them.")] = False,
 ) -> None:
     """Every vLLM plugin that is installed, whether vLLM loads it, and why not."""
-    from baton.engines.installed import installed_plugins
+    from baton.engines.installed_plugins import installed_plugins
 
     found = installed_plugins()
     if as_json:

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import psutil
 
-from baton.api.keys import keyring_for
+from baton.admission.api_keys import keyring_for
+from baton.config.environment import cores
+from baton.config.groups import CPU_KV_CACHE_BYTES
+from baton.config.settings import Settings, load_settings
+from baton.config.vllm_environment import environment_conflicts
+from baton.engines.cpu import read_processor
 from baton.engines.dtype import dtype_for
-from baton.engines.processor import read_processor
-from baton.engines.version import installed, installed_vllm, is_cpu_build
+from baton.engines.vllm_version import installed, installed_vllm, is_cpu_build
 from baton.errors import OperatorError
 from baton.models.catalog import EMBEDDED, EmbeddedModel
 from baton.models.store import ModelStore
-from baton.setting_groups import CPU_KV_CACHE_BYTES
-from baton.settings import Settings, cores, environment_conflicts, load_settings
 from baton.telemetry.memory import MemoryReader
 
 GIB = 1024**3
@@ -148,7 +150,7 @@ def _torchvision() -> Iterator[Finding]:
 
 
 def _environment(settings: Settings) -> Iterator[Finding]:
-    for conflict in environment_conflicts(settings):
+    for conflict in environment_conflicts():
         what, _, mend = conflict.partition(": ")
         yield Finding("environment", what, True, mend)
 

@@ -14,16 +14,17 @@ from types import FrameType
 
 import uvicorn
 
-from baton.api.keys import keyring_for
+from baton.admission.api_keys import keyring_for
+from baton.config.groups import EngineSettings
+from baton.config.settings import Settings
+from baton.config.vllm_environment import apply_environment, environment_conflicts, runs_eager
 from baton.engines.fleet import UP, Fleet
-from baton.engines.keeper import MARK, Keeper
-from baton.engines.version import check_vllm, is_cpu_build
+from baton.engines.process.orphan_reaper import MARK, Keeper
+from baton.engines.vllm_version import check_vllm, is_cpu_build
 from baton.errors import StartError
 from baton.models.catalog import EMBEDDED, FLOOD_TINY
 from baton.models.store import ModelStore
 from baton.server import GatewayServer, create_app, url_of
-from baton.setting_groups import EngineSettings
-from baton.settings import Settings, apply_environment, environment_conflicts, runs_eager
 from baton.telemetry.logs import EngineOutput, configure_logs
 from baton.telemetry.progress import PhaseProgress
 
@@ -39,7 +40,7 @@ def serve(settings: Settings) -> None:
     """
     signal.signal(signal.SIGTERM, stop_at_once)
     keyring = keyring_for(settings)
-    if conflicts := environment_conflicts(settings):
+    if conflicts := environment_conflicts():
         raise StartError("\n".join(conflicts))
     with (
         listen(settings.host, settings.port, "--port") as listener,
@@ -113,7 +114,7 @@ def _build(
     )
     check_vllm()
     progress.phase("vllm", "importing")
-    from baton.engines.launch import build_fleet  # seconds of vLLM, and the environment must be set
+    from baton.engines.vllm.launch import build_fleet  # seconds of vLLM, and the environment must be set
 
     progress.done("vllm", "imported")
     return build_fleet(settings, models, tenants=tenants, last_words=output.root_cause)

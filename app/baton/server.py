@@ -19,48 +19,34 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from baton import __version__
-from baton.api import (
-    chat,
-    completions,
-    docs,
-    embeddings,
-    handoffs,
-    health,
-    messages,
-    metrics,
-    models,
-    openapi,
-    plugins,
-    pooling,
-    responses,
-    scores,
-    tokens,
-)
-from baton.api.admission import Admission, AdmissionMiddleware
-from baton.api.auth import AuthMiddleware
-from baton.api.body_budget import BodyBudget, BodyRooms
-from baton.api.body_work import body_threads
-from baton.api.compiling import TrialCompiler
-from baton.api.connections import protocol_for
-from baton.api.drain import LAST_WORDS_S, Drain, DrainMiddleware
-from baton.api.faults import FaultsMiddleware, http_exception, invalid_parameters
-from baton.api.gateway import Gateway
-from baton.api.heads import HeadMiddleware
-from baton.api.keys import Keyring, keyring_for
-from baton.api.limits import BodyLimitMiddleware
-from baton.api.observe import ObserveMiddleware
-from baton.api.origins import OriginMiddleware
+from baton.admission.api_keys import Keyring, keyring_for
+from baton.admission.body_budget import BodyBudget, BodyRooms
+from baton.admission.tenants import Admission
+from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import FleetLost, OperatorError, SettingsError, StartError
-from baton.handoffs.coordinator import Handoffs
-from baton.handoffs.files import RecordFiles
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.planner import Planner
+from baton.handoffs.repository import RecordFiles
+from baton.handoffs.service import Handoffs
 from baton.handoffs.storage import HandoffStorage
+from baton.http import openapi
+from baton.http.middleware.admission import AdmissionMiddleware
+from baton.http.middleware.auth import AuthMiddleware
+from baton.http.middleware.body_limit import BodyLimitMiddleware
+from baton.http.middleware.drain import LAST_WORDS_S, Drain, DrainMiddleware
+from baton.http.middleware.errors import FaultsMiddleware, http_exception, invalid_parameters
+from baton.http.middleware.origins import OriginMiddleware
+from baton.http.middleware.request_context import ObserveMiddleware
+from baton.http.middleware.request_head import HeadMiddleware
+from baton.http.protocol import protocol_for
+from baton.http.request_body import body_threads
+from baton.http.routes import docs, forwarded, handoffs, health, metrics, models, plugins, pooling
+from baton.http.state import Gateway
+from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.fetching import fetcher_of
 from baton.images.reading import ImageReading
 from baton.pooling.runner import Pooling
-from baton.settings import Settings
 from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT
 from baton.telemetry.lag import watch_lag
 from baton.telemetry.memory import MemoryReader, MemoryWatch
@@ -70,21 +56,7 @@ from baton_kv.stores.factory import open_store
 from baton_kv.stores.file import IMAGES, RECORDS
 from baton_kv.stores.memory import MemoryStore
 
-ROUTERS = (
-    completions,
-    chat,
-    responses,
-    messages,
-    embeddings,
-    pooling,
-    scores,
-    tokens,
-    handoffs,
-    models,
-    plugins,
-    health,
-    docs,
-)
+ROUTERS = (forwarded, pooling, handoffs, models, plugins, health, docs)
 
 
 def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:

@@ -11,7 +11,7 @@ import pytest
 from gateways import free_port, run_fake
 from wire import TEXT
 
-from baton.engines.fake import FakeEngine
+from baton.engines.fake.engine import FakeEngine
 
 pytestmark = [pytest.mark.chaos, pytest.mark.fault("H4"), pytest.mark.timeout(300)]
 STARTS = 100

@@ -13,7 +13,7 @@ import pictures
 import pytest
 from gateways import run_fake
 
-from baton.engines.fake import FakeEngine
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import Plugin
 
 MESSAGES = [{"role": "user", "content": "Say a few words about the sea."}]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from offline_engines import OWN, OfflineEngine, prompt, same
 
+from baton.config.settings import load_settings
 from baton.models.store import ModelStore
-from baton.settings import load_settings
 from baton_kv.contract import params_to_save
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

@@ -16,7 +16,7 @@ import pytest
 import store_history
 from store_history import BUDGET, WRONG
 
-from baton.handoffs.files import RecordFiles
+from baton.handoffs.repository import RecordFiles
 from baton_kv.stores.file import FileStore
 
 SCRIPT = Path(store_history.__file__)

@@ -24,7 +24,7 @@ import rasterio
 from gateways import free_port
 from images import Container, until
 
-from baton.api.keys import create_key
+from baton.admission.api_keys import create_key
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

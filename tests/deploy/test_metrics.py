@@ -28,7 +28,7 @@ from prometheus_server import (
     rule_questions,
 )
 
-from baton.engines.fake import FakeEngine
+from baton.engines.fake.engine import FakeEngine
 from baton.telemetry.metrics import GatewayMetrics, TransferMetrics
 
 ROWS = ["Overview", "Engines", "Relay", "Pooling", "Tenants"]

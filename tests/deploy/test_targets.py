@@ -15,8 +15,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from baton.api.drain import LAST_WORDS_S
-from baton.settings import load_settings
+from baton.config.settings import load_settings
+from baton.http.middleware.drain import LAST_WORDS_S
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from gateways import BATON, RealGateway
 
-from baton.settings import load_settings
+from baton.config.settings import load_settings
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 LANGGRAPH = ("langgraph", "langchain_openai")

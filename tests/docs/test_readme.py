@@ -14,9 +14,9 @@ from errors_tree import ANSWERED
 from gateways import RealGateway, run_fake
 from markdown_it import MarkdownIt
 
-from baton.engines.fake import FakeEngine
-from baton.setting_groups import EngineSettings, Frozen
-from baton.settings import Settings, load_settings
+from baton.config.groups import EngineSettings, Frozen
+from baton.config.settings import Settings, load_settings
+from baton.engines.fake.engine import FakeEngine
 from baton.telemetry.metrics import GatewayMetrics, TransferMetrics
 
 ROOT = Path(__file__).parents[2]

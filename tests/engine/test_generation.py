@@ -19,8 +19,8 @@ import psutil
 import pytest
 from gateways import READY_WITHIN_S, RealGateway
 
+from baton.config.settings import load_settings
 from baton.models.store import ModelStore
-from baton.settings import load_settings
 
 pytestmark = pytest.mark.engine
 PROMPTS = [

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.config.settings import load_settings
 from baton.models.store import ModelStore
-from baton.settings import load_settings
 
 CALM = "0.12"
 """How far random weights spread: with more, rounding decides what is thought (see test_engine.py)."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from baton.config.settings import load_settings
 from baton.models.store import ModelStore
-from baton.settings import load_settings
 from baton_latent import choose_placeholder, latent_overrides, prepare_latent_prompt
 from baton_latent.contract import PLACEHOLDER_KEY, NoPlaceholder
 

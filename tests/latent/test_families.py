@@ -13,8 +13,8 @@ from latent.reference import Reference
 from latent.thinkers import SAID, Thinker
 from offline_engines import OfflineEngine, prompt
 
+from baton.config.settings import load_settings
 from baton.models.store import ModelStore
-from baton.settings import load_settings
 from baton_latent import latent_overrides
 from baton_latent.contract import PLACEHOLDER_KEY
 

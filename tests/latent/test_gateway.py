@@ -17,8 +17,8 @@ from latent.reference import Reference
 from offline_engines import prompt
 from relays import ask, cached, ids, told
 
+from baton.config.settings import load_settings
 from baton.models.store import ModelStore
-from baton.settings import load_settings
 from baton_latent import choose_placeholder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

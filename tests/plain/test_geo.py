@@ -65,7 +65,7 @@ class GeoServer:
         nurseries = [
             process
             for process in psutil.Process(self._plain.process.pid).children()
-            if "baton_geo.raster.nursery" in process.cmdline()
+            if "baton_geo.raster.fork_server" in process.cmdline()
         ]
         children = [str(child.pid) for nursery in nurseries for child in nursery.children()]
         return children + self._plain.spooled()

@@ -19,7 +19,7 @@ from gateways import FakeGateway, run_fake
 from plugin_gateways import ask, until, upload
 from sample_plugins import Current, Files, plugin
 
-from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import GenerationFailed
 from baton.telemetry.memory import MemoryReader
 

@@ -17,10 +17,10 @@ import pytest
 import structlog
 from gateways import FakeGateway, raw_status, run_fake
 
-from baton.api.keys import LOOK_EVERY_S, create_key, keyring_for, read_keys, revoke_key
-from baton.engines.fake import FakeEngine
+from baton.admission.api_keys import LOOK_EVERY_S, create_key, keyring_for, read_keys, revoke_key
+from baton.config.settings import load_settings
+from baton.engines.fake.engine import FakeEngine
 from baton.errors import SettingsError
-from baton.settings import load_settings
 from baton.telemetry.logs import configure_logs
 
 PUBLIC = {"/livez", "/readyz", "/health", "/version"}

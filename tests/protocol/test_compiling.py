@@ -23,10 +23,10 @@ from loop_lag import loop_lag
 from prometheus_client import CollectorRegistry
 from schemas import DEAR, ORDINARY, flat
 
-from baton.api.compiling import WAITING, TrialCompiler
-from baton.api.constraints import Constraint
-from baton.engines.fake import FakeEngine
-from baton.setting_groups import LimitSettings
+from baton.config.groups import LimitSettings
+from baton.engines.fake.engine import FakeEngine
+from baton.http.validation.constraints import Constraint
+from baton.http.validation.trial_compile import WAITING, TrialCompiler
 from baton.telemetry.queues import QueueMetrics
 
 CHAT = "/v1/chat/completions"

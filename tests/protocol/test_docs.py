@@ -10,9 +10,9 @@ import httpx
 import pytest
 from gateways import FakeGateway, run_fake
 
-from baton.api.docs import FOLDER
-from baton.api.keys import create_key
-from baton.engines.fake import FakeEngine
+from baton.admission.api_keys import create_key
+from baton.engines.fake.engine import FakeEngine
+from baton.http.routes.docs import FOLDER
 
 LOADED = re.compile(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]+)""")
 SWAGGER_UI_5_35_0 = {

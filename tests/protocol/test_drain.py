@@ -19,14 +19,14 @@ import httpx
 import pytest
 from gateways import FakeProcess
 
-from baton.engines.fake import FakeEngine
+from baton.config.groups import EngineSettings
+from baton.config.settings import load_settings
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.engines.port import Relay
-from baton.handoffs.coordinator import Handoffs
 from baton.handoffs.record import HandoffRecord, HandoffState
+from baton.handoffs.service import Handoffs
 from baton.server import create_app
-from baton.setting_groups import EngineSettings
-from baton.settings import load_settings
 
 STREAMS = 50
 LONG = {"model": "alpha", "prompt": "one two three", "stream": True}

@@ -33,9 +33,9 @@ from wire import (
     wait_for,
 )
 
-from baton.api.connections import room_for
-from baton.engines.fake import FakeEngine
-from baton.setting_groups import EdgeSettings
+from baton.config.groups import EdgeSettings
+from baton.engines.fake.engine import FakeEngine
+from baton.http.protocol import room_for
 
 HOLD = Path(__file__).parents[1] / "hold_connections.py"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -317,7 +317,7 @@ def test_e5_connections_above_the_limit_get_a_503_and_others_go_on() -> None:
 def test_e5_fewer_descriptors_than_connections_mean_fewer_connections() -> None:
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}));"
-        "from baton.api.connections import room_for;"
+        "from baton.http.protocol import room_for;"
         "print(room_for(2000), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
 

@@ -10,8 +10,8 @@ import pytest
 from gateways import FakeGateway, run_fake
 from wire import TEXT, address, answer_to, metric, request, statuses
 
-from baton.api.keys import create_key
-from baton.engines.fake import FakeEngine
+from baton.admission.api_keys import create_key
+from baton.engines.fake.engine import FakeEngine
 
 pytestmark = pytest.mark.fault("G9")
 

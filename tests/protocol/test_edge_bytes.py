@@ -29,8 +29,8 @@ from wire import (
     wait_for,
 )
 
-from baton.api.keys import create_key
-from baton.engines.fake import FakeEngine
+from baton.admission.api_keys import create_key
+from baton.engines.fake.engine import FakeEngine
 
 MIB = 2**20
 GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"

@@ -16,9 +16,10 @@ from gateways import FakeGateway, run_fake
 from starlette.types import Message
 from wire import connect, metric, request, rest_of, slow_reader, small_buffers, statuses, wait_for
 
-from baton.api.streams import KEEP_ALIVE, KeptAlive, event_stream
-from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import EngineRestarting, GenerationFailed
+from baton.http.request_state import KEY, RequestState
+from baton.http.sse import KEEP_ALIVE, KeptAlive, event_stream
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics
 
@@ -179,7 +180,11 @@ async def nothing(seconds: float) -> AsyncIterator[str]:
     yield ""
 
 
-SCOPE: dict[str, Any] = {"type": "http", "path": "/v1/completions", "baton": RequestContext("0" * 32)}
+SCOPE: dict[str, Any] = {
+    "type": "http",
+    "path": "/v1/completions",
+    KEY: RequestState(RequestContext("0" * 32)),
+}
 
 
 @pytest.mark.parametrize("seconds", [0.0, SILENCE_S * 3])

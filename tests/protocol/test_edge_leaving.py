@@ -20,7 +20,7 @@ import structlog
 from gateways import FakeGateway, run_fake
 from wire import TEXT, connect, metric, open_connections, request, rss, talk, wait_for
 
-from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import Json, Operation, Relay, Reply, StreamReply
 from baton.telemetry.ids import RequestContext
 

@@ -24,10 +24,10 @@ from geo.sources.hosts import Handler, hosting, page
 from plugin_gateways import until
 from sample_plugins import Current, Files, plugin
 
-from baton.api import limits
-from baton.api.keys import create_key
-from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.admission.api_keys import create_key
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import ImageInput
+from baton.http.middleware import body_limit as limits
 from baton.images import reading
 
 pytestmark = pytest.mark.fault("E13")

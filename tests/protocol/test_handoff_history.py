@@ -16,10 +16,10 @@ import pytest
 from gateways import FakeGateway, run_fake
 from noise import part, picture, text, user
 
-from baton.engines.fake import FakeBehaviour, FakeEngine
-from baton.engines.fake_shapes import IMAGE, token_id
+from baton.config.groups import EngineSettings
+from baton.engines.fake.answers import IMAGE, token_id
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import ImageInput
-from baton.setting_groups import EngineSettings
 
 CHAT = "/v1/chat/completions"
 Message = dict[str, Any]

@@ -13,11 +13,11 @@ import pytest
 from gateways import FakeGateway, run_fake
 from noise import part, picture, text, user
 
-from baton.api.keys import create_key
-from baton.engines.fake import FakeEngine
-from baton.engines.fake_shapes import IMAGE, token_id
+from baton.admission.api_keys import create_key
+from baton.config.groups import EngineSettings
+from baton.engines.fake.answers import IMAGE, token_id
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import ImageInput, Placed
-from baton.setting_groups import EngineSettings
 
 CHAT = "/v1/chat/completions"
 SEES = ImageInput(limit=4, tokens=frozenset({token_id(IMAGE)}), texts=(IMAGE,))

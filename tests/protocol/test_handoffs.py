@@ -14,8 +14,8 @@ import pytest
 from gateways import FakeGateway, run_fake
 from wire import connect, request, wait_for
 
-from baton.api.keys import create_key
-from baton.engines.fake import FakeEngine
+from baton.admission.api_keys import create_key
+from baton.engines.fake.engine import FakeEngine
 
 TEXT: dict[str, Any] = {"model": "a", "prompt": "11 12 13", "max_tokens": 3}
 CHAT: dict[str, Any] = {"model": "a", "messages": [{"role": "user", "content": "11"}]}

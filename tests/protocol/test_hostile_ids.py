@@ -20,8 +20,8 @@ import pytest
 import structlog
 from gateways import FakeGateway, run_fake
 
-from baton.api.keys import create_key
-from baton.engines.fake import FakeEngine
+from baton.admission.api_keys import create_key
+from baton.engines.fake.engine import FakeEngine
 from baton.telemetry.logs import LONGER_VALUES, MAX_VALUE, configure_logs
 
 CUT = 40

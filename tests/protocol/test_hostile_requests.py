@@ -15,8 +15,8 @@ from hostile import EVIL, ROUTES, TOO_MUCH, asking, hostile_json, json_schema, t
 from leaks import leaks
 from loop_lag import loop_lag
 
-from baton.api.keys import create_key
-from baton.engines.fake import FakeEngine
+from baton.admission.api_keys import create_key
+from baton.engines.fake.engine import FakeEngine
 
 JSON = {"content-type": "application/json"}
 LAG_S = 0.1
@@ -234,7 +234,7 @@ def _down() -> BaseException:
         'File "/srv/app/x.py", line 3, in f',
         "at /usr/lib/python3/dist-packages/x",
         "<Engine object at 0x7f1234567890>",
-        "baton.engines.fake.FakeEngine",
+        "baton.engines.fake.engine.FakeEngine",
         "ValueError: x",
         "<class 'int'>",
         "Traceback (most recent call last)",

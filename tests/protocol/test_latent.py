@@ -9,7 +9,7 @@ import httpx
 import pytest
 from gateways import FakeGateway, run_fake
 
-from baton.engines.fake import FakeEngine
+from baton.engines.fake.engine import FakeEngine
 
 STEP = 99
 TEXT: dict[str, Any] = {"model": "a", "prompt": "11 12 13", "max_tokens": 3}

@@ -11,8 +11,8 @@ import pytest
 from gateways import FakeGateway, run_fake
 from wire import TEXT, connect, error_of, peak_rss, rest_of, wait_for
 
-from baton.api.keys import create_key
-from baton.engines.fake import FakeEngine
+from baton.admission.api_keys import create_key
+from baton.engines.fake.engine import FakeEngine
 
 MIB = 2**20
 EACH = 4 * MIB

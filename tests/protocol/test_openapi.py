@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from gateways import FakeGateway, run_fake
 
-from baton.api.auth import PUBLIC_PATHS
-from baton.engines.fake import FakeEngine
+from baton.engines.fake.engine import FakeEngine
+from baton.http.middleware.auth import PUBLIC_PATHS
 
 
 @pytest.fixture

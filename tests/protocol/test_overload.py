@@ -14,8 +14,8 @@ from gateways import FakeGateway, run_fake
 from load import Answer, Outcome, Plan, run
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.api.keys import create_key
-from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.admission.api_keys import create_key
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 SLOTS, TOKENS, TOKEN_S = 8, 4, 0.05

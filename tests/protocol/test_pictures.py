@@ -15,11 +15,11 @@ from gateways import FakeGateway, run_fake
 from geo.sources.hosts import Handler, Host, Names, hosting, page, redirect
 from httpx import Response
 
-from baton.engines.fake import FakeEngine
+from baton.config.groups import ImageSettings
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import ImageInput
 from baton.errors import ImageFetchFailed, SettingsError
 from baton.images.fetching import fetcher_of
-from baton.setting_groups import ImageSettings
 
 PNG = pictures.file_of(pictures.image())
 URL = pictures.url_of(PNG)

@@ -17,7 +17,7 @@ from gateways import run_fake
 from plugin_gateways import ask, served, until, upload
 from sample_plugins import SECRET, Async, Classic, Current, Files, Lazy, Swallowing
 
-from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import GenerationFailed
 
 

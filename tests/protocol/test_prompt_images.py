@@ -11,11 +11,11 @@ import pytest
 from gateways import FakeGateway, run_fake
 from noise import part, picture, user
 
-from baton.engines.fake import FakeEngine
-from baton.engines.fake_shapes import IMAGE, token_id
+from baton.config.groups import EngineSettings
+from baton.engines.fake.answers import IMAGE, token_id
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import ImageInput, Placed
 from baton.images.picture import Picture
-from baton.setting_groups import EngineSettings
 
 HERE = token_id(IMAGE)
 SEES = ImageInput(limit=3, tokens=frozenset({HERE}), texts=(IMAGE,))

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from gateways import FakeGateway, run_fake
 
-from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import EngineOverloaded, EngineUnavailable, StartError
 
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "one two three"}], "max_tokens": 4}

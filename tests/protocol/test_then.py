@@ -13,8 +13,8 @@ from gateways import FakeGateway, run_fake
 from PIL import Image
 from sample_plugins import SECRET, Current, plugin
 
-from baton.api.then import shown
-from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
+from baton.http.follow_up import shown
 from baton.pooling.processor import Exhibit
 
 QUESTION = "What is to be seen?"

@@ -36,9 +36,7 @@ def test_the_declared_dependencies_are_enough(installed: WheelEnvironment) -> No
     """The command, and the gateway with fake engines, import; nothing of vLLM is there."""
     done = installed.run(str(installed.python.parent / "baton"), "--version")
     assert (done.returncode, done.stdout) == (0, f"baton {baton.__version__}\n"), done.stderr
-    script = (
-        "import baton.serve, baton.engines.fake, baton_kv.contract, baton_geo.contract, baton_stats.series"
-    )
+    script = "import baton.serve, baton.engines.fake.engine, baton_kv.contract, baton_geo.contract, baton_stats.series"
     done = installed.run("-W", "error", "-c", script)
     assert (done.returncode, done.stderr) == (0, "")
     command = [sys.executable, "-m", "pip", "--python", str(installed.python), "check"]

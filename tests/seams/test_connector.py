@@ -22,10 +22,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from baton.engines.arguments import engine_args
-from baton.engines.launch import transfer_config
-from baton.setting_groups import EngineSettings
-from baton.settings import load_settings
+from baton.config.groups import EngineSettings
+from baton.config.settings import load_settings
+from baton.engines.vllm.arguments import engine_args
+from baton.engines.vllm.launch import transfer_config
 from baton_kv import connector
 from baton_kv.contract import new_key, transfer_params
 from baton_kv.fingerprint import fingerprint, weights_digest

@@ -23,8 +23,8 @@ from vllm.multimodal.processing.context import InputProcessingContext
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
 
-from baton.engines.faults import MISPLACED_IMAGES, translate
-from baton.engines.vision import ConfirmedSenderCache, Sent, confirm_before_reuse, hashes_of, strays
+from baton.engines.vllm.errors import MISPLACED_IMAGES, translate
+from baton.engines.vllm.multimodal import ConfirmedSenderCache, Sent, confirm_before_reuse, hashes_of, strays
 from baton.errors import EngineUnavailable, ImagesMisplaced, InvalidImage
 from baton.images.parts import IMAGES, OTHER_MEDIA
 

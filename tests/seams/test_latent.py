@@ -20,11 +20,11 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backends import cpu_attn
 
-from baton.engines.arguments import engine_args, placeholder_of
+from baton.config.groups import EngineSettings
+from baton.config.settings import load_settings
+from baton.engines.vllm.arguments import engine_args, placeholder_of
 from baton.errors import SettingsError
 from baton.models.store import ModelStore
-from baton.setting_groups import EngineSettings
-from baton.settings import load_settings
 from baton_kv.settings import AVP_SETTINGS, ConnectorSettings
 from baton_latent import avp, batch, latent_overrides, models, register, thinking
 from baton_latent.contract import LATENT_ARCHITECTURES, PLACEHOLDER_KEY

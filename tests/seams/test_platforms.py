@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from baton.engines.installed import running_platform  # after the skip
+from baton.engines.installed_plugins import running_platform  # after the skip
 
 PACKAGE = Path(__file__).parents[1] / "plugins" / "house_platform"
 ENVIRONMENTS: dict[str, tuple[dict[str, str], str]] = {

@@ -25,10 +25,10 @@ from vllm.renderers.base import BaseRenderer
 from vllm.tasks import POOLING_TASKS
 from vllm.transformers_utils.config import get_config_parser
 
-from baton.engines import plugins as engine_plugins
-from baton.engines.classic import MOVED, classic_names
-from baton.engines.installed import GROUPS
-from baton.engines.plugins import chosen_plugin, make_plugin, plugin_params
+from baton.engines.installed_plugins import GROUPS
+from baton.engines.vllm import plugins as engine_plugins
+from baton.engines.vllm.classic_plugins import MOVED, classic_names
+from baton.engines.vllm.plugins import chosen_plugin, make_plugin, plugin_params
 from baton.errors import InvalidRequest, StartError
 from baton_geo import io_processor, register
 from baton_geo.prithvi import PrithviConfig

@@ -18,13 +18,17 @@ from vllm.renderers import renderer_from_config  # after the skip
 from vllm.sampling_params import RequestOutputKind  # after the skip
 from vllm.v1.engine.input_processor import InputProcessor  # after the skip
 
-from baton.engines import arguments, command_line, handlers  # after the skip
-from baton.engines.client import CURRENT_CALL, Call, WatchedClient  # after the skip
+from baton.config.groups import EngineSettings  # after the skip
+from baton.config.settings import load_settings  # after the skip
 from baton.engines.port import Operation  # after the skip
+from baton.engines.vllm import (
+    arguments,  # after the skip
+    command_line,  # after the skip
+    handlers,  # after the skip
+)
+from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient  # after the skip
 from baton.errors import SettingsError  # after the skip
 from baton.models.store import ModelStore  # after the skip
-from baton.setting_groups import EngineSettings  # after the skip
-from baton.settings import load_settings  # after the skip
 from baton.telemetry.ids import RequestContext  # after the skip
 
 THOUGHT, SAID = "It is in France.", "Paris."

@@ -17,9 +17,12 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser  # after the ski
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # after the skip
 
 from baton import cli  # after the skip
-from baton.engines import arguments, command_line  # after the skip
+from baton.config.groups import EngineSettings  # after the skip
+from baton.engines.vllm import (
+    arguments,  # after the skip
+    command_line,  # after the skip
+)
 from baton.errors import SettingsError  # after the skip
-from baton.setting_groups import EngineSettings  # after the skip
 
 MODEL = "org/model"
 VALUES = {

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from baton.engines import thread as thread_module
-from baton.engines.thread import EngineThread
+from baton.engines.vllm import engine_thread as thread_module
+from baton.engines.vllm.engine_thread import EngineThread
 
 
 @pytest.mark.fault("A11")

@@ -26,13 +26,19 @@ from vllm.v1.metrics import loggers  # after the skip
 from vllm.v1.metrics.loggers import PrometheusStatLogger  # after the skip
 
 from baton import errors  # after the skip
-from baton.api.caps import RENDERER_ARGUMENTS  # after the skip
-from baton.engines import arguments, faults, handlers, version, wording  # after the skip
-from baton.engines.client import CURRENT_CALL, Call, WatchedClient  # after the skip
+from baton.config.groups import EngineSettings  # after the skip
+from baton.engines import scrub as wording  # after the skip
+from baton.engines import vllm_version as version  # after the skip
 from baton.engines.port import ImageInput, Operation  # after the skip
-from baton.engines.series import FAMILIES, HELPERS, EngineSeries  # after the skip
+from baton.engines.vllm import (
+    arguments,  # after the skip
+    handlers,  # after the skip
+)
+from baton.engines.vllm import errors as faults  # after the skip
+from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient  # after the skip
+from baton.engines.vllm.series import FAMILIES, HELPERS, EngineSeries  # after the skip
 from baton.errors import GenerationFailed  # after the skip
-from baton.setting_groups import EngineSettings  # after the skip
+from baton.http.validation.field_limits import RENDERER_ARGUMENTS  # after the skip
 from baton.telemetry.ids import RequestContext  # after the skip
 
 FOREIGN = [
@@ -119,11 +125,11 @@ def test_a_template_error_is_the_client_s() -> None:
 
 
 def test_the_checked_in_schemas_are_vllm_s() -> None:
-    stored = (files("baton.api") / "vllm_schemas.json").read_text()
+    stored = (files("baton.http") / "vllm_schemas.json").read_text()
     command = [
         sys.executable,
         "-m",
-        "baton.engines.schemas",
+        "baton.engines.vllm.schemas",
     ]  # names of schemas depend on what else is imported
     fresh = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert json.loads(stored) == json.loads(fresh), (
@@ -317,9 +323,7 @@ def test_the_version_that_is_checked_is_the_one_installed() -> None:
 
 
 def test_the_port_the_fleet_and_the_fake_import_no_vllm() -> None:
-    script = (
-        "import sys, baton.engines.fake, baton.engines.fleet, baton.server; sys.exit('vllm' in sys.modules)"
-    )
+    script = "import sys, baton.engines.fake.engine, baton.engines.fleet, baton.server; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
@@ -329,7 +333,7 @@ def test_every_module_of_baton_imports() -> None:
     import baton
 
     names = [module.name for module in pkgutil.walk_packages(baton.__path__, "baton.")]
-    assert "baton.engines.engine" in names
+    assert "baton.engines.vllm.engine" in names
     for name in names:
         importlib.import_module(name)
 
@@ -337,7 +341,7 @@ def test_every_module_of_baton_imports() -> None:
 def test_engines_start_afresh_and_read_their_environment() -> None:
     """glibc looks at how it is to keep memory when a program begins, so a forked engine would not."""
     script = (
-        "from baton.settings import Settings, apply_environment; "
+        "from baton.config.settings import Settings; from baton.config.vllm_environment import apply_environment; "
         "apply_environment(Settings(), offline=True, compiles=False); "
         "from vllm.utils.system_utils import get_mp_context; print(get_mp_context().get_start_method())"
     )

@@ -16,9 +16,11 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
 from baton.admission.fair_queue import FairQueue, QueueLimits
-from baton.api.admission import Admission, AdmissionMiddleware, TokenBucket
+from baton.admission.tenants import Admission, Ticket, TokenBucket
+from baton.config.groups import AdmissionSettings
 from baton.errors import BatonError, EngineOverloaded, GatewayOverloaded, InternalError, RateLimited
-from baton.setting_groups import AdmissionSettings
+from baton.http.middleware.admission import AdmissionMiddleware
+from baton.http.request_state import RequestState, state_of
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.queues import AdmissionMetrics
 
@@ -200,6 +202,17 @@ def admission_of(clock: Clock | None = None, **settings: Any) -> Admission:
 Handler = Callable[[Request], Awaitable[None]]
 
 
+def admit(admission: Admission, request: Request) -> None:
+    state = state_of(request.scope)
+    admission.admit(state.ticket, state.context.tenant)
+
+
+async def enter(admission: Admission, request: Request, engine: str) -> Ticket:
+    state = state_of(request.scope)
+    await admission.enter(state.ticket, state.context.tenant, engine)
+    return state.ticket
+
+
 async def through(
     handler: Handler, tenant: str = "acme", *, method: str = "POST", short: bool = False
 ) -> None:
@@ -211,7 +224,8 @@ async def through(
     async def nothing(*_: Any) -> Any:
         return None
 
-    scope = {"type": "http", "method": method, "headers": [], "baton": RequestContext("id", tenant=tenant)}
+    scope: dict[str, Any] = {"type": "http", "method": method, "headers": []}
+    RequestState(RequestContext("id", tenant=tenant)).attach(scope)
     memory: Any = SimpleNamespace(short=short)
     await AdmissionMiddleware(app, memory=memory)(scope, nothing, nothing)
 
@@ -221,7 +235,7 @@ def test_e8_a_tenants_rate_is_its_own_and_says_when_to_come_back() -> None:
     admission = admission_of(clock, tenant_rate=6, tenant_burst=2)
 
     async def handler(request: Request) -> None:
-        admission.require_tenant(request)
+        admit(admission, request)
 
     async def scene() -> None:
         await through(handler)
@@ -246,11 +260,11 @@ def test_e8_a_tenants_requests_at_once_are_counted_until_their_answers_are_over(
         open_door = asyncio.Event()
 
         async def slow(request: Request) -> None:
-            admission.require_tenant(request)
+            admit(admission, request)
             await open_door.wait()
 
         async def failing(request: Request) -> None:
-            admission.require_tenant(request)
+            admit(admission, request)
             raise InternalError
 
         running = asyncio.create_task(through(slow))
@@ -280,7 +294,7 @@ def test_a_request_refused_because_others_are_under_way_costs_nothing_of_the_rat
         open_door = asyncio.Event()
 
         async def slow(request: Request) -> None:
-            admission.require_tenant(request)
+            admit(admission, request)
             await open_door.wait()
 
         running = asyncio.create_task(through(slow))
@@ -302,10 +316,10 @@ def test_e8_one_engine_that_is_full_does_not_hold_up_another() -> None:
 
     async def scene() -> None:
         async def at_f(request: Request) -> None:
-            await admission.engine(request, "f")
+            await enter(admission, request, "f")
 
         async def at_e(request: Request) -> None:
-            await admission.engine(request, "e")
+            await enter(admission, request, "e")
             with pytest.raises(EngineOverloaded):
                 await through(at_e)
             await through(at_f)
@@ -323,8 +337,8 @@ def test_e8_what_goes_on_after_the_answer_keeps_its_place() -> None:
         work = asyncio.create_task(done.wait())
 
         async def handler(request: Request) -> None:
-            admission.require_tenant(request)
-            (await admission.engine(request, "e")).keep_until(work)
+            admit(admission, request)
+            (await enter(admission, request, "e")).keep_until(work)
 
         await through(handler)
         with pytest.raises(RateLimited):
@@ -366,8 +380,8 @@ def test_e8_no_place_is_lost_whatever_ends_three_thousand_requests(seed: int) ->
 
     async def handler(request: Request) -> None:
         nonlocal most
-        admission.require_tenant(request)
-        ticket = await admission.engine(request, "e")
+        admit(admission, request)
+        ticket = await enter(admission, request, "e")
         most = max(most, int(shown("running") or 0))
         await asyncio.sleep(draw.random() * 0.004)
         if draw.random() < 0.2:

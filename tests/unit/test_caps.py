@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from baton.api.caps import CAPS, check_caps
-from baton.api.limits import STEERING_KEYS
-from baton.api.patterns import TooCostly, examine
+from baton.config.groups import LimitSettings
 from baton.errors import InvalidRequest
-from baton.setting_groups import LimitSettings
+from baton.http.validation.field_limits import CAPS, check_caps
+from baton.http.validation.regex_cost import TooCostly, examine
+from baton.http.validation.steering import STEERING_KEYS
 
 UNCAPPED = {
     "data": "the plugin's own, which bounds it",
@@ -35,7 +35,7 @@ UNCAPPED = {
 
 def fields() -> dict[str, list[Any]]:
     """Every field of every request of vLLM's, with its schemas."""
-    document = json.loads((files("baton.api") / "vllm_schemas.json").read_text())
+    document = json.loads((files("baton.http") / "vllm_schemas.json").read_text())
     found: dict[str, list[Any]] = {}
 
     def add(schema: dict[str, Any]) -> None:

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from baton import cli
+from baton.config.groups import EngineSettings
+from baton.config.settings import Settings
 from baton.errors import SettingsError
-from baton.setting_groups import EngineSettings
-from baton.settings import Settings
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
     monkeypatch.setattr(cli, "check_vllm", lambda: None)
     monkeypatch.setattr(cli, "apply_environment", lambda *_, **__: None)
     launch = SimpleNamespace(engine_from_command_line=engine)  # the real one imports vLLM
-    monkeypatch.setitem(sys.modules, "baton.engines.launch", launch)
+    monkeypatch.setitem(sys.modules, "baton.engines.vllm.launch", launch)
     monkeypatch.setattr("baton.serve.serve", taken.append)
     return taken
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schemas import DEAR, ORDINARY, flat
 
-from baton.api.constraints import CHEAP, constraints_of, cost_of_schema, require_moderate
+from baton.config.groups import LimitSettings
 from baton.errors import InvalidRequest
-from baton.setting_groups import LimitSettings
+from baton.http.validation.constraints import CHEAP, constraints_of, cost_of_schema, require_moderate
 
 LIMITS = LimitSettings()
 

@@ -11,6 +11,8 @@ import pytest
 from gateways import run_fake
 from rich.console import Console
 
+from baton.config.groups import EngineSettings
+from baton.config.settings import load_settings
 from baton.demo.cast import AGENTS, EDITOR, NATURALIST, READER, Way, ways_of_our_own
 from baton.demo.client import Answer, reason_of
 from baton.demo.figures import Result, notes, reference_of, rows, sameness, table
@@ -18,11 +20,9 @@ from baton.demo.gateway import ARRIVED, PHASE, READY, Follower, _config, _last_w
 from baton.demo.run import run
 from baton.demo.stage import LineStage, PanelStage
 from baton.demo.voyage import DAYS, EVENTS, FEW_DAYS, ships_log
-from baton.engines.fake import FakeEngine
+from baton.engines.fake.engine import FakeEngine
 from baton.errors import OperatorError
 from baton.serve import welcome
-from baton.setting_groups import EngineSettings
-from baton.settings import load_settings
 from baton.telemetry.progress import PhaseProgress
 
 RELAYED = Way("handoff", "handed on", "a", "b", relays=True)

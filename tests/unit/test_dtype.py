@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from baton import doctor
+from baton.config.groups import EngineSettings
+from baton.config.settings import load_settings
+from baton.engines.cpu import Processor, read_processor
 from baton.engines.dtype import dtype_for
-from baton.engines.processor import Processor, read_processor
-from baton.setting_groups import EngineSettings
-from baton.settings import load_settings
 from baton.telemetry.memory import MemoryReader
 
 AVX2 = "fpu sse4_2 fma avx avx2 f16c"

@@ -12,16 +12,16 @@ import pytest
 from planted import foreign_folder, link, open_folder, pipe, plain_file
 from prometheus_client import CollectorRegistry
 
-from baton.engines.fake import FakeEngine
+from baton.config.settings import Settings
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import ImageInput, Placed, Relay
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
-from baton.handoffs.coordinator import Handoffs
-from baton.handoffs.files import RecordFiles
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord
+from baton.handoffs.repository import RecordFiles
+from baton.handoffs.service import Handoffs
 from baton.images.picture import Picture
 from baton.server import handoffs_of
-from baton.settings import Settings
 from baton.telemetry.metrics import HandoffMetrics
 
 ENGINE = FakeEngine("a", relays=True, images=ImageInput(limit=4))

@@ -12,16 +12,16 @@ import pytest
 from noise import picture
 from prometheus_client import CollectorRegistry
 
-from baton.engines.fake import FakeEngine
+from baton.config.groups import HandoffSettings
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import ImageInput, Placed, Relay
 from baton.errors import HandoffImagesLost, HandoffIncompatible
-from baton.handoffs.coordinator import Handoffs
-from baton.handoffs.files import RecordFiles
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord, HandoffState
+from baton.handoffs.repository import RecordFiles
+from baton.handoffs.service import Handoffs
 from baton.handoffs.storage import ORPHANED_AFTER_S, HandoffStorage
 from baton.images.picture import Picture
-from baton.setting_groups import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.file import FileStore
 

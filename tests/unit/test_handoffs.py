@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.engines.fake import FakeEngine
+from baton.config.groups import HandoffSettings
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import Relay
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.coordinator import Handoffs
-from baton.handoffs.files import RecordFiles
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord, HandoffState
+from baton.handoffs.repository import RecordFiles
+from baton.handoffs.service import Handoffs
 from baton.handoffs.storage import ORPHANED_AFTER_S, HandoffStorage
-from baton.setting_groups import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
@@ -225,7 +225,7 @@ def test_a_save_that_comes_late_is_known_when_it_is_there(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
-        monkeypatch.setattr("baton.handoffs.coordinator.COMMIT_WITHIN_S", 0.01)
+        monkeypatch.setattr("baton.handoffs.service.COMMIT_WITHIN_S", 0.01)
         handoffs, relay = house.handoffs(), Relay()
         record = handoffs.begin(ENGINE, "local", parent=None)
         handoffs.end(record, relay, [1, 2])
@@ -381,7 +381,7 @@ def test_a_save_under_way_is_waited_for_while_the_engines_still_run(house: House
 
 def test_only_saves_hold_up_the_engines_end(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other work in the background ends with them."""
-    monkeypatch.setattr("baton.handoffs.coordinator.CLOSE_WITHIN_S", 60)
+    monkeypatch.setattr("baton.handoffs.service.CLOSE_WITHIN_S", 60)
 
     async def story() -> None:
         handoffs = house.handoffs()
@@ -395,11 +395,11 @@ def test_only_saves_hold_up_the_engines_end(house: House, monkeypatch: pytest.Mo
 
 def test_a_tenant_s_oldest_go_when_it_leaves_too_much(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
-        monkeypatch.setattr("baton.handoffs.coordinator.MAX_PER_TENANT", 3)
+        monkeypatch.setattr("baton.handoffs.service.MAX_PER_TENANT", 3)
         handoffs = house.handoffs()
         records = [await house.left(handoffs) for _ in range(5)]
         assert [await there(handoffs, record) for record in records] == [False, False, True, True, True]
-        monkeypatch.setattr("baton.handoffs.coordinator.MAX_WEIGHT_PER_TENANT", 2500)
+        monkeypatch.setattr("baton.handoffs.service.MAX_WEIGHT_PER_TENANT", 2500)
         async with handoffs.running():
             await asyncio.sleep(0.05)
         assert [await there(handoffs, record) for record in records[2:]] == [False, True, True]

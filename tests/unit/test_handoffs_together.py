@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.engines.fake import FakeEngine
+from baton.config.groups import HandoffSettings
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import Relay
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.coordinator import Handoffs
-from baton.handoffs.files import RecordFiles
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord
+from baton.handoffs.repository import RecordFiles
+from baton.handoffs.service import Handoffs
 from baton.handoffs.storage import HandoffStorage
-from baton.setting_groups import HandoffSettings
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.folders import open_file
 from baton_kv.stores.file import FileStore
@@ -349,7 +349,7 @@ def test_a_record_that_cannot_be_read_just_now_is_not_taken_for_a_deleted_one(
         gateway = house.gateway()
         record = await house.left(gateway)
         with monkeypatch.context() as patched:
-            patched.setattr("baton.handoffs.files.open_file", out_of_descriptors)
+            patched.setattr("baton.handoffs.repository.open_file", out_of_descriptors)
             await gateway.change(record, {"label": "a"})
             assert gateway._storage.remove_expired(record) is None
         again = house.gateway()

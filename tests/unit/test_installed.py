@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engines.installed import GROUPS, InstalledPlugin, installed_plugins
+from baton.engines.installed_plugins import GROUPS, InstalledPlugin, installed_plugins
 
 
 def found(group: str, name: str) -> InstalledPlugin:

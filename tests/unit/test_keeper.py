@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.engines.keeper import LOOK_EVERY_S, MARK, Keeper
+from baton.engines.process.orphan_reaper import LOOK_EVERY_S, MARK, Keeper
 
 PARENT = f"""
 import os, pathlib, subprocess, sys, time
-from baton.engines.keeper import MARK, Keeper
+from baton.engines.process.orphan_reaper import MARK, Keeper
 
 keeper = Keeper().__enter__()
 os.environ[MARK] = keeper.mark

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from baton.api import keys as keys_module
-from baton.api.auth import presented_key
-from baton.api.keys import (
+from baton.admission import api_keys as keys_module
+from baton.admission.api_keys import (
     KEY_PREFIX,
     LOOK_EVERY_S,
     Keyring,
@@ -25,8 +24,9 @@ from baton.api.keys import (
     read_keys,
     revoke_key,
 )
+from baton.config.settings import load_settings
 from baton.errors import SettingsError
-from baton.settings import load_settings
+from baton.http.middleware.auth import presented_key
 
 KEY_BITS = 256
 SAMPLES = 64

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ByteSize
 from starlette.requests import Request
 
-from baton.api.body_budget import BodyBudget, BodyLease, BodyRoom, BodyRooms
-from baton.api.limits import Body, read_json, strip_arguments, strip_steering
-from baton.engines.fake import FakeEngine
+from baton.admission.body_budget import BodyBudget, BodyLease, BodyRoom, BodyRooms
+from baton.config.groups import MIB, EdgeSettings, EngineSettings, LimitSettings
+from baton.config.settings import Settings, load_settings
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.errors import (
     BatonError,
@@ -26,9 +27,11 @@ from baton.errors import (
     RequestTimeout,
     UnsupportedMediaType,
 )
+from baton.http.middleware.body_limit import Body
+from baton.http.request_body import read_json
+from baton.http.request_state import KEY, RequestState
+from baton.http.validation.steering import strip_arguments, strip_steering
 from baton.server import create_app
-from baton.setting_groups import MIB, EdgeSettings, EngineSettings, LimitSettings
-from baton.settings import Settings, load_settings
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics
 
@@ -56,7 +59,12 @@ async def parse(body: bytes, content_type: str = "application/json") -> dict[str
         return {"type": "http.request", "body": body, "more_body": False}
 
     headers = [(b"content-type", content_type.encode())]
-    scope = {"type": "http", "headers": headers, "app": gateway_app(), "baton": RequestContext("id")}
+    scope = {
+        "type": "http",
+        "headers": headers,
+        "app": gateway_app(),
+        KEY: RequestState(RequestContext("id")),
+    }
     return await read_json(Request(scope, receive), LIMITS)
 
 

@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.engines.fake import FakeEngine
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.telemetry.metrics import MAX_TENANTS, MAX_UNITS, GatewayMetrics
 from baton.telemetry.page import MergedRegistry

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageChops
 
+from baton.config.groups import ImageSettings
 from baton.errors import GatewayOverloaded, ImageTooLarge, InvalidImage
 from baton.images.parts import Part
 from baton.images.picture import Picture
 from baton.images.reader import read_picture
 from baton.images.reading import ImageReading, decoded
-from baton.setting_groups import ImageSettings
 from baton.telemetry.metrics import GatewayMetrics
 
 LIMITS = ImageSettings()

@@ -7,10 +7,10 @@ from array import array
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.engines.fake import FakeEngine
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import Relay
-from baton.engines.relay_watch import RelayWatch
-from baton.engines.speed import Speed
+from baton.engines.throughput import Speed
+from baton.engines.transfers import RelayWatch
 from baton.handoffs.planner import Choice, Planner
 from baton.handoffs.record import HandoffRecord
 from baton.telemetry.metrics import TransferMetrics

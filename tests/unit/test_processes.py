@@ -7,12 +7,12 @@ import sys
 
 import psutil
 
-from baton.engines.processes import kill, trees_of, wait_until_gone
+from baton.engines.process.processes import kill, trees_of, wait_until_gone
 
 FIRST_PROCESS = """
 import ctypes, os, subprocess, sys
 import psutil
-from baton.engines.processes import kill, trees_of, wait_until_gone
+from baton.engines.process.processes import kill, trees_of, wait_until_gone
 
 PR_SET_CHILD_SUBREAPER = 36
 assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0

@@ -8,9 +8,9 @@ from typing import get_args
 
 import pytest
 
+from baton.config.groups import Frozen
+from baton.config.settings import Settings, load_settings, variables
 from baton.errors import SettingsError
-from baton.setting_groups import Frozen
-from baton.settings import Settings, load_settings, variables
 
 
 def write(folder: Path, text: str) -> Path:
@@ -40,7 +40,7 @@ def test_a_file_the_environment_and_the_command_line_rule_in_that_order(
 def test_engines_keep_freed_memory_unless_the_operator_says_otherwise(own: str | None) -> None:
     """What glibc reads when a process begins; told to a child, as engines are."""
     script = (
-        "import os, subprocess; from baton.settings import Settings, apply_environment; "
+        "import os, subprocess; from baton.config.settings import Settings; from baton.config.vllm_environment import apply_environment; "
         "apply_environment(Settings(), offline=True, compiles=False); "
         "subprocess.run(['printenv', 'MALLOC_MMAP_THRESHOLD_', 'MALLOC_TRIM_THRESHOLD_'], check=True)"
     )

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from baton.config.groups import SupervisionSettings
 from baton.engines import supervisor as supervisor_module
-from baton.engines.fake import FakeBehaviour, FakeEngine
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.fleet import Fleet
 from baton.engines.port import EngineState
 from baton.engines.progress import Progress
 from baton.engines.supervisor import POLL_S, Supervisor
 from baton.errors import EngineRestarting, EngineUnavailable, StartError
-from baton.setting_groups import SupervisionSettings
 from baton.telemetry.metrics import GatewayMetrics
 
 QUICK = SupervisionSettings(hang_s=0.5, restarts=3, window_s=60, backoff_s=0.05, backoff_max_s=0.2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engines.wording import scrub
+from baton.engines.scrub import scrub
 
 
 def test_where_native_code_raised_an_error_is_taken_out() -> None:

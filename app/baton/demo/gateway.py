@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.config.settings import Settings, variables
 from baton.errors import StartError
-from baton.settings import Settings, variables
 from baton.telemetry.progress import PhaseProgress
 
 START_WITHIN_S = 600

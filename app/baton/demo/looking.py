@@ -18,11 +18,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from baton.config.settings import load_settings
 from baton.demo.client import ANSWER_WITHIN_S, Answer, Json, ask, headers_of, reason_of
 from baton.demo.gateway import HEAD, OwnGateway, own_gateway
 from baton.demo.stage import first_token
 from baton.errors import OperatorError
-from baton.settings import load_settings
 from baton.telemetry.progress import PhaseProgress
 
 MAPPER, LOOKER = "flood-tiny", "look-tiny"

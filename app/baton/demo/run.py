@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import httpx
 from rich.console import Console
 
+from baton.config.settings import load_settings
 from baton.demo.cast import Way, ways_of_our_own, ways_on
 from baton.demo.client import ANSWER_WITHIN_S, served
 from baton.demo.figures import Result, notes, table
@@ -21,7 +22,6 @@ from baton.demo.play import Play
 from baton.demo.stage import stage_for
 from baton.demo.voyage import DAYS, FEW_DAYS, ships_log
 from baton.errors import OperatorError
-from baton.settings import load_settings
 from baton.telemetry.progress import PhaseProgress
 
 MAX_TOKENS, FEW_TOKENS = 32, 8

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.engines.processor import Processor
+from baton.config.groups import CPU_KV_CACHE_BYTES, EngineSettings
+from baton.engines.cpu import Processor
 from baton.models.catalog import EMBEDDED
-from baton.setting_groups import CPU_KV_CACHE_BYTES, EngineSettings
 
 HALVES = ("bfloat16", "float16")
 WIDE = "float32"

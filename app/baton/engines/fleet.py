@@ -10,10 +10,10 @@ from functools import partial
 import structlog
 from prometheus_client import CollectorRegistry
 
+from baton.config.groups import SupervisionSettings
 from baton.engines.port import Engine, EngineState
 from baton.engines.supervisor import Supervisor
 from baton.errors import InvalidRequest, ModelNotFound
-from baton.setting_groups import SupervisionSettings
 from baton.telemetry.metrics import GatewayMetrics
 from baton.telemetry.page import MergedRegistry
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from baton.engines.speed import Speed
+from baton.engines.throughput import Speed
 from baton.images.picture import Picture
 from baton.telemetry.ids import RequestContext
 

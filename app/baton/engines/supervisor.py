@@ -10,9 +10,9 @@ from contextlib import AbstractAsyncContextManager
 
 import structlog
 
+from baton.config.groups import SupervisionSettings
 from baton.engines.port import Engine, EngineState
 from baton.errors import EngineRestarting, EngineUnavailable, StartError
-from baton.setting_groups import SupervisionSettings
 from baton.telemetry.metrics import GatewayMetrics
 
 POLL_S = 0.2

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from baton.config.groups import HandoffSettings
 from baton.errors import HandoffPinsFull
-from baton.handoffs.files import Holdings
 from baton.handoffs.record import HandoffRecord, Holding
-from baton.setting_groups import HandoffSettings
+from baton.handoffs.repository import Holdings
 
 PINNED_SHARE = 0.5
 """Of the budget, shared by the tenants there are; the rest stays for handoffs that nobody pinned."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import structlog
 
 from baton.engines.port import Placed
-from baton.handoffs.files import Edit, News, RecordFiles
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord, is_ours
+from baton.handoffs.repository import Edit, News, RecordFiles
 from baton_kv.stores.base import EntryMissing, Store, StoreError
 
 ORPHANED_AFTER_S = 600.0

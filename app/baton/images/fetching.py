@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from baton.config.groups import ImageSettings
 from baton.errors import ImageFetchFailed, ImageTooLarge, InvalidRequest, SettingsError
 from baton.images.reading import Fetch
-from baton.setting_groups import ImageSettings
 from baton_fetch.addresses import AllowedHosts
 from baton_fetch.errors import FetchFailed, FetchRefused
 from baton_fetch.fetch import Fetcher, Resolver, system_resolver

@@ -12,10 +12,10 @@ from typing import Any
 import structlog
 from PIL import ExifTags, Image, ImageOps
 
+from baton.config.groups import ImageSettings
 from baton.errors import ImageTooLarge, InvalidImage
 from baton.images.headers import MEDIA_TYPES, format_of, is_lossy, refuse_endless_headers
 from baton.images.picture import Picture
-from baton.setting_groups import ImageSettings
 
 PLAIN_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
 """Modes that every image processor turns into RGB in the same way."""

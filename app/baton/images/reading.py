@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.admission.fair_threads import FairThreads
+from baton.config.groups import ImageSettings
 from baton.errors import BatonError, GatewayOverloaded, ImageTooLarge, InvalidImage
 from baton.images.parts import Part
 from baton.images.picture import Picture
 from baton.images.reader import read_picture
-from baton.setting_groups import ImageSettings
 from baton.telemetry.metrics import ImageMetrics
 from baton.telemetry.queues import QueueMetrics
 

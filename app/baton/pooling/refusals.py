@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from pydantic import ValidationError
 
-from baton.engines.wording import scrub
+from baton.engines.scrub import scrub
 from baton.errors import BatonError, InvalidRequest, PluginBusy, PluginFailed, PluginRefusal
 
 PLACES = 3

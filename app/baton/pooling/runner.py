@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from baton.admission.fair_queue import QueueLimits, watched_queue
+from baton.config.groups import PoolingSettings
 from baton.engines.port import Engine, Json, Plugin
 from baton.errors import BatonError, EngineOverloaded, PluginFailed, PluginTimeout
 from baton.pooling.encoding import Encoding
@@ -18,7 +19,6 @@ from baton.pooling.hooks import Home
 from baton.pooling.processor import Exhibit, Processor, ResultFile, Upload
 from baton.pooling.refusals import refusal, where
 from baton.pooling.uploads import require_folder
-from baton.setting_groups import PoolingSettings
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import PoolingMetrics
 from baton.telemetry.queues import QueueMetrics

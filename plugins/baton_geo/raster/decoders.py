@@ -22,7 +22,7 @@ import numpy.typing as npt
 from baton_geo.errors import DecoderBusy, GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster import wire
 from baton_geo.raster.ask import MASK, PREVIEW, PROBABILITIES, Products, SceneAsk, SceneInfo, Tally
-from baton_geo.raster.nursery_process import Line, NurseryLost, NurseryProcess
+from baton_geo.raster.fork_server_process import Line, NurseryLost, NurseryProcess
 from baton_spool import Made, Naming, make
 
 logger = logging.getLogger(__name__)

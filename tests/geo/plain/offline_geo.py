@@ -73,7 +73,7 @@ def main() -> None:
         told["answers"].append(answered(llm, scene))
         told["refusals"].append(refusal(llm, {"data": b"II*\0", "data_format": "bytes"}))
     nurseries = [
-        child for child in psutil.Process().children() if "baton_geo.raster.nursery" in child.cmdline()
+        child for child in psutil.Process().children() if "baton_geo.raster.fork_server" in child.cmdline()
     ]
     told["nurseries"] = [nursery.pid for nursery in nurseries]
     told["children"] = sum(len(nursery.children()) for nursery in nurseries)

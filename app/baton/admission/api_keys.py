@@ -1,0 +1,227 @@
+"""API keys: made once, shown once, kept only as digests.
+
+A key is 256 random bits, so a plain SHA-256 is enough to store: there is nothing to guess faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+from filelock import FileLock
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from baton.config.settings import Settings
+from baton.errors import SettingsError
+from baton.telemetry.ids import LOCAL_TENANT
+from baton.telemetry.metrics import NOBODY, OTHER
+
+KEY_PREFIX = "bt_"
+MAX_KEY_CHARS = 256
+LOOK_EVERY_S = 1.0
+"""How long a key that was revoked may still open a running gateway."""
+
+RESERVED_TENANTS = frozenset({LOCAL_TENANT, NOBODY, OTHER})
+"""Names with a meaning of their own: everyone who calls a gateway without keys, requests without a valid key,
+and the tenants that are counted together."""
+
+TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class StoredKey(BaseModel):
+    """One line of the keys file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    tenant: TenantName
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    created_at: int
+
+
+FILE = TypeAdapter(list[StoredKey])
+
+
+def digest(key: str) -> str:
+    """SHA-256 of a key, in hexadecimal: all that is ever stored of it."""
+    return hashlib.sha256(key.encode("utf-8", errors="replace")).hexdigest()
+
+
+class Keyring:
+    """The tenants that hold a key. Looking a key up takes one path, whatever is wrong with it.
+
+    Raises:
+        SettingsError: a key would open what was left behind without keys.
+    """
+
+    def __init__(self, keys: list[StoredKey]) -> None:
+        self._tenants = _tenants_of(keys)
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def tenant(self, key: str) -> str | None:
+        return self._tenants.get(digest(key[:MAX_KEY_CHARS]))
+
+
+class KeysFile(Keyring):
+    """The keyring of a file that may change: keys made or revoked meanwhile count within `LOOK_EVERY_S`.
+
+    A file that cannot be used leaves things as they were, and says so in the log; one that is gone closes the
+    gateway, like one whose last key was revoked.
+
+    Args:
+        file: of the keys.
+        clock: seconds on a monotonic clock.
+
+    Raises:
+        SettingsError: the file cannot be used.
+    """
+
+    def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = file
+        self._clock = clock
+        self._looked = clock()
+        self._state = _state(file)
+        super().__init__(read_keys(file))
+
+    def tenant(self, key: str) -> str | None:
+        if self._clock() - self._looked >= LOOK_EVERY_S:
+            self._looked = self._clock()
+            self._look()
+        return super().tenant(key)
+
+    def _look(self) -> None:
+        state = _state(self._file)
+        if state == self._state:
+            return
+        self._state = state
+        log = structlog.get_logger("baton.keys")
+        try:
+            tenants = _tenants_of(read_keys(self._file))
+        except SettingsError as error:
+            log.error("keys_file_unusable", cause=error.message)
+            return
+        self._tenants = tenants
+        log.info("keys_file_read", keys=len(tenants))
+
+
+def _tenants_of(keys: list[StoredKey]) -> dict[str, str]:
+    for key in keys:
+        if key.tenant == LOCAL_TENANT:
+            raise SettingsError(
+                f"auth.keys_file: the key {key.id[:80]!r} is of the tenant '{LOCAL_TENANT}', and would open "
+                "what was left behind without keys: revoke it with `baton keys revoke`, and make another"
+            )
+    return {key.sha256: key.tenant for key in keys}
+
+
+def _state(file: Path) -> tuple[int, int, int] | None:
+    """What differs when the file was replaced or written to."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def keyring_for(settings: Settings) -> Keyring | None:
+    """The known keys, or None when everyone is the local tenant.
+
+    A keys file closes the gateway, also one whose last key was revoked: nobody may call then.
+
+    Raises:
+        SettingsError: the gateway would serve a network without asking who calls.
+    """
+    if settings.keys_file.exists():
+        return KeysFile(settings.keys_file)
+    if settings.auth.keys_file is not None:
+        raise SettingsError(f"auth.keys_file: {settings.keys_file} does not exist; `baton keys create`")
+    if not settings.loopback and not settings.auth.allow_unauthenticated:
+        raise SettingsError(
+            f"host: {settings.host} can be reached from other machines and there are no API keys: "
+            "make one with `baton keys create`, or set auth.allow_unauthenticated = true"
+        )
+    return None
+
+
+def read_keys(file: Path) -> list[StoredKey]:
+    """The stored keys; none when there is no file.
+
+    Raises:
+        SettingsError: the file is there but cannot be used.
+    """
+    try:
+        return FILE.validate_json(file.read_bytes())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise SettingsError(f"{file}: {error.strerror or 'cannot be read'}") from None
+    except ValidationError:
+        raise SettingsError(f"{file}: not a keys file; `baton keys create` makes one") from None
+
+
+def create_key(file: Path, tenant: str) -> str:
+    """Add a key for `tenant` and return it; it cannot be shown again.
+
+    Raises:
+        SettingsError: the tenant's name is reserved or not a plain word, or the file cannot be written.
+    """
+    if tenant in RESERVED_TENANTS:
+        raise SettingsError(f"tenant {tenant!r}: this name is reserved; choose another")
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    try:
+        stored = StoredKey(
+            id=secrets.token_hex(4), tenant=tenant, sha256=digest(key), created_at=int(time.time())
+        )
+    except ValidationError:
+        raise SettingsError(f"tenant {tenant[:80]!r}: use 1 to 64 letters, digits, '.', '_' or '-'") from None
+    with _locked(file):
+        _write(file, [*read_keys(file), stored])
+    return key
+
+
+def revoke_key(file: Path, key_id: str) -> None:
+    """Take a key away.
+
+    Raises:
+        SettingsError: there is no such key.
+    """
+    with _locked(file):
+        keys = read_keys(file)
+        kept = [key for key in keys if key.id != key_id]
+        if len(kept) == len(keys):
+            raise SettingsError(f"there is no key with the id {key_id[:80]!r}; `baton keys list` shows them")
+        _write(file, kept)
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """One writer at a time; what the disk refuses becomes one line."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with FileLock(file.with_name(f".{file.name}.lock"), mode=0o600):
+            yield
+    except OSError as error:
+        raise SettingsError(f"{file}: {error.strerror or 'cannot be written'}") from None
+
+
+def _write(file: Path, keys: list[StoredKey]) -> None:
+    """Replace the file whole, readable by its owner only."""
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".keys-")
+    try:
+        with os.fdopen(descriptor, "w") as stream:
+            json.dump([key.model_dump() for key in keys], stream, indent=2)
+        os.replace(temporary, file)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,1 +1,0 @@
-"""HTTP: routes, and what stands between a socket and them. Nothing here knows vLLM."""

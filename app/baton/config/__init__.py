@@ -1,0 +1,1 @@
+"""The settings: `groups` has their classes, `settings` reads them, the rest is the environment."""

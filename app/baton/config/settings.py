@@ -1,0 +1,293 @@
+"""Every setting of the gateway: one TOML file, then `BATON_*` in the environment, then the command line.
+
+Settings are frozen once read. A key nobody knows is refused with the nearest known name, and every
+wrong value becomes one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from baton.config.environment import user_folder
+from baton.config.groups import (
+    AdmissionSettings,
+    AuthSettings,
+    EdgeSettings,
+    EngineSettings,
+    Frozen,
+    HandoffSettings,
+    ImageSettings,
+    LimitSettings,
+    MetricsSettings,
+    PoolingSettings,
+    SupervisionSettings,
+)
+from baton.errors import SettingsError
+
+ENV_PREFIX = "BATON_"
+CONFIG_VARIABLE = "BATON_CONFIG"
+DEFAULT_CONFIG = Path("baton.toml")
+
+
+def _embedded_engines() -> tuple[EngineSettings, ...]:
+    return (
+        EngineSettings(name="smollm2", model="smollm2", handoff=True),
+        EngineSettings(name="flood-tiny", model="flood-tiny", runner="pooling"),
+    )
+
+
+class Settings(BaseSettings):
+    """All settings of one gateway process."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        nested_model_default_partial_update=True,
+    )
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe line that is logged."
+    )
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto", description="One JSON object a line, or colours for people; auto: by the terminal."
+    )
+    models_dir: Path | None = Field(
+        None, description="Where embedded models are kept; unset: baton/models in the user's cache."
+    )
+    cpu_threads: str = Field(
+        "auto",
+        pattern=r"^(auto|nobind|[0-9,|:-]+)$",
+        description="CPU cores all engines share, in vLLM's notation (`0-3`); auto: all of ours.",
+    )
+    drain_delay_s: float = Field(
+        0.0,
+        ge=0,
+        le=3600,
+        description="Seconds after SIGTERM in which requests are still accepted; `/readyz` already says 503.",
+    )
+    drain_timeout_s: int = Field(
+        30, ge=0, le=3600, description="Seconds running requests then get to finish."
+    )
+    auth: AuthSettings = AuthSettings()
+    limits: LimitSettings = LimitSettings()
+    images: ImageSettings = ImageSettings()
+    edge: EdgeSettings = EdgeSettings()
+    admission: AdmissionSettings = AdmissionSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    supervision: SupervisionSettings = SupervisionSettings()
+    handoffs: HandoffSettings = HandoffSettings()
+    pooling: PoolingSettings = PoolingSettings()
+    engines: tuple[EngineSettings, ...] = Field(
+        default_factory=_embedded_engines,
+        description="One table per engine; none given: the embedded models `smollm2` and `flood-tiny`.",
+    )
+
+    @model_validator(mode="after")
+    def _only_generating_engines_hand_over(self) -> Settings:
+        for engine in self.engines:
+            if engine.handoff and engine.runner != "generate":
+                raise ValueError(f"engines '{engine.name}': only engines that generate can have `handoff`")
+        return self
+
+    @model_validator(mode="after")
+    def _only_engines_that_hand_over_think(self) -> Settings:
+        for engine in self.engines:
+            if engine.latent and not engine.handoff:
+                raise ValueError(f"engines '{engine.name}': `latent = true` needs `handoff = true`")
+        return self
+
+    @model_validator(mode="after")
+    def _only_pooling_engines_have_plugins(self) -> Settings:
+        for engine in self.engines:
+            if (engine.io_processor or engine.classic_plugin) and engine.runner != "pooling":
+                raise ValueError(f"engines '{engine.name}': an `io_processor` needs `runner = \"pooling\"`")
+        return self
+
+    @model_validator(mode="after")
+    def _all_bodies_have_room_for_one(self) -> Settings:
+        pairs = (
+            ("limits.bodies_bytes", self.limits.bodies_bytes, "limits.body_bytes", self.limits.body_bytes),
+            (
+                "pooling.uploads_bytes",
+                self.pooling.uploads_bytes,
+                "pooling.upload_bytes",
+                self.pooling.upload_bytes,
+            ),
+        )
+        for name, together, one_name, one in pairs:
+            if together is not None and together < 2 * one:  # a tenant alone may hold half of it
+                raise ValueError(f"{name}: give at least twice `{one_name}`, which is {one.human_readable()}")
+        return self
+
+    @model_validator(mode="after")
+    def _engines_have_unique_names(self) -> Settings:
+        names = [name for engine in self.engines for name in (engine.name, *engine.aliases)]
+        if not names:
+            raise ValueError("engines: name at least one, or leave the key out")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"engines: the name '{twice[0]}' is given twice")
+        return self
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the gateway."""
+        return is_loopback(self.host)
+
+    def shared(self, *, keyed: bool) -> bool:
+        """Whether others than the operator use the gateway's port: other machines, or tenants with keys."""
+        return keyed or not self.loopback
+
+    @property
+    def models_folder(self) -> Path:
+        folder = self.models_dir or user_folder("XDG_CACHE_HOME", ".cache") / "baton" / "models"
+        return folder.expanduser()
+
+    @property
+    def handoff_store(self) -> str:
+        """The address of the store; every gateway of one user shares it."""
+        if self.handoffs.store is not None:
+            return self.handoffs.store
+        memory = Path("/dev/shm")
+        root = memory if memory.is_dir() else user_folder("XDG_CACHE_HOME", ".cache").expanduser()
+        return f"file:{root / f'baton-handoffs-{os.getuid()}'}"
+
+    @property
+    def keys_file(self) -> Path:
+        file = self.auth.keys_file or user_folder("XDG_CONFIG_HOME", ".config") / "baton/keys.json"
+        return file.expanduser()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings)
+
+
+def load_settings(config: Path | None = None, **overrides: Any) -> Settings:
+    """Read the settings.
+
+    Args:
+        config: the TOML file; None: `BATON_CONFIG`, else `baton.toml` here if there is one.
+        overrides: settings the command line gave, above file and environment.
+
+    Raises:
+        SettingsError: a line for every value that is wrong, with the nearest known name.
+    """
+    _refuse_unknown_variables()
+    from_file = _read_file(config)
+
+    class LoadedSettings(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            file = InitSettingsSource(settings_cls, init_kwargs=from_file)
+            return (init_settings, env_settings, file)
+
+    try:
+        return LoadedSettings(**overrides)
+    except ValidationError as error:
+        raise SettingsError("\n".join(reasons(error))) from None
+    except ValueError as error:  # pydantic-settings: an environment value that is not JSON
+        raise SettingsError(f"environment: {error}") from None
+
+
+def _read_file(config: Path | None) -> dict[str, Any]:
+    named = config or (Path(value) if (value := os.environ.get(CONFIG_VARIABLE)) else None)
+    if named is None and not DEFAULT_CONFIG.is_file():
+        return {}
+    path = (named or DEFAULT_CONFIG).expanduser()
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror or 'cannot be read'}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not valid TOML: {error}") from None
+
+
+def reasons(error: ValidationError) -> list[str]:
+    """One line a wrong value: where, what is wrong, and for a wrong key the nearest right one."""
+    return [_reason(item["loc"], item["type"], item["msg"], item.get("input")) for item in error.errors()]
+
+
+def _reason(loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    where = ".".join(str(part) for part in loc)
+    if kind == "extra_forbidden":
+        return f"{where}: unknown setting{nearest(str(loc[-1]), _known_keys(loc[:-1]))}"
+    message = message.removeprefix("Value error, ")
+    if not where:
+        return message
+    given = "" if kind == "missing" else f" (given: {str(value)[:80]!r})"
+    return f"{where}: {message[:1].lower()}{message[1:]}{given}"
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """A "did you mean" for `word`, or nothing when no known word is close."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean '{close[0]}'?" if close else f"; known are: {', '.join(sorted(known))}"
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    """Return the keys of the table at `loc`: a group, an `[[engines]]` table, or the file itself."""
+    if not loc:
+        return list(Settings.model_fields)
+    kinds = [Settings.model_fields[str(loc[0])].annotation]
+    kinds += get_args(kinds[0])  # of a group that may be given several times
+    (group,) = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Frozen))
+    return list(group.model_fields)
+
+
+def _refuse_unknown_variables() -> None:
+    known = {CONFIG_VARIABLE} | set(variables())
+    for variable in sorted(os.environ):
+        if variable.startswith(ENV_PREFIX) and variable not in known:
+            raise SettingsError(f"{variable}: unknown setting{nearest(variable, sorted(known))}")
+
+
+def variables() -> list[str]:
+    """Every `BATON_*` variable there is, `__` between a group and its key."""
+    names: list[str] = []
+    for name, field in Settings.model_fields.items():
+        variable = f"{ENV_PREFIX}{name}".upper()
+        names.append(variable)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Frozen):
+            names += [f"{variable}__{key}".upper() for key in field.annotation.model_fields]
+    return names
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, by its name or address, is this machine and cannot be reached from others."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

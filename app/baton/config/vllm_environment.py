@@ -1,0 +1,75 @@
+"""Set the environment variables that vLLM reads, and find those that would overrule the settings."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+
+from baton.config.environment import cores
+from baton.config.groups import MIB
+from baton.config.settings import Settings
+
+
+def environment_conflicts() -> list[str]:
+    """Variables that would overrule what the settings say, each with what to do instead."""
+    conflicts = []
+    if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        conflicts.append(
+            "VLLM_CPU_KVCACHE_SPACE is set and would overrule every engine's kv_cache_memory: "
+            "unset it and give `kv_cache_memory` per engine"
+        )
+    return conflicts
+
+
+def runs_eager(settings: Settings) -> bool:
+    """Whether every engine is left uncompiled, as engines on a CPU are unless told otherwise."""
+    return all(engine.args.get("enforce_eager", True) for engine in settings.engines)
+
+
+def apply_environment(
+    settings: Settings,
+    *,
+    offline: bool,
+    compiles: bool,
+    marks: Mapping[str, str] | None = None,
+    scratch: str | None = None,
+) -> None:
+    """Set what vLLM reads from the environment, before it is imported; what is set already stays.
+
+    Args:
+        settings: the settings of this process.
+        offline: every model is on this machine, so no hub is to be asked.
+        marks: what every process this one starts is to carry.
+        compiles: some engine uses torch.compile. Where none does, vLLM would still compile small
+            helpers at the first request that needs one (log probabilities, say): up to 18 s in which
+            every client waits, and the engine's death where there is no C++ compiler.
+        scratch: the temporary folder of the processes this one starts; its own stays. None: the same.
+    """
+    cpu_threads = settings.cpu_threads
+    if cpu_threads == "auto":
+        cpu_threads = ",".join(str(core) for core in cores())
+    wanted = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": cpu_threads,
+        "VLLM_LOGGING_LEVEL": "INFO" if settings.log_level == "debug" else "WARNING",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "TOKENIZERS_PARALLELISM": "false",
+        # glibc gives large blocks back once they are free, and the kernel fills the next ones with zeros:
+        # a tenth of a forward pass on a CPU. So: heap up to the most glibc allows, and kept.
+        "MALLOC_MMAP_THRESHOLD_": str(32 * MIB),
+        "MALLOC_TRIM_THRESHOLD_": str(1024 * MIB),
+    }
+    if not compiles:
+        wanted["TORCHDYNAMO_DISABLE"] = "1"
+    if offline:
+        wanted["HF_HUB_OFFLINE"] = "1"
+    if scratch is not None:
+        own = tempfile.gettempdir()  # known from now on, whatever the variable says
+        os.environ["TMPDIR"] = wanted["VLLM_RPC_BASE_PATH"] = scratch
+        if compiles:  # worth keeping from run to run
+            wanted["TORCHINDUCTOR_CACHE_DIR"] = f"{own}/torchinductor_{os.getuid()}"
+    os.environ.update(marks or {})
+    for variable, value in wanted.items():
+        os.environ.setdefault(variable, value)

@@ -1,0 +1,103 @@
+"""Every vLLM plugin that is installed, found the way vLLM finds them. Imports no vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+
+from baton.config.environment import allowed_plugins
+
+GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+    "vllm.endpoint_plugins",
+)
+ONLY_WHEN_NAMED = ("vllm.endpoint_plugins",)
+"""These add HTTP routes to vLLM's own server, which Baton is not."""
+
+
+@dataclass(frozen=True)
+class InstalledPlugin:
+    """One entry point of a vLLM plugin group.
+
+    Attributes:
+        group: vLLM's group.
+        name: by which VLLM_PLUGINS and engines name it.
+        value: module and attribute it points to.
+        distribution: what it was installed with.
+        version: of that.
+        allowed: vLLM loads it; the reason if not is `reason`.
+        reason: why it is not loaded; empty if it is.
+    """
+
+    group: str
+    name: str
+    value: str
+    distribution: str
+    version: str
+    allowed: bool
+    reason: str
+    _entry_point: EntryPoint = field(repr=False, compare=False)
+
+    def load(self) -> Callable[[], str]:
+        """What the entry point names. Raises whatever its import raises."""
+        loaded: Callable[[], str] = self._entry_point.load()
+        return loaded
+
+    def row(self) -> dict[str, object]:
+        """As `/v1/plugins` and `baton plugins --json` tell it."""
+        return {
+            "group": self.group,
+            "name": self.name,
+            "value": self.value,
+            "distribution": self.distribution,
+            "version": self.version,
+            "loaded": self.allowed,
+            "reason": self.reason or None,
+        }
+
+
+def installed_plugins() -> list[InstalledPlugin]:
+    """All plugins of all groups, sorted by group and name."""
+    named = allowed_plugins()
+    found = [_plugin(group, point, named) for group in GROUPS for point in entry_points(group=group)]
+    return sorted(found, key=lambda plugin: (GROUPS.index(plugin.group), plugin.name))
+
+
+def running_platform() -> str | None:
+    """The module of the platform that vLLM chose in this process; None: it has not chosen one yet."""
+    chosen = getattr(sys.modules.get("vllm.platforms"), "_current_platform", None)
+    return None if chosen is None else type(chosen).__module__
+
+
+def _plugin(group: str, point: EntryPoint, named: list[str] | None) -> InstalledPlugin:
+    reason = _kept_out(group, point.name, named) or _unimportable(point)
+    return InstalledPlugin(
+        group=group,
+        name=point.name,
+        value=point.value,
+        distribution=point.dist.name if point.dist else "",
+        version=point.dist.version if point.dist else "",
+        allowed=not reason,
+        reason=reason,
+        _entry_point=point,
+    )
+
+
+def _unimportable(point: EntryPoint) -> str:
+    """Looks for the package only: importing a plugin may take seconds, and is vLLM's to do."""
+    package = point.module.partition(".")[0]
+    return "" if importlib.util.find_spec(package) else f"its package '{package}' is not there"
+
+
+def _kept_out(group: str, name: str, named: list[str] | None) -> str:
+    if group in ONLY_WHEN_NAMED:
+        return "Baton serves its own routes; endpoint plugins belong to vLLM's own server"
+    if named is not None and name not in named:
+        return "VLLM_PLUGINS does not name it"
+    return ""

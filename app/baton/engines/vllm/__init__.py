@@ -1,0 +1,1 @@
+"""Engines on vLLM. The only package of the gateway that imports vLLM."""

@@ -1,0 +1,240 @@
+"""Compile constraints on trial, in a process: `python -m baton.engines.vllm.compile_server <descriptor>`.
+
+It has one thread and the compilers loaded, so that a child starts in milliseconds. Each request on its
+control socket is one byte with the socket of a job. A child reads the job, does what vLLM would do with it,
+and says so byte by byte. A child ends by a signal, whatever its compiler is doing, when it has used up its
+processor time or when the gateway closes the job's socket. The server ends when the gateway closes the
+control socket.
+
+vLLM's `auto` tries xgrammar first, llguidance for what that refuses, and outlines for `patternProperties`
+that it refuses; what one of them refuses costs no more, and is vLLM's to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib.machinery
+import json
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import sys
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+Made = TypeVar("Made")
+
+FORKED, VALIDATED, COMPILED = b"f", b"v", b"c"
+VALIDATION_SHARE = 0.1
+"""Of a job's processor time, what vLLM does on the event loop may take so much."""
+VALIDATION_S = 0.4
+"""Seconds that it may take in any case: a slow processor needs half of them for ordinary patterns."""
+VOCABULARY = 4096
+"""Tokens to compile for. A model has ten to sixty times as many; time grows less than that."""
+REGEX_CHARS = 100_000
+"""Longest regular expression that outlines may make of a schema: vLLM parses it on the event loop."""
+REFUSED = frozenset({"multipleOf", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames"})
+FORMATS = frozenset(
+    (
+        *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer"),
+        *("relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid"),
+    )
+)
+"""Keywords that vLLM keeps from xgrammar, and formats that it does not: see vLLM's `backend_xgrammar`."""
+MEMORY_BYTES = 2 * 1024**3
+UNNEEDED = ("torch", "transformers", "xgrammar.matcher", "xgrammar.testing", "xgrammar.kernels")
+"""What xgrammar imports for masks and tokenizers: nothing a compiler needs, but 200 MB and four seconds."""
+
+
+class _Absent(types.ModuleType):
+    """A module whose every name is an empty class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+@contextlib.contextmanager
+def _without(names: tuple[str, ...]) -> Iterator[None]:
+    for name in names:
+        module = _Absent(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        sys.modules[name] = module
+    yield
+    for name in names:
+        del sys.modules[name]
+
+
+def vocabulary(size: int = VOCABULARY) -> list[bytes]:
+    """Every byte, and words of two to ten letters, half of them after a space: the same ones every time."""
+    chance = random.Random(0)
+    found = dict.fromkeys(bytes([byte]) for byte in range(256))
+    while len(found) < size - 1:
+        letters = chance.choices(
+            b"etaoinshrdlcumwfgypbvkjxqz", k=chance.choice((2, 3, 3, 4, 4, 5, 6, 7, 8, 10))
+        )
+        found[chance.choice((b"", b" ")) + bytes(letters)] = None
+    return [*found, b"</s>"]
+
+
+def may_be_refused(root: Any) -> bool:
+    """Whether vLLM may keep a schema from xgrammar though that takes it; in doubt, it may."""
+    open_values = [root]
+    while open_values:
+        value = open_values.pop()
+        if isinstance(value, dict):
+            limited = "minLength" in value or "maxLength" in value
+            patterns, several = value.get("patternProperties"), value.get("allOf")
+            if (
+                REFUSED & value.keys()
+                or (limited and ("pattern" in value or "format" in value))
+                or (isinstance(value.get("format"), str) and value["format"] not in FORMATS)
+                or (isinstance(patterns, dict) and ("properties" in value or len(patterns) > 1))
+                or (isinstance(several, list) and len(several) > 1)
+            ):
+                return True
+            open_values += value.values()
+        elif isinstance(value, list):
+            open_values += value
+    return False
+
+
+class Compilers:
+    """The compilers of vLLM's backends, for the same small vocabulary."""
+
+    def __init__(self) -> None:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
+        import tvm_ffi  # noqa: F401  # what xgrammar is bound by; it does without torch
+
+        with _without(UNNEEDED):
+            import xgrammar
+        import llguidance
+        import outlines_core  # type: ignore[import-untyped]  # it ships no types
+        import outlines_core.json_schema  # type: ignore[import-untyped]  # what vLLM calls of it
+
+        self._xgrammar: Any = xgrammar
+        self._guidance = llguidance.LLMatcher
+        self._outlines: Any = outlines_core
+        tokens = vocabulary()
+        end = len(tokens) - 1
+        info = xgrammar.TokenizerInfo(
+            tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[end]
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=True)
+        self._words = outlines_core.Vocabulary(end, {token: [at] for at, token in enumerate(tokens[:-1])})
+
+    def parse(self, kind: str, text: str) -> list[Any]:
+        """Do what vLLM does when it validates a constraint; returns what is left to compile."""
+        grammar = self._xgrammar.Grammar
+        if kind == "json":
+            made = _tried(lambda: grammar.from_json_schema(text))
+            if made is not None and not may_be_refused(json.loads(text)):
+                return [made]
+            self._guided(text)
+            return [made, self._regex(text) if '"patternProperties"' in text else None]
+        if kind == "regex":
+            return [_tried(lambda: grammar.from_regex(text)), text]
+        if kind == "structural_tag":
+            return [_tried(lambda: grammar.from_structural_tag(text))]
+        lark = not any("::=" in line for line in text.split("\n"))
+        return [_tried(lambda: grammar.from_lark(text) if lark else grammar.from_ebnf(text))]
+
+    def compile(self, parsed: list[Any]) -> None:
+        """Compile what `parse` left."""
+        for item in parsed:
+            if isinstance(item, str):
+                _tried(partial(self._outlines.Index, item, self._words))
+            elif item is not None:
+                _tried(partial(self._compiler.compile_grammar, item))
+
+    def _guided(self, schema: str) -> None:
+        made = _tried(
+            lambda: self._guidance.grammar_from_json_schema(schema, defaults={"whitespace_flexible": True})
+        )
+        if made is not None:
+            _tried(lambda: self._guidance.validate_grammar(made, None))
+
+    def _regex(self, schema: str) -> str | None:
+        from re import _parser  # type: ignore[attr-defined]  # as vLLM does
+
+        pattern = _tried(lambda: str(self._outlines.json_schema.build_regex_from_schema(schema)))
+        if pattern is not None:
+            if len(pattern) > REGEX_CHARS:
+                os._exit(1)
+            _tried(lambda: _parser.parse(pattern))
+        return pattern
+
+
+def _tried(make: Callable[[], Made]) -> Made | None:
+    """What a compiler makes; None if it refuses, which has cost what it cost. Memory must not run out."""
+    try:
+        return make()
+    except Exception as error:  # noqa: BLE001  # three foreign compilers raise anything; vLLM will say it
+        if isinstance(error, MemoryError | RecursionError) or "bad_alloc" in str(error):
+            os._exit(1)
+        return None
+
+
+def _end_with(job: socket.socket) -> None:
+    """Let the kernel end this process by SIGIO when the other end of the socket closes."""
+    fcntl.fcntl(job, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(job, fcntl.F_SETFL, fcntl.fcntl(job, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(job, 0)
+    if poll.poll(0):  # it closed before that
+        os._exit(1)
+
+
+def _serve(job: socket.socket, compilers: Compilers) -> None:
+    """The child's whole life: read a job, validate it, compile it."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with job.makefile("rb") as lines:
+        asked = json.loads(lines.readline())
+    _end_with(job)
+    signal.setitimer(signal.ITIMER_PROF, max(VALIDATION_S, asked["seconds"] * VALIDATION_SHARE))
+    parsed = compilers.parse(asked["kind"], asked["text"])
+    signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
+    job.sendall(VALIDATED)
+    compilers.compile(parsed)
+    job.sendall(COMPILED)
+
+
+def _fork(control: socket.socket, job: socket.socket, compilers: Compilers) -> None:
+    try:
+        pid = os.fork()
+    except OSError:  # no room for another process: the gateway sees the job's socket close
+        return
+    if not pid:
+        try:
+            control.close()
+            job.sendall(FORKED)
+            _serve(job, compilers)
+        finally:
+            os._exit(0)
+
+
+def main() -> None:
+    """Fork a child for every job that comes on the descriptor named on the command line."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        compilers = Compilers()
+        gc.freeze()  # what is loaded stays shared between the children
+        while True:
+            byte, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            if not byte:
+                return
+            with socket.socket(fileno=descriptors[0]) as job:
+                _fork(control, job, compilers)
+
+
+if __name__ == "__main__":
+    main()

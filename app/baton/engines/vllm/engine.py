@@ -1,0 +1,399 @@
+"""One engine on vLLM: an `AsyncLLM` and vLLM's serving handlers around it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import structlog
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
+from starlette.responses import Response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from baton.config.groups import EngineSettings
+from baton.engines.port import (
+    EngineState,
+    ImageInput,
+    Json,
+    Operation,
+    Placed,
+    Plugin,
+    Relay,
+    Reply,
+    Report,
+    StreamReply,
+    WholeReply,
+)
+from baton.engines.progress import Progress
+from baton.engines.throughput import Speed
+from baton.engines.transfers import RelayWatch
+from baton.engines.vllm import arguments, handlers
+from baton.engines.vllm.bodies import for_responses, with_whole_prompt
+from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient, salted
+from baton.engines.vllm.engine_thread import EngineThread
+from baton.engines.vllm.errors import UNFORESEEN, from_response, scrub, translate
+from baton.engines.vllm.image_prompts import ImagePrompts
+from baton.engines.vllm.multimodal import confirm_before_reuse, image_input
+from baton.engines.vllm.plugins import chosen_plugin, close_plugin, make_plugin, plugin_params
+from baton.engines.vllm.series import EngineSeries
+from baton.engines.warm_up import WARM_UPS, prefill
+from baton.errors import (
+    BatonError,
+    EngineUnavailable,
+    GenerationFailed,
+    OperationUnsupported,
+    PluginFailed,
+    StartError,
+)
+from baton.images.picture import Picture
+from baton.models.store import identity
+from baton.telemetry.ids import RequestContext
+from baton.telemetry.metrics import TransferMetrics
+
+CONTENT_HEADERS = ("metadata",)
+"""Headers of vLLM's answers that tell how to read them: packed embeddings' ids, shapes and dtypes."""
+LAST_WORDS_WAIT_S = 0.2
+"""What a dying engine process printed arrives through a pipe."""
+
+
+class VllmEngine:
+    """The `Engine` port on vLLM.
+
+    Args:
+        settings: the engine's table.
+        model: where its weights are, already resolved.
+        salt: gives a tenant's prefix-cache salt, or None where there is one tenant only.
+        transfer: vLLM's KV transfer config, where handoffs are on.
+        last_words: the cause that a dead engine process printed, if one can be found.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        model: str,
+        *,
+        salt: Callable[[str], str | None],
+        transfer: Json | None = None,
+        last_words: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._settings = settings
+        self._args = arguments.engine_args(settings, model, transfer)
+        self._placeholder = arguments.placeholder_of(self._args) if settings.latent else None
+        self._namespace = arguments.serving_namespace(settings)
+        self._salt = salt
+        self._last_words = last_words
+        self._series = EngineSeries()
+        self._progress = Progress()
+        self._state = EngineState.STARTING
+        self._thread: EngineThread | None = None
+        self._client: AsyncLLM | None = None
+        self._handlers: handlers.Handlers | None = None
+        self._image_prompts: ImagePrompts | None = None
+        self._plugin: Plugin | None = None
+        self._images = ImageInput()
+        self._weights = identity(model)
+        self._speed = Speed()
+        self._transfers = TransferMetrics(self._series.registry, settings.name)
+        self._watch = RelayWatch(self._speed, self._transfers)
+        self._cards: list[Json] = []
+        self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
+
+    @property
+    def name(self) -> str:
+        return self._settings.name
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        return self._settings.aliases
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self._series.registry
+
+    @property
+    def state(self) -> EngineState:
+        if self._state is EngineState.READY and self._client is not None and self._client.errored:
+            return EngineState.FAILED
+        return self._state
+
+    @property
+    def relays(self) -> bool:
+        return self._settings.handoff
+
+    @property
+    def placeholder(self) -> int | None:
+        return self._placeholder
+
+    @property
+    def weights(self) -> str:
+        return self._weights
+
+    @property
+    def speed(self) -> Speed:
+        return self._speed
+
+    @property
+    def images(self) -> ImageInput:
+        return self._images
+
+    @property
+    def plugin(self) -> Plugin | None:
+        return self._plugin
+
+    async def encode(
+        self, prompt: Any, params: Any, context: RequestContext, *, number: int, priority: int
+    ) -> Any:
+        if self._client is None:
+            raise EngineUnavailable()
+        try:
+            parsed, pooling_params = (
+                parse_model_prompt(self._client.model_config, prompt),
+                plugin_params(params),
+            )
+        except Exception as error:  # no client made these
+            self._log.error("plugin_prompt_invalid", exc_info=error)
+            raise PluginFailed() from error
+        try:
+            rendered = await self._client.renderer.render_cmpl_async([parsed])
+            outputs = self._client.encode(
+                salted(rendered[0], self._salt(context.tenant)),
+                pooling_params,
+                f"{context.request_id}-{number}",
+                priority=priority,
+                trace_headers=await self._trace_headers(context),
+            )
+            return await _last(outputs)
+        except Exception as error:  # the border to vLLM, which raises anything at all
+            raise self._translate(error) from error
+
+    async def _trace_headers(self, context: RequestContext) -> dict[str, str] | None:
+        assert self._client is not None
+        if not await self._client.is_tracing_enabled():
+            return None
+        given = {"traceparent": context.traceparent, "tracestate": context.tracestate}
+        return {name: value for name, value in given.items() if value}
+
+    async def place(
+        self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
+    ) -> tuple[list[int], list[Placed]]:
+        if self._image_prompts is None:
+            raise EngineUnavailable()
+        try:
+            return await self._image_prompts.place(prompt, pictures, begins=begins)
+        except Exception as error:  # the border to vLLM's processor, which raises anything at all
+            raise self._translate(error) from error
+
+    async def render(self, body: Json) -> str:
+        if self._handlers is None:
+            raise EngineUnavailable()
+        try:
+            return await self._handlers.render(body)
+        except Exception as error:  # the border to vLLM's renderer, which raises anything at all
+            raise self._translate(error) from error
+
+    def cards(self) -> list[Json]:
+        return self._cards
+
+    async def start(self, report: Report) -> None:
+        self._state = EngineState.STARTING
+        try:
+            await self._start(report)
+        except Exception as error:  # noqa: BLE001  # vLLM's start raises anything at all
+            self._state = EngineState.FAILED
+            self._log.debug("engine_start_failed", exc_info=error)
+            await self.stop()
+            self._state = EngineState.FAILED
+            raise await self._start_error(error) from None
+
+    async def _start(self, report: Report) -> None:
+        report("starting the engine process and loading the weights")
+        logger = self._series.stat_logger(
+            self._watch.transferred,
+            self._watch.prefilled,
+            self._progress.made,
+            self._watch.thought,
+            self._transfers.encoded,
+        )
+        self._thread = EngineThread(self._args, logger, self.name)
+        self._thread.start()
+        self._client = await asyncio.wrap_future(self._thread.built)
+        self._images = image_input(self._client)
+        confirm_before_reuse(self._client)
+        report("building the request handlers")
+        self._plugin = await self._make_plugin(self._client)
+        self._image_prompts = ImagePrompts(self._client, self.name)
+        self._handlers = await handlers.Handlers.build(
+            WatchedClient(self._client, self._image_prompts), self._namespace, plugin=self._plugin is not None
+        )
+        self._cards = await self._handlers.cards()
+        report("warming up")
+        await self._warm_up()
+        self._progress.begin()
+        self._state = EngineState.READY
+        if self._placeholder is not None:
+            (architecture,) = self._args.hf_overrides["architectures"]
+            self._log.info("latent_steps_ready", architecture=architecture, placeholder=self._placeholder)
+
+    async def _make_plugin(self, client: AsyncLLM) -> Plugin | None:
+        name = chosen_plugin(client.vllm_config)
+        if name is None:
+            return None
+        return await asyncio.to_thread(
+            make_plugin, name, client.vllm_config, client.renderer, classic=self._settings.classic_plugin
+        )
+
+    async def _warm_up(self) -> None:
+        for operation, body in WARM_UPS:
+            if self._handlers is not None and self._handlers.method(operation) is not None:
+                await self.call(operation, body | {"model": self.name}, RequestContext("warm-up"))
+        if self.relays:
+            assert self._client is not None
+            model = self._client.model_config
+            reserved = self._images.tokens | {self._placeholder}
+            prompt = prefill(model.max_model_len - 1, model.get_vocab_size(), reserved)
+            body = {"model": self.name, "prompt": prompt, "max_tokens": 1}
+            await self.call(Operation.COMPLETIONS, body, RequestContext("warm-up"))
+
+    async def _start_error(self, error: Exception) -> StartError:
+        if isinstance(error, StartError):
+            return error
+        await asyncio.sleep(LAST_WORDS_WAIT_S)
+        cause = self._last_words() or _first_words(error)
+        return StartError(f"The engine '{self.name}' could not start: {cause}")
+
+    async def stop(self) -> None:
+        self._state = EngineState.STOPPED
+        thread, self._thread = self._thread, None
+        if self._client is not None and self._client.output_handler is not None:
+            self._client.output_handler.cancel()  # or it would log the end of its engine as a failure
+            self._client.output_processor.propagate_error(EngineDeadError())  # which it now does not tell
+        plugin, self._plugin = self._plugin, None
+        self._client = self._handlers = self._image_prompts = None
+        if plugin is not None:
+            await close_plugin(plugin)
+        if thread is not None:
+            await thread.end()
+        self._series.forget_levels()
+
+    async def kill(self) -> None:
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.kill)
+
+    def stalled_s(self) -> float:
+        busy = self._state is EngineState.READY and self._client is not None
+        if busy and self._client is not None and self._client.get_num_unfinished_requests():
+            return self._progress.since()
+        self._progress.rest()
+        return 0.0
+
+    @property
+    def longest_step_s(self) -> float:
+        return max(self._progress.longest_s, self._watch.longest_thought_s)
+
+    async def call(
+        self, operation: Operation, body: Json, context: RequestContext, relay: Relay | None = None
+    ) -> Reply:
+        method = self._handlers.method(operation) if self._handlers is not None else None
+        if self._handlers is None:
+            raise EngineUnavailable()
+        if method is None:
+            raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
+        call = Call(
+            context,
+            self._salt(context.tenant),
+            relay=relay,
+            placeholder=self._placeholder,
+            images=self._images,
+        )
+        if relay is not None:
+            self._watch.add(context.request_id, relay)
+        CURRENT_CALL.set(call)
+        try:
+            body = with_whole_prompt(operation, for_responses(operation, body, context), relay)
+            request = self._handlers.parse(operation, body)
+            answer = await method(request, handlers.synthetic_request(context))
+        except Exception as error:  # the border to vLLM's handlers, which raise anything at all
+            raise self._translate(error) from error
+        return await self._reply(operation, answer, call)
+
+    def _translate(self, error: Exception) -> BatonError:
+        translated = translate(error)
+        unforeseen = isinstance(error, UNFORESEEN)
+        if unforeseen or (translated.status >= 500 and not translated.retryable):
+            self._log.error("engine_call_failed", exc_info=error)
+        return translated
+
+    async def _reply(self, operation: Operation, answer: Any, call: Call) -> Reply:
+        if isinstance(answer, ErrorResponse):
+            failure = call.failure or from_response(answer)
+            if failure.status >= 500 and not failure.retryable:
+                self._log.error("engine_call_failed", cause=answer.error.message)
+            raise failure
+        if isinstance(answer, handlers.ROUTES[operation].response):
+            body = answer.model_dump_json(**handlers.ROUTES[operation].dump)
+            return WholeReply(body.encode())
+        if isinstance(answer, Response):
+            return await _from_response(answer)
+        return StreamReply(self._stream(operation, answer, call))
+
+    async def _stream(self, operation: Operation, generator: Any, call: Call) -> AsyncIterator[str]:
+        """The handler's events, but our own error in place of the text vLLM would write."""
+        CURRENT_CALL.set(call)
+        async with aclosing(generator):
+            try:
+                async for event in handlers.events(operation, generator):
+                    if call.failure is not None:
+                        raise call.failure
+                    if _is_error(event):
+                        self._log.error("engine_stream_failed", cause=event)
+                        raise GenerationFailed()
+                    yield event
+                    CURRENT_CALL.set(call)  # whoever takes the next event may be another task
+            except BatonError:
+                raise
+            except (
+                ValidationError,
+                *UNFORESEEN,
+            ) as error:  # in the midst of an answer: not the client's fault
+                self._log.error("engine_stream_failed", exc_info=error)
+                raise GenerationFailed() from error
+            except Exception as error:  # the border to vLLM's generators
+                raise self._translate(error) from error
+        if call.failure is not None:
+            raise call.failure
+
+
+async def _last(outputs: AsyncGenerator[Any, None]) -> Any:
+    """The final output; closed early, the engine drops the request."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            if output.error is not None:
+                raise GenerationFailed()
+            if output.finished:
+                return output
+    raise GenerationFailed()
+
+
+def _is_error(event: str) -> bool:
+    return event.startswith(('data: {"error"', "event: error"))
+
+
+async def _from_response(response: Response) -> WholeReply:
+    """A pooling handler answers with a ready Response, sometimes a streaming one with known parts."""
+    media_type = response.headers.get("content-type", "application/json")
+    headers = {name: response.headers[name] for name in CONTENT_HEADERS if name in response.headers}
+    if hasattr(response, "body_iterator"):
+        parts = [part async for part in response.body_iterator]
+        return WholeReply(b"".join(bytes(part) for part in parts), media_type, headers)
+    return WholeReply(bytes(response.body), media_type, headers)
+
+
+def _first_words(error: Exception) -> str:
+    text = scrub(str(error)).replace("\n", " ")
+    return text[:600] or type(error).__name__

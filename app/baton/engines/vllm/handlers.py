@@ -1,0 +1,215 @@
+"""vLLM's own serving handlers, one set per engine, and which operation each of them answers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+from starlette.datastructures import State
+from starlette.requests import Request
+from starlette.responses import Response
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicCountTokensResponse,
+    AnthropicMessagesRequest,
+    AnthropicMessagesResponse,
+)
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.pooling.classify.protocol import ClassificationRequest, ClassificationResponse
+from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest, EmbeddingResponse
+from vllm.entrypoints.pooling.pooling.protocol import PoolingRequest, PoolingResponse
+from vllm.entrypoints.pooling.scoring.protocol import (
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from vllm.renderers import merge_kwargs
+from vllm.tasks import POOLING_TASKS
+
+from baton.engines.port import Operation
+from baton.engines.vllm.client import WatchedClient
+from baton.engines.vllm.errors import from_response
+from baton.telemetry.ids import RequestContext
+
+BEFORE_THE_ENGINE = ("response.created", "response.in_progress")
+Method = Callable[[Any, Request], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """How vLLM answers one operation.
+
+    Attributes:
+        request: the type of its request body.
+        response: the type of its answer in one piece.
+        handler: the attribute of the state that holds the serving object, and its method.
+        dump: how the answer is written, as vLLM's own router does.
+    """
+
+    request: Any
+    response: type[Any]
+    handler: tuple[str, str]
+    dump: dict[str, Any]
+
+
+ROUTES: dict[Operation, Route] = {
+    Operation.COMPLETIONS: Route(
+        CompletionRequest,
+        CompletionResponse,
+        ("openai_serving_completion", "create_completion"),
+        {},
+    ),
+    Operation.CHAT: Route(
+        ChatCompletionRequest,
+        ChatCompletionResponse,
+        ("openai_serving_chat", "create_chat_completion"),
+        {},
+    ),
+    Operation.RESPONSES: Route(
+        ResponsesRequest,
+        ResponsesResponse,
+        ("openai_serving_responses", "create_responses"),
+        {"by_alias": True},
+    ),
+    Operation.MESSAGES: Route(
+        AnthropicMessagesRequest,
+        AnthropicMessagesResponse,
+        ("anthropic_serving_messages", "create_messages"),
+        {"exclude_none": True},
+    ),
+    Operation.COUNT_TOKENS: Route(
+        AnthropicCountTokensRequest,
+        AnthropicCountTokensResponse,
+        ("anthropic_serving_messages", "count_tokens"),
+        {"exclude_none": True},
+    ),
+    Operation.EMBEDDINGS: Route(EmbeddingRequest, EmbeddingResponse, ("serving_embedding", "__call__"), {}),
+    Operation.POOLING: Route(PoolingRequest, PoolingResponse, ("serving_pooling", "__call__"), {}),
+    Operation.CLASSIFY: Route(
+        ClassificationRequest, ClassificationResponse, ("serving_classification", "__call__"), {}
+    ),
+    Operation.SCORE: Route(ScoreRequest, ScoreResponse, ("serving_scores", "__call__"), {}),
+    Operation.RERANK: Route(RerankRequest, RerankResponse, ("serving_scores", "__call__"), {}),
+    Operation.TOKENIZE: Route(
+        TokenizeRequest, TokenizeResponse, ("serving_tokenization", "create_tokenize"), {}
+    ),
+    Operation.DETOKENIZE: Route(
+        DetokenizeRequest, DetokenizeResponse, ("serving_tokenization", "create_detokenize"), {}
+    ),
+}
+
+
+class Handlers:
+    """The serving handlers of one engine."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._parsers = {operation: TypeAdapter(route.request) for operation, route in ROUTES.items()}
+
+    @classmethod
+    async def build(cls, client: WatchedClient, namespace: Namespace, *, plugin: bool = False) -> Handlers:
+        """Build them with vLLM's own factory, as its API server does at its start.
+
+        Args:
+            client: the engine.
+            namespace: vLLM's serving options.
+            plugin: an IO processor plugin does this engine's pooling. vLLM's pooling handlers are left out
+                then: they would make a second instance of it.
+        """
+        state = State()
+        tasks = await client.get_supported_tasks()
+        if plugin:
+            tasks = tuple(task for task in tasks if task not in POOLING_TASKS)
+        # vLLM's own server passes the namespace that the engine's configuration was made from, and with it
+        # the reasoning parser that was given or that the model's configuration brings along.
+        namespace.structured_outputs_config = client.vllm_config.structured_outputs_config
+        # The wrapper answers everything an EngineClient does.
+        await init_app_state(client, state, namespace, tasks)
+        return cls(state)
+
+    def method(self, operation: Operation) -> Method | None:
+        """What answers `operation`, or None when this model cannot."""
+        attribute, method = ROUTES[operation].handler
+        serving = getattr(self._state, attribute, None)
+        return getattr(serving, method) if serving is not None else None
+
+    def parse(self, operation: Operation, body: dict[str, Any]) -> Any:
+        """The request as vLLM's type. Raises pydantic's ValidationError."""
+        return self._parsers[operation].validate_python(body)
+
+    async def render(self, body: dict[str, Any]) -> str:
+        """A conversation as the model's template writes it, by the renderer that chat requests pass too.
+
+        Raises anything at all.
+        """
+        request = self._parsers[Operation.CHAT].validate_python(body)
+        tools = [tool.model_dump() for tool in request.tools] if request.tools else None
+        online = self._state.serving_tokenization.online_renderer
+        refused = online.validate_chat_template(
+            request_chat_template=request.chat_template,
+            chat_template_kwargs=request.chat_template_kwargs,
+            trust_request_chat_template=online.trust_request_chat_template,
+        )
+        if refused is not None:
+            raise from_response(refused)
+        params = request.build_chat_params(
+            online.chat_template, online.chat_template_content_format
+        ).with_defaults(
+            merge_kwargs(online.default_chat_template_kwargs, {"tools": tools, "tokenize": False})
+        )
+        _, prompt = await online.renderer.render_messages_async(request.messages, params)
+        return str(prompt["prompt"])
+
+    async def cards(self) -> list[dict[str, Any]]:
+        models = await self._state.openai_serving_models.show_available_models()
+        return [card.model_dump() for card in models.data]
+
+
+def synthetic_request(context: RequestContext) -> Request:
+    """The request vLLM's handlers see: our id and the trace context, nothing else of the client's."""
+    headers = [(b"x-request-id", context.request_id.encode())]
+    if context.traceparent:
+        headers.append((b"traceparent", context.traceparent.encode()))
+    if context.tracestate:
+        headers.append((b"tracestate", context.tracestate.encode("latin-1")))
+    return Request({"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": headers})
+
+
+async def events(operation: Operation, generator: AsyncIterator[Any]) -> AsyncIterator[str]:
+    """A handler's stream as server-sent events; `/v1/responses` yields objects, the others text.
+
+    vLLM sends the first two events of a response before the engine has looked at the request. They
+    wait for the third, so that what the engine refuses still has a status of its own.
+    """
+    if operation is not Operation.RESPONSES:
+        async for event in generator:
+            yield event
+        return
+    held = ""
+    async for event in generator:
+        text = f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
+        if event.type in BEFORE_THE_ENGINE:
+            held += text
+            continue
+        yield held + text
+        held = ""
+
+
+__all__ = ["ROUTES", "ErrorResponse", "Handlers", "Response", "Route", "events", "synthetic_request"]

@@ -1,0 +1,114 @@
+"""How the gateway ends: it says so, lets running requests finish, and tells those that cannot.
+
+The middleware stands where every request passes, so that one that is cut off gets its last words whatever it
+was doing: a stream one `error` event, a request without an answer yet a 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.errors import ShuttingDown
+from baton.http.error_body import error_event, error_response
+
+LAST_WORDS_S = 1.0
+"""How long a client that is cut off may take to read why."""
+
+log = structlog.get_logger("baton.server")
+
+
+class Drain:
+    """The end of one gateway.
+
+    Attributes:
+        begun: it is asked to end; new requests had better go elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self._running: set[asyncio.Task[object]] = set()
+        self._cut: set[asyncio.Task[object]] = set()
+
+    def begin(self) -> None:
+        self.begun = True
+
+    def cut(self) -> int:
+        """End every request that still runs; returns how many there were."""
+        running = self._running - self._cut
+        self._cut |= running
+        for task in running:
+            task.cancel()
+        return len(running)
+
+    def was_cut(self, task: asyncio.Task[object]) -> bool:
+        return task in self._cut
+
+    @contextlib.contextmanager
+    def watching(self, task: asyncio.Task[object]) -> Iterator[None]:
+        """The request that runs in this task, for as long as it does."""
+        self._running.add(task)
+        try:
+            yield
+        finally:
+            self._running.discard(task)
+            self._cut.discard(task)
+
+
+class DrainMiddleware:
+    """Gives requests that are cut off their last words."""
+
+    def __init__(self, app: ASGIApp, *, drain: Drain) -> None:
+        self._app = app
+        self._drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        if scope["type"] != "http" or task is None:
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(send, self._drain)
+        with self._drain.watching(task):
+            try:
+                await self._app(scope, receive, answer.send)
+            except asyncio.CancelledError:
+                if not self._drain.was_cut(task):
+                    raise
+                task.uncancel()
+                await answer.last_words(scope, receive)
+
+
+class _Answer:
+    """What has been said of one answer."""
+
+    def __init__(self, send: Send, drain: Drain) -> None:
+        self._send = send
+        self._drain = drain
+        self._begun = False
+        self._streams = False
+        self._over = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._begun = True
+            self._streams = (b"content-type", b"text/event-stream; charset=utf-8") in message["headers"]
+            if self._drain.begun:  # so that whoever keeps connections open opens the next one elsewhere
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+        elif message["type"] == "http.response.body":
+            self._over = not message.get("more_body", False)
+        await self._send(message)
+
+    async def last_words(self, scope: Scope, receive: Receive) -> None:
+        """Say why it ends here; a client that does not listen is left."""
+        log.info("request_cut_off", path=scope["path"])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                if not self._begun:
+                    await error_response(ShuttingDown(), scope)(scope, receive, self.send)
+                elif self._streams and not self._over:
+                    event = error_event(ShuttingDown(), scope).encode()
+                    await self._send({"type": "http.response.body", "body": event, "more_body": False})

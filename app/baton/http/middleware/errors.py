@@ -1,0 +1,84 @@
+"""Turn exceptions into answers. `errors.py` of `baton` has the exceptions, `error_body` their shape.
+
+Once an answer has begun, its status is out: a stream then ends with an `error` event (`sse.py`), and anything
+else is cut off.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import structlog
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.errors import (
+    BatonError,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+)
+from baton.http.error_body import error_response
+from baton.telemetry.metrics import GatewayMetrics
+
+STATUS_ERRORS: dict[int, type[BatonError]] = {
+    HTTPStatus.NOT_FOUND: NotFound,
+    HTTPStatus.METHOD_NOT_ALLOWED: MethodNotAllowed,
+    HTTPStatus.BAD_REQUEST: InvalidRequest,
+}
+
+
+class FaultsMiddleware:
+    """Answers whatever is raised below it."""
+
+    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._log = structlog.get_logger("baton.faults")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except ClientDisconnect:
+            self._metrics.disconnects.labels("request").inc()
+        except BatonError as error:
+            if started:
+                raise
+            await error_response(error, scope)(scope, receive, send)
+        except Exception as error:  # the border of the application: nothing leaves it as it came
+            self._log.error("unexpected_error", path=scope.get("path"), exc_info=error)
+            if started:
+                raise
+            await error_response(InternalError(), scope)(scope, receive, send)
+
+
+async def http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (no such route, wrong method) in our shape."""
+    assert isinstance(error, HTTPException)
+    ours = STATUS_ERRORS.get(error.status_code, InternalError)()
+    response = error_response(ours, request.scope)
+    if error.headers and "allow" in {name.lower() for name in error.headers}:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response
+
+
+async def invalid_parameters(request: Request, error: Exception) -> Response:
+    """FastAPI's refusal of a query parameter, in our shape."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return error_response(InvalidRequest(f"{name}: {first['msg']}", param=name), request.scope)

@@ -1,0 +1,146 @@
+"""The hosts a request may name, and the web pages that may send one.
+
+A browser sends requests for every page it shows, also to a gateway on its own machine. Without API keys
+nothing else tells such a page from the person at the keyboard. Two ways lead there:
+
+- the page makes a host name of its own point to 127.0.0.1, and the browser takes the gateway for the page's
+  own server (DNS rebinding): the `Host` header tells;
+- the page sends a form or a script's request to `http://127.0.0.1:8000` itself: `Origin` and
+  `Sec-Fetch-Site` tell, which a browser sets and a page cannot.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from ipaddress import ip_address
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.config.settings import Settings, is_loopback
+from baton.errors import HostNotAllowed, OriginNotAllowed
+from baton.http.middleware.auth import PUBLIC_PATHS
+
+AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]*)?")
+ORIGIN = re.compile(r"https?://([^/@?#\s]+)")
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that change nothing; another site's page cannot read their answers, for there is no CORS."""
+OWN_PAGE = (b"same-origin", b"none")
+"""Values of `Sec-Fetch-Site`: a page of the gateway's own, or the person at the browser."""
+
+
+class HostNames:
+    """The names that a gateway answers under: those of loopback, and what the operator adds.
+
+    Args:
+        entries: `example.org`, `*.example.org` or an IP address each, without a port.
+    """
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        entries = [entry.lower() for entry in entries]
+        self._endings = tuple(entry.removeprefix("*") for entry in entries if entry.startswith("*."))
+        self._names = frozenset(_plain(entry) for entry in entries)
+
+    def __contains__(self, authority: str) -> bool:
+        """Whether `HOST` or `HOST:PORT` is one of them."""
+        return is_loopback(_name_in(authority)) or self.added(authority)
+
+    def added(self, authority: str) -> bool:
+        """Whether it is one of those the operator added."""
+        name = _name_in(authority)
+        return name in self._names or name.endswith(self._endings)
+
+
+def _name_in(authority: str) -> str:
+    found = AUTHORITY.fullmatch(authority.lower())
+    return _plain(found[1]) if found is not None else ""
+
+
+def _plain(name: str) -> str:
+    """A name in the one way it is compared in; `localhost.` is `localhost`."""
+    name = name.strip("[]") if name.startswith("[") else name.removesuffix(".")
+    try:
+        return str(ip_address(name))
+    except ValueError:
+        return name
+
+
+def names_for(settings: Settings, *, keyless: bool) -> HostNames | None:
+    """The names that the gateway answers under; None: any.
+
+    On loopback without keys only known names are safe. Elsewhere clients have a key, or the network was
+    opened on purpose, and the names they use cannot be known: there the operator's list, if any, decides.
+    """
+    if settings.edge.allowed_hosts or (keyless and settings.loopback):
+        return HostNames(settings.edge.allowed_hosts)
+    return None
+
+
+class OriginMiddleware:
+    """Refuses requests that name a host of somebody else's, or that come from somebody else's web page.
+
+    Args:
+        app: what to protect.
+        settings: the settings.
+        keyless: the gateway has no keys: other sites' pages are refused what changes anything.
+    """
+
+    def __init__(self, app: ASGIApp, *, settings: Settings, keyless: bool) -> None:
+        self._app = app
+        self._keyless = keyless
+        self._hosts = names_for(settings, keyless=keyless)
+        self._origins = HostNames(settings.edge.allowed_hosts)
+        probed_by_address = not (keyless and settings.loopback)
+        self._under_any_name = PUBLIC_PATHS if probed_by_address else frozenset()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            if scope["path"] not in self._under_any_name:
+                self._check_host(scope)
+            if self._keyless and scope["method"] not in READING:
+                self._check_page(scope)
+        await self._app(scope, receive, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        """Raise `HostNotAllowed` unless the request names a host of ours."""
+        host = _host(scope)
+        if self._hosts is not None and host not in self._hosts:
+            raise HostNotAllowed(_misdirected(host))
+
+    def _check_page(self, scope: Scope) -> None:
+        """Raise `OriginNotAllowed` when a browser says that another site's page sent the request."""
+        for name, value in scope["headers"]:
+            if name == b"sec-fetch-site" and value not in OWN_PAGE:
+                raise OriginNotAllowed()
+            if name == b"origin" and not self._ours(value.decode("latin-1").lower(), _host(scope)):
+                raise OriginNotAllowed()
+
+    def _ours(self, origin: str, host: str) -> bool:
+        found = ORIGIN.fullmatch(origin)
+        return found is not None and (found[1] == host.lower() or self._origins.added(found[1]))
+
+
+def host_guard(names: HostNames | None) -> Callable[[Request], None]:
+    """A FastAPI dependency with the same check, for a port without the gateway's layers."""
+
+    def check(request: Request) -> None:
+        host = _host(request.scope)
+        if names is not None and host not in names:
+            raise HTTPException(HostNotAllowed.status, _misdirected(host))
+
+    return check
+
+
+def _host(scope: Scope) -> str:
+    """The `Host` header; the server's parser lets no request in that has two."""
+    found = (value for name, value in scope["headers"] if name == b"host")
+    return next(found, b"").decode("latin-1")
+
+
+def _misdirected(host: str) -> str:
+    return (
+        f"This server does not answer under the host '{host[:255]}'. Ask for it as 'localhost', or add the "
+        "host's name, without a port, to the setting edge.allowed_hosts."
+    )

@@ -1,0 +1,251 @@
+"""The OpenAPI document: FastAPI's, with vLLM's full schemas in the operations that vLLM answers."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from baton import __version__
+from baton.engines.port import Operation
+from baton.handoffs import options
+from baton.handoffs.record import HandoffState
+from baton.http.media_types import UPLOAD_TYPES
+from baton.http.middleware.auth import PUBLIC_PATHS
+from baton.http.routes.forwarded import FORWARDED
+
+PATHS = {route.path: route.operation for route in FORWARDED} | {"/pooling": Operation.POOLING}
+PACKED = (Operation.EMBEDDINGS, Operation.POOLING)
+"""These may answer in bytes."""
+STREAMING = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES)
+OPERATION_ERRORS = {
+    "400": "The request, or an image in it, is not valid; `param` names the field.",
+    "404": "No such model.",
+    "408": "The body came too slowly.",
+    "413": "The body is too large.",
+    "415": "The body is not sent as JSON, or compressed.",
+    "422": "A part of the request could not be processed.",
+    "429": "The tenant asks too much; see `Retry-After`.",
+    "500": "The engine failed on this request.",
+    "503": "The engine is starting, overloaded or down, or memory is short; see `Retry-After`.",
+}
+HANDOFF_ERRORS = {"409": "The handoff is pending or of another model, or too much is pinned."}
+WISHES: dict[str, type[BaseModel]] = {
+    "BatonHandoff": options.HandoffWish,
+    "BatonNewHandoff": options.NewHandoff,
+    "BatonHandoffChanges": options.Changes,
+}
+HANDOFF_BODIES = {"post": "BatonNewHandoff", "patch": "BatonHandoffChanges"}
+TEXT_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+HANDOFF_FIELDS: dict[str, Any] = {
+    "id": {"type": "string"},
+    "object": {"const": "handoff"},
+    "state": {"enum": [state.value for state in HandoffState]},
+    "model": {"type": "string"},
+    "tokens": {"type": "integer"},
+    "latent_steps": {"type": "integer"},
+    "images": {"type": "integer", "description": "How many images its context holds."},
+    "bytes": {"type": "integer"},
+    "pin": {"type": "boolean"},
+    "created_at": {"type": "integer"},
+    "expires_at": {"type": "integer"},
+    "parent": TEXT_OR_NULL,
+    "label": TEXT_OR_NULL,
+}
+HANDOFF_SCHEMA = {"type": "object", "required": list(HANDOFF_FIELDS), "properties": HANDOFF_FIELDS}
+HANDOFF_LIST_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["object", "data", "has_more", "first_id", "last_id"],
+    "properties": {
+        "object": {"const": "list"},
+        "data": {"type": "array", "items": {"$ref": "#/components/schemas/BatonHandoffObject"}},
+        "has_more": {"type": "boolean"},
+        "first_id": TEXT_OR_NULL,
+        "last_id": TEXT_OR_NULL,
+    },
+}
+BINARY = {"schema": {"type": "string", "format": "binary"}}
+UPLOAD_PARAMETERS = [
+    {
+        "name": "model",
+        "in": "query",
+        "description": "Of a file sent as it is: the model; the plugin's own options stand beside it.",
+        "schema": {"type": "string"},
+    },
+    {
+        "name": "priority",
+        "in": "query",
+        "description": "As in vLLM; taken, and not acted on.",
+        "schema": {"type": "integer"},
+    },
+]
+PLUGIN_ANSWER: dict[str, Any] = {
+    "type": "object",
+    "required": ["request_id", "created_at", "data"],
+    "properties": {
+        "request_id": {"type": "string"},
+        "created_at": {"type": "integer"},
+        "data": {"description": "The plugin's own."},
+        "then": {"type": "object", "description": "What the chat model of `then` answered, or its error."},
+    },
+}
+THEN = {
+    "type": "object",
+    "properties": {
+        "then": {"type": "object", "description": "A chat request about what the plugin's result shows."}
+    },
+}
+PROMPT_IMAGES: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "images": {
+            "description": "The images of the prompt, which has a place for each.",
+            "type": "array",
+            "items": {"type": "string", "description": "A data: URL, or an address that may be fetched."},
+        }
+    },
+}
+PLUGIN_ERRORS = {
+    "406": "The plugin makes nothing of a kind that `Accept` names.",
+    "504": "The plugin took too long.",
+}
+REFUSALS = {
+    "401": "A valid API key is needed.",
+    "421": "The gateway is not known as the host that the request names.",
+}
+FOREIGN_PAGE = {"403": "A gateway without keys: a page of another site sent the request."}
+ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code", "request_id"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "code": {"type": "string"},
+                "request_id": {"type": "string"},
+            },
+        }
+    },
+}
+EVENT_SCHEMA: dict[str, Any] = {
+    "description": "One server-sent event; `data` is a chunk as JSON, or `[DONE]`.",
+    "type": "object",
+    "required": ["data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+}
+
+
+@cache
+def _vllm_schemas() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((files("baton.http") / "vllm_schemas.json").read_text())
+    return loaded
+
+
+def install(app: FastAPI) -> None:
+    """Let `app` answer `/openapi.json` with the full document, made at the first question."""
+
+    @cache
+    def document() -> dict[str, Any]:
+        openapi = get_openapi(
+            title="Baton",
+            version=__version__,
+            summary="Several vLLM engines behind one OpenAI-compatible gateway",
+            routes=app.routes,
+        )
+        _add_schemas(openapi)
+        return openapi
+
+    app.openapi = document  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+
+
+def _add_schemas(openapi: dict[str, Any]) -> None:
+    vllm = _vllm_schemas()
+    components = openapi.setdefault("components", {}).setdefault("schemas", {})
+    components |= vllm["components"] | {"BatonError": ERROR_SCHEMA}
+    components |= {"BatonHandoffObject": HANDOFF_SCHEMA, "BatonHandoffList": HANDOFF_LIST_SCHEMA}
+    for name, kind in WISHES.items():
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        components |= schema.pop("$defs", {}) | {name: schema}
+    openapi["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    openapi["security"] = [{"key": []}]
+    for path, methods in openapi["paths"].items():
+        for method, operation in methods.items():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            if path in PUBLIC_PATHS:
+                operation["security"] = []
+            else:
+                _add_errors(responses, REFUSALS | ({} if method == "get" else FOREIGN_PAGE))
+            if path in PATHS:
+                _describe(operation, PATHS[path], vllm["operations"][PATHS[path].value])
+            elif "{" in path:
+                _add_errors(responses, {"404": "There is none."})
+            if path.startswith("/v1/handoffs"):
+                _describe_handoffs(path, method, operation)
+
+
+def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any]) -> None:
+    request = schemas["request"]
+    if name in options.OPERATIONS:
+        wish = {"type": "object", "properties": {"handoff": {"$ref": "#/components/schemas/BatonHandoff"}}}
+        request = {"allOf": [request, wish]}
+        _add_errors(operation["responses"], HANDOFF_ERRORS)
+    if name is Operation.COMPLETIONS:
+        request = {"allOf": [*request["allOf"], PROMPT_IMAGES]}
+    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": request}}}
+    content: dict[str, Any] = {"application/json": {"schema": schemas["response"]}}
+    if name in STREAMING:
+        content["text/event-stream"] = {"schema": EVENT_SCHEMA}
+    if name in PACKED:
+        content["application/octet-stream"] = BINARY
+    if name is Operation.POOLING:
+        _describe_plugins(operation, content)
+    operation["responses"]["200"]["content"] = content
+    _add_errors(operation["responses"], OPERATION_ERRORS)
+
+
+def _describe_plugins(operation: dict[str, Any], content: dict[str, Any]) -> None:
+    """What `/pooling` takes and gives where an IO processor plugin does the work."""
+    content["application/json"] = {
+        "schema": {"anyOf": [content["application/json"]["schema"], PLUGIN_ANSWER]}
+    }
+    content |= dict.fromkeys(("image/*", "application/zip"), BINARY)
+    taken = operation["requestBody"]["content"]
+    taken["application/json"] = {"schema": {"allOf": [taken["application/json"]["schema"], THEN]}}
+    taken |= dict.fromkeys(sorted(UPLOAD_TYPES), BINARY)
+    operation["parameters"] = UPLOAD_PARAMETERS
+    _add_errors(operation["responses"], PLUGIN_ERRORS)
+
+
+def _describe_handoffs(path: str, method: str, operation: dict[str, Any]) -> None:
+    responses = operation["responses"]
+    _add_errors(responses, {"400": OPERATION_ERRORS["400"], "404": "There is no such handoff."})
+    name = "BatonHandoffList" if method == "get" and "{" not in path else "BatonHandoffObject"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    if method == "post":
+        responses["202"] = {"description": "Not there yet; ask `GET` for its state."}
+    for status in ("200", "201", "202"):
+        if status in responses:
+            responses[status]["content"] = content
+    if (body := HANDOFF_BODIES.get(method)) is not None:
+        schema = {"$ref": f"#/components/schemas/{body}"}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        _add_errors(responses, OPERATION_ERRORS | HANDOFF_ERRORS)
+
+
+def _add_errors(responses: dict[str, Any], errors: dict[str, str]) -> None:
+    for status, description in errors.items():
+        schema = {"$ref": "#/components/schemas/BatonError"}
+        responses[status] = {
+            "description": description,
+            "content": {"application/json": {"schema": schema}},
+        }

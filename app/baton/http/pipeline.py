@@ -1,0 +1,175 @@
+"""One request, from its body to its answer: the same few steps for every operation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from baton.admission.tenants import Ticket
+from baton.engines.port import Engine, Operation, StreamReply
+from baton.errors import BatonError
+from baton.handoffs.options import require_latent, take_wish
+from baton.http.relay import relayed
+from baton.http.request_body import in_a_thread, off_the_loop, read_json
+from baton.http.request_images import completed, take_pictures
+from baton.http.request_state import context_of, state_of
+from baton.http.sse import event_stream
+from baton.http.state import Gateway, gateway_of
+from baton.http.validation.constraints import require_moderate
+from baton.http.validation.field_limits import check_caps
+from baton.http.validation.steering import ARGUMENTS, strip_arguments, strip_steering
+from baton.telemetry.ids import RequestContext
+
+GENERATING = frozenset({Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES})
+"""What an engine compiles schemas for."""
+SMALL_SCHEMAS = 8 * 1024
+"""Bytes of a body whose schemas are counted on the event loop; counting costs more than parsing."""
+Prepare = Callable[[dict[str, Any]], dict[str, Any]]
+"""What one route alone does to a body before an engine sees it; raises `InvalidRequest`."""
+
+
+def unchanged(body: dict[str, Any]) -> dict[str, Any]:
+    """Prepare nothing."""
+    return body
+
+
+async def answer(request: Request, operation: Operation, prepare: Prepare = unchanged) -> Response:
+    """Read the body, pick the engine its `model` names, let it work, send what comes.
+
+    A client that goes away before the answer begins ends the work; after that the answer's own
+    stream watches for it.
+    """
+    admit(request)
+    body = await read_json(request, gateway_of(request).settings.limits)
+    return await operate(request, operation, body, prepare)
+
+
+def admit(request: Request) -> None:
+    """Count a request for its tenant, before its body is read.
+
+    Raises:
+        RateLimited: the tenant has too many requests under way, or made too many lately.
+    """
+    state = state_of(request.scope)
+    gateway_of(request).admission.admit(state.ticket, state.context.tenant)
+
+
+async def take_place(request: Request, engine: Engine) -> Ticket:
+    """Wait for a place at an engine; the returned ticket holds it.
+
+    Raises:
+        EngineOverloaded: too many requests wait already, or the turn did not come in time.
+    """
+    state = state_of(request.scope)
+    await gateway_of(request).admission.enter(state.ticket, state.context.tenant, engine.name)
+    return state.ticket
+
+
+async def check(request: Request, body: dict[str, Any]) -> None:
+    """Drop the fields that would steer an engine, and refuse a body that asks for too much of anything.
+
+    Raises:
+        InvalidRequest: it asks for too much; `param` names the field.
+    """
+    strip(request, body)
+    gateway = gateway_of(request)
+    limits = gateway.settings.limits
+    await off_the_loop(request, partial(check_caps, body, limits))
+    if dropped := strip_arguments(body, limits.xargs):
+        gateway.metrics.stripped.labels(ARGUMENTS).inc(dropped)
+
+
+def strip(request: Request, body: dict[str, Any]) -> None:
+    """Drop the fields that would steer an engine, and count them."""
+    for field in strip_steering(body):
+        gateway_of(request).metrics.stripped.labels(field).inc()
+
+
+async def operate(
+    request: Request, operation: Operation, body: dict[str, Any], prepare: Prepare = unchanged
+) -> Response:
+    """The same for a request that counts for its tenant, and whose body has been read."""
+    gateway = gateway_of(request)
+    await check(request, body)
+    body = prepare(body)
+    engine = gateway.fleet.pick(body.get("model"))
+    state_of(request.scope).model = engine.name
+    work = _respond(request, gateway, engine, operation, body, context_of(request))
+    return await unless_gone(request, work)
+
+
+async def ask(request: Request, engine: Engine, operation: Operation, body: dict[str, Any]) -> Response:
+    """Ask a second engine within a request, one whose body came inside that of another.
+
+    Raises:
+        BatonError: as for a request of its own.
+    """
+    gateway = gateway_of(request)
+    await check(request, body)
+    return await _respond(request, gateway, engine, operation, body, context_of(request))
+
+
+async def _respond(
+    request: Request,
+    gateway: Gateway,
+    engine: Engine,
+    operation: Operation,
+    body: dict[str, Any],
+    context: RequestContext,
+) -> Response:
+    if operation in GENERATING:
+        judge = partial(require_moderate, body, gateway.settings.limits)
+        small = len(await request.body()) <= SMALL_SCHEMAS
+        constraints = judge() if small else await in_a_thread(request, judge)
+        await gateway.compiler.require(constraints, context.tenant)
+    wish = take_wish(body, engine, operation)
+    pictures = await take_pictures(request, engine, operation, body)
+    source = None
+    if wish is not None:
+        require_latent(engine, wish.latent_steps, gateway.settings.handoffs.latent_steps_max)
+    if wish is not None and wish.source:  # waited for before there is a place: its own request may need one
+        source = await gateway.handoffs.source(wish.source, engine, context.tenant)
+    ticket = await take_place(request, engine)
+    if wish is not None:
+        reply = await relayed(gateway, engine, operation, body, context, wish, source, pictures)
+    elif operation is Operation.COMPLETIONS and pictures:
+        reply = await completed(engine, body, context, pictures)
+    else:
+        reply = await engine.call(operation, body, context)
+    if not isinstance(reply, StreamReply):
+        ticket.leave_engine()  # however slowly the client reads
+        return Response(reply.body, media_type=reply.media_type, headers=dict(reply.headers))
+    seconds = gateway.settings.edge.keep_alive_s
+    return await event_stream(
+        reply.events, request.scope, gateway.metrics, reply.headers, keep_alive_s=seconds
+    )
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Do the work, and end it when the client goes away. The body has been read by now."""
+    working = asyncio.current_task()
+    assert working is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        working.cancel()
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        return await work
+    except (asyncio.CancelledError, BatonError):
+        if not gone:
+            raise
+        working.uncancel()  # it was ours, and has done its work; vLLM may have swallowed it
+        raise ClientDisconnect() from None
+    finally:
+        watching.cancel()

@@ -1,0 +1,280 @@
+"""One connection: how long a client may take to ask and to listen, and what it hears when it asks no HTTP.
+
+uvicorn waits for ever for the rest of a request's head and for a client that does not read. What comes
+before a request is whole never reaches the application, so it is answered here; a body's time is
+`limits.py`'s, for only the application knows when it waits for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any, cast
+
+import h11
+import structlog
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from baton.config.groups import EdgeSettings
+from baton.errors import (
+    BatonError,
+    HeadersTooLarge,
+    MalformedRequest,
+    RequestTimeout,
+    TooManyConnections,
+    UriTooLong,
+)
+from baton.http.middleware.request_head import MAX_HEAD_BYTES
+from baton.telemetry.ids import new_request_id
+from baton.telemetry.metrics import GatewayMetrics
+
+LINGER_S = 2.0
+"""Closing on bytes nobody read resets the connection, and its answer may be lost: they are read first."""
+LEAST_TAKEN = 48 * 1024
+"""What must leave a full write buffer within `send_s`: what lies between asyncio's two water marks."""
+SMALL_CHUNKS = 1000
+LEAST_CHUNK = 16
+"""So many chunks of a body may be of any size; of more, so many bytes on average."""
+OTHER_FILES = 256
+"""Descriptors that are no client's: models, stores, pipes to engines."""
+
+
+def protocol_for(edge: EdgeSettings, metrics: GatewayMetrics) -> type[asyncio.Protocol]:
+    """What uvicorn makes one of for every connection."""
+    made = partial(EdgeProtocol, edge=edge, metrics=metrics, room=room_for(edge.connections))
+    return cast(type[asyncio.Protocol], made)  # uvicorn only ever calls it
+
+
+def room_for(connections: int) -> int:
+    """How many of so many connections this process may have, after asking the system for as many.
+
+    A process that runs out of descriptors cannot even refuse: whoever comes then waits unheard.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    room = max(soft - OTHER_FILES, soft // 2)
+    structlog.get_logger("baton.server").warning("few_descriptors", connections=room, wanted=connections)
+    return room
+
+
+class Timer:
+    """One call at a time that is yet to come.
+
+    Args:
+        loop: where it is called.
+        due: what is called.
+    """
+
+    __slots__ = ("_due", "_handle", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, due: Callable[[], None]) -> None:
+        self._loop = loop
+        self._due = due
+        self._handle: asyncio.TimerHandle | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self._handle is not None
+
+    def start(self, seconds: float) -> None:
+        self.stop()
+        self._handle = self._loop.call_later(seconds, self._fire)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _fire(self) -> None:
+        self._handle = None
+        self._due()
+
+
+class Parser(h11.Connection):
+    """h11's, but a body may not come in crumbs: of a byte each they take as long as a request each.
+
+    The application could not tell, for it gets them joined; and a read of the socket holds tens of thousands.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self._chunks = 0
+        self._bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > SMALL_CHUNKS and self._bytes < self._chunks * LEAST_CHUNK:
+                raise h11.RemoteProtocolError("the chunks of the body are too small")
+        elif isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        return event
+
+
+class EdgeProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 connection, with an end to every wait for the client.
+
+    Args:
+        options: uvicorn's own.
+        edge: how long each wait may be.
+        metrics: where what is refused or cut off is counted.
+        room: how many connections there may be.
+    """
+
+    def __init__(self, *, edge: EdgeSettings, metrics: GatewayMetrics, room: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.conn = Parser()
+        self._edge = edge
+        self._metrics = metrics
+        self._room = room
+        self._asking = Timer(self.loop, self._not_asked)
+        self._taking = Timer(self.loop, self._not_taken)
+        self._untaken = 0
+        self._over = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        if len(self.connections) < self._room:
+            super().connection_made(transport)
+            self._asking.start(self._edge.header_s)
+            return
+        self.transport, self._over = transport, True
+        self._count(TooManyConnections())
+        transport.write(answer_to(TooManyConnections()))
+        transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._asking.stop()
+        self._taking.stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._over or self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED):
+            return  # the client itself called its request the last one
+        super().data_received(data)
+        if not self._over:
+            self._watch_asking()
+            self._listen_for_the_end()
+
+    def _watch_asking(self) -> None:
+        """The time for a head runs while one is on its way, that for a body only once nobody waits for it."""
+        state = self.conn.their_state
+        if state is h11.IDLE or (state is h11.SEND_BODY and self.cycle.response_complete):
+            if not self._asking.runs:
+                self._asking.start(self._edge.header_s)
+        else:
+            self._asking.stop()
+
+    def _listen_for_the_end(self) -> None:
+        """Read on while a request is worked on, or a client that sent two could leave unnoticed."""
+        if not self.flow.read_paused or self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            return
+        if len(self.conn.trailing_data[0]) < MAX_HEAD_BYTES:
+            self.flow.resume_reading()
+
+    def _not_asked(self) -> None:
+        if self._over:
+            self.transport.abort()
+        elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            seconds = f"{self._edge.header_s:g}"
+            self._refuse(RequestTimeout(f"The head of the request did not arrive within {seconds} s."))
+        else:
+            self.transport.close()
+            self._watch_taking()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn where h11 cannot make a request of what came, from within its `except`."""
+        fault = sys.exception()
+        too_long = (
+            isinstance(fault, h11.RemoteProtocolError)
+            and fault.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+        )
+        in_body = self.cycle is not None and not self.cycle.response_complete
+        if in_body or not too_long:
+            self._refuse(MalformedRequest())
+        elif b"\n" not in self.conn.trailing_data[0]:
+            self._refuse(UriTooLong())
+        else:
+            self._refuse(HeadersTooLarge())
+
+    def _refuse(self, error: BatonError) -> None:
+        """Answer in the application's place, unless it has begun to, and hang up."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._count(error)
+            self.transport.write(answer_to(error))
+        self._over = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self.flow.resume_writing()
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self._asking.start(LINGER_S)
+
+    def _count(self, error: BatonError) -> None:
+        self._metrics.rejections.labels(error.reason).inc()
+
+    def _should_upgrade(self) -> bool:
+        return False  # there is nothing to upgrade to, and a client that offers it is told nothing
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._watch_asking()
+        if self.transport.is_closing():
+            self._watch_taking()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._watch_taking()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_taking()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._taking.stop()
+
+    def _watch_taking(self) -> None:
+        """From when more waits for the client than may, or closing the connection waits for what is left."""
+        self._untaken = self.transport.get_write_buffer_size()
+        if self._untaken:
+            self._taking.start(self._edge.send_s)
+        else:
+            self._taking.stop()
+
+    def _not_taken(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left and left > self._untaken - LEAST_TAKEN:
+            self._metrics.disconnects.labels("slow_reader").inc()
+            self.transport.abort()
+        else:
+            self._watch_taking()
+
+
+def answer_to(error: BatonError) -> bytes:
+    """A whole HTTP answer, the connection's last."""
+    request_id = new_request_id()
+    body = json.dumps(error.body(request_id)).encode()
+    head = [
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+        f"x-request-id: {request_id}",
+    ]
+    if error.retry_after_s is not None:
+        head.append(f"retry-after: {error.retry_after_s}")
+    return "\r\n".join([*head, "", ""]).encode() + body

@@ -1,0 +1,77 @@
+"""Read a request's body, and do work that takes as long as a body is large outside the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from baton.admission.fair_queue import QueueLimits, watched_queue
+from baton.admission.fair_threads import FairThreads
+from baton.config.groups import LimitSettings
+from baton.errors import BatonError, GatewayOverloaded, UnsupportedMediaType
+from baton.http.media_types import media_type_of
+from baton.http.request_state import context_of
+from baton.http.state import gateway_of
+from baton.http.validation.json_body import is_small, parse_object
+from baton.telemetry.queues import QueueMetrics
+
+Done = TypeVar("Done")
+
+THREADS = 4
+"""They share one interpreter, so more of them would do no more."""
+RETRY_AFTER_S = 5
+
+
+def body_threads(metrics: QueueMetrics, wait_s: float) -> FairThreads:
+    """The threads of one gateway for large bodies.
+
+    Args:
+        metrics: counts who waits.
+        wait_s: seconds a body may wait for one.
+    """
+    limits = QueueLimits(THREADS, wait_s=wait_s)
+    return FairThreads(watched_queue(limits, _no_thread, metrics, "bodies"), "baton-body")
+
+
+async def read_json(request: Request, limits: LimitSettings) -> dict[str, Any]:
+    """Return the body as a JSON object.
+
+    Raises:
+        UnsupportedMediaType: it is not sent as JSON.
+        InvalidJson: it is no JSON by RFC 8259, or no object.
+        InvalidRequest: it holds too much, or is nested too deep.
+    """
+    media_type = media_type_of(request)
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType()
+    body = await request.body()
+    return await off_the_loop(request, partial(parse_object, body, limits))
+
+
+async def off_the_loop(request: Request, work: Callable[[], Done]) -> Done:
+    """Do what takes as long as the request's body is large: at once for a small one, else in a thread.
+
+    Raises:
+        GatewayOverloaded: no thread came free in time.
+    """
+    if is_small(await request.body()):
+        return work()
+    return await in_a_thread(request, work)
+
+
+async def in_a_thread(request: Request, work: Callable[[], Done]) -> Done:
+    """Do work whose size the request's body does not tell in one of the threads for large bodies.
+
+    Raises:
+        GatewayOverloaded: no thread came free in time.
+    """
+    return await gateway_of(request).body_threads.run(context_of(request).tenant, work)
+
+
+def _no_thread(_waited_s: float | None) -> BatonError:
+    return GatewayOverloaded(
+        "Too many large bodies wait to be worked on already; try again shortly.", retry_after_s=RETRY_AFTER_S
+    )

@@ -1,0 +1,112 @@
+"""The operations that are forwarded to an engine as they come: one row of `FORWARDED` a route.
+
+To add one: a member of `engines.port.Operation`, its handler in `engines/vllm/handlers.py`, a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from baton.engines.port import Operation
+from baton.errors import InvalidRequest
+from baton.http.pipeline import Prepare, answer, unchanged
+
+STORED = ("background", "previous_response_id")
+"""Fields that only work where responses are stored; vLLM's store would be one for all tenants."""
+
+
+def without_store(body: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what needs a stored response, and store none.
+
+    Raises:
+        InvalidRequest: `background` or `previous_response_id` is set.
+    """
+    for field in STORED:
+        if body.get(field):
+            raise InvalidRequest(
+                f"'{field}' needs stored responses, and nothing is stored here: "
+                "send the earlier turns in 'input'.",
+                param=field,
+            )
+    return body | {"store": False, "background": False}
+
+
+@dataclass(frozen=True)
+class ForwardedRoute:
+    """One `POST` route.
+
+    Attributes:
+        path: the path, from the root.
+        operation: what an engine is asked.
+        name: its name in the OpenAPI document.
+        description: what it does, in a sentence.
+        prepare: what is done to the body before an engine is chosen.
+    """
+
+    path: str
+    operation: Operation
+    name: str
+    description: str
+    prepare: Prepare = unchanged
+
+    @property
+    def endpoint(self) -> Callable[[Request], Awaitable[Response]]:
+        """The function that FastAPI calls."""
+
+        async def endpoint(request: Request) -> Response:
+            return await answer(request, self.operation, self.prepare)
+
+        return endpoint
+
+
+SCORE = "Say how well texts match."
+RERANK = "Order documents by how well they match a query, as clients of Jina and Cohere ask for it."
+
+FORWARDED = (
+    ForwardedRoute("/v1/completions", Operation.COMPLETIONS, "create_completions", "Complete a text."),
+    ForwardedRoute("/v1/chat/completions", Operation.CHAT, "create_chat", "Answer a conversation."),
+    ForwardedRoute(
+        "/v1/responses",
+        Operation.RESPONSES,
+        "create_responses",
+        "Answer through OpenAI's Responses API. Nothing is stored.",
+        without_store,
+    ),
+    ForwardedRoute(
+        "/v1/messages",
+        Operation.MESSAGES,
+        "create_message",
+        "Answer a conversation through Anthropic's Messages API.",
+    ),
+    ForwardedRoute(
+        "/v1/messages/count_tokens",
+        Operation.COUNT_TOKENS,
+        "count_tokens",
+        "Count the tokens of a conversation.",
+    ),
+    ForwardedRoute(
+        "/v1/embeddings", Operation.EMBEDDINGS, "create_embeddings", "Embed texts with a pooling model."
+    ),
+    ForwardedRoute(
+        "/classify", Operation.CLASSIFY, "create_classification", "Compute class probabilities of texts."
+    ),
+    ForwardedRoute("/score", Operation.SCORE, "create_score", SCORE),
+    ForwardedRoute("/v1/score", Operation.SCORE, "create_score", SCORE),
+    ForwardedRoute("/rerank", Operation.RERANK, "create_rerank", RERANK),
+    ForwardedRoute("/v1/rerank", Operation.RERANK, "create_rerank", RERANK),
+    ForwardedRoute("/v2/rerank", Operation.RERANK, "create_rerank", RERANK),
+    ForwardedRoute(
+        "/tokenize", Operation.TOKENIZE, "tokenize", "Return the token ids of a text or a conversation."
+    ),
+    ForwardedRoute("/detokenize", Operation.DETOKENIZE, "detokenize", "Return the text of token ids."),
+)
+
+router = APIRouter()
+for route in FORWARDED:
+    router.add_api_route(
+        route.path, route.endpoint, methods=["POST"], name=route.name, description=route.description
+    )

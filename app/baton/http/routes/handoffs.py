@@ -1,0 +1,124 @@
+"""`/v1/handoffs`: what this tenant's requests have left behind, and leaving something without an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from baton.engines.port import Engine, Json, Operation, WholeReply
+from baton.handoffs.options import (
+    Changes,
+    NewHandoff,
+    parsed,
+    require_known_parts,
+    require_latent,
+    require_relay,
+)
+from baton.handoffs.record import HandoffState
+from baton.http.pipeline import admit, check, take_place, unless_gone
+from baton.http.relay import ID_HEADER, Leg, computed
+from baton.http.request_body import read_json
+from baton.http.request_images import take_pictures
+from baton.http.request_state import context_of, state_of
+from baton.http.state import Gateway, gateway_of
+from baton.images.picture import Picture
+from baton.telemetry.ids import RequestContext
+
+router = APIRouter()
+
+
+@router.post("/v1/handoffs", status_code=201)
+async def create_handoff(request: Request) -> Response:
+    """Compute a context and leave it behind, without an answer: 201 when it is there in time, else 202."""
+    gateway = gateway_of(request)
+    admit(request)
+    body = await read_json(request, gateway.settings.limits)
+    await check(request, body)
+    require_known_parts(body)
+    wish = parsed(NewHandoff, body)
+    engine = gateway.fleet.pick(wish.model)
+    require_relay(engine)
+    require_latent(engine, wish.latent_steps, gateway.settings.handoffs.latent_steps_max)
+    state_of(request.scope).model = engine.name
+    shape = Operation.CHAT if wish.messages is not None else Operation.COMPLETIONS
+    pictures = await take_pictures(request, engine, shape, body)
+    return await unless_gone(request, _create(request, gateway, engine, wish, body, pictures))
+
+
+async def _create(
+    request: Request,
+    gateway: Gateway,
+    engine: Engine,
+    wish: NewHandoff,
+    body: Json,
+    pictures: Sequence[Picture],
+) -> Response:
+    context, source = context_of(request), None
+    if wish.source:  # waited for before there is a place: its own request may need one
+        source = await gateway.handoffs.source(wish.source, engine, context.tenant)
+    ticket = await take_place(request, engine)
+    leg, own = await computed(gateway, engine, wish, body, context, source, pictures)
+    assert leg.target is not None
+    work = gateway.handoffs.begin_work(_compute(leg, own, context))
+    ticket.keep_until(work)
+    try:
+        done, _ = await asyncio.wait({work}, timeout=gateway.settings.handoffs.wait_s)
+    except asyncio.CancelledError:
+        work.cancel()
+        leg.failed()  # the work may not have begun, and then says nothing itself
+        raise
+    told = work.result() if done else leg.target.public()
+    ready = leg.target.state is HandoffState.READY
+    headers = {"Location": f"/v1/handoffs/{leg.target.id}", ID_HEADER: leg.target.id}
+    return Response(json.dumps(told), 201 if ready else 202, headers, "application/json")
+
+
+async def _compute(leg: Leg, body: Json, context: RequestContext) -> Json:
+    try:
+        reply = await leg.engine.call(Operation.COMPLETIONS, body, context, leg.relay)
+        assert isinstance(reply, WholeReply)
+    except BaseException:
+        leg.failed()
+        raise
+    return await leg.ended()
+
+
+@router.get("/v1/handoffs")
+async def list_handoffs(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: Annotated[str | None, Query(max_length=64)] = None,
+) -> dict[str, Any]:
+    """The tenant's handoffs, the newest first; `after` an id come the ones before it."""
+    page, more = await gateway_of(request).handoffs.page(context_of(request).tenant, limit=limit, after=after)
+    rows = [record.public() for record in page]
+    ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
+    return {"object": "list", "data": rows, "has_more": more} | ends
+
+
+@router.get("/v1/handoffs/{handoff_id}")
+async def retrieve_handoff(request: Request, handoff_id: str) -> dict[str, Any]:
+    """One handoff."""
+    return (await gateway_of(request).handoffs.get(handoff_id, context_of(request).tenant)).public()
+
+
+@router.patch("/v1/handoffs/{handoff_id}")
+async def change_handoff(request: Request, handoff_id: str) -> dict[str, Any]:
+    """Pin a handoff's KV or unpin it, let it live so many seconds from now, call it something else."""
+    gateway = gateway_of(request)
+    changes = parsed(Changes, await read_json(request, gateway.settings.limits))
+    record = await gateway.handoffs.get(handoff_id, context_of(request).tenant)
+    await gateway.handoffs.change(record, changes.model_dump(exclude_unset=True))
+    return record.public()
+
+
+@router.delete("/v1/handoffs/{handoff_id}", status_code=204)
+async def delete_handoff(request: Request, handoff_id: str) -> Response:
+    """Forget a handoff and its KV; a request that loads it now comes to its end."""
+    handoffs = gateway_of(request).handoffs
+    await handoffs.delete(await handoffs.get(handoff_id, context_of(request).tenant))
+    return Response(status_code=204)

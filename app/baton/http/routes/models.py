@@ -1,0 +1,30 @@
+"""`GET /v1/models`: what is served, by all engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from baton.errors import ModelNotFound
+from baton.http.state import gateway_of
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """Every model that is served."""
+    engines = gateway_of(request).fleet.engines
+    return {"object": "list", "data": [card for engine in engines for card in engine.cards()]}
+
+
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
+    """One served model."""
+    for engine in gateway_of(request).fleet.engines:
+        for card in engine.cards():
+            if card["id"] == model:
+                return card
+    served = gateway_of(request).fleet.served
+    raise ModelNotFound(f"The model '{model[:128]}' is not served here. Served are: {served}.")

@@ -1,0 +1,50 @@
+"""`GET /v1/plugins`: every vLLM plugin that is installed, and why one is not used."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from baton.engines.installed_plugins import installed_plugins, running_platform
+from baton.http.state import gateway_of
+
+router = APIRouter()
+PLATFORMS = "vllm.platform_plugins"
+IO_PROCESSORS = "vllm.io_processor_plugins"
+BY_IMPORT = ("vllm.general_plugins", "vllm.stat_logger_plugins")
+"""Groups whose plugins vLLM loads on its own, in this process too, with the first engine."""
+
+
+@router.get("/v1/plugins")
+def list_plugins(request: Request) -> dict[str, Any]:
+    """The installed plugins of all of vLLM's groups, with the engines that run each IO processor."""
+    users: dict[str, list[str]] = {}
+    for engine in gateway_of(request).fleet.engines:
+        if engine.plugin is not None:
+            users.setdefault(engine.plugin.name, []).append(engine.name)
+    rows = [plugin.row() for plugin in installed_plugins()]
+    for row in rows:
+        if row["group"] == IO_PROCESSORS:
+            row["engines"] = users.get(str(row["name"]), [])
+        reason = _unused(row)
+        if row["loaded"] and reason:
+            row["loaded"], row["reason"] = False, reason
+    return {"object": "list", "data": rows}
+
+
+def _unused(row: dict[str, object]) -> str:
+    """Why nothing here uses a plugin that vLLM may load; empty if something does."""
+    group, module = row["group"], str(row["value"]).partition(":")[0]
+    if group in BY_IMPORT and module not in sys.modules:
+        return "no engine here has loaded it, or it failed; see the log"
+    if group == PLATFORMS and _package(running_platform() or "") != _package(module):
+        return "vLLM runs on another platform here"
+    if group == IO_PROCESSORS and not row["engines"]:
+        return "no engine uses it"
+    return ""
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]

@@ -1,0 +1,248 @@
+"""`POST /pooling`: through the engine's IO processor plugin where it has one, else vLLM's own pooling."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zipfile
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic_core import PydanticSerializationError, to_json
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse
+from starlette.types import Receive, Scope, Send
+
+from baton.engines.port import Engine, Json, Operation
+from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
+from baton.http.accept import JSON, ZIP, Wanted, chosen, names_of, wanted_types
+from baton.http.follow_up import FIELD, Then, take_then, tell
+from baton.http.media_types import UPLOAD_TYPES, media_type_of
+from baton.http.pipeline import admit, operate, strip, unless_gone
+from baton.http.request_body import read_json
+from baton.http.request_state import context_of, state_of
+from baton.http.state import Gateway, gateway_of
+from baton.pooling.processor import ResultFile, Upload
+from baton.pooling.runner import Answer, Runner
+from baton.pooling.uploads import RESULTS, Spool
+from baton.telemetry.ids import RequestContext
+from baton_spool import make
+
+router = APIRouter()
+QUERY_OURS = ("model", "priority")
+
+
+@router.post("/pooling")
+async def create_pooling(request: Request) -> Response:
+    """Pool texts or tokens, or let the model's IO processor plugin work on what is sent."""
+    gateway = gateway_of(request)
+    admit(request)  # places at the engine are the runner's to give
+    if media_type_of(request) in UPLOAD_TYPES:
+        return await _upload(request)
+    body = await read_json(request, gateway.settings.limits)
+    engine = gateway.fleet.pick(body.get("model"))
+    runner = gateway.pooling.runner(engine)
+    if runner is None:
+        _refuse_plugin_body(engine, body)
+        _refuse_then(engine, body)
+        return await operate(request, Operation.POOLING, body)
+    state_of(request.scope).model = engine.name
+    _require_priority(body.get("priority", 0))
+    strip(request, body)
+    _require_data(runner, engine, body)
+    wanted = wanted_types(request.headers)
+    if (then := take_then(gateway, body)) is not None:
+        if chosen(wanted, [JSON]) is None:
+            raise _nothing_of_that_kind([JSON])
+        return await unless_gone(request, _told(request, runner, body, then))
+    return await unless_gone(request, _answered(gateway, runner, body, context_of(request), wanted))
+
+
+def _refuse_plugin_body(engine: Engine, body: Json) -> None:
+    if "data" in body and "input" not in body and "messages" not in body:
+        raise InvalidRequest(
+            f"The model '{engine.name}' has no IO processor plugin for 'data': send 'input' or 'messages'.",
+            param="data",
+        )
+
+
+def _refuse_then(engine: Engine, body: Json) -> None:
+    if FIELD in body:
+        raise InvalidRequest(
+            f"The model '{engine.name}' has no IO processor plugin whose result 'then' could show.",
+            param=FIELD,
+        )
+
+
+def _require_data(runner: Runner, engine: Engine, body: Json) -> None:
+    if "data" in body:
+        return
+    given = next((field for field in ("input", "messages") if field in body), None)
+    ours = f"The model '{engine.name}' is used through its IO processor plugin '{runner.plugin.name}'"
+    instead = f", which takes no '{given}'" if given else ""
+    raise InvalidRequest(f'{ours}{instead}: send {{"model": ..., "data": {{...}}}}.', param=given or "data")
+
+
+def _require_priority(value: object) -> None:
+    """vLLM's requests have the field, so it must be well-formed; nobody is served sooner for it."""
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise InvalidRequest("'priority' must be a whole number of 64 bits.", param="priority")
+
+
+async def _upload(request: Request) -> Response:
+    gateway = gateway_of(request)
+    engine = gateway.fleet.pick(request.query_params.get("model"))
+    state_of(request.scope).model = engine.name
+    runner = gateway.pooling.runner(engine)
+    if runner is None:
+        raise OperationUnsupported(f"The model '{engine.name}' takes no files; send JSON.")
+    if (priority := request.query_params.get("priority")) is not None:
+        _require_query_priority(priority)
+        gateway.metrics.stripped.labels("priority").inc()
+    query = {name: value for name, value in request.query_params.items() if name not in QUERY_OURS}
+    spool = Spool(gateway.settings.pooling.spool_dir)
+    try:
+        async with runner.receiving(context_of(request).tenant):
+            await spool.fill(request.stream())
+        wanted = wanted_types(request.headers)
+        work = Upload(spool.path, media_type_of(request), query, names_of(wanted))
+        return await unless_gone(request, _answered(gateway, runner, work, context_of(request), wanted))
+    finally:
+        await spool.close()
+
+
+def _require_query_priority(value: str) -> None:
+    try:
+        _require_priority(int(value or 0))
+    except ValueError:
+        raise InvalidRequest("'priority' must be a whole number of 64 bits.", param="priority") from None
+
+
+async def _answered(
+    gateway: Gateway,
+    runner: Runner,
+    work: Json | Upload,
+    context: RequestContext,
+    wanted: Wanted,
+) -> Response:
+    answer = await runner.run(work, context)
+    try:
+        if not isinstance(work, Upload) and names_of(wanted) in (["*/*"], [JSON]):
+            return await _as_json(gateway, answer, context)
+        files = await answer.files()
+        kinds = [file.media_type for file in files]
+        offered = [*kinds, JSON] if isinstance(work, Upload) else [JSON, *kinds]
+        kind = chosen(wanted, [*offered, *([ZIP] if files else [])])
+        if kind is None:
+            raise _nothing_of_that_kind([*offered, *([ZIP] if files else [])])
+        if kind == JSON:
+            return await _as_json(gateway, answer, context)
+        return await _as_file(gateway, answer, files, kind, context)
+    except BaseException:
+        await answer.close()
+        raise
+
+
+def _nothing_of_that_kind(offered: list[str]) -> NotAcceptable:
+    listed = ", ".join(dict.fromkeys(offered))
+    return NotAcceptable(f"No answer to this request is of a kind that 'Accept' names. There are: {listed}.")
+
+
+async def _as_file(
+    gateway: Gateway, answer: Answer, files: list[ResultFile], kind: str, context: RequestContext
+) -> Response:
+    if kind == ZIP:
+        return await _as_zip(gateway, answer, files, context)
+    file = next(file for file in files if file.media_type == kind)
+    return LastingFileResponse(file.path, kind, file.name, answer.close, answer.time_limit_s)
+
+
+async def _told(request: Request, runner: Runner, body: Json, then: Then) -> Response:
+    """The plugin's result, and under `then` what a chat model says of it."""
+    context = context_of(request)
+    answer = await runner.run(body, context, exhibits=True)
+    try:
+        data, exhibit = await answer.data(), await answer.exhibit()
+    finally:
+        await answer.close()
+    told = await tell(request, then, exhibit)
+    return Response(
+        await _packed(gateway_of(request), context, data, {FIELD: told.body}),
+        media_type=JSON,
+        headers=dict(told.headers),
+    )
+
+
+async def _as_json(gateway: Gateway, answer: Answer, context: RequestContext) -> Response:
+    """vLLM's `IOProcessorResponse`."""
+    body = await _packed(gateway, context, await answer.data(), {})
+    await answer.close()
+    return Response(body, media_type=JSON)
+
+
+async def _packed(gateway: Gateway, context: RequestContext, data: Any, more: Json) -> bytes:
+    whole = {"request_id": context.request_id, "created_at": int(time.time()), "data": data} | more
+    try:
+        return await gateway.body_threads.run(context.tenant, partial(to_json, whole, inf_nan_mode="null"))
+    except PydanticSerializationError:
+        raise PluginFailed() from None
+
+
+async def _as_zip(
+    gateway: Gateway, answer: Answer, files: list[ResultFile], context: RequestContext
+) -> Response:
+    folder = gateway.settings.pooling.spool_dir
+    packed = await asyncio.to_thread(make, folder, RESULTS)
+
+    async def release() -> None:
+        await asyncio.to_thread(packed.remove)
+        await answer.close()
+
+    try:
+        await gateway.body_threads.run(context.tenant, partial(_pack, packed.path, files))
+    except BaseException:
+        packed.remove()
+        raise
+    return LastingFileResponse(packed.path, ZIP, "result.zip", release, answer.time_limit_s)
+
+
+def _pack(target: Path, files: list[ResultFile]) -> None:
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:  # what is inside is compressed already
+        for file in files:
+            archive.write(file.path, file.name)
+
+
+class LastingFileResponse(FileResponse):
+    """A file that is let go of once it has been sent, or the client has gone or is too slow.
+
+    Args:
+        path: of the file.
+        media_type: of its content.
+        filename: for the person who keeps it.
+        release: lets it go.
+        seconds: that sending may take.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        media_type: str,
+        filename: str,
+        release: Callable[[], Awaitable[None]],
+        seconds: float,
+    ) -> None:
+        super().__init__(path, media_type=media_type, filename=filename)
+        self._release = release
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            raise ClientDisconnect() from None
+        finally:
+            await self._release()

@@ -1,0 +1,43 @@
+"""The parts of one running gateway, as every route reaches them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from baton.admission.fair_threads import FairThreads
+from baton.admission.tenants import Admission
+from baton.config.settings import Settings
+from baton.engines.fleet import Fleet
+from baton.handoffs.planner import Planner
+from baton.handoffs.service import Handoffs
+from baton.http.middleware.drain import Drain
+from baton.http.validation.trial_compile import TrialCompiler
+from baton.images.reading import ImageReading
+from baton.pooling.runner import Pooling
+from baton.telemetry.metrics import GatewayMetrics
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """The parts of one gateway, joined in `server.create_app`."""
+
+    settings: Settings
+    fleet: Fleet
+    metrics: GatewayMetrics
+    handoffs: Handoffs
+    planner: Planner
+    pooling: Pooling
+    drain: Drain
+    admission: Admission
+    images: ImageReading
+    body_threads: FairThreads
+    compiler: TrialCompiler
+
+
+def gateway_of(request: Request) -> Gateway:
+    """Return the gateway that a request came to."""
+    gateway = request.app.state.gateway
+    assert isinstance(gateway, Gateway)
+    return gateway

@@ -1,0 +1,1 @@
+"""Check what a request asks for, before an engine sees it."""

@@ -1,0 +1,286 @@
+"""How much of everything one request may ask for: one table, looked up before an engine sees the request.
+
+A value of the wrong type is not looked at: vLLM says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from baton.config.groups import LimitSettings
+from baton.errors import InvalidRequest
+from baton.http.validation.schema_limits import check_schema
+
+Check = Callable[[str, Any, LimitSettings], None]
+
+STRING_CHARS = 1024
+"""Longest stop string or bad word."""
+TOKEN_IDS = 1024
+VOCABULARY = 262_144
+"""More tokens than any model knows."""
+ENTRIES = 1024
+TOOLS = 512
+ARGUMENTS = 64
+REPEATED_TOKENS = 1024
+RENDERER_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "max_length",
+        "messages",
+        "model_config",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "tokenize",
+        "tokenizer",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Arguments of vLLM's and transformers' renderers: a template's own variables cannot be called so."""
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+UNSAID_TOKENS = 4096
+"""What an answer whose length is not limited counts as."""
+BEYOND = 2**63
+"""Stands for a text of so many digits that it is no float."""
+
+
+def check_caps(body: Mapping[str, Any], limits: LimitSettings) -> None:
+    """Refuse a request that asks for too much of something.
+
+    Raises:
+        InvalidRequest: it does; `param` names the field, the text its limit.
+    """
+    for name, check in CAPS.items():
+        value = body.get(name)
+        if value is not None:
+            check(name, value, limits)
+    _check_answers(body, limits)
+    _check_values(body, limits)
+
+
+def _check_values(body: Mapping[str, Any], limits: LimitSettings) -> None:
+    """Bound what the answers hold together: each token of each answer, and each log probability of it."""
+    per_token = [field for field in ("logprobs", "top_logprobs") if _as_number(body.get(field))]
+    if not per_token:
+        return
+    lengths = [field for field in LENGTHS if _as_number(body.get(field)) is not None]
+    prompts = body.get("prompt")
+    listed = isinstance(prompts, list) and not _is_tokens(prompts)
+    several = len(prompts or ()) if listed else 1
+    tokens = max((_as_number(body[field]) or 1 for field in lengths), default=UNSAID_TOKENS)
+    answers = several * max(_as_number(body.get("n")) or 1, 1)
+    values = answers * tokens * max(_as_number(body[field]) or 0 for field in per_token)
+    if values > limits.logprob_values:
+        fields = ["prompt"] * (several > 1) + ["n"] * ("n" in body) + lengths + per_token
+        raise InvalidRequest(
+            f"{' times '.join(map(repr, fields))} make {values} log probabilities; at most "
+            f"{limits.logprob_values} are taken (setting limits.logprob_values). Ask for less of one.",
+            param=per_token[-1],
+        )
+
+
+def _check_answers(body: Mapping[str, Any], limits: LimitSettings) -> None:
+    prompts, n = body.get("prompt"), _as_number(body.get("n"))
+    if isinstance(prompts, list) and not _is_tokens(prompts) and n is not None:
+        said = "makes {} answers to all prompts together"
+        _refuse_above(len(prompts) * n, limits.prompts, "n", "prompts", said)
+
+
+def _refuse_above(given: int, most: int, name: str, setting: str | None, said: str = "is {}") -> None:
+    if given > most:
+        where = f" (setting limits.{setting})" if setting else ""
+        told = said.format(given)
+        raise InvalidRequest(f"'{name}' {told}; at most {most} are taken{where}.", param=name)
+
+
+def _as_number(value: Any) -> int | None:
+    """A whole number as vLLM's types read it, to which texts of digits are numbers too."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return int(float(value)) if isinstance(value, str) else int(value)
+    except ValueError:
+        return None
+    except OverflowError:
+        return BEYOND
+
+
+def _number(setting: str) -> Check:
+    def check(name: str, value: Any, limits: LimitSettings) -> None:
+        number = _as_number(value)
+        if number is not None:
+            _refuse_above(number, getattr(limits, setting), name, setting)
+
+    return check
+
+
+def _logprobs(name: str, value: Any, limits: LimitSettings) -> None:
+    if _as_number(value) == -1:
+        raise InvalidRequest(
+            f"'{name}' is -1, which stands for all; at most {limits.logprobs} are taken "
+            "(setting limits.logprobs).",
+            param=name,
+        )
+    _number("logprobs")(name, value, limits)
+
+
+def _strings(name: str, value: Any, limits: LimitSettings) -> None:
+    strings = value if isinstance(value, list) else [value]
+    _refuse_above(len(strings), limits.stop, name, "stop", "has {} strings")
+    for string in strings:
+        if isinstance(string, str):
+            _refuse_above(len(string), STRING_CHARS, name, None, "has {} characters in one string")
+
+
+def _entries(most: int, what: str) -> Check:
+    """A list or an object of at most so many entries."""
+
+    def check(name: str, value: Any, limits: LimitSettings) -> None:
+        if isinstance(value, list | dict):
+            _refuse_above(len(value), most, name, None, f"has {{}} {what}")
+
+    return check
+
+
+def _arguments(name: str, value: Any, limits: LimitSettings) -> None:
+    if isinstance(value, dict):
+        _refuse_above(len(value), ARGUMENTS, name, None, "has {} arguments")
+        for inner in value.values():
+            if isinstance(inner, list):
+                _refuse_above(len(inner), ARGUMENTS, name, None, "has {} values in one argument")
+
+
+def _template_arguments(name: str, value: Any, limits: LimitSettings) -> None:
+    """What a chat template is given beside the messages, which the renderer passes it itself."""
+    _entries(ARGUMENTS, "arguments")(name, value, limits)
+    taken = sorted(RENDERER_ARGUMENTS & value.keys()) if isinstance(value, dict) else ()
+    for inner in taken:
+        raise InvalidRequest(
+            f"'{name}.{inner}' is an argument of the renderer itself and no variable of a chat template: "
+            "leave it out. What a request may set of these has a field of its own.",
+            param=f"{name}.{inner}",
+        )
+
+
+def _is_tokens(value: list[Any]) -> bool:
+    return set(map(type, value)) == {int}
+
+
+def _prompts(name: str, value: Any, limits: LimitSettings) -> None:
+    """Texts, token ids, or lists of them; one list of token ids is one prompt."""
+    if isinstance(value, list) and not _is_tokens(value):
+        _refuse_above(len(value), limits.prompts, name, "prompts", "has {} prompts")
+    elif isinstance(value, dict):
+        _messages(name, value.get("content"), limits)
+
+
+def _messages(name: str, value: Any, limits: LimitSettings) -> None:
+    """One conversation or several, token ids, or prompts: `input` may be any of these."""
+    if not isinstance(value, list) or _is_tokens(value):
+        return
+    if not any(isinstance(item, dict) for item in value):
+        _refuse_above(len(value), limits.prompts, name, "prompts", "has {} prompts")
+        for item in value:
+            if isinstance(item, list) and not _is_tokens(item):
+                _conversation(name, item, limits)
+        return
+    _conversation(name, value, limits)
+
+
+def _conversation(name: str, messages: list[Any], limits: LimitSettings) -> None:
+    _refuse_above(len(messages), limits.messages, name, "messages", "has {} messages or items")
+    for message in messages:
+        if not isinstance(message, dict):
+            continue
+        content = message.get("content")
+        if isinstance(content, list):
+            _refuse_above(len(content), limits.messages, name, "messages", "has {} parts in one message")
+            for part in content:
+                if isinstance(part, dict) and isinstance(part.get("tool"), dict):
+                    check_schema(name, part["tool"], limits)  # Anthropic's messages may define tools
+        for key in ("tool_calls", "tools"):
+            _entries(TOOLS, f"{key} in one message")(name, message.get(key), limits)
+
+
+def _tools(name: str, value: Any, limits: LimitSettings) -> None:
+    if isinstance(value, list):
+        _refuse_above(len(value), TOOLS, name, None, "has {} tools")
+        for tool in value:
+            check_schema(name, tool, limits)
+
+
+def _repetition(name: str, value: Any, limits: LimitSettings) -> None:
+    if isinstance(value, dict):
+        for key in ("max_pattern_size", "min_count"):
+            number = _as_number(value.get(key)) or 0
+            _refuse_above(number, REPEATED_TOKENS, f"{name}.{key}", None)
+
+
+CAPS: Mapping[str, Check] = {
+    "n": _number("n"),
+    "best_of": _number("n"),
+    "max_tokens": _number("max_tokens"),
+    "max_completion_tokens": _number("max_tokens"),
+    "max_output_tokens": _number("max_tokens"),
+    "min_tokens": _number("max_tokens"),
+    "thinking_token_budget": _number("max_tokens"),
+    "truncate_prompt_tokens": _number("max_tokens"),
+    "max_tokens_per_doc": _number("max_tokens"),
+    "max_tokens_per_query": _number("max_tokens"),
+    "logprobs": _logprobs,
+    "top_logprobs": _logprobs,
+    "prompt_logprobs": _logprobs,
+    "repetition_detection": _repetition,
+    "stop": _strings,
+    "stop_sequences": _strings,
+    "bad_words": _strings,
+    "stop_token_ids": _entries(TOKEN_IDS, "token ids"),
+    "logprob_token_ids": _entries(TOKEN_IDS, "token ids"),
+    "allowed_token_ids": _entries(VOCABULARY, "token ids"),
+    "logit_bias": _entries(ENTRIES, "entries"),
+    "include": _entries(ARGUMENTS, "entries"),
+    "metadata": _entries(ARGUMENTS, "entries"),
+    "vllm_xargs": _arguments,
+    "chat_template_kwargs": _template_arguments,
+    "messages": _messages,
+    "input": _messages,
+    "previous_input_messages": _messages,
+    "system": _messages,
+    "prompt": _prompts,
+    "prompt_embeds": _prompts,
+    "documents": _prompts,
+    "query": _prompts,
+    "queries": _prompts,
+    "items": _prompts,
+    "data_1": _prompts,
+    "data_2": _prompts,
+    "text_1": _prompts,
+    "text_2": _prompts,
+    "tools": _tools,
+    "functions": _tools,
+} | dict.fromkeys(
+    (
+        "tool_choice",
+        "response_format",
+        "structured_outputs",
+        "text",
+        "output_config",
+        "structural_tag",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "guided_whitespace_pattern",
+    ),
+    check_schema,
+)
+"""What bounds each field, whichever operation it belongs to."""

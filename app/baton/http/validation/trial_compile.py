@@ -1,0 +1,215 @@
+"""Constraints compiled on trial before an engine gets them, in a process that can be ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from baton.admission.fair_queue import QueueLimits, watched_queue
+from baton.config.groups import LimitSettings
+from baton.errors import GatewayOverloaded, InvalidRequest
+from baton.http.validation.constraints import Constraint
+from baton.telemetry.queues import QueueMetrics
+
+COMPILED = b"c"
+"""What a child says at last; it says that it is there before: see `engines/compile_server.py`."""
+REMEMBERED = 4096
+"""Most verdicts that are kept."""
+PLACES = max(1, min(4, (os.cpu_count() or 1) // 2))
+WAITING = 256
+WAIT_S = 30.0
+STARVED = 60
+"""A child that got so little of the processor that its time lasted so many times longer is given up."""
+REFUSED_FOR_S = 300.0
+"""A constraint that did not compile in time is tried again after so long: the machine may have been busy."""
+
+log = structlog.get_logger("baton.schemas")
+
+
+@dataclass(frozen=True)
+class _Server:
+    """A compile server: its process, and the socket it takes jobs on."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+
+    @staticmethod
+    def start() -> _Server:
+        control, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "baton.engines.vllm.compile_server", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # compilers quote what clients send
+                process_group=0,  # a terminal's interrupt is the gateway's to act on
+            )
+        return _Server(process, control)
+
+    def stop(self) -> None:
+        """End it at once: it holds nothing, and its children end with their jobs."""
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class TrialCompiler:
+    """Compiles constraints on trial, a few at a time, each tenant in turn; remembers what came of them.
+
+    Args:
+        limits: how much processor time one constraint may take.
+        metrics: counts who waits.
+    """
+
+    def __init__(self, limits: LimitSettings, metrics: QueueMetrics) -> None:
+        self._seconds = limits.schema_s
+        self._verdicts: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
+        self._under_way: dict[bytes, asyncio.Lock] = {}
+        places = QueueLimits(PLACES, waiting=WAITING, wait_s=WAIT_S)
+        self._queue = watched_queue(places, lambda _: _busy(), metrics, "schemas")
+        self._starting = asyncio.Lock()
+        self._server: _Server | None = None
+
+    def close(self) -> None:
+        """End the process, and with it what it compiles."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+
+    async def require(self, constraints: Sequence[Constraint], tenant: str) -> None:
+        """Let constraints through that compile in time.
+
+        Raises:
+            InvalidRequest: one does not; `param` names its field.
+            GatewayOverloaded: too many are being compiled.
+        """
+        if not self._seconds:
+            return
+        for constraint in constraints:
+            if not await self._compiles(constraint, tenant):
+                raise InvalidRequest(
+                    f"The constraint in '{constraint.param}' takes more than {self._seconds:g} s of "
+                    "processor time to compile (setting limits.schema_s); make it simpler: fewer "
+                    "optional properties, shorter patterns and length limits.",
+                    param=constraint.param,
+                )
+
+    async def _compiles(self, constraint: Constraint, tenant: str) -> bool:
+        key = hashlib.sha256(f"{constraint.kind}\0{constraint.text}".encode()).digest()
+        known = self._known(key)
+        if known is not None:
+            return known
+        async with self._alone(key):
+            known = self._known(key)  # another request may have tried it meanwhile
+            if known is None:
+                async with self._queue.place(tenant):
+                    known = await self._try(constraint)
+                self._remember(key, known)
+        return known
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, key: bytes) -> AsyncIterator[None]:
+        """Let one request at a time try a constraint; the others wait for what comes of it.
+
+        Raises:
+            GatewayOverloaded: that took too long.
+        """
+        lock = self._under_way.setdefault(key, asyncio.Lock())
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await lock.acquire()
+        except TimeoutError:
+            raise _busy() from None
+        try:
+            yield
+        finally:
+            lock.release()
+            self._under_way.pop(key, None)  # who waits for it has it; who comes later finds the verdict
+
+    def _known(self, key: bytes) -> bool | None:
+        verdict, until = self._verdicts.get(key, (None, 0.0))
+        if verdict is None or until < time.monotonic():
+            return None
+        self._verdicts.move_to_end(key)
+        return verdict
+
+    def _remember(self, key: bytes, verdict: bool) -> None:
+        self._verdicts[key] = (verdict, math.inf if verdict else time.monotonic() + REFUSED_FOR_S)
+        while len(self._verdicts) > REMEMBERED:
+            self._verdicts.popitem(last=False)
+
+    async def _try(self, constraint: Constraint) -> bool:
+        """Compile it; a second try is made where no child could be had, as its server died.
+
+        Raises:
+            GatewayOverloaded: there is no process, or not enough processor time, to do it.
+        """
+        asked = {"kind": constraint.kind, "text": constraint.text, "seconds": self._seconds}
+        for _ in range(2):
+            server = await self._running()
+            said = await self._asked(server, json.dumps(asked).encode() + b"\n")
+            if said:
+                return said.endswith(COMPILED)
+            await self._replace(server)  # there was no child, and nothing is known of the constraint
+        raise _busy()
+
+    async def _asked(self, server: _Server, job: bytes) -> bytes:
+        loop = asyncio.get_running_loop()
+        with _job_at(server) as ours:
+            try:
+                async with asyncio.timeout(STARVED * self._seconds):
+                    await loop.sock_sendall(ours, job)
+                    said = b""
+                    while part := await loop.sock_recv(ours, 1):
+                        said += part
+                    return said
+            except OSError as error:
+                if isinstance(error, TimeoutError):
+                    raise _busy() from None
+                return b""
+
+    async def _running(self) -> _Server:
+        async with self._starting:
+            if self._server is None:
+                try:
+                    self._server = await asyncio.to_thread(_Server.start)
+                except OSError as error:  # no room for another process
+                    log.warning("compile_server_not_started", reason=error.strerror)
+                    raise _busy() from None
+            return self._server
+
+    async def _replace(self, server: _Server) -> None:
+        async with self._starting:
+            if self._server is server:
+                self._server = None
+                await asyncio.to_thread(server.stop)
+                log.warning("compile_server_ended", code=server.process.returncode)
+
+
+@contextlib.contextmanager
+def _job_at(server: _Server) -> Iterator[socket.socket]:
+    """A socket to a child; the child ends, whatever it is doing, when it closes."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs, contextlib.suppress(OSError):  # a server that is gone closes it too
+            socket.send_fds(server.control, [b"j"], [theirs.fileno()])
+        ours.setblocking(False)
+        yield ours
+
+
+def _busy() -> GatewayOverloaded:
+    return GatewayOverloaded("Too many schemas are being compiled already; try again shortly.")
