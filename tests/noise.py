@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from baton.images.picture import Picture
+from baton.images.client_image import ClientImage
 
 
-def picture(number: int, width: int = 8, height: int = 8) -> Picture:
+def picture(number: int, width: int = 8, height: int = 8) -> ClientImage:
     """A picture of noise, another one for each number."""
     pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "PNG")
-    return Picture(stream.getvalue(), "image/png", width, height)
+    return ClientImage(stream.getvalue(), "image/png", width, height)
 
 
-def part(given: Picture) -> dict[str, Any]:
+def part(given: ClientImage) -> dict[str, Any]:
     """A picture as clients send it."""
     url = f"data:image/png;base64,{base64.b64encode(given.data).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}

@@ -29,6 +29,7 @@ from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.planner import Planner
 from baton.handoffs.repository import RecordFiles
 from baton.handoffs.service import Handoffs
+from baton.handoffs.session import Sessions
 from baton.handoffs.storage import HandoffStorage
 from baton.http import openapi
 from baton.http.middleware.admission import AdmissionMiddleware
@@ -101,12 +102,13 @@ def create_app(
     reader = memory_reader or MemoryReader()
     memory = MemoryWatch(reader, reserve, counted.memory)
     keyring = keyring_for(settings)
+    handoffs = handoffs_of(settings, counted.handoffs)
     gateway = Gateway(
         settings,
         fleet,
         counted,
-        handoffs_of(settings, counted.handoffs),
-        Planner(),
+        handoffs,
+        Sessions(handoffs, Planner(), counted.handoffs, settings.handoffs),
         Pooling(settings.pooling, counted.pooling, counted.queues),
         Drain(),
         Admission(settings.admission, fleet.names, counted.admission),

@@ -6,7 +6,7 @@ This is the one file of the connector that imports vLLM.
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from baton_kv.blocks import KVBlocks
+from baton_kv.contract import TransferOutcome
 from baton_kv.entry import MAX_IDENTIFIER, ImageSpan
 from baton_kv.fingerprint import fingerprint, weights_digest
-from baton_kv.messages import Outcome, StepJobs
+from baton_kv.messages import StepJobs
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
 from baton_kv.settings import ConnectorSettings
@@ -64,7 +65,7 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerReport(KVConnectorWorkerMetadata):
     """Worker to scheduler, in vLLM's envelope."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[TransferOutcome] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerReport)
@@ -75,9 +76,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
 class TransferStats(KVConnectorStats):
     """Worker to whoever watches the engine: how its jobs ended, in vLLM's envelope.
 
-    `data` is `{"outcomes": [fields of Outcome, ...]}`, and since the last time also: of a model that thinks
-    `"latent"`, `{"steps": int, "seconds": float}`; of one that sees `"encoded"`, how many images its encoder
-    ran for. It crosses a process as plain values.
+    `data` is `{"outcomes": [TransferOutcome.message(), ...]}`, and of the time since the last report: for a
+    model with latent steps `"latent"`, `{"steps": int, "seconds": float}`; for one that takes images
+    `"encoded"`, how many images its encoder ran for. It crosses a process as plain values.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -179,7 +180,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         found = self._finished.outcomes if self._scheduler is None else self._scheduler.told()
-        outcomes = [asdict(outcome) for outcome in found]
+        outcomes = [outcome.message() for outcome in found]
         latent = self._thought_since()
         encoded, self._encoded = self._encoded, 0
         if not outcomes and latent is None and not encoded:

@@ -31,6 +31,7 @@ from typing import Any
 import numpy
 from blake3 import blake3
 
+from baton_kv.contract import TransferError, TransferFailure
 from baton_kv.stores.base import Reader
 
 FORMAT = "baton-kv/2"
@@ -44,12 +45,16 @@ MAX_IDENTIFIER = 256
 Tokens = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
 
 
-class EntryInvalid(Exception):
+class EntryInvalid(TransferError):
     """The bytes are not an entry that may be used, and why."""
+
+    failure = TransferFailure.CORRUPT
 
 
 class EntryForeign(EntryInvalid):
     """A sound entry, but of another model, layout or version: not to be used here."""
+
+    failure = TransferFailure.INCOMPATIBLE
 
 
 @dataclass(frozen=True)

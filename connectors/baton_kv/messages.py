@@ -54,31 +54,6 @@ class SaveJob:
     tag: str | None = None
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a job ended: worker to scheduler, and both to whoever watches the engine.
-
-    Attributes:
-        request_id: whose job it was.
-        key: of the entry.
-        kind: `load` or `save`; `look` where the scheduler looked for an entry and found none to use.
-        failure: why it failed; None: it did not.
-        tag: what the request's asker calls it.
-        tokens: how many tokens' KV was moved, or was to be.
-        bytes: how many bytes of KV were moved, or were to be.
-        seconds: how long it took.
-    """
-
-    request_id: str
-    key: str
-    kind: str
-    tag: str | None = None
-    failure: str | None = None
-    tokens: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-
-
 @dataclass
 class StepJobs:
     """Scheduler to worker: what one step brings."""

@@ -11,9 +11,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton_kv.contract import Malformed, TransferParams, params_to_load, parse
+from baton_kv.contract import (
+    Malformed,
+    Transfer,
+    TransferFailure,
+    TransferOutcome,
+    TransferParams,
+    failure_of,
+    params_to_load,
+    parse,
+)
 from baton_kv.entry import Entry, EntryForeign, EntryInvalid, ImageSpan, common_prefix, same_images
-from baton_kv.messages import LoadJob, Outcome, SaveJob, StepJobs
+from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.stores.base import Store, StoreError
 
 MIN_TAIL_TOKENS = 16
@@ -57,7 +66,7 @@ class SchedulerRole:
         self._jobs = StepJobs()
         self._loading: set[str] = set()
         self._saved: OrderedDict[str, None] = OrderedDict()
-        self._told: list[Outcome] = []
+        self._told: list[TransferOutcome] = []
 
     def matched(
         self,
@@ -87,7 +96,9 @@ class SchedulerRole:
     ) -> Plan | None:
         wanted = parse(params)
         if isinstance(wanted, Malformed):
-            self._told.append(Outcome(request_id, "", "look", failure=type(wanted).__name__))
+            self._told.append(
+                TransferOutcome(request_id, "", Transfer.LOOK, failure=TransferFailure.MALFORMED)
+            )
             return None
         if wanted is None or wanted.load is None:
             return None
@@ -96,7 +107,9 @@ class SchedulerRole:
         except (EntryInvalid, StoreError) as error:
             if isinstance(error, EntryInvalid) and not isinstance(error, EntryForeign):
                 self._store.quarantine(wanted.load)
-            self._told.append(Outcome(request_id, wanted.load, "look", wanted.tag, type(error).__name__))
+            self._told.append(
+                TransferOutcome(request_id, wanted.load, Transfer.LOOK, wanted.tag, failure_of(error))
+            )
             return None
 
     def _plan_with(
@@ -113,7 +126,7 @@ class SchedulerRole:
         matched = same_images(entry.description.images, images, matched)
         return Plan(key, matched, entry.seal, wanted.tag) if matched > 0 else None
 
-    def told(self) -> list[Outcome]:
+    def told(self) -> list[TransferOutcome]:
         """What this half has to tell since the last time: entries it cannot use, saves it does not begin."""
         told, self._told = self._told, []
         return told
@@ -176,7 +189,9 @@ class SchedulerRole:
         blocks = tuple(block_ids[: -(-kept // self._block_size)])
         # Block 0 is the engine's null block: it stands where a block was given back.
         if not whole or kept < 1 or len(blocks) * self._block_size < kept or 0 in blocks:
-            self._told.append(Outcome(request_id, key, "save", wanted.tag, "NotWhole"))
+            self._told.append(
+                TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, TransferFailure.NOT_WHOLE)
+            )
             return False, None
         self._saved[key] = None
         if len(self._saved) > KEYS_REMEMBERED:
@@ -186,10 +201,10 @@ class SchedulerRole:
         )
         return True, params_to_load(key)
 
-    def report(self, outcomes: Iterable[Outcome]) -> None:
+    def report(self, outcomes: Iterable[TransferOutcome]) -> None:
         """How the worker's jobs ended. A request whose load failed is not offered one again."""
         for outcome in outcomes:
-            if outcome.kind != "load":
+            if outcome.kind is not Transfer.LOAD:
                 continue
             self._loading.discard(outcome.request_id)
             if outcome.failure and outcome.request_id in self._plans:

@@ -19,9 +19,10 @@ from functools import partial
 from typing import TypeVar
 
 from baton_kv.blocks import KVBlocks
+from baton_kv.contract import Transfer, TransferError, TransferFailure, TransferOutcome, failure_of
 from baton_kv.entry import Description, Entry, EntryForeign, EntryInvalid, write
-from baton_kv.messages import LoadJob, Outcome, SaveJob, StepJobs
-from baton_kv.stores.base import Store, StoreError
+from baton_kv.messages import LoadJob, SaveJob, StepJobs
+from baton_kv.stores.base import Store
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job", LoadJob, SaveJob)
@@ -29,8 +30,10 @@ COPY_THREADS = 2
 """One thread does not fill a machine's memory bandwidth; more would take cores from the model."""
 
 
-class GivenUp(Exception):
+class GivenUp(TransferError):
     """Nobody waits for this load any more."""
+
+    failure = TransferFailure.GIVEN_UP
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Finished:
     saved: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[TransferOutcome] = field(default_factory=list)
 
 
 class WorkerRole:
@@ -72,7 +75,7 @@ class WorkerRole:
         self._buffers = threading.local()
         self._loading: set[str] = set()
         self._given_up: set[str] = set()
-        self._done: queue.SimpleQueue[tuple[LoadJob | SaveJob, Outcome]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[LoadJob | SaveJob, TransferOutcome]] = queue.SimpleQueue()
         self._copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="baton-kv-copy")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-load")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-save")
@@ -90,7 +93,7 @@ class WorkerRole:
         try:
             pool.submit(self._run, job, work)
         except RuntimeError as error:  # no thread can be started, or this is the end: the request is released
-            self._done.put((job, self._outcome(job, type(error).__name__, 0.0)))
+            self._done.put((job, self._outcome(job, failure_of(error), 0.0)))
 
     def poll(self) -> Finished:
         """What came to its end since the last call."""
@@ -114,27 +117,29 @@ class WorkerRole:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, job: Job, work: Callable[[Job], None]) -> None:
-        kind = "save" if isinstance(job, SaveJob) else "load"
+        kind = Transfer.SAVE if isinstance(job, SaveJob) else Transfer.LOAD
         began = time.monotonic()
-        failure = None
+        failure: TransferFailure | None = None
         try:
             work(job)
-        except GivenUp:
-            failure = GivenUp.__name__
-        except (EntryInvalid, StoreError) as error:
+        except GivenUp as error:
+            failure = failure_of(error)
+        except TransferError as error:
             logger.warning("KV %s of %s failed: %s", kind, job.key, error)
-            failure = type(error).__name__
+            failure = failure_of(error)
         except BaseException as error:  # the border of the background thread: the request must be released
             logger.exception("KV %s of %s failed", kind, job.key)
-            failure = type(error).__name__
+            failure = failure_of(error)
         self._done.put((job, self._outcome(job, failure, time.monotonic() - began)))
 
-    def _outcome(self, job: LoadJob | SaveJob, failure: str | None, seconds: float) -> Outcome:
+    def _outcome(
+        self, job: LoadJob | SaveJob, failure: TransferFailure | None, seconds: float
+    ) -> TransferOutcome:
         saves = isinstance(job, SaveJob)
-        return Outcome(
+        return TransferOutcome(
             request_id=job.request_id,
             key=job.key,
-            kind="save" if saves else "load",
+            kind=Transfer.SAVE if saves else Transfer.LOAD,
             tag=job.tag,
             failure=failure,
             tokens=job.computed if isinstance(job, SaveJob) else job.tokens,

@@ -23,7 +23,7 @@ from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
-from baton.engines.port import Relay
+from baton.engines.port import TransferRequest
 from baton.handoffs.record import HandoffRecord, HandoffState
 from baton.handoffs.service import Handoffs
 from baton.server import create_app
@@ -186,10 +186,10 @@ def test_an_engine_ends_after_the_saves_it_was_told_to_make(tmp_path: Path) -> N
             await super().stop()
 
     async def saving(handoffs: Handoffs) -> HandoffRecord:
-        relay = Relay()
+        relay = TransferRequest()
         record = handoffs.begin(engine, "local", parent=None)
         handoffs.end(record, relay, [1, 2, 3])
-        asyncio.get_running_loop().call_later(0.3, relay.save_over.set)
+        asyncio.get_running_loop().call_later(0.3, relay.report.save_over.set)
         return record
 
     engine = Engine("alpha", relays=True)

@@ -21,7 +21,7 @@ from gateways import FakeGateway, run_fake
 from wire import TEXT, connect, metric, open_connections, request, rss, talk, wait_for
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.engines.port import Json, Operation, Relay, Reply, StreamReply
+from baton.engines.port import Json, Operation, Reply, StreamReply, TransferRequest
 from baton.telemetry.ids import RequestContext
 
 CLIENTS = 1000
@@ -62,7 +62,7 @@ class NotingEngine(FakeEngine):
         self.ended: dict[str, float] = {}
 
     async def call(
-        self, operation: Operation, body: Json, context: RequestContext, relay: Relay | None = None
+        self, operation: Operation, body: Json, context: RequestContext, relay: TransferRequest | None = None
     ) -> Reply:
         reply = await super().call(operation, body, context, relay)
         assert isinstance(reply, StreamReply)

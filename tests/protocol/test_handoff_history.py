@@ -75,9 +75,9 @@ def require_same_prompt(
 ) -> dict[str, Any]:
     """The prompt is that of the new messages alone, whether the history comes with them or not."""
     alone = ask(gateway, list(new), **{"from": left})
-    relay = gateway.engine("a").relayed[-1]
+    relay = gateway.engine("a").transfers[-1]
     again = ask(gateway, [*history, *new], **{"from": left})
-    repeated = gateway.engine("a").relayed[-1]
+    repeated = gateway.engine("a").transfers[-1]
     assert repeated.prompt == relay.prompt
     assert repeated.images == relay.images
     assert said(again) == said(alone)
@@ -185,7 +185,7 @@ def test_a_context_without_an_answer_is_recognised(relay: FakeGateway) -> None:
     answer: Message = {"role": "assistant", "content": "12"}
     require_same_prompt(relay, left, [SYSTEM, QUESTION], answer, NEXT)
     ask(relay, [SYSTEM, QUESTION], **{"from": left})
-    prompt = relay.engine("a").relayed[-1].prompt
+    prompt = relay.engine("a").transfers[-1].prompt
     assert prompt is not None
     assert prompt[-1] == token_id("<assistant>")
     assert prompt.count(token_id("<user>")) == 1, "nothing is new but that it is to be answered"
@@ -197,7 +197,7 @@ def test_a_context_is_computed_from_a_whole_conversation(relay: FakeGateway) -> 
     told = []
     for messages in ([NEXT], [QUESTION, said(answer), NEXT]):
         made = post(relay, messages, "/v1/handoffs", **{"from": left}).json()
-        told.append((made["tokens"], relay.engine("a").relayed[-1].prompt))
+        told.append((made["tokens"], relay.engine("a").transfers[-1].prompt))
     assert told[0] == told[1]
     assert made["source"]["resent_messages"] == 2
 
@@ -232,12 +232,12 @@ def test_another_gateway_recognises_a_history(tmp_path: Path) -> None:
 
 def refused(gateway: FakeGateway, left: str, messages: list[Message]) -> str:
     """The message of the refusal; nothing is computed."""
-    asked = len(gateway.engine("a").relayed)
+    asked = len(gateway.engine("a").transfers)
     response = post(gateway, messages, handoff={"from": left, "save": True})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("invalid_request", "messages")
-    assert len(gateway.engine("a").relayed) == asked
+    assert len(gateway.engine("a").transfers) == asked
     found: str = error["message"]
     return found
 
@@ -297,7 +297,7 @@ def test_a_history_that_is_not_as_it_was_is_refused(
 def test_messages_that_are_no_history_are_new(relay: FakeGateway, messages: list[Message]) -> None:
     answer = ask(relay, [SYSTEM, QUESTION])
     later = ask(relay, messages, **{"from": answer["handoff"]["id"]})
-    prompt = relay.engine("a").relayed[-1].prompt
+    prompt = relay.engine("a").transfers[-1].prompt
     assert prompt is not None
     questions = sum(message["role"] == "user" for message in messages)
     assert prompt.count(token_id("<user>")) == questions, "the engine itself wrote the first one, as '1 11'"

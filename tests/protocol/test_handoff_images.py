@@ -17,7 +17,7 @@ from baton.admission.api_keys import create_key
 from baton.config.groups import EngineSettings
 from baton.engines.fake.answers import IMAGE, token_id
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import ImageInput, Placed
+from baton.engines.port import ImageInput, PlacedImage
 
 CHAT = "/v1/chat/completions"
 SEES = ImageInput(limit=4, tokens=frozenset({token_id(IMAGE)}), texts=(IMAGE,))
@@ -73,14 +73,14 @@ def leave(gateway: FakeGateway, *messages: dict[str, Any], **more: Any) -> dict[
     return found
 
 
-def seen(gateway: FakeGateway, name: str = "a") -> tuple[list[int], list[Placed]]:
+def seen(gateway: FakeGateway, name: str = "a") -> tuple[list[int], list[PlacedImage]]:
     """The last prompt an engine was given, and its images."""
-    relay = gateway.engine(name).relayed[-1]
+    relay = gateway.engine(name).transfers[-1]
     assert relay.prompt is not None
     return relay.prompt, relay.images
 
 
-def require_in_place(prompt: list[int], images: list[Placed]) -> None:
+def require_in_place(prompt: list[int], images: list[PlacedImage]) -> None:
     """Every token of an image stands where its image is said to be, and no other one does."""
     places = {index for image in images for index in range(image.offset, image.offset + image.length)}
     assert {index for index, token in enumerate(prompt) if token == token_id(IMAGE)} == places
@@ -182,10 +182,10 @@ def test_an_image_that_is_not_what_it_was_is_never_shown_to_a_model(relay: FakeG
         path.symlink_to("/dev/zero")
     elif damage != "gone":
         path.write_bytes({"flipped": data, "cut": data[:-9], "another": FISH.data}[damage])
-    asked = len(relay.engine("a").relayed)
+    asked = len(relay.engine("a").transfers)
     response = post(relay, {"messages": [user("22")], "handoff": {"from": left["id"]}})
     assert (response.status_code, response.json()["error"]["code"]) == (410, "handoff_images_lost")
-    assert len(relay.engine("a").relayed) == asked, "no engine heard of it"
+    assert len(relay.engine("a").transfers) == asked, "no engine heard of it"
 
 
 def test_images_go_with_their_handoff_and_stay_with_those_that_went_on_from_it(relay: FakeGateway) -> None:
@@ -210,7 +210,7 @@ def test_more_bytes_of_images_than_a_handoff_keeps_are_refused_before_the_engine
         refused = post(gateway, body | {"handoff": {"save": True}})
         assert (refused.status_code, "image_bytes" in refused.text) == (400, True)
         assert post(gateway, body, "/v1/handoffs").status_code == 400
-        assert gateway.engine("a").relayed == []
+        assert gateway.engine("a").transfers == []
         assert post(gateway, body).status_code == 200
 
 

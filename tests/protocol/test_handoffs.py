@@ -350,7 +350,7 @@ def test_no_answer_names_the_store_s_entries(relay: FakeGateway, path: str, stre
     response = post(relay, body | {"stream": stream, "handoff": {"save": True}}, path)
     assert response.status_code == 200, response.text
     assert response.headers["x-handoff-id"] in response.text
-    key = engine.relayed[-1].save
+    key = engine.transfers[-1].save
     assert key is not None
     namespace, _, _ = key.partition("/")
     for secret in ("kv_transfer_params", key, namespace):

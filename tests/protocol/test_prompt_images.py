@@ -14,8 +14,8 @@ from noise import part, picture, user
 from baton.config.groups import EngineSettings
 from baton.engines.fake.answers import IMAGE, token_id
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import ImageInput, Placed
-from baton.images.picture import Picture
+from baton.engines.port import ImageInput, PlacedImage
+from baton.images.client_image import ClientImage
 
 HERE = token_id(IMAGE)
 SEES = ImageInput(limit=3, tokens=frozenset({HERE}), texts=(IMAGE,))
@@ -37,13 +37,13 @@ def gateway(tmp_path: Path) -> Iterator[FakeGateway]:
         yield running
 
 
-def url(shown: Picture) -> str:
+def url(shown: ClientImage) -> str:
     found: str = part(shown)["image_url"]["url"]
     return found
 
 
 def post(
-    gateway: FakeGateway, said: object, *shown: Picture, path: str = "/v1/completions", **more: Any
+    gateway: FakeGateway, said: object, *shown: ClientImage, path: str = "/v1/completions", **more: Any
 ) -> httpx.Response:
     body = {"model": "look", "prompt": said, "images": [url(each) for each in shown], "max_tokens": 2}
     with gateway.client() as client:
@@ -57,9 +57,9 @@ def refused(answer: httpx.Response, param: str | None, code: str = "invalid_requ
     return message
 
 
-def seen(gateway: FakeGateway, name: str = "look") -> tuple[list[int], list[Placed]]:
+def seen(gateway: FakeGateway, name: str = "look") -> tuple[list[int], list[PlacedImage]]:
     """The last prompt an engine was given, and its images; every token of one stands where it is said to."""
-    relay = gateway.engine(name).relayed[-1]
+    relay = gateway.engine(name).transfers[-1]
     assert relay.prompt is not None
     places = {index for image in relay.images for index in range(image.offset, image.offset + image.length)}
     assert {index for index, token in enumerate(relay.prompt) if token == HERE} == places
@@ -114,7 +114,7 @@ def test_a_context_of_token_ids_and_images_is_computed_without_an_answer(gateway
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/handoffs"])
 def test_one_place_for_each_image_or_none_is_taken(gateway: FakeGateway, prompt: object, path: str) -> None:
     assert f"'{IMAGE}'" in refused(post(gateway, prompt, BIRD, path=path), "prompt", "images_misplaced")
-    assert gateway.engine("look").relayed == []
+    assert gateway.engine("look").transfers == []
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_what_does_not_go_with_images_is_said(
     gateway: FakeGateway, more: dict[str, Any], param: str, code: str
 ) -> None:
     refused(post(gateway, f"1 {IMAGE}", BIRD, **more), param, code)
-    assert all(gateway.engine(name).relayed == [] for name in ("look", "alone", "blind"))
+    assert all(gateway.engine(name).transfers == [] for name in ("look", "alone", "blind"))
 
 
 def test_images_of_a_chat_do_not_come_beside_it(gateway: FakeGateway) -> None:

@@ -21,15 +21,22 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
 from baton.engines.vllm.arguments import engine_args
 from baton.engines.vllm.launch import transfer_config
 from baton_kv import connector
-from baton_kv.contract import new_key, transfer_params
+from baton_kv.contract import (
+    Transfer,
+    TransferError,
+    TransferFailure,
+    TransferOutcome,
+    new_key,
+    transfer_params,
+)
 from baton_kv.fingerprint import fingerprint, weights_digest
-from baton_kv.messages import Outcome
 from baton_kv.settings import ConnectorSettings
 
 OVERRIDDEN = [
@@ -251,8 +258,9 @@ def test_the_order_of_facts_is_no_fact(configured: Configured) -> None:
 
 
 def test_statistics_cross_a_process_as_plain_values_and_add_up() -> None:
-    one = connector.TransferStats({"outcomes": [vars(Outcome("r", "k", "load", "t", None, 10, 100, 0.1))]})
-    two = connector.TransferStats({"outcomes": [vars(Outcome("s", "k", "save", None, "StoreFull"))]})
+    loaded = TransferOutcome("r", "k", Transfer.LOAD, "t", None, 10, 100, 0.1)
+    lost = TransferOutcome("s", "k", Transfer.SAVE, None, TransferFailure.FULL)
+    one, two = (connector.TransferStats({"outcomes": [told.message()]}) for told in (loaded, lost))
     both = connector.BatonConnector.build_kv_connector_stats(one.aggregate(two).to_dict())
     assert both is not None
     assert not both.is_empty()
@@ -262,6 +270,40 @@ def test_statistics_cross_a_process_as_plain_values_and_add_up() -> None:
         "save tokens": 0,
         "save bytes": 0,
         "failed": 1,
+    }
+
+
+def test_outcomes_cross_a_process_and_come_back_typed() -> None:
+    """Through vLLM's own encoder, as the engine core sends them to the gateway."""
+    told = [
+        TransferOutcome("r", "k", kind, None, failure)
+        for kind in Transfer
+        for failure in (None, *TransferFailure)
+    ]
+    sent = MsgpackEncoder().encode({"outcomes": [each.message() for each in told]})
+    received = MsgpackDecoder(dict[str, Any]).decode(sent)["outcomes"]
+    assert [TransferOutcome.from_message(row) for row in received] == told
+
+
+def test_a_reason_of_another_version_is_read_as_other() -> None:
+    message = TransferOutcome("r", "k", Transfer.LOAD, None, TransferFailure.FULL).message()
+    assert TransferOutcome.from_message(message | {"failure": "newer"}).failure is TransferFailure.OTHER
+    with pytest.raises(ValueError, match="newer"):
+        TransferOutcome.from_message(message | {"kind": "newer"})
+
+
+def test_every_error_of_a_transfer_says_why() -> None:
+    """None is reported as `other` because somebody forgot."""
+    found = [TransferError]
+    for kind in found:
+        found += kind.__subclasses__()
+    assert {kind.failure for kind in found[1:]} == {
+        TransferFailure.MISSING,
+        TransferFailure.CORRUPT,
+        TransferFailure.INCOMPATIBLE,
+        TransferFailure.FULL,
+        TransferFailure.DEVICE,
+        TransferFailure.GIVEN_UP,
     }
 
 

@@ -19,7 +19,7 @@ from vllm.multimodal.utils import get_mm_features_in_window
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from baton.engines.port import Operation, Placed, Relay
+from baton.engines.port import Operation, PlacedImage, TransferRequest
 from baton.engines.vllm.bodies import with_whole_prompt
 from baton.engines.vllm.image_prompts import ImagePrompts, _target
 from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
@@ -181,7 +181,7 @@ def test_an_image_is_placed_and_laid_over_answers_that_no_processor_saw(
 def test_an_engine_that_makes_something_else_of_an_image_is_given_nothing(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    placed = [Placed(BIRD, BIRD.digest, 1, 3, (IMAGE,))]
+    placed = [PlacedImage(BIRD, BIRD.digest, 1, 3, (IMAGE,))]
     prompt = {"type": "token", "prompt_token_ids": [1, 9, 9, 9, 2]}
     with pytest.raises(HandoffIncompatible):
         asyncio.run(prompts(renderer, monkeypatch).laid_over(prompt, placed))
@@ -258,7 +258,7 @@ def test_beside_token_ids_messages_are_text_alone() -> None:
     text = {"type": "text", "text": "so?"}
     messages = [{"role": "user", "content": [image]}, {"role": "user", "content": [text, image]}]
     messages += [{"role": "user", "content": "so?"}]
-    body = with_whole_prompt(Operation.CHAT, {"messages": messages}, Relay(prompt=[1]))
+    body = with_whole_prompt(Operation.CHAT, {"messages": messages}, TransferRequest(prompt=[1]))
     assert [message["content"] for message in body["messages"]] == ["", [text], "so?"]
     assert body["kv_transfer_params"] == {"prompt_token_ids": [1]}
     assert messages[0]["content"] == [image], "the request's own body is as it was"

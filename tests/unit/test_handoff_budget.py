@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import ImageInput, Placed, Relay
+from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.handoffs.conversation import AFTER_THE_PROMPT, conversation_of
 from baton.handoffs.image_files import ImageFiles
@@ -23,7 +23,7 @@ from baton.handoffs.record import MAX_CONVERSATION_BYTES, HandoffRecord, Handoff
 from baton.handoffs.repository import RecordFiles
 from baton.handoffs.service import Handoffs
 from baton.handoffs.storage import HandoffStorage
-from baton.images.picture import Picture
+from baton.images.client_image import ClientImage
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
@@ -43,12 +43,17 @@ def gateway(folder: Path, budget: int = 8 * MIB) -> Handoffs:
 
 
 async def left(
-    handoffs: Handoffs, text: str, tenant: str = "local", *, images: list[Placed] | None = None, **more: Any
+    handoffs: Handoffs,
+    text: str,
+    tenant: str = "local",
+    *,
+    images: list[PlacedImage] | None = None,
+    **more: Any,
 ) -> HandoffRecord:
     record = handoffs.begin(ENGINE, tenant, parent=None, **more)
     body = {"messages": [{"role": "user", "content": text}]}
     record.conversation = conversation_of(body, AFTER_THE_PROMPT)
-    handoffs.end(record, Relay(saves=False, images=images or []), [1, 2, 3])
+    handoffs.end(record, TransferRequest(report=TransferReport(saves=False), images=images or []), [1, 2, 3])
     await asyncio.gather(*handoffs._background)
     assert record.state is HandoffState.READY
     return record
@@ -140,9 +145,9 @@ def test_two_gateways_keep_one_budget_and_each_evicts_the_largest_tenant_s(tmp_p
 
 
 def test_nobody_s_handoffs_go_for_one_that_does_not_fit_all_the_same(tmp_path: Path) -> None:
-    def picture(size: int) -> list[Placed]:
-        file = Picture(b"i" * size, "image/png", 4, 4)
-        return [Placed(file, file.digest, 0, 1, (7,))]
+    def picture(size: int) -> list[PlacedImage]:
+        file = ClientImage(b"i" * size, "image/png", 4, 4)
+        return [PlacedImage(file, file.digest, 0, 1, (7,))]
 
     async def story() -> None:
         handoffs = gateway(tmp_path)
@@ -163,8 +168,8 @@ def test_nobody_s_handoffs_go_for_one_that_does_not_fit_all_the_same(tmp_path: P
 def test_pins_count_records_and_images_too(tmp_path: Path) -> None:
     async def story() -> None:
         handoffs = gateway(tmp_path)
-        picture = Picture(b"i" * 1400 * 1024, "image/png", 4, 4)
-        seen = [Placed(picture, picture.digest, 0, 1, (7,))]
+        picture = ClientImage(b"i" * 1400 * 1024, "image/png", 4, 4)
+        seen = [PlacedImage(picture, picture.digest, 0, 1, (7,))]
         await left(handoffs, "x", "globex")  # so that the share is a quarter
         first = await left(handoffs, "x" * (MIB // 2), images=seen)
         second = await left(handoffs, "x" * (MIB // 4))
@@ -203,7 +208,7 @@ def test_a_handoff_s_weight_is_what_it_takes_in_memory(shape: str, tmp_path: Pat
         before = tracemalloc.get_traced_memory()[0]
         record.conversation = conversation_of(json.loads(written), None)
         taken = tracemalloc.get_traced_memory()[0] - before
-        handoffs.end(record, Relay(saves=False), array("i", range(50)))
+        handoffs.end(record, TransferRequest(report=TransferReport(saves=False)), array("i", range(50)))
         await asyncio.gather(*handoffs._background)
         again = (await gateway(tmp_path).get(record.id, "local")).weight
         print(f"\nB13 {shape}: {taken} bytes in memory, weight {record.weight}, {again} after a restart")

@@ -14,18 +14,18 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.settings import Settings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import ImageInput, Placed, Relay
+from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord
 from baton.handoffs.repository import RecordFiles
 from baton.handoffs.service import Handoffs
-from baton.images.picture import Picture
+from baton.images.client_image import ClientImage
 from baton.server import handoffs_of
 from baton.telemetry.metrics import HandoffMetrics
 
 ENGINE = FakeEngine("a", relays=True, images=ImageInput(limit=4))
-PICTURE = Picture(b"image", "image/png", 4, 4)
+PICTURE = ClientImage(b"image", "image/png", 4, 4)
 HANGS_AFTER_S = 20
 
 
@@ -54,8 +54,8 @@ def gateway(store: Path) -> Handoffs:
 
 async def left(handoffs: Handoffs) -> HandoffRecord:
     record = handoffs.begin(ENGINE, "local", parent=None)
-    seen = [Placed(PICTURE, PICTURE.digest, 0, 1, (7,))]
-    handoffs.end(record, Relay(saves=False, images=seen), [1, 2, 3])
+    seen = [PlacedImage(PICTURE, PICTURE.digest, 0, 1, (7,))]
+    handoffs.end(record, TransferRequest(report=TransferReport(saves=False), images=seen), [1, 2, 3])
     await asyncio.gather(*handoffs._background)
     return record
 

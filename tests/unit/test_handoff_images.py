@@ -14,14 +14,14 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import ImageInput, Placed, Relay
+from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffIncompatible
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord, HandoffState
 from baton.handoffs.repository import RecordFiles
 from baton.handoffs.service import Handoffs
 from baton.handoffs.storage import ORPHANED_AFTER_S, HandoffStorage
-from baton.images.picture import Picture
+from baton.images.client_image import ClientImage
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.file import FileStore
 
@@ -29,13 +29,13 @@ ENGINE = FakeEngine("a", relays=True, images=ImageInput(limit=4))
 KB = 1024
 
 
-def placed(*pictures: Picture) -> list[Placed]:
-    return [Placed(each, each.digest, 10 * index, 4, (7,)) for index, each in enumerate(pictures)]
+def placed(*pictures: ClientImage) -> list[PlacedImage]:
+    return [PlacedImage(each, each.digest, 10 * index, 4, (7,)) for index, each in enumerate(pictures)]
 
 
-def big(number: int, size: int) -> Picture:
+def big(number: int, size: int) -> ClientImage:
     """No picture, but of a size that is known; nothing here looks inside."""
-    return Picture(bytes([number]) * size, "image/png", 4, 4)
+    return ClientImage(bytes([number]) * size, "image/png", 4, 4)
 
 
 def gateway(folder: Path, **settings: Any) -> Handoffs:
@@ -51,9 +51,13 @@ def gateway(folder: Path, **settings: Any) -> Handoffs:
     )
 
 
-async def left(handoffs: Handoffs, *pictures: Picture, tenant: str = "local", **more: Any) -> HandoffRecord:
+async def left(
+    handoffs: Handoffs, *pictures: ClientImage, tenant: str = "local", **more: Any
+) -> HandoffRecord:
     record = handoffs.begin(ENGINE, tenant, **({"parent": None} | more))
-    handoffs.end(record, Relay(images=placed(*pictures), saves=False), range(50))
+    handoffs.end(
+        record, TransferRequest(images=placed(*pictures), report=TransferReport(saves=False)), range(50)
+    )
     await asyncio.gather(*handoffs._background)
     assert record.state is HandoffState.READY
     return record
@@ -191,7 +195,11 @@ def test_a_handoff_deleted_while_it_is_settled_leaves_no_image(tmp_path: Path) -
         handoffs = gateway(tmp_path)
         for number in range(30):
             record = handoffs.begin(ENGINE, "local", parent=None)
-            handoffs.end(record, Relay(images=placed(picture(number)), saves=False), range(50))
+            handoffs.end(
+                record,
+                TransferRequest(images=placed(picture(number)), report=TransferReport(saves=False)),
+                range(50),
+            )
             await asyncio.sleep(0.0005 * number)
             await handoffs.delete(record)
             await asyncio.gather(*handoffs._background)

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import Relay
+from baton.engines.port import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord, HandoffState
@@ -62,7 +62,7 @@ class House:
         """A handoff whose KV is in the store."""
         record = handoffs.begin(ENGINE, "local", parent=None, **more)
         FileStore(self.folder / "store").put(record.key, [b"k" * size])
-        handoffs.end(record, Relay(), [1, 2, 3])
+        handoffs.end(record, TransferRequest(), [1, 2, 3])
         await handoffs.settled(record, 5)
         await asyncio.gather(*handoffs._background)
         assert (record.state, record.bytes) == (HandoffState.READY, size)
@@ -226,13 +226,13 @@ def test_a_save_that_comes_late_is_known_when_it_is_there(
 ) -> None:
     async def story() -> None:
         monkeypatch.setattr("baton.handoffs.service.COMMIT_WITHIN_S", 0.01)
-        handoffs, relay = house.handoffs(), Relay()
+        handoffs, relay = house.handoffs(), TransferRequest()
         record = handoffs.begin(ENGINE, "local", parent=None)
         handoffs.end(record, relay, [1, 2])
         await handoffs.settled(record, 5)
         assert (record.state, record.bytes) == (HandoffState.READY, 0)
         FileStore(house.folder / "store").put(record.key, [b"late"])
-        relay.save_over.set()
+        relay.report.save_over.set()
         await asyncio.gather(*handoffs._background)
         assert record.bytes == 4
 
@@ -270,8 +270,8 @@ def test_a_handoff_that_is_deleted_while_a_request_waits_for_it_is_not_given_out
         await asyncio.wait_for(waits.wait(), 5)
         await handoffs.delete(record)
         assert not consumer.done(), "its producer is not over yet"
-        relay = Relay()
-        relay.save_over.set()
+        relay = TransferRequest()
+        relay.report.save_over.set()
         handoffs.end(record, relay, [1, 2, 3])
         with pytest.raises(HandoffNotFound):
             await asyncio.wait_for(consumer, 5)
@@ -320,7 +320,7 @@ def test_a_pin_asked_for_before_there_is_anything_counts_when_it_comes(house: Ho
             record = handoffs.begin(ENGINE, "local", parent=None)
             await handoffs.change(record, {"pin": True})
             FileStore(house.folder / "store").put(record.key, [b"k" * size])
-            handoffs.end(record, Relay(), [1])
+            handoffs.end(record, TransferRequest(), [1])
             await asyncio.gather(*handoffs._background)
             mark = house.folder / "store" / "entries" / f"{record.key}.pin"
             assert (record.pin, mark.exists()) == (pinned, pinned)
@@ -331,9 +331,9 @@ def test_a_pin_asked_for_before_there_is_anything_counts_when_it_comes(house: Ho
 
 def test_a_save_that_is_over_and_left_nothing_is_not_looked_for(house: House) -> None:
     async def story() -> None:
-        handoffs, relay = house.handoffs(), Relay()
+        handoffs, relay = house.handoffs(), TransferRequest()
         record = handoffs.begin(ENGINE, "local", parent=None)
-        relay.save_over.set()
+        relay.report.save_over.set()
         handoffs.end(record, relay, [1, 2])
         await asyncio.wait_for(asyncio.gather(*handoffs._background), 2)
         assert (record.state, record.bytes) == (HandoffState.READY, 0)
@@ -346,7 +346,7 @@ def test_the_end_waits_only_a_moment_for_a_save_that_never_comes(house: House) -
         handoffs = house.handoffs()
         async with handoffs.running():
             record = handoffs.begin(ENGINE, "local", parent=None)
-            handoffs.end(record, Relay(), [1, 2])
+            handoffs.end(record, TransferRequest(), [1, 2])
             await asyncio.sleep(0)
         assert handoffs._background == set()
         assert await there(house.handoffs(), record), "its token ids are kept"
@@ -359,7 +359,7 @@ def test_a_save_under_way_is_waited_for_while_the_engines_still_run(house: House
 
     async def story() -> None:
         handoffs = house.handoffs()
-        record, relay = handoffs.begin(ENGINE, "local", parent=None), Relay()
+        record, relay = handoffs.begin(ENGINE, "local", parent=None), TransferRequest()
         cut_off = handoffs.begin(ENGINE, "local", parent=None)
         async with handoffs.running():
             async with handoffs.settling():
@@ -371,10 +371,10 @@ def test_a_save_under_way_is_waited_for_while_the_engines_still_run(house: House
         assert cut_off.state is HandoffState.FAILED
         assert (await house.handoffs().get(record.id, "local")).bytes == 10
 
-    async def save(record: HandoffRecord, relay: Relay) -> None:
+    async def save(record: HandoffRecord, relay: TransferRequest) -> None:
         await asyncio.sleep(0.3)
         FileStore(house.folder / "store").put(record.key, [b"k" * 10])
-        relay.save_over.set()
+        relay.report.save_over.set()
 
     asyncio.run(story())
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import Relay
+from baton.engines.port import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord
@@ -72,7 +72,7 @@ class House:
     ) -> HandoffRecord:
         record = handoffs.begin(ENGINE, tenant, parent=None, **more)
         FileStore(self.folder / "store").put(record.key, [b"k" * size])
-        handoffs.end(record, Relay(), [1, 2, 3])
+        handoffs.end(record, TransferRequest(), [1, 2, 3])
         await asyncio.gather(*handoffs._background)
         return record
 

@@ -17,8 +17,8 @@ from PIL import Image, ImageChops
 
 from baton.config.groups import ImageSettings
 from baton.errors import GatewayOverloaded, ImageTooLarge, InvalidImage
+from baton.images.client_image import ClientImage
 from baton.images.parts import Part
-from baton.images.picture import Picture
 from baton.images.reader import read_picture
 from baton.images.reading import ImageReading, decoded
 from baton.telemetry.metrics import GatewayMetrics
@@ -27,7 +27,7 @@ LIMITS = ImageSettings()
 WHERE = "messages[2].content[1].image_url"
 
 
-def read(data: bytes, **limits: Any) -> Picture:
+def read(data: bytes, **limits: Any) -> ClientImage:
     return read_picture(data, ImageSettings(**limits), WHERE)
 
 
@@ -96,9 +96,9 @@ def test_images_that_wait_to_be_read_for_too_long_are_told_to_come_back(
     """And what was being read meanwhile is read to its end."""
     released = threading.Event()
 
-    def held(*_: object) -> Picture:
+    def held(*_: object) -> ClientImage:
         released.wait(20)
-        return Picture(b"", "image/png", 8, 8)
+        return ClientImage(b"", "image/png", 8, 8)
 
     monkeypatch.setattr("baton.images.reading.read_picture", held)
     parts = [Part({}, "url", "images[0]", pictures.url_of(pictures.file_of(pictures.image())))]
@@ -430,7 +430,7 @@ def test_images_are_named_in_the_thread_that_reads_them(monkeypatch: pytest.Monk
         threads.append(threading.current_thread() is threading.main_thread())
         return sha256(data)
 
-    monkeypatch.setattr("baton.images.picture.hashlib.sha256", counted)
+    monkeypatch.setattr("baton.images.client_image.hashlib.sha256", counted)
     sent = pictures.file_of(pictures.image())
     parts = [Part({}, "url", "images[0]", pictures.url_of(sent))]
     (picture,) = asyncio.run(reading(None).read(parts, "acme"))

@@ -8,9 +8,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import Relay
+from baton.engines.port import TransferRequest
 from baton.engines.throughput import Speed
-from baton.engines.transfers import RelayWatch
+from baton.engines.transfers import TransferWatch
 from baton.handoffs.planner import Choice, Planner
 from baton.handoffs.record import HandoffRecord
 from baton.telemetry.metrics import TransferMetrics
@@ -113,11 +113,11 @@ def test_while_it_computes_it_loads_a_little_now_and_then() -> None:
 def test_an_engine_that_thinks_may_take_as_long_as_its_thoughts_do() -> None:
     """All of a prompt's latent steps may be within one step of it, and it does not hang meanwhile."""
     speed = Speed()
-    watch = RelayWatch(speed, TransferMetrics(CollectorRegistry(), "a"))
+    watch = TransferWatch(speed, TransferMetrics(CollectorRegistry(), "a"))
     assert watch.longest_thought_s == 0
-    relay = Relay(latent_steps=200)
+    relay = TransferRequest(latent_steps=200)
     watch.add("one", relay)
-    watch.add("two", Relay(latent_steps=900))  # is over: nobody holds it any more
+    watch.add("two", TransferRequest(latent_steps=900))  # is over: nobody holds it any more
     assert watch.longest_thought_s == 200, "a second each, as long as none was seen"
     watch.thought(10, 0.3)
     assert watch.longest_thought_s == pytest.approx(6)

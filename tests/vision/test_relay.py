@@ -24,7 +24,7 @@ from PIL import Image
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
 from vision.tiny_vision import make_llava
 
-from baton.images.picture import Picture
+from baton.images.client_image import ClientImage
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 CONFIG = Path(__file__).with_name("relay_engines.toml")
@@ -61,7 +61,7 @@ class Seer:
         self.image_token = self._model.config.image_token_index
 
     @torch.inference_mode()
-    def says(self, prompt: list[int], pictures: list[Picture], count: int = SAID) -> list[int]:
+    def says(self, prompt: list[int], pictures: list[ClientImage], count: int = SAID) -> list[int]:
         ids = list(prompt)
         given: dict[str, Any] = {}
         if pictures:
@@ -175,11 +175,11 @@ class Cases:
     def __init__(self) -> None:
         self._number = 0
 
-    def picture(self, chance: random.Random) -> Picture:
+    def picture(self, chance: random.Random) -> ClientImage:
         self._number += 1
         return picture(self._number, chance.choice([8, 24, 30, 61]), chance.choice([8, 30, 47]))
 
-    def message(self, chance: random.Random, images: int) -> tuple[dict[str, Any], list[Picture]]:
+    def message(self, chance: random.Random, images: int) -> tuple[dict[str, Any], list[ClientImage]]:
         """What a person says: words, and so many pictures at places of any kind."""
         pictures = [self.picture(chance) for _ in range(images)]
         parts: list[Any] = [part(each) for each in pictures]
@@ -271,7 +271,7 @@ def test_b_says_what_a_model_says_that_sees_everything_anew(eyes: Eyes, case: Ca
     before = eyes.encoded(case.to)
     wish = {"handoff": {"from": left}, "stream": case.stream}
     if case.goes_on == "text":
-        own: list[Picture] = []
+        own: list[ClientImage] = []
         answer = eyes.ask(case.to, wish | {"prompt": f" and {chance.choice(WORDS)}"}, TEXT)
     else:
         message, own = CASES.message(chance, case.then)

@@ -1,6 +1,6 @@
 """What the rest of the gateway knows of an engine: this Protocol and nothing of vLLM.
 
-`engines/engine.py` implements it on vLLM, `engines/fake.py` without a model.
+`engines/vllm/engine.py` implements it on vLLM, `engines/fake/engine.py` without a model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from baton.engines.throughput import Speed
-from baton.images.picture import Picture
+from baton.images.client_image import ClientImage
 from baton.telemetry.ids import RequestContext
+from baton_kv.contract import TransferFailure
 
 Json = dict[str, Any]
 
@@ -67,7 +68,7 @@ class StreamReply:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedImage:
     """An image, and the tokens of a prompt that stand for it.
 
     Attributes:
@@ -78,44 +79,30 @@ class Placed:
         target: the tokens that stood there before they did; none where the model asks for none.
     """
 
-    picture: Picture
+    picture: ClientImage
     digest: str
     offset: int
     length: int
     target: tuple[int, ...]
 
 
-@dataclass
-class Relay:
-    """What one call starts from and leaves behind; the engine fills in what it saw.
+@dataclass(eq=False)
+class TransferReport:
+    """What happened to a request with a handoff. The engine alone writes it.
 
     Attributes:
-        prompt: its whole prompt in token ids, in place of what its body says; None: as the body says.
-        images: the images that those stand for, in order.
-        save: the entry its KV is to be saved as.
-        prompt_only: save the prompt's KV, not the answer's.
-        load: the entry it may start from.
-        limit: load at most so many tokens; None: all.
-        latent_steps: how many placeholders the prompt holds: those of what it starts from, and its own.
         prompt_ids: the prompt's token ids, once known.
-        output_ids: the generated token ids so far.
-        cached: tokens the engine says it did not prefill.
-        loaded: tokens whose KV came from the entry; None: none was loaded.
-        lost: tokens whose KV was promised by the entry and could not be loaded.
-        load_ms: how long the load took.
-        saves: the engine has not said that it leaves nothing behind.
-        ended_by_token: the answer's last token is one that ends answers.
-        miss: why the entry could not be used, if it was looked at in vain.
-        save_over: set when the engine has told how the save ended.
+        output_ids: the token ids generated so far.
+        cached: tokens that the engine says it did not prefill.
+        loaded: tokens whose KV came from the entry; None: nothing was loaded.
+        lost: tokens whose KV the entry promised, and could not be loaded.
+        load_ms: milliseconds the load took.
+        saves: False once the engine has said that it saves nothing.
+        ended_by_token: whether the answer's last token is one that ends answers.
+        miss: why the entry could not be used, where it was looked at in vain.
+        save_over: set when the engine has reported how the save ended.
     """
 
-    prompt: list[int] | None = None
-    images: list[Placed] = field(default_factory=list)
-    save: str | None = None
-    prompt_only: bool = False
-    load: str | None = None
-    limit: int | None = None
-    latent_steps: int = 0
     prompt_ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     cached: int = 0
@@ -124,12 +111,37 @@ class Relay:
     load_ms: float = 0.0
     saves: bool = True
     ended_by_token: bool = False
-    miss: str | None = None
+    miss: TransferFailure | None = None
     save_over: asyncio.Event = field(default_factory=asyncio.Event)
 
+
+@dataclass(frozen=True, eq=False)
+class TransferRequest:
+    """What an engine is asked beside a request's body: which prompt, what to load, what to save.
+
+    Attributes:
+        prompt: the whole prompt in token ids, in place of what the body says; None: as the body says.
+        images: the images that these stand for, in order.
+        save: key of the entry that the KV is saved as; None: nothing is saved.
+        prompt_only: save the prompt's KV without the answer's.
+        load: key of the entry to start from; None: nothing is loaded.
+        limit: load at most so many tokens; None: all.
+        latent_steps: how many placeholders the prompt holds.
+        report: what happened.
+    """
+
+    prompt: list[int] | None = None
+    images: Sequence[PlacedImage] = ()
+    save: str | None = None
+    prompt_only: bool = False
+    load: str | None = None
+    limit: int | None = None
+    latent_steps: int = 0
+    report: TransferReport = field(default_factory=TransferReport)
+
     @property
-    def hands_over(self) -> bool:
-        """Something is loaded or saved; else there is only a prompt that the body cannot say."""
+    def moves_kv(self) -> bool:
+        """Whether KV is loaded or saved; else there is only a prompt that the body cannot say."""
         return self.save is not None or self.load is not None
 
 
@@ -268,8 +280,8 @@ class Engine(Protocol):
         ...
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
-    ) -> tuple[list[int], list[Placed]]:
+        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+    ) -> tuple[list[int], list[PlacedImage]]:
         """Put images into a prompt: the tokens that stand for them, where its text has places for them.
 
         Args:
@@ -298,7 +310,11 @@ class Engine(Protocol):
         ...
 
     async def call(
-        self, operation: Operation, body: Json, context: RequestContext, relay: Relay | None = None
+        self,
+        operation: Operation,
+        body: Json,
+        context: RequestContext,
+        transfer: TransferRequest | None = None,
     ) -> Reply:
         """Do one operation.
 
@@ -306,7 +322,7 @@ class Engine(Protocol):
             operation: what is asked.
             body: the request as the client sent it, already stripped of what would steer the engine.
             context: our ids for this request, and its tenant.
-            relay: what it starts from and leaves behind, if it is part of one.
+            transfer: what to load and save, for a request with a handoff.
 
         Raises:
             BatonError: whatever went wrong, already translated.

@@ -1,13 +1,15 @@
-"""What an engine tells of the requests that are part of a relay, and what it shows of its speed."""
+"""Match an engine's reports of loads and saves to the requests they are about."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
-from baton.engines.port import Json, Relay
+from baton.engines.port import TransferReport, TransferRequest
 from baton.engines.throughput import Speed
-from baton.telemetry.metrics import FAILURES, OTHER, TransferMetrics
+from baton.telemetry.metrics import TransferMetrics
+from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 
 UNKNOWN_STEP_S = 1.0
 """A latent step is thought to take so long until the first ones have been seen."""
@@ -15,8 +17,8 @@ OUR_ID = re.compile(r"[0-9a-f]{32}")
 """A request's id of ours, in the middle of the one that vLLM makes of it."""
 
 
-class RelayWatch:
-    """Finds the relay that an engine's report is about, for as long as anyone else holds it.
+class TransferWatch:
+    """Writes reports into the `TransferRequest` they are about, for as long as anyone else holds it.
 
     Args:
         speed: told how long loads and prefills took.
@@ -26,22 +28,22 @@ class RelayWatch:
     def __init__(self, speed: Speed, transfers: TransferMetrics) -> None:
         self._speed = speed
         self._transfers = transfers
-        self._relays: WeakValueDictionary[str, Relay] = WeakValueDictionary()
+        self._requests: WeakValueDictionary[str, TransferRequest] = WeakValueDictionary()
 
-    def add(self, request_id: str, relay: Relay) -> None:
-        """A request of ours is part of a relay."""
-        self._relays[request_id] = relay
+    def add(self, request_id: str, request: TransferRequest) -> None:
+        """Expect reports about a request of ours."""
+        self._requests[request_id] = request
 
-    def transferred(self, outcomes: list[Json]) -> None:
-        """What the connector reported."""
+    def transferred(self, outcomes: Iterable[TransferOutcome]) -> None:
+        """Take what the connector reported of transfers that ended."""
         for outcome in outcomes:
             self._transfers.count(outcome)
-            relay = self._relays.get(outcome["tag"] or "")
-            if outcome["kind"] == "load" and outcome["failure"] != "GivenUp":
-                measured = self._speed.loaded if outcome["failure"] is None else self._speed.load_failed
-                measured(outcome["bytes"], outcome["seconds"])
-            if relay is not None:
-                _note(relay, outcome)
+            request = self._requests.get(outcome.tag or "")
+            if outcome.kind is Transfer.LOAD and outcome.failure is not TransferFailure.GIVEN_UP:
+                measured = self._speed.loaded if outcome.failure is None else self._speed.load_failed
+                measured(outcome.bytes, outcome.seconds)
+            if request is not None:
+                _note(request.report, outcome)
 
     def thought(self, steps: int, seconds: float) -> None:
         """Latent steps that were computed, of several requests at once too."""
@@ -51,27 +53,27 @@ class RelayWatch:
     @property
     def longest_thought_s(self) -> float:
         """Seconds that one step of the engine may take now: all latent steps of a prompt may be in it."""
-        most = max((relay.latent_steps for relay in self._relays.values()), default=0)
+        most = max((request.latent_steps for request in self._requests.values()), default=0)
         known = self._speed.think_s(most)
         return most * UNKNOWN_STEP_S if known is None else known
 
     def prefilled(self, request_id: str, tokens: int, seconds: float) -> None:
         """What a finished request's prefill took; one that thought took longer than its tokens tell."""
         named = OUR_ID.search(request_id)
-        relay = self._relays.get(named[0]) if named else None
-        if relay is None or not relay.latent_steps:
+        request = self._requests.get(named[0]) if named else None
+        if request is None or not request.latent_steps:
             self._speed.prefilled(tokens, seconds)
 
 
-def _note(relay: Relay, outcome: Json) -> None:
-    if outcome["kind"] == "save":
-        relay.save_over.set()
+def _note(report: TransferReport, outcome: TransferOutcome) -> None:
+    if outcome.kind is Transfer.SAVE:
+        report.save_over.set()
         return
-    if outcome["kind"] == "look":
-        relay.miss = FAILURES.get(outcome["failure"], OTHER)
+    if outcome.kind is Transfer.LOOK:
+        report.miss = outcome.failure
         return
-    relay.load_ms = outcome["seconds"] * 1000
-    if outcome["failure"] is None:
-        relay.loaded = outcome["tokens"]
+    report.load_ms = outcome.seconds * 1000
+    if outcome.failure is None:
+        report.loaded = outcome.tokens
     else:
-        relay.lost = outcome["tokens"]
+        report.lost = outcome.tokens

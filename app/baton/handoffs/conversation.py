@@ -13,12 +13,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.engines.port import Engine, Json, Operation, Placed, WholeReply
+from baton.engines.port import Engine, Json, Operation, PlacedImage, WholeReply
 from baton.errors import GenerationFailed, ImagesMisplaced, InvalidRequest, TemplateUnsupported
 from baton.handoffs.history import has_answer, resent
 from baton.handoffs.image_parts import count_images, moved, named
 from baton.handoffs.record import Conversation, HandoffRecord
-from baton.images.picture import Picture
+from baton.images.client_image import ClientImage
 from baton.telemetry.ids import RequestContext
 
 TEMPLATE_FIELDS = (
@@ -50,7 +50,7 @@ class Chat:
 
     tokens: list[int]
     conversation: Conversation
-    images: list[Placed] = field(default_factory=list)
+    images: list[PlacedImage] = field(default_factory=list)
     resent: int = 0
 
 
@@ -115,7 +115,7 @@ class Writer:
         pictures: the images in the request's messages, in order.
     """
 
-    def __init__(self, engine: Engine, context: RequestContext, pictures: Sequence[Picture] = ()) -> None:
+    def __init__(self, engine: Engine, context: RequestContext, pictures: Sequence[ClientImage] = ()) -> None:
         self._engine = engine
         self._context = context
         self.pictures = pictures
@@ -135,7 +135,7 @@ class Writer:
         return Chat(tokens, _conversation(messages, template, tokens, answered), images)
 
     async def continued(
-        self, source: HandoffRecord, seen: list[Placed], body: Json, *, answered: bool
+        self, source: HandoffRecord, seen: list[PlacedImage], body: Json, *, answered: bool
     ) -> Chat:
         """Write a chat that goes on from a handoff; messages of its own that come again are left out.
 
@@ -193,7 +193,7 @@ class Writer:
 
     async def plain(
         self, prompt: str | list[int], *, special: bool, after: int = 0
-    ) -> tuple[list[int], list[Placed]]:
+    ) -> tuple[list[int], list[PlacedImage]]:
         """The token ids of a plain prompt, and its images where they stand in it.
 
         Args:
@@ -224,7 +224,7 @@ class Writer:
         return await self._tokenized(text, special=False)
 
     async def _after_text(
-        self, source: HandoffRecord, seen: list[Placed], body: Json, *, answered: bool
+        self, source: HandoffRecord, seen: list[PlacedImage], body: Json, *, answered: bool
     ) -> Chat:
         """The first messages after a context that was never a chat."""
         chat = await self.begun(body, answered=answered, begins=False)
@@ -239,7 +239,7 @@ class Writer:
 
     async def _after_answer(
         self, source: HandoffRecord, past: Conversation, messages: list[Json], template: Json, answered: bool
-    ) -> tuple[list[int], list[Placed], list[Json]]:
+    ) -> tuple[list[int], list[PlacedImage], list[Json]]:
         """The prompt with the assistant's turn closed and the new messages after it; the images of those,
         and that turn's message.
 
@@ -264,7 +264,9 @@ class Writer:
             raise TemplateUnsupported()
         return [*tokens, *added[ended:]], moved(images, len(tokens) - ended), said
 
-    async def _placed(self, tokens: list[int], *, begins: bool = False) -> tuple[list[int], list[Placed]]:
+    async def _placed(
+        self, tokens: list[int], *, begins: bool = False
+    ) -> tuple[list[int], list[PlacedImage]]:
         """The token ids of the request's own messages, with their images in them."""
         if not self.pictures:
             return tokens, []

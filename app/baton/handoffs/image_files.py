@@ -17,10 +17,10 @@ from pathlib import Path
 
 import structlog
 
-from baton.engines.port import Placed
+from baton.engines.port import PlacedImage
 from baton.errors import HandoffImagesLost
-from baton.handoffs.record import HandoffRecord, KeptImage
-from baton.images.picture import Picture
+from baton.handoffs.record import HandoffRecord, StoredImage
+from baton.images.client_image import ClientImage
 from baton_kv.folders import CREATE, bytes_in, folder, make_folder, open_file
 
 ABANDONED_AFTER_S = 600.0
@@ -58,7 +58,7 @@ class ImageFiles:
         record.pictures.clear()
         return True
 
-    def read(self, record: HandoffRecord) -> list[Placed]:
+    def read(self, record: HandoffRecord) -> list[PlacedImage]:
         """A record's images, each proved to be the one that was kept.
 
         Raises:
@@ -140,6 +140,6 @@ def _name(handoff_id: str, digest: str) -> str:
     return f"{handoff_id}.{digest}"
 
 
-def _placed(image: KeptImage, data: bytes) -> Placed:
-    picture = Picture(data, image.media_type, image.width, image.height)
-    return Placed(picture, image.digest, image.offset, image.length, tuple(image.target))
+def _placed(image: StoredImage, data: bytes) -> PlacedImage:
+    picture = ClientImage(data, image.media_type, image.width, image.height)
+    return PlacedImage(picture, image.digest, image.offset, image.length, tuple(image.target))

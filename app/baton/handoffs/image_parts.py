@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.engines.port import Json, Placed
+from baton.engines.port import Json, PlacedImage
 
 
 def named(messages: list[Json]) -> list[Json]:
@@ -23,7 +23,7 @@ def count_images(messages: list[Json]) -> int:
     return sum(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
 
 
-def moved(images: list[Placed], by: int) -> list[Placed]:
+def moved(images: list[PlacedImage], by: int) -> list[PlacedImage]:
     """Images of a prompt that so many tokens have come before."""
     return [replace(image, offset=image.offset + by) for image in images]
 

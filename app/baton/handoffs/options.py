@@ -23,7 +23,7 @@ class Closed(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class SaveWish(Closed):
+class SaveOptions(Closed):
     """`handoff.save` as an object."""
 
     ttl_s: Seconds | None = None
@@ -33,17 +33,17 @@ class SaveWish(Closed):
     latent_steps: Steps = 0
 
 
-class HandoffWish(Closed):
+class HandoffOptions(Closed):
     """The `handoff` field of a request."""
 
-    save: SaveWish | Literal[True, False] = False
+    save: SaveOptions | Literal[True, False] = False
     source: HandoffId | None = Field(None, alias="from")
 
     @property
-    def saving(self) -> SaveWish | None:
+    def saving(self) -> SaveOptions | None:
         """What is to be left behind, if anything is."""
         if self.save is True:
-            return SaveWish()
+            return SaveOptions()
         return self.save or None
 
     @property
@@ -86,7 +86,7 @@ class Changes(Closed):
 
 FIELDS = frozenset(
     field.alias or name
-    for kind in (SaveWish, HandoffWish, NewHandoff, Changes)
+    for kind in (SaveOptions, HandoffOptions, NewHandoff, Changes)
     for name, field in kind.model_fields.items()
 )
 
@@ -110,7 +110,7 @@ def parsed(kind: type[Wish], given: object, where: str = "") -> Wish:
         raise InvalidRequest(f"{name}: {message}" if name else message, param=where or name or None) from None
 
 
-def take_wish(body: dict[str, Any], engine: Engine, operation: Operation) -> HandoffWish | None:
+def take_options(body: dict[str, Any], engine: Engine, operation: Operation) -> HandoffOptions | None:
     """Take the `handoff` field out of a body.
 
     Raises:
@@ -125,7 +125,7 @@ def take_wish(body: dict[str, Any], engine: Engine, operation: Operation) -> Han
             "Nothing is handed over here: use /v1/completions or /v1/chat/completions.", param="handoff"
         )
     require_relay(engine)
-    wish = parsed(HandoffWish, given, "handoff")
+    wish = parsed(HandoffOptions, given, "handoff")
     _require_one_context(body, wish)
     if operation is Operation.COMPLETIONS:
         require_one_prompt(body, "a handoff", may_be_left_out=wish.source is not None)
@@ -165,7 +165,7 @@ def require_latent(engine: Engine, steps: int, most: int) -> None:
         )
 
 
-def _require_one_context(body: dict[str, Any], wish: HandoffWish) -> None:
+def _require_one_context(body: dict[str, Any], wish: HandoffOptions) -> None:
     several = body.get("n") not in (None, 1)
     if several and wish.saving is not None and wish.saving.scope != "prompt":
         raise InvalidRequest(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
 
-from baton.engines.port import Placed
+from baton.engines.port import PlacedImage
 
 
 def _token_ids(value: Any) -> array[int]:
@@ -90,8 +90,8 @@ class Conversation(BaseModel):
     weight: int = 0
 
 
-class KeptImage(BaseModel):
-    """One image of a handoff's context; see `baton.engines.port.Placed`.
+class StoredImage(BaseModel):
+    """One image of a handoff's context; see `baton.engines.port.PlacedImage`.
 
     Attributes:
         digest: SHA-256 of its bytes, which lie in a file of their own.
@@ -147,7 +147,7 @@ class HandoffRecord(BaseModel):
     model: str
     weights: str
     tokens: TokenIds = Field(default_factory=lambda: array("i"))
-    images: list[KeptImage] = []
+    images: list[StoredImage] = []
     conversation: Conversation | None = None
     latent_steps: int = 0
     placeholder: int | None = None
@@ -244,13 +244,13 @@ class HandoffRecord(BaseModel):
         self.measure()
         self._disk_bytes = len(self.model_dump_json().encode())
 
-    def show(self, images: Iterable[Placed]) -> None:
+    def show(self, images: Iterable[PlacedImage]) -> None:
         """Take in the images of its context."""
         for image in images:
             picture = image.picture
             self._pictures[image.digest] = picture.data
             self.images.append(
-                KeptImage(
+                StoredImage(
                     digest=image.digest,
                     media_type=picture.media_type,
                     width=picture.width,

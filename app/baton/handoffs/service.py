@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import structlog
 
 from baton.config.groups import HandoffSettings
-from baton.engines.port import Engine, Placed, Relay
+from baton.engines.port import Engine, PlacedImage, TransferRequest
 from baton.errors import (
     BatonError,
     HandoffNotFound,
@@ -127,21 +127,23 @@ class Handoffs:
             self._make_room(tenant)
         return record
 
-    def end(self, record: HandoffRecord, relay: Relay | None, tokens: Iterable[int] = ()) -> None:
-        """The request is over: these are its context's token ids, or it failed (`relay` is None).
+    def end(
+        self, record: HandoffRecord, transfer: TransferRequest | None, tokens: Iterable[int] = ()
+    ) -> None:
+        """The request is over: these are its context's token ids, or it failed (`transfer` is None).
 
         Only the first call for a record counts.
         """
         if record.id not in self._over or record.tokens:
             return
         record.tokens.extend(tokens)
-        if relay is None or not record.tokens:
+        if transfer is None or not record.tokens:
             record.state = HandoffState.FAILED
             self._shelf.live(record, min(FAILED_FOR_S, record.ttl_s))
             self._over.pop(record.id).set()
             return
-        record.show(relay.images)
-        settling = self.begin_work(self._settle(record, relay))
+        record.show(transfer.images)
+        settling = self.begin_work(self._settle(record, transfer))
         self._settling.add(settling)
         settling.add_done_callback(self._settling.discard)
 
@@ -170,7 +172,7 @@ class Handoffs:
         require_compatible(record, engine)
         return record
 
-    async def images(self, record: HandoffRecord) -> list[Placed]:
+    async def images(self, record: HandoffRecord) -> list[PlacedImage]:
         """The images of a handoff's context, in order.
 
         Raises:
@@ -255,33 +257,33 @@ class Handoffs:
         if error is not None and not isinstance(error, BatonError):  # those are told to who waits
             self._log.error("handoff_work_failed", exc_info=error)
 
-    async def _settle(self, record: HandoffRecord, relay: Relay) -> None:
+    async def _settle(self, record: HandoffRecord, transfer: TransferRequest) -> None:
         """Wait for the entry. The engine says when it is there; the store's rename is the truth."""
         try:
             await asyncio.to_thread(record.prepare)
             await self._keep_images(record)
-            if not await self._committed(record, relay, COMMIT_WITHIN_S):
+            if not await self._committed(record, transfer, COMMIT_WITHIN_S):
                 await self._write(record)
                 self._ready(record)
-                await self._committed(record, relay, GIVEN_UP_AFTER_S)
+                await self._committed(record, transfer, GIVEN_UP_AFTER_S)
             await self._write(record)
         finally:
             self._ready(record)  # its token ids are known, whatever became of its KV
             if self._shelf.known(record.id) is None:  # deleted or expired: what came after that goes too
                 await asyncio.to_thread(self._storage.remove, record)
 
-    async def _committed(self, record: HandoffRecord, relay: Relay, within_s: float) -> bool:
+    async def _committed(self, record: HandoffRecord, transfer: TransferRequest, within_s: float) -> bool:
         """Whether it is known now what became of the save."""
         deadline = time.monotonic() + within_s
         while True:
-            told = relay.save_over.is_set() or not relay.saves
+            told = transfer.report.save_over.is_set() or not transfer.report.saves
             record.bytes = await asyncio.to_thread(self._storage.kv_bytes, record)
             if record.bytes or told or self._closing:
                 return True
             if time.monotonic() >= deadline:
                 return False
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(relay.save_over.wait(), LOOK_EVERY_S)
+                await asyncio.wait_for(transfer.report.save_over.wait(), LOOK_EVERY_S)
 
     def _ready(self, record: HandoffRecord) -> None:
         record.state = HandoffState.READY

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from baton.engines.port import Placed
+from baton.engines.port import PlacedImage
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.record import HandoffRecord, is_ours
 from baton.handoffs.repository import Edit, News, RecordFiles
@@ -90,7 +90,7 @@ class HandoffStorage:
             return not pin
         return pin
 
-    def read_images(self, record: HandoffRecord) -> list[Placed]:
+    def read_images(self, record: HandoffRecord) -> list[PlacedImage]:
         """The images of a context, in order.
 
         Raises:

@@ -36,7 +36,7 @@ OPERATION_ERRORS = {
 }
 HANDOFF_ERRORS = {"409": "The handoff is pending or of another model, or too much is pinned."}
 WISHES: dict[str, type[BaseModel]] = {
-    "BatonHandoff": options.HandoffWish,
+    "BatonHandoff": options.HandoffOptions,
     "BatonNewHandoff": options.NewHandoff,
     "BatonHandoffChanges": options.Changes,
 }

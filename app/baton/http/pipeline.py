@@ -13,8 +13,7 @@ from starlette.responses import Response
 from baton.admission.tenants import Ticket
 from baton.engines.port import Engine, Operation, StreamReply
 from baton.errors import BatonError
-from baton.handoffs.options import require_latent, take_wish
-from baton.http.relay import relayed
+from baton.handoffs.options import require_latent, take_options
 from baton.http.request_body import in_a_thread, off_the_loop, read_json
 from baton.http.request_images import completed, take_pictures
 from baton.http.request_state import context_of, state_of
@@ -127,16 +126,19 @@ async def _respond(
         small = len(await request.body()) <= SMALL_SCHEMAS
         constraints = judge() if small else await in_a_thread(request, judge)
         await gateway.compiler.require(constraints, context.tenant)
-    wish = take_wish(body, engine, operation)
+    options = take_options(body, engine, operation)
     pictures = await take_pictures(request, engine, operation, body)
     source = None
-    if wish is not None:
-        require_latent(engine, wish.latent_steps, gateway.settings.handoffs.latent_steps_max)
-    if wish is not None and wish.source:  # waited for before there is a place: its own request may need one
-        source = await gateway.handoffs.source(wish.source, engine, context.tenant)
+    if options is not None:
+        require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
+    if (
+        options is not None and options.source
+    ):  # waited for before there is a place: its own request may need one
+        source = await gateway.handoffs.source(options.source, engine, context.tenant)
     ticket = await take_place(request, engine)
-    if wish is not None:
-        reply = await relayed(gateway, engine, operation, body, context, wish, source, pictures)
+    if options is not None:
+        session = await gateway.sessions.open(engine, operation, body, context, options, source, pictures)
+        reply = await session.run(operation, body)
     elif operation is Operation.COMPLETIONS and pictures:
         reply = await completed(engine, body, context, pictures)
     else:

@@ -12,15 +12,15 @@ from typing import Any
 from starlette.requests import Request
 
 from baton.config.groups import ImageSettings
-from baton.engines.port import Engine, ImageInput, Operation, Relay, Reply
+from baton.engines.port import Engine, ImageInput, Operation, Reply, TransferRequest
 from baton.errors import InvalidRequest, OperationUnsupported
 from baton.handoffs.conversation import Writer
 from baton.handoffs.options import require_one_prompt
 from baton.http.request_body import in_a_thread, off_the_loop
 from baton.http.request_state import context_of
 from baton.http.state import gateway_of
+from baton.images.client_image import ClientImage
 from baton.images.parts import Dialect, Part, image_parts, listed_images, part_of, typed_token
-from baton.images.picture import Picture
 from baton.telemetry.ids import RequestContext
 
 DIALECTS = {
@@ -32,7 +32,7 @@ DIALECTS = {
 
 async def take_pictures(
     request: Request, engine: Engine, operation: Operation, body: dict[str, Any]
-) -> list[Picture]:
+) -> list[ClientImage]:
     """Read the images of a body, and put the images as they were read in their places.
 
     Those of a plain prompt are taken out: no handler of vLLM's knows them.
@@ -72,7 +72,7 @@ async def take_pictures(
 
 
 async def completed(
-    engine: Engine, body: dict[str, Any], context: RequestContext, pictures: Sequence[Picture]
+    engine: Engine, body: dict[str, Any], context: RequestContext, pictures: Sequence[ClientImage]
 ) -> Reply:
     """Complete a plain prompt with images, which vLLM's own handler has no field for.
 
@@ -81,15 +81,17 @@ async def completed(
     """
     special = body.get("add_special_tokens") is not False
     tokens, images = await Writer(engine, context, pictures).plain(body["prompt"], special=special)
-    return await engine.call(Operation.COMPLETIONS, body, context, Relay(prompt=tokens, images=images))
+    return await engine.call(
+        Operation.COMPLETIONS, body, context, TransferRequest(prompt=tokens, images=images)
+    )
 
 
-def _put(parts: Sequence[Part], pictures: Sequence[Picture], dialect: Dialect) -> None:
+def _put(parts: Sequence[Part], pictures: Sequence[ClientImage], dialect: Dialect) -> None:
     for part, picture in zip(parts, pictures, strict=True):
         part.holder[part.key] = part_of(picture, dialect)
 
 
-def _names(pictures: Sequence[Picture], dialect: Dialect) -> frozenset[str] | None:
+def _names(pictures: Sequence[ClientImage], dialect: Dialect) -> frozenset[str] | None:
     """What vLLM calls these images; None where it drops what we call them."""
     return None if dialect is Dialect.MESSAGES else frozenset(picture.digest for picture in pictures)
 

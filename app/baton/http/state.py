@@ -10,8 +10,8 @@ from baton.admission.fair_threads import FairThreads
 from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet
-from baton.handoffs.planner import Planner
 from baton.handoffs.service import Handoffs
+from baton.handoffs.session import Sessions
 from baton.http.middleware.drain import Drain
 from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.reading import ImageReading
@@ -27,7 +27,7 @@ class Gateway:
     fleet: Fleet
     metrics: GatewayMetrics
     handoffs: Handoffs
-    planner: Planner
+    sessions: Sessions
     pooling: Pooling
     drain: Drain
     admission: Admission

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from baton.errors import InvalidImage, InvalidRequest
-from baton.images.picture import Picture
+from baton.images.client_image import ClientImage
 
 Json = dict[str, Any]
 
@@ -188,7 +188,7 @@ def _source_url(source: object, dialect: Dialect, where: str) -> str:
     return url
 
 
-def part_of(picture: Picture, dialect: Dialect) -> Json:
+def part_of(picture: ClientImage, dialect: Dialect) -> Json:
     """What stands in an image's place when the body goes to the engine.
 
     With `uuid` vLLM calls the image by the digest of its bytes, the same on every engine; where a handler

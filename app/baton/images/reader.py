@@ -14,8 +14,8 @@ from PIL import ExifTags, Image, ImageOps
 
 from baton.config.groups import ImageSettings
 from baton.errors import ImageTooLarge, InvalidImage
+from baton.images.client_image import ClientImage
 from baton.images.headers import MEDIA_TYPES, format_of, is_lossy, refuse_endless_headers
-from baton.images.picture import Picture
 
 PLAIN_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
 """Modes that every image processor turns into RGB in the same way."""
@@ -27,8 +27,8 @@ UPRIGHT = 1
 log = structlog.get_logger("baton.images")
 
 
-def read_picture(data: bytes, limits: ImageSettings, where: str) -> Picture:
-    """An image file as a `Picture`: as it came, or written anew where a model would see another image.
+def read_picture(data: bytes, limits: ImageSettings, where: str) -> ClientImage:
+    """An image file as a `ClientImage`: as it came, or written anew where a model would see another image.
 
     Args:
         data: the file.
@@ -114,11 +114,11 @@ def _require_still(image: Image.Image, where: str) -> None:
         )
 
 
-def _as_picture(image: Image.Image, kind: str, data: bytes, limit: int) -> Picture:
+def _as_picture(image: Image.Image, kind: str, data: bytes, limit: int) -> ClientImage:
     turned = _orientation(image) != UPRIGHT
     plain = image.mode in PLAIN_MODES and not _has_key_colour(image)
     if plain and not turned:
-        return Picture(data, MEDIA_TYPES[kind], *image.size)
+        return ClientImage(data, MEDIA_TYPES[kind], *image.size)
     shown = _plain(ImageOps.exif_transpose(image) if turned else image)
     lossy = is_lossy(kind, data) and shown.mode in ("L", "RGB")
     return _written(shown, "JPEG" if lossy else "PNG", limit)
@@ -173,7 +173,7 @@ class _LimitedFile(BytesIO):
         return super().write(data)
 
 
-def _written(image: Image.Image, kind: str, limit: int) -> Picture:
+def _written(image: Image.Image, kind: str, limit: int) -> ClientImage:
     """Write the pixels as a file of their own, without metadata.
 
     Args:
@@ -190,4 +190,4 @@ def _written(image: Image.Image, kind: str, limit: int) -> Picture:
         image.save(file, "JPEG", quality=JPEG_QUALITY, subsampling=0, exif=b"")
     else:
         image.save(file, "PNG", compress_level=PNG_COMPRESSION)
-    return Picture(file.getvalue(), MEDIA_TYPES[kind], *image.size)
+    return ClientImage(file.getvalue(), MEDIA_TYPES[kind], *image.size)

@@ -12,8 +12,8 @@ from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.admission.fair_threads import FairThreads
 from baton.config.groups import ImageSettings
 from baton.errors import BatonError, GatewayOverloaded, ImageTooLarge, InvalidImage
+from baton.images.client_image import ClientImage
 from baton.images.parts import Part
-from baton.images.picture import Picture
 from baton.images.reader import read_picture
 from baton.telemetry.metrics import ImageMetrics
 from baton.telemetry.queues import QueueMetrics
@@ -83,7 +83,7 @@ class ImageReading:
         """Take no more; what is being read comes to its end."""
         self._threads.close()
 
-    async def read(self, parts: Sequence[Part], tenant: str) -> list[Picture]:
+    async def read(self, parts: Sequence[Part], tenant: str) -> list[ClientImage]:
         """The images of one request, in its order.
 
         Args:
@@ -102,7 +102,7 @@ class ImageReading:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
 
-    async def _one(self, part: Part, room: Room, tenant: str) -> Picture:
+    async def _one(self, part: Part, room: Room, tenant: str) -> ClientImage:
         began = time.monotonic()
         outcome = "other"
         try:
@@ -118,7 +118,7 @@ class ImageReading:
             self._metrics.images.labels(outcome).inc()
             self._metrics.seconds.observe(time.monotonic() - began)
 
-    async def _read(self, part: Part, tenant: str) -> Picture:
+    async def _read(self, part: Part, tenant: str) -> ClientImage:
         url = part.url.strip()
         if url[: len(DATA)].lower() != DATA:
             async with self._fetches.place(tenant):  # until it is read: that long its bytes are held
@@ -128,7 +128,7 @@ class ImageReading:
             tenant, lambda: self._checked(decoded(url, self._settings, part.where), part.where)
         )
 
-    def _checked(self, data: bytes, where: str) -> Picture:
+    def _checked(self, data: bytes, where: str) -> ClientImage:
         picture = read_picture(data, self._settings, where)
         if picture.data is not data:
             self._metrics.rewritten.inc()

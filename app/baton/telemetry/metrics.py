@@ -6,28 +6,20 @@ import math
 import platform
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from baton import __version__
 from baton.telemetry.queues import AdmissionMetrics, QueueMetrics
+from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 
 OTHER = "other"
 NOBODY = "none"
 """In a tenant's place: the request came without a valid key."""
 """The label value for what is not in a closed list: labels never grow with traffic."""
 
-FAILURES = {
-    "EntryInvalid": "corrupt",
-    "EntryForeign": "incompatible",
-    "EntryMissing": "missing",
-    "StoreFull": "full",
-    "StoreError": "device",
-    "NotWhole": "not_whole",
-    "Malformed": "malformed",
-}
-"""The connector's words for what went wrong, and ours."""
+FAILURES = tuple(kind for kind in TransferFailure if kind is not TransferFailure.GIVEN_UP)
+"""What counts as a failed transfer; a client that went away does not."""
 
 MAX_TENANTS = 256
 """More are counted together, as `other`."""
@@ -327,9 +319,9 @@ class TransferMetrics:
             ("engine", "op", "kind"),
             registry=registry,
         )
-        for operation in ("look", "load", "save"):  # from zero: a first failure is a rise then, and seen
-            for kind in (*FAILURES.values(), OTHER):
-                self._errors.labels(engine, operation, kind)
+        for operation in Transfer:  # from zero: a first failure is a rise then, and seen
+            for kind in FAILURES:
+                self._errors.labels(engine, operation.value, kind.value)
 
         self._latent_steps = Counter(
             "baton_latent_steps_total", "Latent steps computed.", ("engine",), registry=registry
@@ -355,17 +347,15 @@ class TransferMetrics:
         self._latent_steps.labels(self._engine).inc(steps)
         self._latent_seconds.labels(self._engine).inc(seconds)
 
-    def count(self, outcome: Mapping[str, Any]) -> None:
-        """One outcome of `baton_kv.messages.Outcome`, as plain values."""
-        operation = outcome["kind"]
-        if outcome["failure"] == "GivenUp":  # a client went away
+    def count(self, outcome: TransferOutcome) -> None:
+        """Count how one transfer ended."""
+        operation = outcome.kind.value
+        if outcome.failure is TransferFailure.GIVEN_UP:
             self._given_up.labels(self._engine).inc()
             return
-        if operation == "look":
-            self._errors.labels(self._engine, operation, FAILURES.get(outcome["failure"], OTHER)).inc()
-            return
-        self._seconds.labels(self._engine, operation).observe(outcome["seconds"])
-        if outcome["failure"] is None:
-            self._bytes.labels(self._engine, operation).inc(outcome["bytes"])
-        else:
-            self._errors.labels(self._engine, operation, FAILURES.get(outcome["failure"], OTHER)).inc()
+        if outcome.kind is not Transfer.LOOK:
+            self._seconds.labels(self._engine, operation).observe(outcome.seconds)
+        if outcome.failure is not None:
+            self._errors.labels(self._engine, operation, outcome.failure.value).inc()
+        elif outcome.kind is not Transfer.LOOK:
+            self._bytes.labels(self._engine, operation).inc(outcome.bytes)

@@ -6,19 +6,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from baton_kv.contract import TransferError, TransferFailure
+
 Buffer = bytes | bytearray | memoryview
 
 
-class StoreError(Exception):
+class StoreError(TransferError):
     """The store could not do what was asked; nothing half-written is ever visible."""
+
+    failure = TransferFailure.DEVICE
 
 
 class EntryMissing(StoreError):
     """There is no entry of that key."""
 
+    failure = TransferFailure.MISSING
+
 
 class StoreFull(StoreError):
     """The entry does not fit the store's budget, or its device."""
+
+    failure = TransferFailure.FULL
 
 
 class Reader(Protocol):

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from baton.engines.port import Json, Operation, Placed
+from baton.engines.port import Json, Operation, PlacedImage
 from baton.errors import ImagesMisplaced
-from baton.images.picture import Picture
+from baton.images.client_image import ClientImage
 
 if TYPE_CHECKING:
     from baton.engines.fake.engine import Answer
@@ -155,7 +155,7 @@ def token_id(word: str) -> int:
     return int(word) if word.isdecimal() else sum(word.encode())
 
 
-def with_images(prompt: list[int], pictures: Sequence[Picture]) -> tuple[list[int], list[Placed]]:
+def with_images(prompt: list[int], pictures: Sequence[ClientImage]) -> tuple[list[int], list[PlacedImage]]:
     """A prompt in which every `<image>` is said once for each pixel of its image's width.
 
     Raises:
@@ -165,13 +165,13 @@ def with_images(prompt: list[int], pictures: Sequence[Picture]) -> tuple[list[in
     if prompt.count(target) != len(pictures):
         raise ImagesMisplaced(param="messages")
     tokens: list[int] = []
-    placed: list[Placed] = []
+    placed: list[PlacedImage] = []
     for token in prompt:
         if token != target:
             tokens.append(token)
             continue
         picture = pictures[len(placed)]
-        placed.append(Placed(picture, picture.digest, len(tokens), picture.width, (target,)))
+        placed.append(PlacedImage(picture, picture.digest, len(tokens), picture.width, (target,)))
         tokens += [target] * picture.width
     return tokens, placed
 

@@ -33,12 +33,12 @@ from baton.engines.port import (
     ImageInput,
     Json,
     Operation,
-    Placed,
+    PlacedImage,
     Plugin,
-    Relay,
     Reply,
     Report,
     StreamReply,
+    TransferRequest,
     WholeReply,
 )
 from baton.engines.throughput import Speed
@@ -50,7 +50,7 @@ from baton.errors import (
     OperationUnsupported,
     StartError,
 )
-from baton.images.picture import Picture
+from baton.images.client_image import ClientImage
 from baton.telemetry.ids import RequestContext
 
 DEFAULT_TOKENS = 16
@@ -106,7 +106,7 @@ class FakeEngine:
         images: what images are to it; a text model's nothing, unless a test says otherwise.
         behaviour: what is to go wrong or to take time.
         bodies: every request it got, for tests to look at.
-        relayed: what those that were part of a relay started from and were to leave.
+        transfers: what requests with handoffs were to load and save.
         active: requests under way now.
         aborted: requests that were ended from outside.
         starts: how often it was started.
@@ -128,7 +128,7 @@ class FakeEngine:
     speed: Speed = field(default_factory=Speed)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     bodies: list[Json] = field(default_factory=list)
-    relayed: list[Relay] = field(default_factory=list)
+    transfers: list[TransferRequest] = field(default_factory=list)
     active: int = 0
     aborted: int = 0
     starts: int = 0
@@ -172,8 +172,8 @@ class FakeEngine:
         return self.behaviour.stalled_seconds
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
-    ) -> tuple[list[int], list[Placed]]:
+        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+    ) -> tuple[list[int], list[PlacedImage]]:
         return with_images(prompt, pictures)
 
     async def render(self, body: Json) -> str:
@@ -200,13 +200,17 @@ class FakeEngine:
         ]
 
     async def call(
-        self, operation: Operation, body: Json, context: RequestContext, relay: Relay | None = None
+        self,
+        operation: Operation,
+        body: Json,
+        context: RequestContext,
+        transfer: TransferRequest | None = None,
     ) -> Reply:
-        if relay is not None:
-            self.relayed.append(relay)
-        relay = relay or Relay()
-        if relay.prompt is not None:
-            body = body | {"prompt": relay.prompt}
+        if transfer is not None:
+            self.transfers.append(transfer)
+        transfer = transfer or TransferRequest()
+        if transfer.prompt is not None:
+            body = body | {"prompt": transfer.prompt}
         self.bodies.append(body)
         if self.behaviour.call_error is not None:
             raise self.behaviour.call_error
@@ -216,7 +220,7 @@ class FakeEngine:
         tokens_only = operation in (Operation.TOKENIZE, Operation.DETOKENIZE)
         if not tokens_only and embeds is not self.pooling:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
-        answer = Answer(self, operation, body, context, relay)
+        answer = Answer(self, operation, body, context, transfer)
         if body.get("stream") and operation in STREAMS:
             return StreamReply(answer.events())
         return await answer.whole()
@@ -265,7 +269,12 @@ class Answer:
     """One request under way in a fake engine."""
 
     def __init__(
-        self, engine: FakeEngine, operation: Operation, body: Json, context: RequestContext, relay: Relay
+        self,
+        engine: FakeEngine,
+        operation: Operation,
+        body: Json,
+        context: RequestContext,
+        transfer: TransferRequest,
     ) -> None:
         self._engine = engine
         self._operation = operation
@@ -273,7 +282,7 @@ class Answer:
         self._id = context.request_id
         self._context = context
         self._created = int(time.time())
-        self._words = _prompt_words(operation, body, relay)
+        self._words = _prompt_words(operation, body, transfer)
         limit = _limit(operation, body)
         if len(self._words) + limit > MAX_MODEL_LEN:
             raise ContextTooLong(
@@ -281,11 +290,11 @@ class Answer:
             )
         said = [self._words[index % len(self._words)] for index in range(limit)]
         self._said = [word if index == 0 else f" {word}" for index, word in enumerate(said)]
-        self._relay = relay
+        self._transfer = transfer
         if operation in (*STREAMS, *POOLING):
             context.prompt_tokens += len(self._words)
-        relay.prompt_ids = [token_id(word) for word in self._words]
-        relay.saves = False  # there is no KV
+        transfer.report.prompt_ids = [token_id(word) for word in self._words]
+        transfer.report.saves = False  # there is no KV
 
     async def _tokens(self) -> AsyncIterator[str]:
         engine = self._engine
@@ -298,9 +307,9 @@ class Answer:
                         raise EngineRestarting()
                     engine.count()
                     self._context.generated_tokens += 1
-                    self._relay.output_ids.append(token_id(word.strip()))
+                    self._transfer.report.output_ids.append(token_id(word.strip()))
                     yield word
-            self._relay.ended_by_token = engine.behaviour.ends_answers
+            self._transfer.report.ended_by_token = engine.behaviour.ends_answers
         except (asyncio.CancelledError, GeneratorExit):
             engine.aborted += 1
             raise
@@ -344,9 +353,11 @@ class Answer:
 
     def transfer(self) -> Json:
         """What a connector adds to the answer of a request that loads or saves KV: it names the entry."""
-        if not self._relay.hands_over or self._operation not in (Operation.COMPLETIONS, Operation.CHAT):
+        if not self._transfer.moves_kv or self._operation not in (Operation.COMPLETIONS, Operation.CHAT):
             return {}
-        return {"kv_transfer_params": {"baton_kv": {"save": self._relay.save, "load": self._relay.load}}}
+        return {
+            "kv_transfer_params": {"baton_kv": {"save": self._transfer.save, "load": self._transfer.load}}
+        }
 
     @property
     def parsed(self) -> Json | None:
@@ -386,9 +397,9 @@ _LIMIT_FIELDS = {
 }
 
 
-def _prompt_words(operation: Operation, body: Json, relay: Relay) -> list[str]:
-    if relay.prompt is not None:
-        return [str(token) for token in relay.prompt]
+def _prompt_words(operation: Operation, body: Json, transfer: TransferRequest) -> list[str]:
+    if transfer.prompt is not None:
+        return [str(token) for token in transfer.prompt]
     name = _PROMPT_FIELDS[operation]
     if operation is Operation.TOKENIZE and "messages" in body:
         name = "messages"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engines.port import Json, Operation, Relay
+from baton.engines.port import Json, Operation, TransferRequest
 from baton.telemetry.ids import RequestContext
 
 
@@ -18,13 +18,13 @@ def for_responses(operation: Operation, body: Json, context: RequestContext) -> 
     return kept | {"request_id": f"resp_{context.request_id}"}
 
 
-def with_whole_prompt(operation: Operation, body: Json, relay: Relay | None) -> Json:
+def with_whole_prompt(operation: Operation, body: Json, transfer: TransferRequest | None) -> Json:
     """The body with the token ids that are its prompt; a chat takes them beside its messages."""
-    if relay is None or relay.prompt is None:
+    if transfer is None or transfer.prompt is None:
         return body
     if operation is Operation.CHAT:
-        return _without_images(body) | {"kv_transfer_params": {"prompt_token_ids": relay.prompt}}
-    return body | {"prompt": relay.prompt, "add_special_tokens": False}
+        return _without_images(body) | {"kv_transfer_params": {"prompt_token_ids": transfer.prompt}}
+    return body | {"prompt": transfer.prompt, "add_special_tokens": False}
 
 
 def _without_images(body: Json) -> Json:

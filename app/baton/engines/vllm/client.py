@@ -8,7 +8,7 @@ of their own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from baton.engines.port import ImageInput, Placed, Relay
+from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.multimodal import Sent, hashes_of, strays
 from baton.errors import BatonError, GenerationFailed, InvalidRequest, Unprocessable
@@ -45,7 +45,7 @@ class Call:
         context: our ids for the request.
         salt: what separates this tenant's prefix cache from the others'; None: nothing to separate.
         failure: why the engine failed this request, once it has.
-        relay: what it starts from and leaves behind, if it is part of one.
+        transfer: what to load and save, for a request with a handoff.
         placeholder: the token id that stands for a latent step; None: the model does not think.
         images: what images are to the model.
         deltas: outputs hold only what is new since the last one.
@@ -55,7 +55,7 @@ class Call:
     context: RequestContext
     salt: str | None = None
     failure: BatonError | None = None
-    relay: Relay | None = None
+    transfer: TransferRequest | None = None
     placeholder: int | None = None
     images: ImageInput = field(default_factory=ImageInput)
     deltas: bool = False
@@ -76,8 +76,8 @@ class Call:
                     first = False
                     if self.constrained and failed(output):
                         raise Unprocessable(DEAD_END)
-                    if self.relay is not None:
-                        _note(self.relay, output, deltas=self.deltas)
+                    if self.transfer is not None:
+                        _note(self.transfer.report, output, deltas=self.deltas)
                     yield output
             except (asyncio.CancelledError, GeneratorExit):
                 raise
@@ -121,22 +121,22 @@ class WatchedClient:
         call.deltas = sampling_params.output_kind.name == "DELTA"
         call.constrained = sampling_params.structured_outputs is not None
         _require_no_own_steps(call, prompt)
-        if call.relay is not None:
+        if call.transfer is not None:
             _require_prompt(call, prompt)
-            if call.relay.hands_over:
+            if call.transfer.moves_kv:
                 extra = sampling_params.extra_args or {}
-                wanted = _transfer_params(call.relay, call.context)
+                wanted = _transfer_params(call.transfer, call.context)
                 sampling_params.extra_args = extra | {"kv_transfer_params": wanted}
-            if call.relay.images:
-                outputs = self._seeing(call, call.relay.images, prompt, sampling_params, *args, **kwargs)
-                return call.watch(outputs, self._sent([image.digest for image in call.relay.images]))
+            if call.transfer.images:
+                outputs = self._seeing(call, call.transfer.images, prompt, sampling_params, *args, **kwargs)
+                return call.watch(outputs, self._sent([image.digest for image in call.transfer.images]))
         _require_read_images(call, prompt)
         _require_own_images(call, prompt)
         outputs = self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs)
         return call.watch(outputs, self._sent(hashes_of(prompt)))
 
     async def _seeing(
-        self, call: Call, images: list[Placed], prompt: Any, *args: Any, **kwargs: Any
+        self, call: Call, images: Sequence[PlacedImage], prompt: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         """The same for a prompt of token ids some of which stand for images."""
         prompt = await self._images.laid_over(prompt, images)
@@ -163,24 +163,24 @@ def failed(output: Any) -> bool:
     return "error" in reasons or getattr(output, "error", None) is not None
 
 
-def _transfer_params(relay: Relay, context: RequestContext) -> dict[str, Any]:
+def _transfer_params(transfer: TransferRequest, context: RequestContext) -> dict[str, Any]:
     """What the connector is told."""
     return transfer_params(
-        save=relay.save or False,
-        scope="prompt" if relay.prompt_only else None,
-        load=relay.load,
-        limit=relay.limit,
+        save=transfer.save or False,
+        scope="prompt" if transfer.prompt_only else None,
+        load=transfer.load,
+        limit=transfer.limit,
         tag=context.request_id,
     )
 
 
 def _require_prompt(call: Call, prompt: Any) -> None:
-    """See to it that the engine is given the relay's prompt, and nothing vLLM made of the body instead.
+    """See to it that the engine is given the transfer's prompt, and nothing vLLM made of the body instead.
 
     Raises:
         GenerationFailed: it is given another one; nothing is computed.
     """
-    wanted = call.relay.prompt if call.relay is not None else None
+    wanted = call.transfer.prompt if call.transfer is not None else None
     given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     if wanted is not None and list(given or ()) != wanted:
         log.error("relay_prompt_not_used")
@@ -197,7 +197,7 @@ def _require_no_own_steps(call: Call, prompt: Any) -> None:
     if call.placeholder is None:
         return
     given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-    meant = call.relay.latent_steps if call.relay is not None else 0
+    meant = call.transfer.latent_steps if call.transfer is not None else 0
     if list(given or ()).count(call.placeholder) != meant:
         call.failure = InvalidRequest(
             f"The prompt holds the token {call.placeholder}, which stands for a latent step of this model: "
@@ -243,22 +243,22 @@ def _require_own_images(call: Call, prompt: Any) -> None:
         raise call.failure
 
 
-def _note(relay: Relay, output: Any, *, deltas: bool) -> None:
+def _note(report: TransferReport, output: Any, *, deltas: bool) -> None:
     """Keep what a `RequestOutput` tells; its token ids are all so far, or only the new ones."""
-    if not relay.prompt_ids:
-        relay.prompt_ids = list(output.prompt_token_ids or ())
-    relay.cached = output.num_cached_tokens or relay.cached
+    if not report.prompt_ids:
+        report.prompt_ids = list(output.prompt_token_ids or ())
+    report.cached = output.num_cached_tokens or report.cached
     completion = output.outputs[0]
     if output.finished:
         at_stop_string = isinstance(completion.stop_reason, str)
         # At a stop string the engine saves without being able to say so here.
-        relay.saves = output.kv_transfer_params is not None or at_stop_string
-        relay.ended_by_token = completion.finish_reason == "stop" and not at_stop_string
+        report.saves = output.kv_transfer_params is not None or at_stop_string
+        report.ended_by_token = completion.finish_reason == "stop" and not at_stop_string
     said = completion.token_ids
     if deltas:
-        relay.output_ids.extend(said)
+        report.output_ids.extend(said)
     else:
-        relay.output_ids = list(said)
+        report.output_ids = list(said)
 
 
 def salted(prompt: Any, salt: str | None) -> Any:

@@ -22,17 +22,17 @@ from baton.engines.port import (
     ImageInput,
     Json,
     Operation,
-    Placed,
+    PlacedImage,
     Plugin,
-    Relay,
     Reply,
     Report,
     StreamReply,
+    TransferRequest,
     WholeReply,
 )
 from baton.engines.progress import Progress
 from baton.engines.throughput import Speed
-from baton.engines.transfers import RelayWatch
+from baton.engines.transfers import TransferWatch
 from baton.engines.vllm import arguments, handlers
 from baton.engines.vllm.bodies import for_responses, with_whole_prompt
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient, salted
@@ -51,7 +51,7 @@ from baton.errors import (
     PluginFailed,
     StartError,
 )
-from baton.images.picture import Picture
+from baton.images.client_image import ClientImage
 from baton.models.store import identity
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
@@ -100,7 +100,7 @@ class VllmEngine:
         self._weights = identity(model)
         self._speed = Speed()
         self._transfers = TransferMetrics(self._series.registry, settings.name)
-        self._watch = RelayWatch(self._speed, self._transfers)
+        self._watch = TransferWatch(self._speed, self._transfers)
         self._cards: list[Json] = []
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
 
@@ -180,8 +180,8 @@ class VllmEngine:
         return {name: value for name, value in given.items() if value}
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
-    ) -> tuple[list[int], list[Placed]]:
+        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+    ) -> tuple[list[int], list[PlacedImage]]:
         if self._image_prompts is None:
             raise EngineUnavailable()
         try:
@@ -297,7 +297,11 @@ class VllmEngine:
         return max(self._progress.longest_s, self._watch.longest_thought_s)
 
     async def call(
-        self, operation: Operation, body: Json, context: RequestContext, relay: Relay | None = None
+        self,
+        operation: Operation,
+        body: Json,
+        context: RequestContext,
+        transfer: TransferRequest | None = None,
     ) -> Reply:
         method = self._handlers.method(operation) if self._handlers is not None else None
         if self._handlers is None:
@@ -307,15 +311,15 @@ class VllmEngine:
         call = Call(
             context,
             self._salt(context.tenant),
-            relay=relay,
+            transfer=transfer,
             placeholder=self._placeholder,
             images=self._images,
         )
-        if relay is not None:
-            self._watch.add(context.request_id, relay)
+        if transfer is not None:
+            self._watch.add(context.request_id, transfer)
         CURRENT_CALL.set(call)
         try:
-            body = with_whole_prompt(operation, for_responses(operation, body, context), relay)
+            body = with_whole_prompt(operation, for_responses(operation, body, context), transfer)
             request = self._handlers.parse(operation, body)
             answer = await method(request, handlers.synthetic_request(context))
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all

@@ -19,10 +19,10 @@ from vllm.inputs.engine import mm_input
 from vllm.renderers.chat_utils import parse_chat_messages_async
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-from baton.engines.port import Placed
+from baton.engines.port import PlacedImage
 from baton.engines.vllm.multimodal import IMAGE
 from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
-from baton.images.picture import Picture
+from baton.images.client_image import ClientImage
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -47,8 +47,8 @@ class ImagePrompts:
         self._name = name
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[Picture], *, begins: bool
-    ) -> tuple[list[int], list[Placed]]:
+        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+    ) -> tuple[list[int], list[PlacedImage]]:
         """See `Engine.place`. Raises anything at all where vLLM cannot do it."""
         digests = await asyncio.to_thread(lambda: [picture.digest for picture in pictures])
         parts = await asyncio.to_thread(_parts, pictures, digests)
@@ -66,7 +66,7 @@ class ImagePrompts:
             )
         rows = zip(pictures, digests, ranges, strict=True)
         return tokens, [
-            Placed(picture, digest, span.offset, span.length, target) for picture, digest, span in rows
+            PlacedImage(picture, digest, span.offset, span.length, target) for picture, digest, span in rows
         ]
 
     def _inserted(self, prompt: list[int], tokens: list[int], ranges: Sequence[Any]) -> bool:
@@ -80,7 +80,7 @@ class ImagePrompts:
         leading = ranges[-1].offset + ranges[-1].length <= len(tokens) - len(begun)
         return leading and begun[: len(given)] == given and len(begun) - len(given) <= ADDED
 
-    async def laid_over(self, prompt: Any, placed: Sequence[Placed]) -> Any:
+    async def laid_over(self, prompt: Any, placed: Sequence[PlacedImage]) -> Any:
         """A prompt of token ids as vLLM's multimodal input.
 
         Args:
@@ -101,7 +101,7 @@ class ImagePrompts:
         whole: Any = mm_input(tokens, rendered["mm_kwargs"], rendered["mm_hashes"], {IMAGE: spans})
         return {name: prompt[name] for name in KEPT if name in prompt} | whole
 
-    async def _known(self, prompt: list[int], placed: Sequence[Placed]) -> Any:
+    async def _known(self, prompt: list[int], placed: Sequence[PlacedImage]) -> Any:
         """What the engine makes of images, of those it knows without looking at them again."""
         digests = [each.digest for each in placed]
         cache = self._client.renderer.mm_processor_cache
@@ -138,7 +138,7 @@ class ImagePrompts:
 
 
 def _parts(
-    pictures: Sequence[Picture], digests: Sequence[str], wanted: Sequence[bool] | None = None
+    pictures: Sequence[ClientImage], digests: Sequence[str], wanted: Sequence[bool] | None = None
 ) -> list[Any]:
     """Images as parts of a chat's message, which is how vLLM reads them. Not for the event loop.
 
@@ -215,7 +215,7 @@ def _holds(tokens: list[int], run: tuple[int, ...]) -> bool:
     return any(tuple(tokens[start : start + len(run)]) == run for start in starts)
 
 
-def _outline(tokens: list[int], placed: Sequence[Placed]) -> list[int]:
+def _outline(tokens: list[int], placed: Sequence[PlacedImage]) -> list[int]:
     """A short prompt in which the model's processor finds a place for each image, in order."""
     targets = [token for each in placed for token in each.target]
     behind = placed[-1].offset + placed[-1].length

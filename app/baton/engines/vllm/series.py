@@ -14,6 +14,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from baton_kv.contract import TransferOutcome
+
 HELPERS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls", "_perf_metrics_cls")
 FAMILIES: dict[str, type[Any]] = {
     "_gauge_cls": Gauge,
@@ -21,7 +23,7 @@ FAMILIES: dict[str, type[Any]] = {
     "_histogram_cls": Histogram,
 }
 
-Transferred = Callable[[list[dict[str, Any]]], None]
+Transferred = Callable[[list[TransferOutcome]], None]
 Prefilled = Callable[[str, int, float], None]
 Thought = Callable[[int, float], None]
 Encoded = Callable[[int], None]
@@ -94,7 +96,7 @@ def _record(
             prefilled(request.request_id or "", tokens, request.prefill_time)
         reported = getattr(scheduler_stats, "kv_connector_stats", None)
         if reported:
-            transferred(reported.get("outcomes", []))
+            transferred([TransferOutcome.from_message(row) for row in reported.get("outcomes", [])])
             if (latent := reported.get("latent")) is not None:
                 thought(int(latent["steps"]), float(latent["seconds"]))
             encoded(int(reported.get("encoded", 0)))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from baton.engines.port import Engine, Json, Operation, WholeReply
+from baton.engines.port import Engine, Json, Operation
 from baton.handoffs.options import (
     Changes,
     NewHandoff,
@@ -19,14 +19,13 @@ from baton.handoffs.options import (
     require_relay,
 )
 from baton.handoffs.record import HandoffState
+from baton.handoffs.session import ID_HEADER
 from baton.http.pipeline import admit, check, take_place, unless_gone
-from baton.http.relay import ID_HEADER, Leg, computed
 from baton.http.request_body import read_json
 from baton.http.request_images import take_pictures
 from baton.http.request_state import context_of, state_of
 from baton.http.state import Gateway, gateway_of
-from baton.images.picture import Picture
-from baton.telemetry.ids import RequestContext
+from baton.images.client_image import ClientImage
 
 router = APIRouter()
 
@@ -39,52 +38,43 @@ async def create_handoff(request: Request) -> Response:
     body = await read_json(request, gateway.settings.limits)
     await check(request, body)
     require_known_parts(body)
-    wish = parsed(NewHandoff, body)
-    engine = gateway.fleet.pick(wish.model)
+    options = parsed(NewHandoff, body)
+    engine = gateway.fleet.pick(options.model)
     require_relay(engine)
-    require_latent(engine, wish.latent_steps, gateway.settings.handoffs.latent_steps_max)
+    require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
     state_of(request.scope).model = engine.name
-    shape = Operation.CHAT if wish.messages is not None else Operation.COMPLETIONS
+    shape = Operation.CHAT if options.messages is not None else Operation.COMPLETIONS
     pictures = await take_pictures(request, engine, shape, body)
-    return await unless_gone(request, _create(request, gateway, engine, wish, body, pictures))
+    return await unless_gone(request, _create(request, gateway, engine, options, body, pictures))
 
 
 async def _create(
     request: Request,
     gateway: Gateway,
     engine: Engine,
-    wish: NewHandoff,
+    options: NewHandoff,
     body: Json,
-    pictures: Sequence[Picture],
+    pictures: Sequence[ClientImage],
 ) -> Response:
     context, source = context_of(request), None
-    if wish.source:  # waited for before there is a place: its own request may need one
-        source = await gateway.handoffs.source(wish.source, engine, context.tenant)
+    if options.source:  # waited for before there is a place: its own request may need one
+        source = await gateway.handoffs.source(options.source, engine, context.tenant)
     ticket = await take_place(request, engine)
-    leg, own = await computed(gateway, engine, wish, body, context, source, pictures)
-    assert leg.target is not None
-    work = gateway.handoffs.begin_work(_compute(leg, own, context))
+    session = await gateway.sessions.open_new(engine, body, context, options, source, pictures)
+    target = session.target
+    assert target is not None
+    work = gateway.handoffs.begin_work(session.compute(options.prompt or ""))
     ticket.keep_until(work)
     try:
         done, _ = await asyncio.wait({work}, timeout=gateway.settings.handoffs.wait_s)
     except asyncio.CancelledError:
         work.cancel()
-        leg.failed()  # the work may not have begun, and then says nothing itself
+        session.fail()  # the work may not have begun, and then says nothing itself
         raise
-    told = work.result() if done else leg.target.public()
-    ready = leg.target.state is HandoffState.READY
-    headers = {"Location": f"/v1/handoffs/{leg.target.id}", ID_HEADER: leg.target.id}
-    return Response(json.dumps(told), 201 if ready else 202, headers, "application/json")
-
-
-async def _compute(leg: Leg, body: Json, context: RequestContext) -> Json:
-    try:
-        reply = await leg.engine.call(Operation.COMPLETIONS, body, context, leg.relay)
-        assert isinstance(reply, WholeReply)
-    except BaseException:
-        leg.failed()
-        raise
-    return await leg.ended()
+    shown = work.result() if done else target.public()
+    ready = target.state is HandoffState.READY
+    headers = {"Location": f"/v1/handoffs/{target.id}", ID_HEADER: target.id}
+    return Response(json.dumps(shown), 201 if ready else 202, headers, "application/json")
 
 
 @router.get("/v1/handoffs")

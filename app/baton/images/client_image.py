@@ -9,7 +9,7 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class Picture:
+class ClientImage:
     """One image a client sent, read, checked and upright.
 
     Attributes:
