@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 CODE = re.compile(r"test_([a-l]\d{1,2})_")
@@ -28,6 +29,7 @@ class FaultTest:
     target: str
 
 
+@cache
 def by_row(folder: Path) -> dict[str, list[FaultTest]]:
     """Return the tests of every row that has any, by the row's code."""
     found: dict[str, list[FaultTest]] = {}
