@@ -34,7 +34,7 @@ DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
 NOTES = tomllib.loads((REFERENCE / "notes.toml").read_text())
 FAULTS = tomllib.loads((REFERENCE / "faults.toml").read_text())
-HEAD = "% Made from the code by docs/reference_pages.py: change the code, then run `make docs-reference`.\n\n"
+HEAD = "<!-- Made from the code by docs/reference_pages.py; `make docs-reference` makes it again. -->\n\n"
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 CODE_SUFFIX = {"Counter": "_total", "Info": "_info"}
 
@@ -111,7 +111,8 @@ def settings_page() -> str:
             plain[name] = field
             continue
         heading = f"## `[[{name}]]`" if name == "engines" else f"## `[{name}]`"
-        about = sentence((kind.__doc__ or "").partition(": ")[2]).capitalize()
+        about = sentence((kind.__doc__ or "").partition(": ")[2])
+        about = about[:1].upper() + about[1:]
         more = sentence(field.description or "") + NOTES["settings"].get(name, "")
         prefix = f"{name}."
         parts += [heading, about, more, table(head, settings_rows(prefix, kind.model_fields))]

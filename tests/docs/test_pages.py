@@ -26,10 +26,15 @@ FOLDERS = r"(?:app|plugins|connectors|tests|bench|deploy|docs|training|examples)
 ROOMS = r"(?:admission|config|engines|handoffs|http|images|models|pooling|telemetry)/"
 
 
+BLOCKS = {
+    page: [(token.info, token.content) for token in MarkdownIt().parse(text) if token.type == "fence"]
+    for page, text in PAGES.items()
+}
+
+
 def blocks(page: str, language: str) -> list[str]:
     """The code blocks of a language on a page, in order."""
-    tokens = MarkdownIt().parse(PAGES[page])
-    return [token.content for token in tokens if token.type == "fence" and token.info == language]
+    return [content for info, content in BLOCKS[page] if info == language]
 
 
 def with_blocks(*languages: str) -> list[str]:
