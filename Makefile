@@ -27,10 +27,10 @@ serve: $(VENV)/.serve ## Install, prepare the embedded models, start the gateway
 	@exec $(BIN)/baton serve $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 
 demo: $(VENV)/.serve ## Watch agents hand their context to one another (two minutes)
-	@exec $(BIN)/baton demo $(ARGS)
+	@exec $(BIN)/python -m examples.demo agents $(ARGS)
 
 demo-vision: $(VENV)/.serve ## Watch a scene mapped, described and asked about (two minutes; ARGS="--out FOLDER")
-	@exec $(BIN)/baton demo-vision $(ARGS)
+	@exec $(BIN)/python -m examples.demo vision $(ARGS)
 
 test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not chaos and not soak and not image" $(ARGS)

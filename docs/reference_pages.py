@@ -214,7 +214,9 @@ def schema_type(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(schema_type(each) for each in schema["anyOf"])
     if "$ref" in schema:
-        return schema["$ref"].rpartition("/")[2]
+        name = schema["$ref"].rpartition("/")[2]
+        named = gateway_document()[1]["components"]["schemas"][name]
+        return schema_type(named) if "enum" in named else f"`{name}`"
     if "enum" in schema:
         return ", ".join(f"`{json.dumps(value).strip(chr(34))}`" for value in schema["enum"])
     if "const" in schema:

@@ -13,8 +13,9 @@ from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.fleet import Fleet
+from baton.http.uvicorn_server import GatewayServer
 from baton.serve import listen
-from baton.server import GatewayServer, create_app
+from baton.server import create_app
 from baton.telemetry.logs import configure_logs
 
 

@@ -31,8 +31,9 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.engines.process.processes import wait_until_gone
 from baton.engines.process.shared_memory import segments_of
+from baton.http.uvicorn_server import GatewayServer, url_of
 from baton.serve import listen, listen_for_metrics
-from baton.server import GatewayServer, create_app, url_of
+from baton.server import create_app
 from baton.telemetry.memory import MemoryReader
 
 READY_WITHIN_S = 240

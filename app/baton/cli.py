@@ -122,35 +122,6 @@ def _with_engine(
 
 
 @app.command()
-def demo(
-    url: Annotated[
-        str | None, typer.Option(help="A running gateway; without it one is started, and ended.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The engine to ask there; without it the first it names.")
-    ] = None,
-    key: Annotated[str, typer.Option(help="The API key, if that gateway wants one.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", hidden=True)] = False,
-) -> None:
-    """Watch agents hand their context to one another (two minutes)."""
-    from baton.demo.run import run  # an HTTP client and panels, which the other commands do not need
-
-    run(url, model, key, quick=quick)
-
-
-@app.command("demo-vision")
-def demo_vision(
-    out: Annotated[
-        Path | None, typer.Option(help="Keep the scene, the mask and the picture in this folder.")
-    ] = None,
-) -> None:
-    """Watch a scene mapped, described, and asked about by agents that share one look at it (two minutes)."""
-    from baton.demo.looking import run  # an HTTP client, which the other commands do not need
-
-    run(out)
-
-
-@app.command()
 def doctor(config: ConfigOption = None) -> None:
     """Say what is wrong with this machine or the settings, and how to mend it."""
     from baton.doctor import examine

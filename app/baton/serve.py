@@ -22,9 +22,10 @@ from baton.engines.fleet import UP, Fleet
 from baton.engines.process.orphan_reaper import MARK, Keeper
 from baton.engines.vllm_version import check_vllm, is_cpu_build
 from baton.errors import StartError
+from baton.http.uvicorn_server import GatewayServer, url_of
 from baton.models.catalog import EMBEDDED, FLOOD_TINY
 from baton.models.store import ModelStore
-from baton.server import GatewayServer, create_app, url_of
+from baton.server import create_app
 from baton.telemetry.logs import EngineOutput, configure_logs
 from baton.telemetry.progress import PhaseProgress
 

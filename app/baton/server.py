@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from math import ceil
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
-import structlog
-import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -24,7 +19,7 @@ from baton.admission.body_budget import BodyBudget, BodyRooms
 from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
-from baton.errors import FleetLost, OperatorError, SettingsError, StartError
+from baton.errors import SettingsError
 from baton.handoffs.image_files import ImageFiles
 from baton.handoffs.planner import Planner
 from baton.handoffs.repository import RecordFiles
@@ -35,15 +30,15 @@ from baton.http import openapi
 from baton.http.middleware.admission import AdmissionMiddleware
 from baton.http.middleware.auth import AuthMiddleware
 from baton.http.middleware.body_limit import BodyLimitMiddleware
-from baton.http.middleware.drain import LAST_WORDS_S, Drain, DrainMiddleware
+from baton.http.middleware.drain import Drain, DrainMiddleware
 from baton.http.middleware.errors import FaultsMiddleware, http_exception, invalid_parameters
 from baton.http.middleware.origins import OriginMiddleware
 from baton.http.middleware.request_context import ObserveMiddleware
 from baton.http.middleware.request_head import HeadMiddleware
-from baton.http.protocol import protocol_for
 from baton.http.request_body import body_threads
 from baton.http.routes import docs, forwarded, handoffs, health, metrics, models, plugins, pooling
 from baton.http.state import Gateway
+from baton.http.uvicorn_server import MetricsServer
 from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.fetching import fetcher_of
 from baton.images.reading import ImageReading
@@ -213,140 +208,10 @@ async def _metrics_port(gateway: Gateway, listener: socket.socket | None) -> Asy
     if listener is None:
         yield
         return
-    server = _MetricsServer(_uvicorn_config(metrics.app_of(gateway), gateway))
+    server = MetricsServer(metrics.app_of(gateway), gateway)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="metrics-port")
     try:
         yield
     finally:
         server.should_exit = True
         await task
-
-
-def url_of(listener: socket.socket) -> str:
-    """The address a listening socket answers on."""
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _uvicorn_config(app: Any, gateway: Gateway, **options: Any) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=protocol_for(gateway.settings.edge, gateway.metrics),
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,  # nothing here asks who the client's address is
-        **options,
-    )
-
-
-class _MetricsServer(uvicorn.Server):
-    """A second server in the process; signals belong to the first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class GatewayServer(uvicorn.Server):
-    """The gateway's server: says when it is ready, and ends with a code that says how it went.
-
-    Args:
-        app: from `create_app`.
-        settings: its settings.
-        on_ready: called with the URL once every engine answers.
-
-    Attributes:
-        failure: why the engines could not start, if they could not.
-        handle_signals: end on SIGINT and SIGTERM; off where another part of the process owns them.
-    """
-
-    def __init__(self, app: FastAPI, settings: Settings, on_ready: Callable[[str], None]) -> None:
-        super().__init__(
-            _uvicorn_config(
-                app,
-                app.state.gateway,
-                lifespan="on",
-                timeout_graceful_shutdown=settings.drain_timeout_s + ceil(LAST_WORDS_S) + 1,
-            )
-        )
-        self._app = app
-        self._settings = settings
-        self._on_ready = on_ready
-        self.handle_signals = True
-        self.failure: OperatorError | None = None
-        self._log = structlog.get_logger("baton.server")
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """As uvicorn does, but a stop that was asked for ends the process with 0, not by the signal."""
-        if not self.handle_signals:
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGINT, signal.SIGTERM)
-        for number in signals:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
-            yield
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        """The first signal lets what runs finish, the second cuts it off."""
-        drain, loop = self._gateway.drain, asyncio.get_running_loop()
-        if drain.begun:
-            self.should_exit = True
-            drain.cut()
-            return
-        drain.begin()
-        delay = self._settings.drain_delay_s if sig == signal.SIGTERM and self._gateway.fleet.ready else 0.0
-        self._log.info("draining", delay_s=delay, timeout_s=self._settings.drain_timeout_s)
-        loop.call_later(delay, setattr, self, "should_exit", True)
-        loop.call_later(delay + self._settings.drain_timeout_s, drain.cut)
-
-    @property
-    def _gateway(self) -> Gateway:
-        gateway: Gateway = self._app.state.gateway
-        return gateway
-
-    async def startup(self, *args: Any, **kwargs: Any) -> None:
-        await super().startup(*args, **kwargs)
-        if not self.should_exit:
-            self._app.state.started.add_done_callback(self._fleet_started)
-            self._watch = asyncio.create_task(self._until_lost(), name="fleet-lost")
-
-    async def _until_lost(self) -> None:
-        await self._gateway.fleet.lost.wait()
-        self.failure = FleetLost("Every engine failed too often; the log lines above say how each was lost.")
-        self._log.error("fleet_lost")
-        self._gateway.drain.begin()
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._watch.cancel()
-        await super().shutdown(sockets)
-
-    @property
-    def url(self) -> str:
-        return url_of(self.servers[0].sockets[0])
-
-    def _fleet_started(self, started: asyncio.Task[None]) -> None:
-        if started.cancelled():
-            return
-        error = started.exception()
-        if error is None:
-            gc.collect()
-            gc.freeze()  # what a start leaves lives on; no collection need look at it again
-            self._on_ready(self.url)
-            return
-        self.failure = error if isinstance(error, OperatorError) else _unforeseen()
-        if error is not self.failure:
-            self._log.error("start_failed", cause=str(error), exc_info=error)
-        self.should_exit = True
-
-
-def _unforeseen() -> StartError:
-    return StartError("The engines could not start; the log line above says where it went wrong.")

@@ -9,18 +9,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from gateways import BATON, RealGateway
+from gateways import RealGateway
 
 from baton.config.settings import load_settings
 
-EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "deploy" / "examples"
+DEMO = (sys.executable, "-m", "examples.demo")
 LANGGRAPH = ("langgraph", "langchain_openai")
 MISSING = [package for package in LANGGRAPH if find_spec(package) is None]
 pytestmark = pytest.mark.timeout(300)  # whoever comes first waits for the engines
 
 
 def output_of(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -57,7 +59,7 @@ def test_the_relay_with_langgraph(real_gateway: RealGateway) -> None:
 
 @pytest.mark.engine
 def test_the_demo_ends_in_its_table(real_gateway: RealGateway) -> None:
-    shown = output_of(BATON, "demo", "--url", real_gateway.url, "--model", "smollm2", "--quick")
+    shown = output_of(*DEMO, "agents", "--url", real_gateway.url, "--model", "smollm2", "--quick")
     assert "Contexts taken from a handoff: 4" in shown
     (figures,) = re.findall(r"^ *prefilled tokens +([\d,]+) +([\d,]+) +([\d,]+)", shown, re.MULTILINE)
     handoff, text = (int(figure.replace(",", "")) for figure in figures[:2])
@@ -68,7 +70,7 @@ def test_the_demo_ends_in_its_table(real_gateway: RealGateway) -> None:
 @pytest.mark.engine
 def test_the_demo_with_pictures_encodes_one_picture_for_three_agents(tmp_path: Path) -> None:
     """On a gateway of its own; the scene, the mask and the picture are kept where it is told to."""
-    shown = output_of(BATON, "demo-vision", "--out", str(tmp_path))
+    shown = output_of(*DEMO, "vision", "--out", str(tmp_path))
     assert "encoded for these 3 agents: 1." in shown
     assert shown.count(" loaded") + shown.count(" resident") == 2
     assert {file.name for file in tmp_path.iterdir()} == {"scene.tif", "mask.tif", "preview.png"}

@@ -340,7 +340,7 @@ def test_greedy_output_equals_plain_vllm_s(real_gateway: RealGateway, plain_vllm
 def test_the_gateway_ends_quietly_and_leaves_no_process(tmp_path: Path) -> None:
     """SIGTERM: exit 0, nothing left, no traceback. On a gateway of its own, started as people do.
 
-    How long it takes is measured against vLLM's import in the same process. `stop` looks for what is left.
+    How long it takes is measured against the import of torch on the same machine. `stop` looks for what is left.
     """
     with RealGateway(
         ["smollm2", "--max-model-len", "512", "--served-model-name", "tiny", "small"], tmp_path
@@ -356,13 +356,14 @@ def test_the_gateway_ends_quietly_and_leaves_no_process(tmp_path: Path) -> None:
         assert httpx.post(f"{gateway.url}/v1/completions", json=alias, timeout=60).status_code == 200
         cards = httpx.get(f"{gateway.url}/v1/models").json()["data"]
         assert [(card["id"], card["max_model_len"]) for card in cards] == [("tiny", 512), ("small", 512)]
-        imported = re.search(r"\[ *([\d.]+)s\] vllm: imported", gateway.log)
-        assert imported
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        imported = time.monotonic() - began
         began = time.monotonic()
         assert gateway.stop() == 0
         took = time.monotonic() - began
-        print(f"stop: {took:.1f} s, import of vLLM {imported[1]} s")
-        assert took < 1 + float(imported[1]) / 2
+        print(f"stop: {took:.1f} s, import of torch {imported:.1f} s")
+        assert took < 1 + imported
         assert "Traceback" not in gateway.log
         assert "engine_processes_left" not in gateway.log
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from examples.demo.vision import encoded_by
 from gateways import RealGateway
 
-from baton.demo.looking import encoded_by
 from baton_vision.look.design import IMAGE_TOKENS
 from baton_vision.look.examine import Examiner, data_url
 from baton_vision.look.pictures import HELD_OUT_SEEDS, Sample, make_sample

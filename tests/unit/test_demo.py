@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples.demo.agents import AGENTS, EDITOR, NATURALIST, READER, Way, ways_of_our_own
+from examples.demo.client import Answer, reason_of
+from examples.demo.display import LineStage, PanelStage
+from examples.demo.figures import Result, notes, reference_of, rows, sameness, table
+from examples.demo.gateway import ARRIVED, PHASE, READY, Follower, _config, _last_words
+from examples.demo.run import run
+from examples.demo.ships_log import DAYS, EVENTS, FEW_DAYS, ships_log
 from gateways import run_fake
 from rich.console import Console
 
 from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
-from baton.demo.cast import AGENTS, EDITOR, NATURALIST, READER, Way, ways_of_our_own
-from baton.demo.client import Answer, reason_of
-from baton.demo.figures import Result, notes, reference_of, rows, sameness, table
-from baton.demo.gateway import ARRIVED, PHASE, READY, Follower, _config, _last_words
-from baton.demo.run import run
-from baton.demo.stage import LineStage, PanelStage
-from baton.demo.voyage import DAYS, EVENTS, FEW_DAYS, ships_log
 from baton.engines.fake.engine import FakeEngine
 from baton.errors import OperatorError
 from baton.serve import welcome

@@ -19,9 +19,10 @@ from baton.engines.port import ImageInput, PlacedImage, TransferReport, Transfer
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.handoffs.conversation import AFTER_THE_PROMPT, conversation_of
 from baton.handoffs.image_files import ImageFiles
-from baton.handoffs.record import MAX_CONVERSATION_BYTES, HandoffRecord, HandoffState
+from baton.handoffs.record import MAX_CONVERSATION_BYTES, HandoffRecord
 from baton.handoffs.repository import RecordFiles
 from baton.handoffs.service import Handoffs
+from baton.handoffs.state import HandoffState
 from baton.handoffs.storage import HandoffStorage
 from baton.images.client_image import ClientImage
 from baton.telemetry.metrics import HandoffMetrics

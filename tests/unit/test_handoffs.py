@@ -19,9 +19,10 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.handoffs.image_files import ImageFiles
-from baton.handoffs.record import HandoffRecord, HandoffState
+from baton.handoffs.record import HandoffRecord
 from baton.handoffs.repository import RecordFiles
 from baton.handoffs.service import Handoffs
+from baton.handoffs.state import HandoffState
 from baton.handoffs.storage import ORPHANED_AFTER_S, HandoffStorage
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key

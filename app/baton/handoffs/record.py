@@ -8,12 +8,13 @@ import secrets
 import sys
 from array import array
 from collections.abc import Iterable
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
 
 from baton.engines.port import PlacedImage
+from baton.handoffs.public import HandoffObject
+from baton.handoffs.state import HandoffState
 
 
 def _token_ids(value: Any) -> array[int]:
@@ -56,12 +57,6 @@ class Holding(NamedTuple):
     pin: bool
     bytes: int
     beside: int = 0
-
-
-class HandoffState(StrEnum):
-    PENDING = "pending"
-    READY = "ready"
-    FAILED = "failed"
 
 
 class Conversation(BaseModel):
@@ -268,22 +263,22 @@ class HandoffRecord(BaseModel):
         return f"{scope_of(self.tenant)}/{self.id}"
 
     def public(self) -> dict[str, object]:
-        """What its owner is shown; token ids are not, they can be long."""
-        return {
-            "id": self.id,
-            "object": "handoff",
-            "state": self.state.value,
-            "model": self.model,
-            "tokens": len(self.tokens),
-            "images": len(self.images),
-            "latent_steps": self.latent_steps,
-            "bytes": self.bytes,
-            "pin": self.pin,
-            "created_at": int(self.created_at),
-            "expires_at": int(self.expires_at),
-            "parent": self.parent,
-            "label": self.label,
-        }
+        """Return what its owner is shown."""
+        shown = HandoffObject(
+            id=self.id,
+            state=self.state,
+            model=self.model,
+            tokens=len(self.tokens),
+            images=len(self.images),
+            latent_steps=self.latent_steps,
+            bytes=self.bytes,
+            pin=self.pin,
+            created_at=int(self.created_at),
+            expires_at=int(self.expires_at),
+            parent=self.parent,
+            label=self.label,
+        )
+        return shown.model_dump(mode="json")
 
 
 def _memory_of(value: object) -> int:

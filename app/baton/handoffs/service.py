@@ -21,7 +21,8 @@ from baton.handoffs.budget import Room
 from baton.handoffs.changes import Rules
 from baton.handoffs.compatible import require_compatible
 from baton.handoffs.index import Shelf
-from baton.handoffs.record import HandoffRecord, HandoffState
+from baton.handoffs.record import HandoffRecord
+from baton.handoffs.state import HandoffState
 from baton.handoffs.storage import HandoffStorage
 from baton.telemetry.metrics import HandoffMetrics
 

@@ -10,11 +10,12 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode
 
 from baton import __version__
 from baton.engines.port import Operation
 from baton.handoffs import options
-from baton.handoffs.record import HandoffState
+from baton.handoffs.public import HandoffList, HandoffObject
 from baton.http.media_types import UPLOAD_TYPES
 from baton.http.middleware.auth import PUBLIC_PATHS
 from baton.http.routes.forwarded import FORWARDED
@@ -35,40 +36,15 @@ OPERATION_ERRORS = {
     "503": "The engine is starting, overloaded or down, or memory is short; see `Retry-After`.",
 }
 HANDOFF_ERRORS = {"409": "The handoff is pending or of another model, or too much is pinned."}
-WISHES: dict[str, type[BaseModel]] = {
+HANDOFF_MODELS: dict[str, type[BaseModel]] = {
+    "BatonHandoffObject": HandoffObject,
+    "BatonHandoffList": HandoffList,
     "BatonHandoff": options.HandoffOptions,
     "BatonNewHandoff": options.NewHandoff,
     "BatonHandoffChanges": options.Changes,
 }
+ANSWERS = (HandoffObject, HandoffList)
 HANDOFF_BODIES = {"post": "BatonNewHandoff", "patch": "BatonHandoffChanges"}
-TEXT_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-HANDOFF_FIELDS: dict[str, Any] = {
-    "id": {"type": "string"},
-    "object": {"const": "handoff"},
-    "state": {"enum": [state.value for state in HandoffState]},
-    "model": {"type": "string"},
-    "tokens": {"type": "integer"},
-    "latent_steps": {"type": "integer"},
-    "images": {"type": "integer", "description": "How many images its context holds."},
-    "bytes": {"type": "integer"},
-    "pin": {"type": "boolean"},
-    "created_at": {"type": "integer"},
-    "expires_at": {"type": "integer"},
-    "parent": TEXT_OR_NULL,
-    "label": TEXT_OR_NULL,
-}
-HANDOFF_SCHEMA = {"type": "object", "required": list(HANDOFF_FIELDS), "properties": HANDOFF_FIELDS}
-HANDOFF_LIST_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "required": ["object", "data", "has_more", "first_id", "last_id"],
-    "properties": {
-        "object": {"const": "list"},
-        "data": {"type": "array", "items": {"$ref": "#/components/schemas/BatonHandoffObject"}},
-        "has_more": {"type": "boolean"},
-        "first_id": TEXT_OR_NULL,
-        "last_id": TEXT_OR_NULL,
-    },
-}
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 UPLOAD_PARAMETERS = [
     {
@@ -171,9 +147,9 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
     vllm = _vllm_schemas()
     components = openapi.setdefault("components", {}).setdefault("schemas", {})
     components |= vllm["components"] | {"BatonError": ERROR_SCHEMA}
-    components |= {"BatonHandoffObject": HANDOFF_SCHEMA, "BatonHandoffList": HANDOFF_LIST_SCHEMA}
-    for name, kind in WISHES.items():
-        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    for name, kind in HANDOFF_MODELS.items():
+        mode: JsonSchemaMode = "serialization" if kind in ANSWERS else "validation"
+        schema = kind.model_json_schema(mode=mode, ref_template="#/components/schemas/{model}")
         components |= schema.pop("$defs", {}) | {name: schema}
     openapi["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     openapi["security"] = [{"key": []}]
@@ -196,8 +172,8 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
 def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any]) -> None:
     request = schemas["request"]
     if name in options.OPERATIONS:
-        wish = {"type": "object", "properties": {"handoff": {"$ref": "#/components/schemas/BatonHandoff"}}}
-        request = {"allOf": [request, wish]}
+        field = {"type": "object", "properties": {"handoff": {"$ref": "#/components/schemas/BatonHandoff"}}}
+        request = {"allOf": [request, field]}
         _add_errors(operation["responses"], HANDOFF_ERRORS)
     if name is Operation.COMPLETIONS:
         request = {"allOf": [*request["allOf"], PROMPT_IMAGES]}

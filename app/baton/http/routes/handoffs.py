@@ -18,8 +18,8 @@ from baton.handoffs.options import (
     require_latent,
     require_relay,
 )
-from baton.handoffs.record import HandoffState
 from baton.handoffs.session import ID_HEADER
+from baton.handoffs.state import HandoffState
 from baton.http.pipeline import admit, check, take_place, unless_gone
 from baton.http.request_body import read_json
 from baton.http.request_images import take_pictures

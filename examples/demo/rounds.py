@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import httpx
-
-from baton.demo.cast import EDITOR, NATURALIST, READER, SPECIALISTS, SYSTEM, Agent, Way
-from baton.demo.client import Answer, Json, ask
-from baton.demo.figures import Result
-from baton.demo.stage import Stage
+from examples.demo.agents import EDITOR, NATURALIST, READER, SPECIALISTS, SYSTEM, Agent, Way
+from examples.demo.client import Answer, Json, ask
+from examples.demo.display import Stage
+from examples.demo.figures import Result
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+from examples.demo.agents import AGENTS, Way
+from examples.demo.client import Answer
 from rich import box
 from rich.table import Table
-
-from baton.demo.cast import AGENTS, Way
-from baton.demo.client import Answer
 
 NOTHING = "-"
 

@@ -11,16 +11,16 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import httpx
+from examples.demo.agents import Way, ways_of_our_own, ways_on
+from examples.demo.client import ANSWER_WITHIN_S, served
+from examples.demo.display import stage_for
+from examples.demo.figures import Result, notes, table
+from examples.demo.gateway import COLD, READER, own_gateway
+from examples.demo.rounds import Play
+from examples.demo.ships_log import DAYS, FEW_DAYS, ships_log
 from rich.console import Console
 
 from baton.config.settings import load_settings
-from baton.demo.cast import Way, ways_of_our_own, ways_on
-from baton.demo.client import ANSWER_WITHIN_S, served
-from baton.demo.figures import Result, notes, table
-from baton.demo.gateway import COLD, READER, own_gateway
-from baton.demo.play import Play
-from baton.demo.stage import stage_for
-from baton.demo.voyage import DAYS, FEW_DAYS, ships_log
 from baton.errors import OperatorError
 from baton.telemetry.progress import PhaseProgress
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 
 import pytest
+from examples.demo import vision as looking
+from examples.demo.client import Answer
+from examples.demo.vision import CONFIG, LOOKER, MAPPER, encoded_by, table
 from rich.console import Console
 
-from baton.demo import looking
-from baton.demo.client import Answer
-from baton.demo.looking import CONFIG, LOOKER, MAPPER, encoded_by, table
 from baton.errors import OperatorError
 
 PAGE = """\

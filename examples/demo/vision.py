@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from examples.demo.client import ANSWER_WITHIN_S, Answer, Json, ask, headers_of, reason_of
+from examples.demo.display import first_token
+from examples.demo.gateway import HEAD, OwnGateway, own_gateway
 from prometheus_client.parser import text_string_to_metric_families
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from baton.config.settings import load_settings
-from baton.demo.client import ANSWER_WITHIN_S, Answer, Json, ask, headers_of, reason_of
-from baton.demo.gateway import HEAD, OwnGateway, own_gateway
-from baton.demo.stage import first_token
 from baton.errors import OperatorError
 from baton.telemetry.progress import PhaseProgress
 

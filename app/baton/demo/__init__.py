@@ -1,1 +1,0 @@
-"""`baton demo`: agents that hand their context to one another, beside the same agents passing text."""

@@ -1,0 +1,13 @@
+"""The states of a handoff."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class HandoffState(StrEnum):
+    """`pending -> ready`, or `pending -> failed`. An expired or deleted handoff has no state: it is gone."""
+
+    PENDING = "pending"
+    READY = "ready"
+    FAILED = "failed"

@@ -1,0 +1,160 @@
+"""Run an app under uvicorn: signals, drain, the exit code, and a second server for `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from math import ceil
+from typing import Any
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from baton.config.settings import Settings
+from baton.errors import FleetLost, OperatorError, StartError
+from baton.http.middleware.drain import LAST_WORDS_S
+from baton.http.protocol import protocol_for
+from baton.http.state import Gateway
+
+
+def url_of(listener: socket.socket) -> str:
+    """The address a listening socket answers on."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _uvicorn_config(app: Any, gateway: Gateway, **options: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=protocol_for(gateway.settings.edge, gateway.metrics),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # nothing here asks who the client's address is
+        **options,
+    )
+
+
+class MetricsServer(uvicorn.Server):
+    """A second server in the process; signals belong to the first.
+
+    Args:
+        app: answers `/metrics`.
+        gateway: the gateway it is of.
+    """
+
+    def __init__(self, app: Any, gateway: Gateway) -> None:
+        super().__init__(_uvicorn_config(app, gateway))
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class GatewayServer(uvicorn.Server):
+    """The gateway's server: says when it is ready, and ends with a code that says how it went.
+
+    Args:
+        app: from `create_app`.
+        settings: its settings.
+        on_ready: called with the URL once every engine answers.
+
+    Attributes:
+        failure: why the engines could not start, if they could not.
+        handle_signals: end on SIGINT and SIGTERM; off where another part of the process owns them.
+    """
+
+    def __init__(self, app: FastAPI, settings: Settings, on_ready: Callable[[str], None]) -> None:
+        super().__init__(
+            _uvicorn_config(
+                app,
+                app.state.gateway,
+                lifespan="on",
+                timeout_graceful_shutdown=settings.drain_timeout_s + ceil(LAST_WORDS_S) + 1,
+            )
+        )
+        self._app = app
+        self._settings = settings
+        self._on_ready = on_ready
+        self.handle_signals = True
+        self.failure: OperatorError | None = None
+        self._log = structlog.get_logger("baton.server")
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn does, but a stop that was asked for ends the process with 0, not by the signal."""
+        if not self.handle_signals:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """The first signal lets what runs finish, the second cuts it off."""
+        drain, loop = self._gateway.drain, asyncio.get_running_loop()
+        if drain.begun:
+            self.should_exit = True
+            drain.cut()
+            return
+        drain.begin()
+        delay = self._settings.drain_delay_s if sig == signal.SIGTERM and self._gateway.fleet.ready else 0.0
+        self._log.info("draining", delay_s=delay, timeout_s=self._settings.drain_timeout_s)
+        loop.call_later(delay, setattr, self, "should_exit", True)
+        loop.call_later(delay + self._settings.drain_timeout_s, drain.cut)
+
+    @property
+    def _gateway(self) -> Gateway:
+        gateway: Gateway = self._app.state.gateway
+        return gateway
+
+    async def startup(self, *args: Any, **kwargs: Any) -> None:
+        await super().startup(*args, **kwargs)
+        if not self.should_exit:
+            self._app.state.started.add_done_callback(self._fleet_started)
+            self._watch = asyncio.create_task(self._until_lost(), name="fleet-lost")
+
+    async def _until_lost(self) -> None:
+        await self._gateway.fleet.lost.wait()
+        self.failure = FleetLost("Every engine failed too often; the log lines above say how each was lost.")
+        self._log.error("fleet_lost")
+        self._gateway.drain.begin()
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._watch.cancel()
+        await super().shutdown(sockets)
+
+    @property
+    def url(self) -> str:
+        return url_of(self.servers[0].sockets[0])
+
+    def _fleet_started(self, started: asyncio.Task[None]) -> None:
+        if started.cancelled():
+            return
+        error = started.exception()
+        if error is None:
+            gc.collect()
+            gc.freeze()  # what a start leaves lives on; no collection need look at it again
+            self._on_ready(self.url)
+            return
+        self.failure = error if isinstance(error, OperatorError) else _unforeseen()
+        if error is not self.failure:
+            self._log.error("start_failed", cause=str(error), exc_info=error)
+        self.should_exit = True
+
+
+def _unforeseen() -> StartError:
+    return StartError("The engines could not start; the log line above says where it went wrong.")
