@@ -8,7 +8,7 @@
 | outputs   | `post_process_async`, `post_process` | the same           |                                   |
 | answer    | `output_to_response(output)`   | the output itself        | `output_to_files(output)`         |
 | count     |                                |                          | `amounts(output)`                 |
-| show      |                                |                          | `for_exhibit`, `exhibit(output)`  |
+| describe  |                                |                          | `describe`, `for_description`     |
 | afterwards|                                |                          | `forget(request_id)`              |
 
 A hook that a class has from vLLM's own base does nothing of its own: the base's coroutines call the
@@ -78,15 +78,15 @@ class ResultFile:
 
 
 @dataclass(frozen=True)
-class Exhibit:
-    """What there is to see in an answer, for one who is asked about it.
+class Description:
+    """A plugin's description of its answer, for a model that is asked about it.
 
     Attributes:
-        words: in a line or a few.
+        text: a line or a few.
         picture: media type and bytes; None: there is none.
     """
 
-    words: str
+    text: str
     picture: tuple[str, bytes] | None = None
 
 
@@ -142,15 +142,17 @@ class Processor:
                 f'The plugin \'{self.name}\' takes JSON only: send {{"model": ..., "data": {{...}}}}.'
             )
 
-    def require_exhibits(self) -> None:
-        """See to it that the plugin can show its answers to a model.
+    def require_description(self) -> None:
+        """Require that the plugin can describe its answers.
 
         Raises:
-            OperationUnsupported: it cannot.
+            OperationUnsupported: the plugin has no `describe` hook.
         """
-        if not self._own("exhibit"):
+        if not self._own("describe"):
             raise OperationUnsupported(
-                f"The plugin '{self.name}' shows its results to no other model.", param="then"
+                f"The plugin '{self.name}' does not describe its results, so no model can be asked about "
+                "them: leave 'follow_up' out.",
+                param="follow_up",
             )
 
     def _own(self, hook: str) -> bool:
@@ -261,19 +263,19 @@ class Processor:
             return []
         return await self._threads.run(self._tenant, _result_files, self._instance.output_to_files, output)
 
-    async def for_exhibit(self, data: Any) -> Any:
-        """What was parsed, made such that its answer can be shown."""
-        if not self._own("for_exhibit"):
+    async def for_description(self, data: Any) -> Any:
+        """Return the parsed request, changed so that its answer can be described."""
+        if not self._own("for_description"):
             return data
-        return await self._threads.run(self._tenant, self._instance.for_exhibit, data)
+        return await self._threads.run(self._tenant, self._instance.for_description, data)
 
-    async def exhibit(self, output: Any) -> Exhibit:
-        """What there is to see in the answer.
+    async def describe(self, output: Any) -> Description:
+        """Return the plugin's description of its answer.
 
         Raises:
-            Exception: whatever the plugin raises, or it gives something else.
+            Exception: the plugin raised, or returned something else.
         """
-        return await self._threads.run(self._tenant, _exhibit, self._instance.exhibit, output)
+        return await self._threads.run(self._tenant, _description, self._instance.describe, output)
 
     async def amounts(self, output: Any) -> dict[str, float]:
         """What the plugin says the answer amounts to, by unit; nothing: it does not count."""
@@ -297,12 +299,12 @@ def _result_files(hook: Callable[[Any], Iterable[tuple[str, str, Path]]], output
     return files
 
 
-def _exhibit(hook: Callable[[Any], tuple[str, tuple[str, Path] | None]], output: Any) -> Exhibit:
-    words, picture = hook(output)
+def _description(hook: Callable[[Any], tuple[str, tuple[str, Path] | None]], output: Any) -> Description:
+    text, picture = hook(output)
     if picture is None:
-        return Exhibit(str(words))
+        return Description(str(text))
     media_type, path = picture
-    return Exhibit(str(words), (str(media_type), Path(path).read_bytes()))
+    return Description(str(text), (str(media_type), Path(path).read_bytes()))
 
 
 async def _called(hook: Callable[[], Any]) -> Any:

@@ -16,7 +16,7 @@ from baton.engines.port import Engine, Json, Plugin
 from baton.errors import BatonError, EngineOverloaded, PluginFailed, PluginTimeout
 from baton.pooling.encoding import Encoding
 from baton.pooling.hooks import Home
-from baton.pooling.processor import Exhibit, Processor, ResultFile, Upload
+from baton.pooling.processor import Description, Processor, ResultFile, Upload
 from baton.pooling.refusals import refusal, where
 from baton.pooling.uploads import require_folder
 from baton.telemetry.ids import RequestContext
@@ -68,14 +68,14 @@ class Answer:
         files: list[ResultFile] = await self._step(self._processor.files(self._output))
         return files
 
-    async def exhibit(self) -> Exhibit:
-        """What there is to see in the answer; it was asked for when the request was run.
+    async def describe(self) -> Description:
+        """Return the plugin's description of the answer; the request must have been run with `describe`.
 
         Raises:
             BatonError: the plugin failed, or took too long.
         """
-        exhibit: Exhibit = await self._step(self._processor.exhibit(self._output))
-        return exhibit
+        description: Description = await self._step(self._processor.describe(self._output))
+        return description
 
     async def _step(self, step: Any) -> Any:
         try:
@@ -160,7 +160,7 @@ class Runner:
                 running.dec()
 
     async def run(
-        self, work: Json | Upload, context: RequestContext, *, priority: int = 0, exhibits: bool = False
+        self, work: Json | Upload, context: RequestContext, *, priority: int = 0, describe: bool = False
     ) -> Answer:
         """Do one request.
 
@@ -168,20 +168,20 @@ class Runner:
             work: the body of a JSON request, or a file sent as it is.
             context: our ids for it.
             priority: lower is sooner.
-            exhibits: `Answer.exhibit` will be asked for.
+            describe: `Answer.describe` will be called.
 
         Raises:
             BatonError: whatever went wrong; nothing of the request is left.
         """
-        if exhibits:
-            self._processor.require_exhibits()
+        if describe:
+            self._processor.require_description()
         processor = self._processor.of(context.tenant)
         outcome, limit = "failed", self._settings.time_limit_s
         try:
             async with self._admitted(context.tenant):
                 deadline = asyncio.get_running_loop().time() + limit
                 async with asyncio.timeout_at(deadline):
-                    output = await self._run(processor, work, context, priority, exhibits=exhibits)
+                    output = await self._run(processor, work, context, priority, describe=describe)
             outcome = "ok"
             return Answer(processor, output, context.request_id, deadline=deadline, time_limit_s=limit)
         except TimeoutError:
@@ -205,14 +205,14 @@ class Runner:
         context: RequestContext,
         priority: int,
         *,
-        exhibits: bool,
+        describe: bool,
     ) -> Any:
         with processor.at_home() as home:
             try:
                 with self._timed("parse"):
                     data = await _parsed(processor, work)
-                    if exhibits:
-                        data = await processor.for_exhibit(data)
+                    if describe:
+                        data = await processor.for_description(data)
                     params = await processor.params()
                 with self._timed("prepare"):
                     prompts = await processor.prompts(data, context.request_id, home)

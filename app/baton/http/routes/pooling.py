@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
 from baton.http.accept import JSON, ZIP, Wanted, chosen, names_of, wanted_types
-from baton.http.follow_up import FIELD, Then, take_then, tell
+from baton.http.follow_up import FIELD, FollowUp, ask_follow_up, refuse_old_name, take_follow_up
 from baton.http.media_types import UPLOAD_TYPES, media_type_of
 from baton.http.pipeline import admit, operate, strip, unless_gone
 from baton.http.request_body import read_json
@@ -47,17 +47,17 @@ async def create_pooling(request: Request) -> Response:
     runner = gateway.pooling.runner(engine)
     if runner is None:
         _refuse_plugin_body(engine, body)
-        _refuse_then(engine, body)
+        _refuse_follow_up(engine, body)
         return await operate(request, Operation.POOLING, body)
     state_of(request.scope).model = engine.name
     _require_priority(body.get("priority", 0))
     strip(request, body)
     _require_data(runner, engine, body)
     wanted = wanted_types(request.headers)
-    if (then := take_then(gateway, body)) is not None:
+    if (follow_up := take_follow_up(gateway, body)) is not None:
         if chosen(wanted, [JSON]) is None:
             raise _nothing_of_that_kind([JSON])
-        return await unless_gone(request, _told(request, runner, body, then))
+        return await unless_gone(request, _with_follow_up(request, runner, body, follow_up))
     return await unless_gone(request, _answered(gateway, runner, body, context_of(request), wanted))
 
 
@@ -69,10 +69,11 @@ def _refuse_plugin_body(engine: Engine, body: Json) -> None:
         )
 
 
-def _refuse_then(engine: Engine, body: Json) -> None:
+def _refuse_follow_up(engine: Engine, body: Json) -> None:
+    refuse_old_name(body)
     if FIELD in body:
         raise InvalidRequest(
-            f"The model '{engine.name}' has no IO processor plugin whose result 'then' could show.",
+            f"The model '{engine.name}' has no IO processor plugin for '{FIELD}' to ask about.",
             param=FIELD,
         )
 
@@ -160,19 +161,19 @@ async def _as_file(
     return LastingFileResponse(file.path, kind, file.name, answer.close, answer.time_limit_s)
 
 
-async def _told(request: Request, runner: Runner, body: Json, then: Then) -> Response:
-    """The plugin's result, and under `then` what a chat model says of it."""
+async def _with_follow_up(request: Request, runner: Runner, body: Json, follow_up: FollowUp) -> Response:
+    """Answer with the plugin's result and, under `follow_up`, the chat model's answer about it."""
     context = context_of(request)
-    answer = await runner.run(body, context, exhibits=True)
+    answer = await runner.run(body, context, describe=True)
     try:
-        data, exhibit = await answer.data(), await answer.exhibit()
+        data, description = await answer.data(), await answer.describe()
     finally:
         await answer.close()
-    told = await tell(request, then, exhibit)
+    follow_up_answer = await ask_follow_up(request, follow_up, description)
     return Response(
-        await _packed(gateway_of(request), context, data, {FIELD: told.body}),
+        await _packed(gateway_of(request), context, data, {FIELD: follow_up_answer.body}),
         media_type=JSON,
-        headers=dict(told.headers),
+        headers=dict(follow_up_answer.headers),
     )
 
 
