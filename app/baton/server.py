@@ -46,7 +46,7 @@ from baton.http.routes import docs, forwarded, handoffs, health, metrics, models
 from baton.http.state import Gateway
 from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.fetching import fetcher_of
-from baton.images.reading import ImageReading
+from baton.images.reader import ImageReader
 from baton.pooling.runner import Pooling
 from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT
 from baton.telemetry.lag import watch_lag
@@ -112,7 +112,7 @@ def create_app(
         Pooling(settings.pooling, counted.pooling, counted.queues),
         Drain(),
         Admission(settings.admission, fleet.names, counted.admission),
-        ImageReading(
+        ImageReader(
             settings.images,
             counted.images,
             fetcher_of(settings.images),

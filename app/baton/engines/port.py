@@ -72,14 +72,14 @@ class PlacedImage:
     """An image, and the tokens of a prompt that stand for it.
 
     Attributes:
-        picture: the image.
+        image: the image.
         digest: its SHA-256, by which engines know it.
         offset: index of the first of its tokens.
         length: how many there are.
         target: the tokens that stood there before they did; none where the model asks for none.
     """
 
-    picture: ClientImage
+    image: ClientImage
     digest: str
     offset: int
     length: int
@@ -280,13 +280,13 @@ class Engine(Protocol):
         ...
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+        self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
         """Put images into a prompt: the tokens that stand for them, where its text has places for them.
 
         Args:
             prompt: token ids of a text as the template writes it.
-            pictures: its images, in order; at least one.
+            images: its images, in order; at least one.
             begins: nothing stands before this prompt.
 
         Raises:

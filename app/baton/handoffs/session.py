@@ -209,7 +209,7 @@ class Sessions:
     def _require_light_images(self, images: Sequence[PlacedImage]) -> None:
         """Refuse images that a handoff may not keep, before the engine hears of them."""
         most = self.settings.image_bytes
-        size = sum({image.digest: len(image.picture.data) for image in images}.values())
+        size = sum({image.digest: len(image.image.data) for image in images}.values())
         if size > most:
             raise InvalidRequest(
                 f"The context's images take {size} bytes, and a handoff keeps at most {most} "

@@ -20,7 +20,7 @@ from baton.http.request_body import in_a_thread, off_the_loop
 from baton.http.request_state import context_of
 from baton.http.state import gateway_of
 from baton.images.client_image import ClientImage
-from baton.images.parts import Dialect, Part, image_parts, listed_images, part_of, typed_token
+from baton.images.parts import Dialect, ImagePart, image_parts, listed_images, part_of, typed_token
 from baton.telemetry.ids import RequestContext
 
 DIALECTS = {
@@ -30,7 +30,7 @@ DIALECTS = {
 }
 
 
-async def take_pictures(
+async def take_images(
     request: Request, engine: Engine, operation: Operation, body: dict[str, Any]
 ) -> list[ClientImage]:
     """Read the images of a body, and put the images as they were read in their places.
@@ -50,7 +50,7 @@ async def take_pictures(
     gateway = gateway_of(request)
     dialect, plain = DIALECTS.get(operation, Dialect.CHAT), operation is Operation.COMPLETIONS
 
-    def find() -> list[Part]:
+    def find() -> list[ImagePart]:
         parts = list(listed_images(body) if plain else image_parts(body, dialect))
         placed = plain and bool(parts)  # then the prompt says itself where its images stand
         _refuse_typed({**body, "prompt": None} if placed else body, engine.images)
@@ -64,15 +64,15 @@ async def take_pictures(
     if plain:
         require_one_prompt(body, "images")
     _require_count(parts, engine, gateway.settings.images)
-    pictures = await gateway.images.read(parts, context_of(request).tenant)
+    images = await gateway.images.read(parts, context_of(request).tenant)
     if not plain:
-        await in_a_thread(request, partial(_put, parts, pictures, dialect))
-        context_of(request).images = _names(pictures, dialect)
-    return pictures
+        await in_a_thread(request, partial(_put, parts, images, dialect))
+        context_of(request).images = _names(images, dialect)
+    return images
 
 
 async def completed(
-    engine: Engine, body: dict[str, Any], context: RequestContext, pictures: Sequence[ClientImage]
+    engine: Engine, body: dict[str, Any], context: RequestContext, client_images: Sequence[ClientImage]
 ) -> Reply:
     """Complete a plain prompt with images, which vLLM's own handler has no field for.
 
@@ -80,23 +80,23 @@ async def completed(
         BatonError: it has not one place for each of them, or the engine failed.
     """
     special = body.get("add_special_tokens") is not False
-    tokens, images = await Writer(engine, context, pictures).plain(body["prompt"], special=special)
+    tokens, images = await Writer(engine, context, client_images).plain(body["prompt"], special=special)
     return await engine.call(
         Operation.COMPLETIONS, body, context, TransferRequest(prompt=tokens, images=images)
     )
 
 
-def _put(parts: Sequence[Part], pictures: Sequence[ClientImage], dialect: Dialect) -> None:
-    for part, picture in zip(parts, pictures, strict=True):
-        part.holder[part.key] = part_of(picture, dialect)
+def _put(parts: Sequence[ImagePart], images: Sequence[ClientImage], dialect: Dialect) -> None:
+    for part, image in zip(parts, images, strict=True):
+        part.holder[part.key] = part_of(image, dialect)
 
 
-def _names(pictures: Sequence[ClientImage], dialect: Dialect) -> frozenset[str] | None:
+def _names(images: Sequence[ClientImage], dialect: Dialect) -> frozenset[str] | None:
     """What vLLM calls these images; None where it drops what we call them."""
-    return None if dialect is Dialect.MESSAGES else frozenset(picture.digest for picture in pictures)
+    return None if dialect is Dialect.MESSAGES else frozenset(image.digest for image in images)
 
 
-def _require_count(parts: Sequence[Part], engine: Engine, settings: ImageSettings) -> None:
+def _require_count(parts: Sequence[ImagePart], engine: Engine, settings: ImageSettings) -> None:
     if engine.images.limit == 0:
         raise OperationUnsupported(
             f"{parts[0].where}: the model '{engine.name}' takes no images, only text.", param=parts[0].where

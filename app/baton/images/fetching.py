@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.config.groups import ImageSettings
 from baton.errors import ImageFetchFailed, ImageTooLarge, InvalidRequest, SettingsError
-from baton.images.reading import Fetch
+from baton.images.reader import Fetch
 from baton_fetch.addresses import AllowedHosts
 from baton_fetch.errors import FetchFailed, FetchRefused
 from baton_fetch.fetch import Fetcher, Resolver, system_resolver

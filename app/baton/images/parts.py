@@ -64,7 +64,7 @@ class Dialect(Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class ImagePart:
     """One image where it lies in a body.
 
     Attributes:
@@ -80,7 +80,7 @@ class Part:
     url: str
 
 
-def image_parts(value: Any, dialect: Dialect, where: str = "") -> Iterator[Part]:
+def image_parts(value: Any, dialect: Dialect, where: str = "") -> Iterator[ImagePart]:
     """Every image in a body.
 
     Raises:
@@ -104,7 +104,7 @@ def image_parts(value: Any, dialect: Dialect, where: str = "") -> Iterator[Part]
             yield from image_parts(item, dialect, there)
 
 
-def listed_images(body: Json) -> Iterator[Part]:
+def listed_images(body: Json) -> Iterator[ImagePart]:
     """Every image of a plain prompt's body: its field `images`, a list of URLs or of parts as in a chat.
 
     Raises:
@@ -119,7 +119,7 @@ def listed_images(body: Json) -> Iterator[Part]:
         found = _part(item, Dialect.CHAT, listed, key, where) if isinstance(item, dict) else None
         if found is None and not isinstance(item, str):
             raise InvalidImage(f"{where}: give a data: URL, or a part of type 'image_url'.", param=where)
-        yield found or Part(listed, key, where, item)
+        yield found or ImagePart(listed, key, where, item)
     rest = {key: item for key, item in body.items() if key != "images"}
     for part in image_parts(rest, Dialect.CHAT):
         raise InvalidRequest(
@@ -132,12 +132,12 @@ def _is_call(part: Json, dialect: Dialect, where: str) -> bool:
     return dialect is Dialect.MESSAGES and ".content[" in where and part.get("type") == "tool_use"
 
 
-def _part(part: Json, dialect: Dialect, holder: Any, key: int | str, where: str) -> Part | None:
+def _part(part: Json, dialect: Dialect, holder: Any, key: int | str, where: str) -> ImagePart | None:
     kind = part.get("type")
     kind = kind if isinstance(kind, str) else None
     _refuse_other_media(part, kind, where)
     if kind == "image":
-        return Part(holder, key, f"{where}.source", _source_url(part.get("source"), dialect, where))
+        return ImagePart(holder, key, f"{where}.source", _source_url(part.get("source"), dialect, where))
     if not any(name in part for name in IMAGES) and kind not in IMAGES:
         return None
     if dialect is Dialect.MESSAGES:
@@ -156,7 +156,7 @@ def _part(part: Json, dialect: Dialect, holder: Any, key: int | str, where: str)
             "alone could name.",
             param=f"{where}.image_url",
         )
-    return Part(holder, key, f"{where}.image_url", url)
+    return ImagePart(holder, key, f"{where}.image_url", url)
 
 
 def _refuse_other_media(part: Json, kind: str | None, where: str) -> None:
@@ -188,19 +188,19 @@ def _source_url(source: object, dialect: Dialect, where: str) -> str:
     return url
 
 
-def part_of(picture: ClientImage, dialect: Dialect) -> Json:
+def part_of(image: ClientImage, dialect: Dialect) -> Json:
     """What stands in an image's place when the body goes to the engine.
 
     With `uuid` vLLM calls the image by the digest of its bytes, the same on every engine; where a handler
     drops it, by a hash of its own.
     """
     if dialect is Dialect.MESSAGES:
-        source = {"type": "base64", "media_type": picture.media_type, "data": picture.base64}
+        source = {"type": "base64", "media_type": image.media_type, "data": image.base64}
         return {"type": "image", "source": source}
     if dialect is Dialect.RESPONSES:
-        image = {"type": "input_image", "image_url": picture.url, "detail": "auto"}
-        return image | {"uuid": picture.digest}
-    return {"type": "image_url", "image_url": {"url": picture.url}, "uuid": picture.digest}
+        part = {"type": "input_image", "image_url": image.url, "detail": "auto"}
+        return part | {"uuid": image.digest}
+    return {"type": "image_url", "image_url": {"url": image.url}, "uuid": image.digest}
 
 
 def typed_token(value: Any, texts: tuple[str, ...], where: str = "") -> tuple[str, str] | None:

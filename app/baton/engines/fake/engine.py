@@ -172,9 +172,9 @@ class FakeEngine:
         return self.behaviour.stalled_seconds
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+        self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
-        return with_images(prompt, pictures)
+        return with_images(prompt, images)
 
     async def render(self, body: Json) -> str:
         """One line a message, a system line first as many models' templates have it."""

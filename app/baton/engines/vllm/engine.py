@@ -180,12 +180,12 @@ class VllmEngine:
         return {name: value for name, value in given.items() if value}
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+        self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
         if self._image_prompts is None:
             raise EngineUnavailable()
         try:
-            return await self._image_prompts.place(prompt, pictures, begins=begins)
+            return await self._image_prompts.place(prompt, images, begins=begins)
         except Exception as error:  # the border to vLLM's processor, which raises anything at all
             raise self._translate(error) from error
 
