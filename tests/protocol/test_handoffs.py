@@ -360,8 +360,8 @@ def test_no_answer_names_the_store_s_entries(relay: FakeGateway, path: str, stre
 def test_the_planner_says_what_it_did_and_why(relay: FakeGateway) -> None:
     engine = relay.engine("a")
     for _ in range(3):
-        engine.speed.prefilled(1000, 1.0)
-        engine.speed.loaded(1000, 0.001)
+        engine.throughput.prefilled(1000, 1.0)
+        engine.throughput.loaded(1000, 0.001)
     told = post(relay, TEXT | {"handoff": {"from": leave(relay)}}).json()["handoff"]["source"]
     assert told["decision"] == "load"
     assert told["estimated_load_ms"] is None, "a handoff without KV has nothing to load"

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from baton.engines.throughput import Speed
+from baton.engines.throughput import Throughput
 from baton.images.client_image import ClientImage
 from baton.telemetry.ids import RequestContext
 from baton_kv.contract import TransferFailure
@@ -245,7 +245,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def speed(self) -> Speed:
+    def throughput(self) -> Throughput:
         """How fast it computes and loads."""
         ...
 

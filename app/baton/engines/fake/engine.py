@@ -41,7 +41,7 @@ from baton.engines.port import (
     TransferRequest,
     WholeReply,
 )
-from baton.engines.throughput import Speed
+from baton.engines.throughput import Throughput
 from baton.errors import (
     BatonError,
     ContextTooLong,
@@ -125,7 +125,7 @@ class FakeEngine:
     aliases: tuple[str, ...] = ()
     state: EngineState = EngineState.STARTING
     plugin: Plugin | None = None
-    speed: Speed = field(default_factory=Speed)
+    throughput: Throughput = field(default_factory=Throughput)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     bodies: list[Json] = field(default_factory=list)
     transfers: list[TransferRequest] = field(default_factory=list)
