@@ -40,7 +40,8 @@ class TransferWatch:
             self._transfers.count(outcome)
             request = self._requests.get(outcome.tag or "")
             if outcome.kind is Transfer.LOAD and outcome.failure is not TransferFailure.GIVEN_UP:
-                measured = self._throughput.loaded if outcome.failure is None else self._throughput.load_failed
+                failed = outcome.failure is not None
+                measured = self._throughput.load_failed if failed else self._throughput.loaded
                 measured(outcome.bytes, outcome.seconds)
             if request is not None:
                 _note(request.report, outcome)
