@@ -47,7 +47,7 @@ from baton.http.state import Gateway
 from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.fetching import fetcher_of
 from baton.images.reader import ImageReader
-from baton.pooling.runner import Pooling
+from baton.pooling.service import Pooling
 from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT
 from baton.telemetry.lag import watch_lag
 from baton.telemetry.memory import MemoryReader, MemoryWatch

@@ -15,7 +15,7 @@ from baton.handoffs.session import Sessions
 from baton.http.middleware.drain import Drain
 from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.reader import ImageReader
-from baton.pooling.runner import Pooling
+from baton.pooling.service import Pooling
 from baton.telemetry.metrics import GatewayMetrics
 
 

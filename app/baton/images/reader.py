@@ -15,7 +15,7 @@ from baton.errors import BatonError, GatewayOverloaded, ImageTooLarge, InvalidIm
 from baton.images.client_image import ClientImage
 from baton.images.decoding import decode_image
 from baton.images.parts import ImagePart
-from baton.telemetry.metrics import ImageMetrics
+from baton.telemetry.image_metrics import ImageMetrics
 from baton.telemetry.queues import QueueMetrics
 
 Fetch = Callable[[str, str], Awaitable[bytes]]

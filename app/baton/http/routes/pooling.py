@@ -25,9 +25,10 @@ from baton.http.pipeline import admit, operate, strip, unless_gone
 from baton.http.request_body import read_json
 from baton.http.request_state import context_of, state_of
 from baton.http.state import Gateway, gateway_of
-from baton.pooling.processor import ResultFile, Upload
-from baton.pooling.runner import Answer, Runner
+from baton.pooling.answer import Answer
+from baton.pooling.runner import Runner
 from baton.pooling.uploads import RESULTS, Spool
+from baton.pooling.values import ResultFile, Upload
 from baton.telemetry.ids import RequestContext
 from baton_spool import make
 
