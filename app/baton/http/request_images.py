@@ -1,6 +1,6 @@
-"""The images of a request: found, read, checked, and put back as what the engine is to see.
+"""Read and check the images of a request, and put them back into its body in the form that engines get.
 
-After this no part of a body names anything outside of it, and every image in it is one that we have decoded.
+Afterwards the body refers to nothing outside it, and Baton has decoded every image in it.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ DIALECTS = {
 async def take_images(
     request: Request, engine: Engine, operation: Operation, body: dict[str, Any]
 ) -> list[ClientImage]:
-    """Read the images of a body, and put the images as they were read in their places.
+    """Read the images of a body and replace each with the image as it was decoded.
 
-    Those of a plain prompt are taken out: no handler of vLLM's knows them.
+    The field `images` of a completion is removed, for no handler of vLLM's reads it.
 
     Returns:
-        What was read, in the order of the prompt.
+        The images in the order of the prompt.
 
     Raises:
-        InvalidRequest: there are too many, a text holds what stands for one, there are media that are no
-            images, or they come with more than one plain prompt.
-        OperationUnsupported: the model takes none.
-        InvalidImage: one is not taken.
-        ImageFetchFailed: one could not be fetched.
+        InvalidRequest: there are too many images, a text holds a placeholder of images, there are other
+            media, or several plain prompts.
+        OperationUnsupported: the model takes no images.
+        InvalidImage: an image is damaged, too large or of an unsupported format.
+        ImageFetchFailed: an image could not be fetched.
     """
     gateway = gateway_of(request)
     dialect, plain = DIALECTS.get(operation, Dialect.CHAT), operation is Operation.COMPLETIONS
 
     def find() -> list[ImagePart]:
         parts = list(listed_images(body) if plain else image_parts(body, dialect))
-        placed = plain and bool(parts)  # then the prompt says itself where its images stand
+        placed = plain and bool(parts)  # then the prompt itself holds the placeholders
         _refuse_typed({**body, "prompt": None} if placed else body, engine.images)
         return parts
 
@@ -77,7 +77,7 @@ async def completed(
     """Complete a plain prompt with images, which vLLM's own handler has no field for.
 
     Raises:
-        BatonError: it has not one place for each of them, or the engine failed.
+        BatonError: the prompt does not have one placeholder for each image, or the engine failed.
     """
     special = body.get("add_special_tokens") is not False
     tokens, images = await Writer(engine, context, client_images).plain(body["prompt"], special=special)
@@ -92,7 +92,7 @@ def _put(parts: Sequence[ImagePart], images: Sequence[ClientImage], dialect: Dia
 
 
 def _names(images: Sequence[ClientImage], dialect: Dialect) -> frozenset[str] | None:
-    """What vLLM calls these images; None where it drops what we call them."""
+    """Return the names of the images in vLLM; None where it ignores the names that we give."""
     return None if dialect is Dialect.MESSAGES else frozenset(image.digest for image in images)
 
 
@@ -104,8 +104,8 @@ def _require_count(parts: Sequence[ImagePart], engine: Engine, settings: ImageSe
     most = min(engine.images.limit, settings.count)
     if len(parts) > most:
         raise InvalidRequest(
-            f"The request holds {len(parts)} images; with the model '{engine.name}' at most {most} are taken "
-            "(setting images.count, and what the model takes).",
+            f"The request holds {len(parts)} images; with the model '{engine.name}' at most {most} are "
+            "allowed (setting images.count, and the model's own limit).",
             param=parts[most].where,
         )
 
@@ -115,7 +115,7 @@ def _refuse_typed(body: dict[str, Any], images: ImageInput) -> None:
     if found is not None:
         where, text = found
         raise InvalidRequest(
-            f"{where}: the text holds '{text}', which stands for an image in this model's prompts: leave it "
-            "out, and send images as parts of their own.",
+            f"{where}: the text holds '{text}', the placeholder of an image in this model's prompts: leave "
+            "it out, and send images as parts of their own.",
             param=where,
         )

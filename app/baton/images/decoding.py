@@ -1,7 +1,7 @@
-"""A file that a client calls an image, opened under limits and looked through before anything else sees it.
+"""Decode and check an image file under limits, before an engine gets it.
 
-What the file says of itself counts, not what the client calls it. Every pixel is decoded once here, so
-that a file which cannot be decoded is refused before a model's own processor meets it.
+The format is read from the file, not from the media type that the client gave. Every pixel is decoded once
+here, so that a broken file is refused before a model's own processor reads it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.images.client_image import ClientImage
 from baton.images.headers import MEDIA_TYPES, format_of, is_lossy, refuse_endless_headers
 
 PLAIN_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
-"""Modes that every image processor turns into RGB in the same way."""
+"""Pillow's modes that every image processor converts to RGB in the same way."""
 SIXTEEN_BITS = ("I;16", "I;16B", "I;16L", "I")
 JPEG_QUALITY = 95
 PNG_COMPRESSION = 1
@@ -28,27 +28,27 @@ log = structlog.get_logger("baton.images")
 
 
 def decode_image(data: bytes, limits: ImageSettings, where: str) -> ClientImage:
-    """An image file as a `ClientImage`: as it came, or written anew where a model would see another image.
+    """Decode an image file; rewrite it if it is not upright, or in a mode that processors read differently.
 
     Args:
         data: the file.
-        limits: what an image may be.
-        where: its place in the request, for messages.
+        limits: of an image.
+        where: the image's place in the request, for messages.
 
     Raises:
-        InvalidImage: it is no still PNG, JPEG, WebP or GIF, or is broken.
-        ImageTooLarge: it is one, and too large.
+        InvalidImage: the file is no still PNG, JPEG, WebP or GIF, or is damaged.
+        ImageTooLarge: the image exceeds a limit.
     """
     if len(data) > limits.file_bytes:
         raise ImageTooLarge(
-            f"{where}: the image file has {len(data)} bytes; at most {limits.file_bytes} are taken "
-            "(setting images.file_bytes).",
+            f"{where}: the image file has {len(data)} bytes; at most {limits.file_bytes} are "
+            "allowed (setting images.file_bytes).",
             param=where,
         )
     kind = format_of(data)
     if kind is None:
         raise InvalidImage(
-            f"{where}: this is no PNG, JPEG, WebP or GIF file, whatever its type says; send one of these.",
+            f"{where}: the file is no PNG, JPEG, WebP or GIF, whatever its media type; send one of these.",
             param=where,
         )
     refuse_endless_headers(kind, data, where)
@@ -57,25 +57,25 @@ def decode_image(data: bytes, limits: ImageSettings, where: str) -> ClientImage:
             _require_size(image, limits, where)
             _require_still(image, where)
             image.load()
-            _require_size(image, limits, where)  # a GIF's first frame may be larger than it said
+            _require_size(image, limits, where)  # a GIF's first frame may be larger than its header says
             client_image = _as_client_image(image, kind, data, int(limits.file_bytes))
             client_image.digest  # noqa: B018  # computed here, in a thread, and kept
             return client_image
     except _TooMuchWritten:
         raise ImageTooLarge(
-            f"{where}: the image takes more than {limits.file_bytes} bytes once it is written upright with 8 "
-            "bits a channel (setting images.file_bytes): send it so yourself, or make it smaller.",
+            f"{where}: the image takes more than {limits.file_bytes} bytes when it is rewritten upright with "
+            "8 bits a channel (setting images.file_bytes): send it in that form, or make it smaller.",
             param=where,
         ) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise ImageTooLarge(
-            f"{where}: the image has far more than the {limits.pixels} pixels that are taken "
+            f"{where}: the image has far more than the {limits.pixels} pixels that are allowed "
             "(setting images.pixels).",
             param=where,
         ) from None
     except InvalidImage:
         raise
-    except Exception as error:  # noqa: BLE001  # the border to Pillow, whose decoders raise anything at all
+    except Exception as error:  # noqa: BLE001  # the border to Pillow, whose decoders may raise anything
         log.debug("image_undecodable", format=kind, cause=str(error))
         raise InvalidImage(
             f"{where}: the {kind} file is damaged or incomplete and cannot be decoded; send it whole.",
@@ -86,30 +86,30 @@ def decode_image(data: bytes, limits: ImageSettings, where: str) -> ClientImage:
 def _require_size(image: Image.Image, limits: ImageSettings, where: str) -> None:
     width, height = image.size
     shorter, longer = min(width, height), max(width, height)
-    said = f"{where}: the image is {width}x{height} pixels"
+    found = f"{where}: the image is {width}x{height} pixels"
     if longer > limits.side_max or width * height > limits.pixels:
         raise ImageTooLarge(
-            f"{said}; at most {limits.side_max} a side and {limits.pixels} in all are taken: make it smaller "
-            "(settings images.side_max and images.pixels).",
+            f"{found}; at most {limits.side_max} a side and {limits.pixels} in all are allowed: make it "
+            "smaller (settings images.side_max and images.pixels).",
             param=where,
         )
     if shorter < limits.side_min:
         raise InvalidImage(
-            f"{said}; each side must have at least {limits.side_min} (setting images.side_min).", param=where
+            f"{found}; each side must have at least {limits.side_min} (setting images.side_min).", param=where
         )
     if longer > limits.aspect * shorter:
         raise InvalidImage(
-            f"{said}; one side may be at most {limits.aspect} times as long as the other: cut it "
+            f"{found}; one side may be at most {limits.aspect} times as long as the other: crop it "
             "(setting images.aspect).",
             param=where,
         )
 
 
 def _require_still(image: Image.Image, where: str) -> None:
-    # A JPEG may hold a second picture for other screens (MPO); what shows is the first.
+    # A JPEG may hold a second image for other screens (MPO); the first is the one shown.
     if image.format in MEDIA_TYPES and getattr(image, "is_animated", False):
         raise InvalidImage(
-            f"{where}: the image is animated, and only still ones are taken; send one frame of it.",
+            f"{where}: the image is animated, and only still images are supported; send one frame of it.",
             param=where,
         )
 
@@ -125,21 +125,21 @@ def _as_client_image(image: Image.Image, kind: str, data: bytes, limit: int) -> 
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF's orientation, 1 to 8; 1 where it says none that can be read, which is then no one's to apply."""
+    """Return EXIF's orientation, 1 to 8; 1 if there is none, or none that can be read."""
     try:
-        said = image.getexif().get(ExifTags.Base.Orientation, UPRIGHT)
-    except Exception:  # noqa: BLE001  # as above; an image with unreadable metadata is still an image
+        value = image.getexif().get(ExifTags.Base.Orientation, UPRIGHT)
+    except Exception:  # noqa: BLE001  # as above; unreadable metadata does not matter
         return UPRIGHT
-    return said if said in range(1, 9) else UPRIGHT
+    return value if value in range(1, 9) else UPRIGHT
 
 
 def _has_key_colour(image: Image.Image) -> bool:
-    """One colour, or entries of the palette, are transparent, without an alpha channel that says so."""
+    """Return whether one colour or palette entry is transparent without an alpha channel."""
     return "transparency" in image.info and image.mode not in ("LA", "RGBA")
 
 
 def _plain(image: Image.Image) -> Image.Image:
-    """Eight bits a channel: RGBA where something shows through, else RGB or L."""
+    """Convert to eight bits a channel: RGBA if anything is transparent, else RGB or L."""
     if image.mode in SIXTEEN_BITS:
         return image.point(lambda value: value / 257).convert("L")
     if _has_key_colour(image) or image.mode in ("PA", "La", "RGBa"):
@@ -148,14 +148,14 @@ def _plain(image: Image.Image) -> Image.Image:
 
 
 class _TooMuchWritten(Exception):
-    """A rewritten image has grown above the limit of a file."""
+    """A rewritten image exceeds the limit of a file."""
 
 
 class _LimitedFile(BytesIO):
-    """A file in memory that takes so many bytes at most.
+    """A file in memory with a limit.
 
     Args:
-        limit: in bytes.
+        limit: bytes at most.
     """
 
     def __init__(self, limit: int) -> None:
@@ -166,7 +166,7 @@ class _LimitedFile(BytesIO):
         """Append to the file.
 
         Raises:
-            _TooMuchWritten: it would be larger than it may be.
+            _TooMuchWritten: the file would exceed its limit.
         """
         if self.tell() + len(data) > self._limit:
             raise _TooMuchWritten
@@ -174,15 +174,15 @@ class _LimitedFile(BytesIO):
 
 
 def _written(image: Image.Image, kind: str, limit: int) -> ClientImage:
-    """Write the pixels as a file of their own, without metadata.
+    """Write the pixels as a new file without metadata.
 
     Args:
         image: the pixels, upright and in a plain mode.
-        kind: `JPEG` where they were compressed with loss before, else `PNG`.
-        limit: most bytes of the file.
+        kind: `JPEG` if they were compressed with loss before, else `PNG`.
+        limit: bytes of the file at most.
 
     Raises:
-        _TooMuchWritten: the file would be larger.
+        _TooMuchWritten: the file would exceed `limit`.
     """
     file = _LimitedFile(limit)
     image.info = {}

@@ -1,4 +1,4 @@
-"""Images read beside the event loop: from inside a request, or from an address that may be fetched."""
+"""Read the images of requests, from their data: URLs or by fetching, in threads shared between tenants."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from baton.telemetry.image_metrics import ImageMetrics
 from baton.telemetry.queues import QueueMetrics
 
 Fetch = Callable[[str, str], Awaitable[bytes]]
-"""The file at an address, for a place of the request."""
+"""Fetches the file at a URL; the second argument is the image's place in the request, for messages."""
 
 DATA = "data:"
 RETRY_AFTER_S = 5
 
 
 class ImageBudget:
-    """What the images of one request may take together.
+    """Counts the bytes of one request's images.
 
     Args:
-        limit: in bytes.
+        limit: bytes of all images together.
     """
 
     def __init__(self, limit: int) -> None:
@@ -37,29 +37,29 @@ class ImageBudget:
         self._left = limit
 
     def take(self, size: int, where: str) -> None:
-        """Count one image, as the engine gets it.
+        """Count one image in the form that the engine gets.
 
         Raises:
-            ImageTooLarge: the images are larger than they may be together.
+            ImageTooLarge: the images exceed the limit together.
         """
         self._left -= size
         if self._left < 0:
             raise ImageTooLarge(
-                f"{where}: the images of one request may take {self._limit} bytes together, as they are "
-                "handed to the model (setting images.request_bytes): send fewer, or smaller ones.",
+                f"{where}: the images of one request may take {self._limit} bytes together, in the form that "
+                "the model gets (setting images.request_bytes): send fewer, or smaller ones.",
                 param=where,
             )
 
 
 class ImageReader:
-    """Reads the images of many requests, so many at a time, shared between tenants.
+    """Reads the images of all requests, a bounded number at once, shared fairly between tenants.
 
     Args:
-        settings: what an image may be.
-        metrics: counts them.
-        fetch: gets one that is only named.
-        queues: counts who waits.
-        wait_s: seconds an image may wait to be read.
+        settings: limits of images.
+        metrics: of images.
+        fetch: fetches an image by its URL.
+        queues: metrics of the images that wait.
+        wait_s: seconds that an image may wait to be decoded.
     """
 
     def __init__(
@@ -80,18 +80,18 @@ class ImageReader:
         self._fetches = watched_queue(fetches, _not_fetched, queues, "image_fetches")
 
     def close(self) -> None:
-        """Take no more; what is being read comes to its end."""
+        """Refuse further images; those being decoded are finished."""
         self._threads.close()
 
     async def read(self, parts: Sequence[ImagePart], tenant: str) -> list[ClientImage]:
-        """The images of one request, in its order.
+        """Read the images of one request; return them in the same order.
 
         Args:
-            parts: where they stand in the request.
-            tenant: whose request it is.
+            parts: of the request's body.
+            tenant: of the request.
 
         Raises:
-            BatonError: why one of them is not taken; the others are given up.
+            BatonError: one of the images is refused; reading the others is cancelled.
         """
         budget = ImageBudget(int(self._settings.request_bytes))
         reads = [asyncio.ensure_future(self._one(part, budget, tenant)) for part in parts]
@@ -121,7 +121,7 @@ class ImageReader:
     async def _read(self, part: ImagePart, tenant: str) -> ClientImage:
         url = part.url.strip()
         if url[: len(DATA)].lower() != DATA:
-            async with self._fetches.place(tenant):  # until it is read: that long its bytes are held
+            async with self._fetches.place(tenant):  # until it is decoded, for its bytes are held that long
                 data = await self._fetch(url, part.where)
                 return await self._threads.run(tenant, lambda: self._checked(data, part.where))
         return await self._threads.run(
@@ -137,7 +137,7 @@ class ImageReader:
 
 def _not_read(_waited_s: float | None) -> BatonError:
     return GatewayOverloaded(
-        "Too many images wait to be read already; try again shortly.", retry_after_s=RETRY_AFTER_S
+        "Too many images wait to be decoded already; try again shortly.", retry_after_s=RETRY_AFTER_S
     )
 
 
@@ -149,16 +149,16 @@ def _not_fetched(_waited_s: float | None) -> BatonError:
 
 
 def decoded_url(url: str, settings: ImageSettings, where: str) -> bytes:
-    """The bytes of a `data:` URL. The media type it names is not looked at: what the bytes are counts.
+    """Return the bytes of a `data:` URL; its media type is ignored, for the bytes tell the format.
 
     Raises:
-        InvalidImage: it is no base64.
-        ImageTooLarge: there is too much of it.
+        InvalidImage: the URL is not in base64.
+        ImageTooLarge: the file exceeds `images.file_bytes`.
     """
     head, comma, data = url.partition(",")
     if not comma or head.rpartition(";")[2].strip().lower() != "base64":
         raise InvalidImage(
-            f"{where}: a data: URL of an image is written data:image/png;base64,...", param=where
+            f"{where}: write the data: URL of an image as data:image/png;base64,...", param=where
         )
     if len(data) > 4 * (settings.file_bytes // 3 + 2):
         raise ImageTooLarge(

@@ -43,8 +43,7 @@ def make_plugin(name: str, vllm_config: Any, renderer: Any, *, classic: bool) ->
         classic: give the plugin the names of vLLM 0.11 to 0.15 while it is imported.
 
     Raises:
-        StartError: the plugin is not installed, is kept out by VLLM_PLUGINS, defines a hook by its former
-            name, or fails; the message names the installed ones, or the new name.
+        StartError: it is not installed, is kept out by VLLM_PLUGINS, or fails; with what is installed.
     """
     found = {
         plugin.name: plugin for plugin in installed_plugins() if plugin.group == IO_PROCESSOR_PLUGINS_GROUP
