@@ -6,6 +6,8 @@ here, so that a broken file is refused before a model's own processor reads it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
@@ -52,15 +54,21 @@ def decode_image(data: bytes, limits: ImageSettings, where: str) -> ClientImage:
             param=where,
         )
     refuse_endless_headers(kind, data, where)
+    with _errors_of_pillow(kind, limits, where), Image.open(BytesIO(data), formats=[kind]) as image:
+        _require_size(image, limits, where)
+        _require_still(image, where)
+        image.load()
+        _require_size(image, limits, where)  # a GIF's first frame may be larger than its header says
+        client_image = _as_client_image(image, kind, data, int(limits.file_bytes))
+    client_image.digest  # noqa: B018  # computed here, in a thread, and kept
+    return client_image
+
+
+@contextmanager
+def _errors_of_pillow(kind: str, limits: ImageSettings, where: str) -> Iterator[None]:
+    """Turn what is raised while an image is decoded and rewritten into the client's error."""
     try:
-        with Image.open(BytesIO(data), formats=[kind]) as image:
-            _require_size(image, limits, where)
-            _require_still(image, where)
-            image.load()
-            _require_size(image, limits, where)  # a GIF's first frame may be larger than its header says
-            client_image = _as_client_image(image, kind, data, int(limits.file_bytes))
-            client_image.digest  # noqa: B018  # computed here, in a thread, and kept
-            return client_image
+        yield
     except _TooMuchWritten:
         raise ImageTooLarge(
             f"{where}: the image takes more than {limits.file_bytes} bytes when it is rewritten upright with "

@@ -26,12 +26,10 @@ LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 """Upper bounds of the buckets of event loop lag, in seconds."""
 
 
-class GatewayMetrics:
-    """The `baton_*` series of one gateway, in a registry of their own."""
+class RequestMetrics:
+    """The series of requests over HTTP."""
 
-    def __init__(self) -> None:
-        registry = CollectorRegistry()
-        self.registry = registry
+    def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "baton_http_requests_total",
             "Requests answered, by route template and class of status.",
@@ -69,6 +67,15 @@ class GatewayMetrics:
             ("field",),
             registry=registry,
         )
+
+
+class GatewayMetrics(RequestMetrics):
+    """The `baton_*` series of one gateway, in a registry of their own."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        super().__init__(registry)
+        self.registry = registry
         self.engines = FleetMetrics(registry)
         self.admission = AdmissionMetrics(registry)
         self.bodies = Gauge(
