@@ -41,8 +41,8 @@ from baton.http.state import Gateway
 from baton.http.uvicorn_server import MetricsServer
 from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.fetching import fetcher_of
-from baton.images.reading import ImageReading
-from baton.pooling.runner import Pooling
+from baton.images.reader import ImageReader
+from baton.pooling.service import Pooling
 from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT
 from baton.telemetry.lag import watch_lag
 from baton.telemetry.memory import MemoryReader, MemoryWatch
@@ -107,7 +107,7 @@ def create_app(
         Pooling(settings.pooling, counted.pooling, counted.queues),
         Drain(),
         Admission(settings.admission, fleet.names, counted.admission),
-        ImageReading(
+        ImageReader(
             settings.images,
             counted.images,
             fetcher_of(settings.images),

@@ -36,8 +36,8 @@ class Finished:
             if (path := getattr(self.products, output)) is not None
         ]
 
-    def exhibit(self) -> tuple[str, tuple[str, Path] | None]:
-        """The areas in one line, and media type and path of the preview, if there is one."""
+    def describe(self) -> tuple[str, tuple[str, Path] | None]:
+        """Return the areas in one line, and media type and path of the preview, if there is one."""
         words = f"Areas: {', '.join(_area(area) for area in self.products.areas)}."
         preview = self.products.preview
         return words, None if preview is None else (MEDIA_TYPES["preview"], preview)

@@ -103,8 +103,8 @@ class GeoProcessor(IOProcessor[Ask | Shown, GeoAnswer]):
         """
         return Upload(file, options_of_query(query, accept))
 
-    def for_exhibit(self, data: Ask) -> Shown:
-        """The same request, such that `exhibit` has a picture."""
+    def for_description(self, data: Ask) -> Shown:
+        """Return the same request, changed so that `describe` has a picture."""
         return Shown(data)
 
     async def pre_process_async(
@@ -246,9 +246,9 @@ class GeoProcessor(IOProcessor[Ask | Shown, GeoAnswer]):
         """The JSON answer."""
         return IOProcessorResponse(request_id=output.running.request_id, data=output.answer())
 
-    def exhibit(self, output: Finished) -> tuple[str, tuple[str, Path] | None]:
-        """What a model that is asked about the scene is shown: the areas in a line, and the preview."""
-        return output.exhibit()
+    def describe(self, output: Finished) -> tuple[str, tuple[str, Path] | None]:
+        """Describe the scene for a model that is asked about it: the areas in a line, and the preview."""
+        return output.describe()
 
     def amounts(self, output: Finished) -> dict[str, int]:
         """What a server may count of a finished scene."""

@@ -76,14 +76,14 @@ def test_images_stand_where_the_prompt_has_places_for_them(
     assert "handoff" not in answer.json()
     tokens, images = seen(gateway, model)
     assert tokens == [1, *[HERE] * 5, 2, *[HERE] * 6, 3]
-    assert [(image.picture, image.offset) for image in images] == [(BIRD, 1), (FISH, 7)]
+    assert [(image.image, image.offset) for image in images] == [(BIRD, 1), (FISH, 7)]
     assert "images" not in gateway.engine(model).bodies[-1]
 
 
 def test_a_stream_and_parts_as_in_a_chat(gateway: FakeGateway) -> None:
     answer = post(gateway, PROMPTS[0], stream=True, images=[part(BIRD), url(FISH)])
     assert answer.text.endswith("data: [DONE]\n\n")
-    assert [image.picture for image in seen(gateway)[1]] == [BIRD, FISH]
+    assert [image.image for image in seen(gateway)[1]] == [BIRD, FISH]
 
 
 def test_they_are_handed_over_like_those_of_a_chat(gateway: FakeGateway) -> None:
@@ -95,11 +95,11 @@ def test_they_are_handed_over_like_those_of_a_chat(gateway: FakeGateway) -> None
     assert grown["images"] == 2
     prompt, images = seen(gateway)
     assert prompt == [1, *[HERE] * 5, 7, *[HERE] * 6]
-    assert [image.picture for image in images] == [BIRD, FISH]
+    assert [image.image for image in images] == [BIRD, FISH]
     with gateway.client() as client:
         body = {"model": "look", "messages": [user("8")], "handoff": {"from": grown["id"]}}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
-    assert [image.picture for image in seen(gateway)[1]] == [BIRD, FISH]
+    assert [image.image for image in seen(gateway)[1]] == [BIRD, FISH]
 
 
 def test_a_context_of_token_ids_and_images_is_computed_without_an_answer(gateway: FakeGateway) -> None:
@@ -107,7 +107,7 @@ def test_a_context_of_token_ids_and_images_is_computed_without_an_answer(gateway
     assert (made.status_code, made.json()["images"]) == (201, 1)
     post(gateway, [9], handoff={"from": made.json()["id"]})
     prompt, images = seen(gateway)
-    assert (prompt, [image.picture for image in images]) == ([1, *[HERE] * 5, 9], [BIRD])
+    assert (prompt, [image.image for image in images]) == ([1, *[HERE] * 5, 9], [BIRD])
 
 
 @pytest.mark.parametrize("prompt", [[1, 2], "1 2", [HERE, HERE], f"{IMAGE} {IMAGE}"], ids=repr)

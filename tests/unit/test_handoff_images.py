@@ -72,7 +72,7 @@ def test_another_gateway_over_the_same_store_reads_the_same_images(tmp_path: Pat
     async def story() -> None:
         record = await left(gateway(tmp_path), picture(1), picture(2), picture(1))
         assert len(files(tmp_path)) == 2, "an image that a context holds twice lies there once"
-        assert record.pictures == {}, "what lies on disk is not held in memory too"
+        assert record.image_data == {}, "what lies on disk is not held in memory too"
         other = gateway(tmp_path)
         found = await other.source(record.id, ENGINE, "local")
         assert await other.images(found) == placed(picture(1), picture(2), picture(1))

@@ -120,7 +120,8 @@ RECORD = {"tenant": "t", "model": "m", "weights": "w", "created_at": 1.0, "ttl_s
         ({"tenant": None}, False),
     ],
 )
-def test_h6_a_record_of_another_version_is_read_or_left_alone(
+@pytest.mark.fault("H6")
+def test_a_record_of_another_version_is_read_or_left_alone(
     tmp_path: Path, fields: dict[str, object], read: bool
 ) -> None:
     files = RecordFiles(tmp_path)
@@ -140,7 +141,8 @@ JUMPS: list[Callable[[Clocks], None]] = [
 
 
 @pytest.mark.parametrize("jump", JUMPS)
-def test_h2_a_clock_that_jumps_changes_no_life(house: House, jump: Callable[[Clocks], None]) -> None:
+@pytest.mark.fault("H2")
+def test_a_clock_jump_changes_no_expiry(house: House, jump: Callable[[Clocks], None]) -> None:
     async def story() -> None:
         handoffs = house.handoffs()
         record = await house.left(handoffs, ttl_s=60)
@@ -153,7 +155,8 @@ def test_h2_a_clock_that_jumps_changes_no_life(house: House, jump: Callable[[Clo
 
 
 @pytest.mark.parametrize(("jumped", "alive"), [(0, True), (86_400, False), (-86_400, True)])
-def test_h2_over_a_restart_a_handoff_lives_its_rest_at_most_and_never_for_ever(
+@pytest.mark.fault("H2")
+def test_over_a_restart_a_handoff_keeps_its_remaining_time_at_most(
     house: House, jumped: float, alive: bool
 ) -> None:
     async def story() -> None:

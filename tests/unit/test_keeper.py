@@ -33,7 +33,8 @@ time.sleep(600)
 """
 
 
-def test_a8_what_a_killed_process_started_ends_too() -> None:
+@pytest.mark.fault("A8")
+def test_the_children_of_a_killed_process_end_too() -> None:
     """One that was there for long and has lost its environment, its child, one just started; their files."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from baton.engines.throughput import Speed
+from baton.engines.throughput import Throughput
 from baton.images.client_image import ClientImage
 from baton.telemetry.ids import RequestContext
 from baton_kv.contract import TransferFailure
@@ -72,14 +72,14 @@ class PlacedImage:
     """An image, and the tokens of a prompt that stand for it.
 
     Attributes:
-        picture: the image.
+        image: the image.
         digest: its SHA-256, by which engines know it.
         offset: index of the first of its tokens.
         length: how many there are.
         target: the tokens that stood there before they did; none where the model asks for none.
     """
 
-    picture: ClientImage
+    image: ClientImage
     digest: str
     offset: int
     length: int
@@ -245,7 +245,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def speed(self) -> Speed:
+    def throughput(self) -> Throughput:
         """How fast it computes and loads."""
         ...
 
@@ -280,13 +280,13 @@ class Engine(Protocol):
         ...
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+        self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
         """Put images into a prompt: the tokens that stand for them, where its text has places for them.
 
         Args:
             prompt: token ids of a text as the template writes it.
-            pictures: its images, in order; at least one.
+            images: its images, in order; at least one.
             begins: nothing stands before this prompt.
 
         Raises:

@@ -12,7 +12,7 @@ MIN_PREFILL_TOKENS = 64
 """Shorter prefills are mostly the engine's own step."""
 
 
-class Speed:
+class Throughput:
     """Medians of the last few measurements: one odd one changes nothing, a lasting change shows soon."""
 
     def __init__(self) -> None:

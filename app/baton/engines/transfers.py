@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
 from baton.engines.port import TransferReport, TransferRequest
-from baton.engines.throughput import Speed
+from baton.engines.throughput import Throughput
 from baton.telemetry.metrics import TransferMetrics
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 
@@ -21,12 +21,12 @@ class TransferWatch:
     """Writes reports into the `TransferRequest` they are about, for as long as anyone else holds it.
 
     Args:
-        speed: told how long loads and prefills took.
+        throughput: told how long loads and prefills took.
         transfers: where they are counted.
     """
 
-    def __init__(self, speed: Speed, transfers: TransferMetrics) -> None:
-        self._speed = speed
+    def __init__(self, throughput: Throughput, transfers: TransferMetrics) -> None:
+        self._throughput = throughput
         self._transfers = transfers
         self._requests: WeakValueDictionary[str, TransferRequest] = WeakValueDictionary()
 
@@ -40,7 +40,8 @@ class TransferWatch:
             self._transfers.count(outcome)
             request = self._requests.get(outcome.tag or "")
             if outcome.kind is Transfer.LOAD and outcome.failure is not TransferFailure.GIVEN_UP:
-                measured = self._speed.loaded if outcome.failure is None else self._speed.load_failed
+                failed = outcome.failure is not None
+                measured = self._throughput.load_failed if failed else self._throughput.loaded
                 measured(outcome.bytes, outcome.seconds)
             if request is not None:
                 _note(request.report, outcome)
@@ -48,13 +49,13 @@ class TransferWatch:
     def thought(self, steps: int, seconds: float) -> None:
         """Latent steps that were computed, of several requests at once too."""
         self._transfers.thought(steps, seconds)
-        self._speed.thought(steps, seconds)
+        self._throughput.thought(steps, seconds)
 
     @property
     def longest_thought_s(self) -> float:
         """Seconds that one step of the engine may take now: all latent steps of a prompt may be in it."""
         most = max((request.latent_steps for request in self._requests.values()), default=0)
-        known = self._speed.think_s(most)
+        known = self._throughput.think_s(most)
         return most * UNKNOWN_STEP_S if known is None else known
 
     def prefilled(self, request_id: str, tokens: int, seconds: float) -> None:
@@ -62,7 +63,7 @@ class TransferWatch:
         named = OUR_ID.search(request_id)
         request = self._requests.get(named[0]) if named else None
         if request is None or not request.latent_steps:
-            self._speed.prefilled(tokens, seconds)
+            self._throughput.prefilled(tokens, seconds)
 
 
 def _note(report: TransferReport, outcome: TransferOutcome) -> None:

@@ -112,13 +112,15 @@ class Writer:
     Args:
         engine: whose template and tokenizer.
         context: of the request this is done for.
-        pictures: the images in the request's messages, in order.
+        client_images: the images in the request's messages, in order.
     """
 
-    def __init__(self, engine: Engine, context: RequestContext, pictures: Sequence[ClientImage] = ()) -> None:
+    def __init__(
+        self, engine: Engine, context: RequestContext, client_images: Sequence[ClientImage] = ()
+    ) -> None:
         self._engine = engine
         self._context = context
-        self.pictures = pictures
+        self.client_images = client_images
 
     async def begun(self, body: Json, *, answered: bool, begins: bool = True) -> Chat:
         """A chat that starts from nothing.
@@ -156,8 +158,8 @@ class Writer:
         if past.torn:
             raise TemplateUnsupported()
         again = await self._resent(source, past, messages)
-        new, pictures = messages[again:], self.pictures[count_images(messages[:again]) :]
-        writer = Writer(self._engine, self._context, pictures)
+        new, client_images = messages[again:], self.client_images[count_images(messages[:again]) :]
+        writer = Writer(self._engine, self._context, client_images)
         template = past.template | template_of(body)
         chat = await writer._after_chat(source, past, new, template, answered=answered)
         return replace(chat, images=[*seen, *chat.images], resent=again)
@@ -214,8 +216,9 @@ class Writer:
     def _misplaced(self) -> ImagesMisplaced:
         marks = " or ".join(f"'{text}'" for text in self._engine.images.texts) or "a token of the model's own"
         return ImagesMisplaced(
-            f"prompt: it must have one place for each of its images, {len(self.pictures)} here. Images stand "
-            f"where {marks} does, once for each; a model without such a token takes them at its beginning.",
+            f"prompt: it must have one place for each of its images, {len(self.client_images)} here. Images "
+            f"stand where {marks} does, once for each; a model without such a token takes them at its "
+            "beginning.",
             param="prompt",
         )
 
@@ -268,9 +271,9 @@ class Writer:
         self, tokens: list[int], *, begins: bool = False
     ) -> tuple[list[int], list[PlacedImage]]:
         """The token ids of the request's own messages, with their images in them."""
-        if not self.pictures:
+        if not self.client_images:
             return tokens, []
-        return await self._engine.place(tokens, self.pictures, begins=begins)
+        return await self._engine.place(tokens, self.client_images, begins=begins)
 
     async def _rest(self, base: str, messages: list[Json], template: Json, answered: bool) -> str:
         """What the template writes after `base`, which must come out as it was."""

@@ -48,14 +48,14 @@ class ImageFiles:
             return False
         try:
             with folder(self._path) as opened:
-                for digest, data in record.pictures.items():
+                for digest, data in record.image_data.items():
                     self._keep(opened, record, digest, data)
         except OSError as error:
             self._log.warning("handoff_images_not_kept", reason=error.strerror)
             with contextlib.suppress(OSError):
                 self.remove(record)
             return False
-        record.pictures.clear()
+        record.image_data.clear()
         return True
 
     def read(self, record: HandoffRecord) -> list[PlacedImage]:
@@ -64,7 +64,7 @@ class ImageFiles:
         Raises:
             HandoffImagesLost: one is not there, or is another.
         """
-        held = dict(record.pictures)
+        held = dict(record.image_data)
         for digest in {image.digest for image in record.images} - held.keys():
             held[digest] = self._read(record, digest)
         return [_placed(image, held[image.digest]) for image in record.images]
@@ -141,5 +141,5 @@ def _name(handoff_id: str, digest: str) -> str:
 
 
 def _placed(image: StoredImage, data: bytes) -> PlacedImage:
-    picture = ClientImage(data, image.media_type, image.width, image.height)
-    return PlacedImage(picture, image.digest, image.offset, image.length, tuple(image.target))
+    client_image = ClientImage(data, image.media_type, image.width, image.height)
+    return PlacedImage(client_image, image.digest, image.offset, image.length, tuple(image.target))

@@ -61,8 +61,8 @@ class Planner:
 
     def decide(self, engine: Engine, record: HandoffRecord) -> Decision:
         """Load or compute one handoff's KV on one engine."""
-        load_s = engine.speed.load_s(record.bytes) if record.bytes else None
-        prefill_s = engine.speed.prefill_s(len(record.tokens), record.latent_steps)
+        load_s = engine.throughput.load_s(record.bytes) if record.bytes else None
+        prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)
         thought = record.latent_steps > 0  # anew it may be another thought
         if load_s is None or prefill_s is None or thought:
             return Decision(Choice.LOAD, None, load_s, prefill_s)

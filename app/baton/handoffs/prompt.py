@@ -82,7 +82,7 @@ async def write_prompt(
         return await _completion(writer, source, seen, body, written=latent or not answered)
     if not answered:
         return _of_chat(await _chat(writer, source, seen, body, answered=False))
-    if source is None and not (prompt_only or latent or writer.pictures):
+    if source is None and not (prompt_only or latent or writer.client_images):
         return ContextPrompt(conversation=conversation_of(body, AFTER_THE_PROMPT))  # as every other chat
     prompt = _of_chat(await _chat(writer, source, seen, body, answered=True))
     if prompt_only and not latent:  # latent steps come after the prompt, where the answer begins
@@ -98,7 +98,7 @@ async def _completion(
         own, images = await writer.plain(prompt, special=False, after=len(source.tokens))
         conversation = with_text(source.conversation)
         return ContextPrompt([*source.tokens, *own], [*seen, *images], conversation)
-    if not (written or writer.pictures):
+    if not (written or writer.client_images):
         return ContextPrompt()
     special = body.get("add_special_tokens") is not False
     return ContextPrompt(*await writer.plain(prompt, special=special))

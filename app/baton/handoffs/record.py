@@ -160,7 +160,7 @@ class HandoffRecord(BaseModel):
     _disk_bytes: Size = PrivateAttr(0)
     _said_bytes: Size = PrivateAttr(0)
     _guard: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
-    _pictures: dict[str, Bytes] = PrivateAttr(default_factory=dict)
+    _image_data: dict[str, Bytes] = PrivateAttr(default_factory=dict)
 
     def steps_within(self, count: int) -> int:
         """How many of its first so many tokens stand for latent steps."""
@@ -176,9 +176,9 @@ class HandoffRecord(BaseModel):
         self._kept = kept
 
     @property
-    def pictures(self) -> dict[str, Bytes]:
+    def image_data(self) -> dict[str, Bytes]:
         """The bytes of its images by digest, until they lie on disk."""
-        return self._pictures
+        return self._image_data
 
     @property
     def image_bytes(self) -> int:
@@ -219,7 +219,10 @@ class HandoffRecord(BaseModel):
         """Bytes it takes in memory, about."""
         said = self.conversation.weight if self.conversation else 0
         return (
-            1024 + 4 * len(self.tokens) + max(said, self._said_bytes) + sum(map(len, self._pictures.values()))
+            1024
+            + 4 * len(self.tokens)
+            + max(said, self._said_bytes)
+            + sum(map(len, self._image_data.values()))
         )
 
     def measure(self) -> None:
@@ -242,15 +245,15 @@ class HandoffRecord(BaseModel):
     def show(self, images: Iterable[PlacedImage]) -> None:
         """Take in the images of its context."""
         for image in images:
-            picture = image.picture
-            self._pictures[image.digest] = picture.data
+            client_image = image.image
+            self._image_data[image.digest] = client_image.data
             self.images.append(
                 StoredImage(
                     digest=image.digest,
-                    media_type=picture.media_type,
-                    width=picture.width,
-                    height=picture.height,
-                    bytes=len(picture.data),
+                    media_type=client_image.media_type,
+                    width=client_image.width,
+                    height=client_image.height,
+                    bytes=len(client_image.data),
                     offset=image.offset,
                     length=image.length,
                     target=list(image.target),

@@ -293,7 +293,7 @@ class Handoffs:
 
     async def _keep_images(self, record: HandoffRecord) -> None:
         """Put a handoff's images on disk. Where there is no room its life ends with this process."""
-        if record.pictures:
+        if record.image_data:
             async with self._room.guard:
                 if await self._room.make(record, record.image_bytes):
                     await asyncio.to_thread(self._storage.keep_images, record)
@@ -303,7 +303,7 @@ class Handoffs:
         async with record.guard:
             record.state = HandoffState.READY
             edit = self._rules.settle(record.bytes, self._shelf.unkept(record) if record.pin else ())
-            if record.kept or record.pictures or record not in self._shelf:
+            if record.kept or record.image_data or record not in self._shelf:
                 self._take(record, await asyncio.to_thread(self._storage.change, record, edit))
                 return
             async with self._room.guard:

@@ -209,7 +209,7 @@ class Sessions:
     def _require_light_images(self, images: Sequence[PlacedImage]) -> None:
         """Refuse images that a handoff may not keep, before the engine hears of them."""
         most = self.settings.image_bytes
-        size = sum({image.digest: len(image.picture.data) for image in images}.values())
+        size = sum({image.digest: len(image.image.data) for image in images}.values())
         if size > most:
             raise InvalidRequest(
                 f"The context's images take {size} bytes, and a handoff keeps at most {most} "
@@ -362,7 +362,7 @@ class Session:
         if report.miss in KV_IS_GONE:
             source.bytes = 0
         reused = shown["loaded_tokens"] + shown["resident_tokens"]
-        saved = self.engine.speed.prefill_s(reused, source.steps_within(reused))
+        saved = self.engine.throughput.prefill_s(reused, source.steps_within(reused))
         shown["saved_prefill_ms"] = None if saved is None else round(saved * 1000, 1)
         metrics.consumed.labels(shown["outcome"]).inc()
         metrics.tokens_reused.inc(shown["loaded_tokens"])

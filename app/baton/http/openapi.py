@@ -67,13 +67,16 @@ PLUGIN_ANSWER: dict[str, Any] = {
         "request_id": {"type": "string"},
         "created_at": {"type": "integer"},
         "data": {"description": "The plugin's own."},
-        "then": {"type": "object", "description": "What the chat model of `then` answered, or its error."},
+        "follow_up": {
+            "type": "object",
+            "description": "The answer of the chat model that `follow_up` names, or its error.",
+        },
     },
 }
-THEN = {
+FOLLOW_UP = {
     "type": "object",
     "properties": {
-        "then": {"type": "object", "description": "A chat request about what the plugin's result shows."}
+        "follow_up": {"type": "object", "description": "A chat request about the plugin's result."}
     },
 }
 PROMPT_IMAGES: dict[str, Any] = {
@@ -196,7 +199,7 @@ def _describe_plugins(operation: dict[str, Any], content: dict[str, Any]) -> Non
     }
     content |= dict.fromkeys(("image/*", "application/zip"), BINARY)
     taken = operation["requestBody"]["content"]
-    taken["application/json"] = {"schema": {"allOf": [taken["application/json"]["schema"], THEN]}}
+    taken["application/json"] = {"schema": {"allOf": [taken["application/json"]["schema"], FOLLOW_UP]}}
     taken |= dict.fromkeys(sorted(UPLOAD_TYPES), BINARY)
     operation["parameters"] = UPLOAD_PARAMETERS
     _add_errors(operation["responses"], PLUGIN_ERRORS)

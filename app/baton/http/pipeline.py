@@ -15,7 +15,7 @@ from baton.engines.port import Engine, Operation, StreamReply
 from baton.errors import BatonError
 from baton.handoffs.options import require_latent, take_options
 from baton.http.request_body import in_a_thread, off_the_loop, read_json
-from baton.http.request_images import completed, take_pictures
+from baton.http.request_images import completed, take_images
 from baton.http.request_state import context_of, state_of
 from baton.http.sse import event_stream
 from baton.http.state import Gateway, gateway_of
@@ -127,7 +127,7 @@ async def _respond(
         constraints = judge() if small else await in_a_thread(request, judge)
         await gateway.compiler.require(constraints, context.tenant)
     options = take_options(body, engine, operation)
-    pictures = await take_pictures(request, engine, operation, body)
+    images = await take_images(request, engine, operation, body)
     source = None
     if options is not None:
         require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
@@ -137,10 +137,10 @@ async def _respond(
         source = await gateway.handoffs.source(options.source, engine, context.tenant)
     ticket = await take_place(request, engine)
     if options is not None:
-        session = await gateway.sessions.open(engine, operation, body, context, options, source, pictures)
+        session = await gateway.sessions.open(engine, operation, body, context, options, source, images)
         reply = await session.run(operation, body)
-    elif operation is Operation.COMPLETIONS and pictures:
-        reply = await completed(engine, body, context, pictures)
+    elif operation is Operation.COMPLETIONS and images:
+        reply = await completed(engine, body, context, images)
     else:
         reply = await engine.call(operation, body, context)
     if not isinstance(reply, StreamReply):

@@ -14,8 +14,8 @@ from baton.handoffs.service import Handoffs
 from baton.handoffs.session import Sessions
 from baton.http.middleware.drain import Drain
 from baton.http.validation.trial_compile import TrialCompiler
-from baton.images.reading import ImageReading
-from baton.pooling.runner import Pooling
+from baton.images.reader import ImageReader
+from baton.pooling.service import Pooling
 from baton.telemetry.metrics import GatewayMetrics
 
 
@@ -31,7 +31,7 @@ class Gateway:
     pooling: Pooling
     drain: Drain
     admission: Admission
-    images: ImageReading
+    images: ImageReader
     body_threads: FairThreads
     compiler: TrialCompiler
 

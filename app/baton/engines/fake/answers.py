@@ -155,14 +155,14 @@ def token_id(word: str) -> int:
     return int(word) if word.isdecimal() else sum(word.encode())
 
 
-def with_images(prompt: list[int], pictures: Sequence[ClientImage]) -> tuple[list[int], list[PlacedImage]]:
+def with_images(prompt: list[int], images: Sequence[ClientImage]) -> tuple[list[int], list[PlacedImage]]:
     """A prompt in which every `<image>` is said once for each pixel of its image's width.
 
     Raises:
         ImagesMisplaced: there are not as many as images.
     """
     target = token_id(IMAGE)
-    if prompt.count(target) != len(pictures):
+    if prompt.count(target) != len(images):
         raise ImagesMisplaced(param="messages")
     tokens: list[int] = []
     placed: list[PlacedImage] = []
@@ -170,9 +170,9 @@ def with_images(prompt: list[int], pictures: Sequence[ClientImage]) -> tuple[lis
         if token != target:
             tokens.append(token)
             continue
-        picture = pictures[len(placed)]
-        placed.append(PlacedImage(picture, picture.digest, len(tokens), picture.width, (target,)))
-        tokens += [target] * picture.width
+        image = images[len(placed)]
+        placed.append(PlacedImage(image, image.digest, len(tokens), image.width, (target,)))
+        tokens += [target] * image.width
     return tokens, placed
 
 

@@ -41,7 +41,7 @@ from baton.engines.port import (
     TransferRequest,
     WholeReply,
 )
-from baton.engines.throughput import Speed
+from baton.engines.throughput import Throughput
 from baton.errors import (
     BatonError,
     ContextTooLong,
@@ -125,7 +125,7 @@ class FakeEngine:
     aliases: tuple[str, ...] = ()
     state: EngineState = EngineState.STARTING
     plugin: Plugin | None = None
-    speed: Speed = field(default_factory=Speed)
+    throughput: Throughput = field(default_factory=Throughput)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     bodies: list[Json] = field(default_factory=list)
     transfers: list[TransferRequest] = field(default_factory=list)
@@ -172,9 +172,9 @@ class FakeEngine:
         return self.behaviour.stalled_seconds
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+        self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
-        return with_images(prompt, pictures)
+        return with_images(prompt, images)
 
     async def render(self, body: Json) -> str:
         """One line a message, a system line first as many models' templates have it."""

@@ -31,7 +31,7 @@ from baton.engines.port import (
     WholeReply,
 )
 from baton.engines.progress import Progress
-from baton.engines.throughput import Speed
+from baton.engines.throughput import Throughput
 from baton.engines.transfers import TransferWatch
 from baton.engines.vllm import arguments, handlers
 from baton.engines.vllm.bodies import for_responses, with_whole_prompt
@@ -98,9 +98,9 @@ class VllmEngine:
         self._plugin: Plugin | None = None
         self._images = ImageInput()
         self._weights = identity(model)
-        self._speed = Speed()
+        self._throughput = Throughput()
         self._transfers = TransferMetrics(self._series.registry, settings.name)
-        self._watch = TransferWatch(self._speed, self._transfers)
+        self._watch = TransferWatch(self._throughput, self._transfers)
         self._cards: list[Json] = []
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
 
@@ -135,8 +135,8 @@ class VllmEngine:
         return self._weights
 
     @property
-    def speed(self) -> Speed:
-        return self._speed
+    def throughput(self) -> Throughput:
+        return self._throughput
 
     @property
     def images(self) -> ImageInput:
@@ -180,12 +180,12 @@ class VllmEngine:
         return {name: value for name, value in given.items() if value}
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+        self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
         if self._image_prompts is None:
             raise EngineUnavailable()
         try:
-            return await self._image_prompts.place(prompt, pictures, begins=begins)
+            return await self._image_prompts.place(prompt, images, begins=begins)
         except Exception as error:  # the border to vLLM's processor, which raises anything at all
             raise self._translate(error) from error
 

@@ -22,6 +22,7 @@ from baton.engines.vllm.errors import from_validation
 from baton.errors import StartError
 
 PLUGIN_TASK = "plugin"
+RENAMED_HOOKS = {"exhibit": "describe", "for_exhibit": "for_description"}
 _REQUEST: TypeAdapter[Any] = TypeAdapter(IOProcessorRequest[Any])
 
 
@@ -54,6 +55,8 @@ def make_plugin(name: str, vllm_config: Any, renderer: Any, *, classic: bool) ->
     try:
         with names:
             instance = _instance(plugin.load(), vllm_config, renderer)
+    except StartError as error:
+        raise StartError(f"The IO processor plugin '{name}' ({plugin.value}) {error.message}") from None
     except Exception as error:  # the border to the plugin
         hint = "" if classic else _classic_hint(error)
         raise StartError(
@@ -64,11 +67,18 @@ def make_plugin(name: str, vllm_config: Any, renderer: Any, *, classic: bool) ->
 
 def _instance(entry_point: Callable[[], str], vllm_config: Any, renderer: Any) -> Any:
     cls = resolve_obj_by_qualname(entry_point())
+    _refuse_renamed_hooks(cls)
     try:
         inspect.signature(cls).bind(vllm_config, renderer)
     except TypeError:
         return cls(vllm_config)
     return cls(vllm_config, renderer)
+
+
+def _refuse_renamed_hooks(cls: type[Any]) -> None:
+    for old, new in RENAMED_HOOKS.items():
+        if hasattr(cls, old):
+            raise StartError(f"defines the hook '{old}', which is called '{new}' now: rename the method.")
 
 
 def _missing(name: str, plugin: InstalledPlugin | None, found: list[str]) -> str:
