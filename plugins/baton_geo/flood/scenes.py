@@ -24,11 +24,6 @@ from baton_geo.flood.sensor import beyond_swath, digital, seams, seen_by_sensor
 LAND, WATER, UNKNOWN = 0, 1, 255
 PHENOMENA: Final[tuple[Phenomenon, ...]] = get_args(Phenomenon)
 
-# Scenes the generator was drawn up with are of other seeds (below 1000): nothing below was looked at before.
-TRAINING_SEEDS: Final = range(1000, 1240)
-VALIDATION_SEEDS: Final = range(5000, 5008)
-HELD_OUT_SEEDS: Final = range(9100, 9124)
-
 
 @dataclass(frozen=True)
 class Scene:

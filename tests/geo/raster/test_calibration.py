@@ -12,12 +12,13 @@ import pytest
 import rasterio
 import torch
 from geo.raster.made import make_card, read_tiff, write_tiff
+from training.flood_tiny.measure import Figures, draw_scenes, figures
+from training.flood_tiny.predict import SHIPPED, Predictor
+from training.flood_tiny.seeds import HELD_OUT_SEEDS
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import GeoError, RasterUnusable, RequestInvalid
-from baton_geo.flood.measure import Figures, draw_scenes, figures
-from baton_geo.flood.predict import SHIPPED, Predictor
-from baton_geo.flood.scenes import HELD_OUT_SEEDS, Scene, make_scene
+from baton_geo.flood.scenes import Scene, make_scene
 from baton_geo.flood.sensor import NODATA
 from baton_geo.prithvi import PrithviSegmenter
 from baton_geo.raster.ask import SceneAsk, SceneInfo
