@@ -78,7 +78,8 @@ def band_statistics(scenes: Scenes) -> tuple[list[float], list[float]]:
 def crops(scenes: Scenes, rasters: Card, recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches without end: float32 (batch, 6, 1, tile, tile) and int64 (batch, tile, tile).
 
-    Pixels are normalised. Each crop is rotated, mirrored, and made slightly brighter or darker, as a whole and by band.
+    Pixels are normalised. Each crop is rotated, mirrored, and made slightly brighter or
+    darker, as a whole and by band.
     """
     rng = np.random.default_rng(recipe.seed)
     seeds = list(scenes)

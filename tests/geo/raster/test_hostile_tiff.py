@@ -18,13 +18,13 @@ import rasterio
 from geo.raster.made import make_card, plain_tags, raw_tiff, run, sign_model, write_strips, write_tiff
 
 from baton_geo.errors import GeoError, NotARaster, RasterBroken, RasterTooLarge, RasterUnusable
-from baton_geo.raster.ask import SceneAsk
 from baton_geo.raster.decoders import Decoders
+from baton_geo.raster.messages import SceneRequest
 from baton_geo.settings import GeoLimits
 
 SECONDS = 2.0
 LIMITS = GeoLimits(tile_bytes=0)
-ASK = SceneAsk(card=make_card(), limits=LIMITS)
+ASK = SceneRequest(card=make_card(), limits=LIMITS)
 UNSPEAKABLE = re.compile(
     r"/proc|/tmp|/vsi|0x[0-9a-f]{4}|Error|Exception|Traceback|rasterio|GDAL:|baton|\bself\b"
 )
@@ -33,7 +33,7 @@ VRT = """<VRTDataset rasterXSize="40" rasterYSize="30"><VRTRasterBand dataType="
 </VRTRasterBand></VRTDataset>"""
 
 
-def refusal(decoders: Decoders, path: Path, ask: SceneAsk = ASK) -> GeoError:
+def refusal(decoders: Decoders, path: Path, ask: SceneRequest = ASK) -> GeoError:
     """Why a file is refused: at the latest when its tiles are read, in time, in fit words."""
     started = time.monotonic()
     with pytest.raises(GeoError) as caught, decoders.open(path, ask) as scene:
@@ -43,7 +43,7 @@ def refusal(decoders: Decoders, path: Path, ask: SceneAsk = ASK) -> GeoError:
     return caught.value
 
 
-def refuse_bytes(decoders: Decoders, tmp_path: Path, data: bytes, ask: SceneAsk = ASK) -> GeoError:
+def refuse_bytes(decoders: Decoders, tmp_path: Path, data: bytes, ask: SceneRequest = ASK) -> GeoError:
     """As `refusal`, of a file of these bytes with the name of a TIFF."""
     path = tmp_path / "scene.tif"
     path.write_bytes(data)
@@ -175,7 +175,7 @@ def test_f3_sparse_bomb(decoders: Decoders, tmp_path: Path) -> None:
     ):
         pass
     size = path.stat().st_size
-    ask = SceneAsk(card=make_card(tile=256, overlap=32))
+    ask = SceneRequest(card=make_card(tile=256, overlap=32))
     error = refusal(decoders, path, ask)
     assert isinstance(error, RasterTooLarge)
     assert error.message == (
@@ -290,7 +290,7 @@ def small_tiff(tmp_path: Path) -> bytes:
     return path.read_bytes()
 
 
-def outcome(decoders: Decoders, path: Path, ask: SceneAsk = ASK) -> GeoError | None:
+def outcome(decoders: Decoders, path: Path, ask: SceneRequest = ASK) -> GeoError | None:
     """None if the file was taken; a refusal of a known kind, in time and in fit words."""
     started = time.monotonic()
     try:
@@ -342,7 +342,7 @@ def test_f3_flipped_bytes(decoders: Decoders, tmp_path: Path) -> None:
 def test_f3_a_huge_strip(decoders: Decoders, tmp_path: Path) -> None:
     """A strip of 480 MB uncompressed is refused by its declared size."""
     tags = plain_tags(12_000, 10_000, t259=(3, [8]), t258=(3, [32]), t279=(4, [1200]))
-    ask = SceneAsk(card=make_card(tile=512), limits=LIMITS)
+    ask = SceneRequest(card=make_card(tile=512), limits=LIMITS)
     error = refuse_bytes(decoders, tmp_path, raw_tiff(tags, b"\1" * 1200), ask)
     assert isinstance(error, RasterTooLarge)
     assert "its strips hold 480000000 bytes each; at most 134217728 are taken" in error.message
@@ -351,7 +351,7 @@ def test_f3_a_huge_strip(decoders: Decoders, tmp_path: Path) -> None:
 def test_f3_tall_strips(decoders: Decoders, tmp_path: Path) -> None:
     """Strips so tall that the rows do not fit into a decoder are refused, with what to do about it."""
     path = write_strips(tmp_path / "a.tif", np.ones((1, 6000, 6000), "uint8"), 6000)
-    ask = SceneAsk(card=make_card(tile=128, overlap=0), limits=GeoLimits(tile_bytes=0, memory=96_000_000))
+    ask = SceneRequest(card=make_card(tile=128, overlap=0), limits=GeoLimits(tile_bytes=0, memory=96_000_000))
     error = refusal(decoders, path, ask)
     assert isinstance(error, RasterTooLarge)
     assert "write it anew with tiles" in error.message
@@ -363,7 +363,7 @@ def test_f3_the_file_is_too_large(decoders: Decoders, tmp_path: Path) -> None:
         decoders,
         tmp_path,
         b"II*\0" + bytes(5000),
-        SceneAsk(card=make_card(), limits=GeoLimits(file_bytes=5000)),
+        SceneRequest(card=make_card(), limits=GeoLimits(file_bytes=5000)),
     )
     assert isinstance(error, RasterTooLarge)
     assert error.message == "5004 bytes; at most 5000 are taken"

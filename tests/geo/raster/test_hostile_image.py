@@ -15,14 +15,14 @@ from PIL import Image
 
 from baton_geo.card import Band
 from baton_geo.errors import RasterBroken, RasterTooLarge, RasterUnusable
-from baton_geo.raster.ask import SceneAsk
 from baton_geo.raster.decoders import Decoders
+from baton_geo.raster.messages import SceneRequest
 from baton_geo.settings import GeoLimits
 
 RGB = make_card().model_copy(
     update={"bands": tuple(Band(name=name, mean=0, std=1) for name in ("RED", "GREEN", "BLUE"))}
 )
-ASK = SceneAsk(card=RGB, limits=GeoLimits(tile_bytes=0))
+ASK = SceneRequest(card=RGB, limits=GeoLimits(tile_bytes=0))
 
 
 def rows(width: int, height: int, pixel: bytes = b"\x01\x02\x03") -> bytes:
@@ -69,7 +69,7 @@ def test_f4_png_and_jpeg_are_read(decoders: Decoders, tmp_path: Path) -> None:
 
 def test_f4_not_for_models_of_other_bands(decoders: Decoders, tmp_path: Path) -> None:
     """A model of six bands says why it takes no PNG."""
-    ask = SceneAsk(card=make_card(6), limits=GeoLimits(tile_bytes=0))
+    ask = SceneRequest(card=make_card(6), limits=GeoLimits(tile_bytes=0))
     error = refuse_bytes(decoders, tmp_path, raw_png(20, 20, rows=rows(20, 20)), ask)
     assert isinstance(error, RasterUnusable)
     assert "models of three bands; this one takes 6: B1, B2" in error.message
@@ -84,7 +84,7 @@ def test_f4_png_bomb(decoders: Decoders, tmp_path: Path) -> None:
 
 def test_f4_png_that_does_not_fit(decoders: Decoders, tmp_path: Path) -> None:
     """A picture that is decoded whole has to fit into a decoder."""
-    ask = SceneAsk(card=RGB.model_copy(update={"tile": 512}), limits=GeoLimits(tile_bytes=0))
+    ask = SceneRequest(card=RGB.model_copy(update={"tile": 512}), limits=GeoLimits(tile_bytes=0))
     error = refuse_bytes(decoders, tmp_path, raw_png(12_000, 12_000, rows=rows(1, 1)), ask)
     assert isinstance(error, RasterTooLarge)
     assert "send a GeoTIFF" in error.message
@@ -92,7 +92,7 @@ def test_f4_png_that_does_not_fit(decoders: Decoders, tmp_path: Path) -> None:
 
 def test_f4_small_file_of_many_tiles(decoders: Decoders, tmp_path: Path) -> None:
     """The rule on bytes for each tile holds for pictures too."""
-    error = refuse_bytes(decoders, tmp_path, raw_png(2000, 2000, rows=b""), SceneAsk(card=RGB))
+    error = refuse_bytes(decoders, tmp_path, raw_png(2000, 2000, rows=b""), SceneRequest(card=RGB))
     assert "claim to hold 2000 x 2000 pixels" in error.message
 
 
