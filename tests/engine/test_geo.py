@@ -78,10 +78,10 @@ def nearly_all_the_same(mask: Any, reference: Any) -> bool:
 
 def decoders(gateway: RealGateway) -> list[psutil.Process]:
     """The processes that decode rasters for scenes now."""
-    nurseries = [
-        p for p in psutil.Process(gateway.process.pid).children() if "nursery" in " ".join(p.cmdline())
+    servers = [
+        p for p in psutil.Process(gateway.process.pid).children() if "baton_geo.raster.fork_server" in " ".join(p.cmdline())
     ]
-    return [child for nursery in nurseries for child in nursery.children()]
+    return [child for server in servers for child in server.children()]
 
 
 def until(condition: Callable[[], object], seconds: float = 10.0) -> bool:
