@@ -20,21 +20,21 @@ from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import SettingsError
-from baton.handoffs.image_files import ImageFiles
+from baton.handoffs.image_store import ImageStore
 from baton.handoffs.planner import Planner
-from baton.handoffs.repository import RecordFiles
+from baton.handoffs.repository import HandoffRepository
 from baton.handoffs.service import Handoffs
-from baton.handoffs.session import Sessions
+from baton.handoffs.sessions import Sessions
 from baton.handoffs.storage import HandoffStorage
 from baton.http import openapi
 from baton.http.middleware.admission import AdmissionMiddleware
 from baton.http.middleware.auth import AuthMiddleware
 from baton.http.middleware.body_limit import BodyLimitMiddleware
 from baton.http.middleware.drain import Drain, DrainMiddleware
-from baton.http.middleware.errors import FaultsMiddleware, http_exception, invalid_parameters
+from baton.http.middleware.errors import ErrorMiddleware, http_exception, invalid_parameters
 from baton.http.middleware.origins import OriginMiddleware
-from baton.http.middleware.request_context import ObserveMiddleware
-from baton.http.middleware.request_head import HeadMiddleware
+from baton.http.middleware.request_context import RequestContextMiddleware
+from baton.http.middleware.request_head import RequestHeadMiddleware
 from baton.http.request_body import body_threads
 from baton.http.routes import docs, forwarded, handoffs, health, metrics, models, plugins, pooling
 from baton.http.state import Gateway
@@ -62,12 +62,12 @@ def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:
         SettingsError: the store cannot be used.
     """
     if not any(engine.handoff for engine in settings.engines):
-        nowhere = HandoffStorage(MemoryStore(), RecordFiles(None), ImageFiles(None))
+        nowhere = HandoffStorage(MemoryStore(), HandoffRepository(None), ImageStore(None))
         return Handoffs(settings.handoffs, nowhere, metrics)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
         folder = Path(settings.handoff_store.removeprefix("file:"))
-        storage = HandoffStorage(store, RecordFiles(folder / RECORDS), ImageFiles(folder / IMAGES))
+        storage = HandoffStorage(store, HandoffRepository(folder / RECORDS), ImageStore(folder / IMAGES))
     except StoreError as error:
         raise SettingsError(f"handoffs.store: {error}") from None
     except OSError as error:
@@ -170,11 +170,13 @@ def _add_layers(
     )
     app.add_middleware(AuthMiddleware, keyring=keyring)
     app.add_middleware(OriginMiddleware, settings=settings, keyless=keyring is None)
-    app.add_middleware(HeadMiddleware)
-    app.add_middleware(FaultsMiddleware, metrics=gateway.metrics)
+    app.add_middleware(RequestHeadMiddleware)
+    app.add_middleware(ErrorMiddleware, metrics=gateway.metrics)
     app.add_middleware(DrainMiddleware, drain=gateway.drain)
     nobody = LOCAL_TENANT if keyring is None else NO_TENANT
-    app.add_middleware(ObserveMiddleware, metrics=gateway.metrics, routes=app.routes, unidentified=nobody)
+    app.add_middleware(
+        RequestContextMiddleware, metrics=gateway.metrics, routes=app.routes, unidentified=nobody
+    )
 
 
 @contextlib.asynccontextmanager

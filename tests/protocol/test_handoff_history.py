@@ -34,7 +34,7 @@ SEES = ImageInput(limit=4, tokens=frozenset({token_id(IMAGE)}), texts=(IMAGE,))
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[FakeGateway]:
-    with run_fake(FakeEngine("a", relays=True, images=SEES)) as gateway:
+    with run_fake(FakeEngine("a", supports_handoffs=True, images=SEES)) as gateway:
         yield gateway
 
 
@@ -223,10 +223,10 @@ def test_another_gateway_recognises_a_history(tmp_path: Path) -> None:
         "handoffs": {"store": f"file:{tmp_path / 'store'}"},
         "engines": (EngineSettings(name="a", model="fake", handoff=True),),
     }
-    with run_fake(FakeEngine("a", relays=True), **settings) as first:
+    with run_fake(FakeEngine("a", supports_handoffs=True), **settings) as first:
         first.engine("a").behaviour.parsed = {"content": None, "tool_calls": [CALL]}
         answer = ask(first, [QUESTION])
-    with run_fake(FakeEngine("a", relays=True), **settings) as second:
+    with run_fake(FakeEngine("a", supports_handoffs=True), **settings) as second:
         require_same_prompt(second, answer["handoff"]["id"], [QUESTION, said(answer)], RESULT)
 
 

@@ -41,7 +41,7 @@ HANDOFF_MODELS: dict[str, type[BaseModel]] = {
     "BatonHandoffList": HandoffList,
     "BatonHandoff": options.HandoffOptions,
     "BatonNewHandoff": options.NewHandoff,
-    "BatonHandoffChanges": options.Changes,
+    "BatonHandoffChanges": options.HandoffChanges,
 }
 ANSWERS = (HandoffObject, HandoffList)
 HANDOFF_BODIES = {"post": "BatonNewHandoff", "patch": "BatonHandoffChanges"}

@@ -20,7 +20,7 @@ from baton.http.request_state import context_of, state_of
 from baton.http.sse import event_stream
 from baton.http.state import Gateway, gateway_of
 from baton.http.validation.constraints import require_moderate
-from baton.http.validation.field_limits import check_caps
+from baton.http.validation.field_limits import check_field_limits
 from baton.http.validation.steering import ARGUMENTS, strip_arguments, strip_steering
 from baton.telemetry.ids import RequestContext
 
@@ -78,7 +78,7 @@ async def check(request: Request, body: dict[str, Any]) -> None:
     strip(request, body)
     gateway = gateway_of(request)
     limits = gateway.settings.limits
-    await off_the_loop(request, partial(check_caps, body, limits))
+    await off_the_loop(request, partial(check_field_limits, body, limits))
     if dropped := strip_arguments(body, limits.xargs):
         gateway.metrics.stripped.labels(ARGUMENTS).inc(dropped)
 

@@ -11,7 +11,7 @@ from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet
 from baton.handoffs.service import Handoffs
-from baton.handoffs.session import Sessions
+from baton.handoffs.sessions import Sessions
 from baton.http.middleware.drain import Drain
 from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.reading import ImageReading
