@@ -278,7 +278,7 @@ def test_a_history_that_is_not_as_it_was_is_refused(
     answer = ask(relay, [NEXT], **{"from": answer["handoff"]["id"]})
     assert said(answer)["content"] == A2["content"]
     message = refused(relay, answer["handoff"]["id"], messages)
-    assert "send the new messages only, or all 5 messages" in message
+    assert "send only the new messages, or all 5 messages" in message
     assert (f"messages[{first}]" in message) is (first is not None)
 
 

@@ -156,4 +156,4 @@ def test_what_does_not_go_with_images_is_said(
 def test_images_of_a_chat_do_not_come_beside_it(gateway: FakeGateway) -> None:
     body = {"model": "look", "messages": [user("1")], "images": [url(BIRD)]}
     with gateway.client() as client:
-        assert "among its parts" in refused(client.post("/v1/handoffs", json=body), None)
+        assert "parts of its messages" in refused(client.post("/v1/handoffs", json=body), None)

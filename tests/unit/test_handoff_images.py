@@ -111,7 +111,7 @@ def test_what_cannot_be_kept_on_disk_lives_as_long_as_the_process(
         def full(*_args: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(ImageStore, "_keep", full)
+        monkeypatch.setattr(ImageStore, "_write", full)
         record = await left(handoffs, picture(1))
         assert await handoffs.images(record) == placed(picture(1))
         assert record.weight > len(picture(1).data), "memory it takes is counted"
