@@ -177,7 +177,7 @@ def test_a_client_that_does_not_read_its_whole_answers_holds_no_place() -> None:
 def test_work_that_outlives_its_answer_keeps_its_place() -> None:
     """`POST /v1/handoffs` answers 202 after `handoffs.wait_s`, and goes on."""
     options = {"admission": {"engine_requests": 1, "engine_waiting": 0}, "handoffs": {"wait_s": 0.1}}
-    engine = slow(token_seconds=0.6, relays=True)
+    engine = slow(token_seconds=0.6, supports_handoffs=True)
     with run_fake(engine, **options) as gateway, gateway.client() as client:
         assert client.post("/v1/handoffs", json={"model": "a", "prompt": "1 2"}).status_code == 202
         refused(client.post("/v1/completions", json=BODY), 503, "engine_overloaded")
@@ -188,7 +188,7 @@ def test_work_that_outlives_its_answer_keeps_its_place() -> None:
 def test_a_request_that_waits_for_a_handoff_holds_no_place() -> None:
     """There are two: one is the first leg's, the other is free for whoever comes while the second leg waits."""
     limits = {"engine_requests": 2, "engine_waiting": 0}
-    with run_fake(slow(relays=True), admission=limits) as gateway, gateway.client() as client:
+    with run_fake(slow(supports_handoffs=True), admission=limits) as gateway, gateway.client() as client:
         left = BODY | {"max_tokens": 40, "stream": True, "handoff": {"save": True}}
         with ThreadPoolExecutor() as pool, client.stream("POST", "/v1/completions", json=left) as first:
             body = BODY | {"handoff": {"from": first.headers["x-handoff-id"]}}

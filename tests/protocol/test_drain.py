@@ -198,7 +198,7 @@ def test_an_engine_ends_after_the_saves_it_was_told_to_make(tmp_path: Path) -> N
         asyncio.get_running_loop().call_later(0.3, relay.report.save_over.set)
         return record
 
-    engine = Engine("alpha", relays=True)
+    engine = Engine("alpha", supports_handoffs=True)
     served = (EngineSettings(name="alpha", model="fake", handoff=True),)
     settings = load_settings(port=0, engines=served, handoffs={"store": f"file:{tmp_path / 'store'}"})
 

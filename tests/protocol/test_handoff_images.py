@@ -27,9 +27,9 @@ ASKED = user(part(BIRD), "11")
 
 def engines() -> tuple[FakeEngine, ...]:
     return (
-        FakeEngine("a", relays=True, images=SEES),
-        FakeEngine("b", relays=True, images=SEES),
-        FakeEngine("blind", relays=True),
+        FakeEngine("a", supports_handoffs=True, images=SEES),
+        FakeEngine("b", supports_handoffs=True, images=SEES),
+        FakeEngine("blind", supports_handoffs=True),
     )
 
 

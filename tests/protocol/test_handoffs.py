@@ -25,9 +25,9 @@ CONTEXT = [11, 12, 13, 11, 12, 13]
 @pytest.fixture
 def relay() -> Iterator[FakeGateway]:
     engines = (
-        FakeEngine("a", relays=True),
-        FakeEngine("same", relays=True),
-        FakeEngine("other", relays=True, weights="others"),
+        FakeEngine("a", supports_handoffs=True),
+        FakeEngine("same", supports_handoffs=True),
+        FakeEngine("other", supports_handoffs=True, weights="others"),
         FakeEngine("plain"),
     )
     with run_fake(*engines) as gateway:
@@ -145,9 +145,8 @@ def test_a_consumer_waits_for_a_pending_handoff_and_then_gets_it(relay: FakeGate
     assert answers[0].json()["handoff"]["id"] == pending
 
 
-@pytest.mark.fault("D3")
-def test_a_pending_handoff_that_does_not_come_is_a_409_to_retry() -> None:
-    with run_fake(FakeEngine("a", relays=True), handoffs={"wait_s": 0.05}) as gateway:
+def test_d3_a_pending_handoff_that_does_not_come_is_a_409_to_retry() -> None:
+    with run_fake(FakeEngine("a", supports_handoffs=True), handoffs={"wait_s": 0.05}) as gateway:
         gateway.engine("a").behaviour.token_seconds = 0.2
         slow = threading.Thread(target=lambda: post(gateway, TEXT | {"handoff": {"save": True}}))
         slow.start()
@@ -249,7 +248,9 @@ def test_an_expired_handoff_is_gone(relay: FakeGateway) -> None:
 @pytest.mark.fault("D5")
 def test_another_tenants_handoff_is_answered_as_unknown(tmp_path: Path) -> None:
     keys = {name: create_key(tmp_path / "keys.json", name) for name in ("acme", "globex")}
-    with run_fake(FakeEngine("a", relays=True), auth={"keys_file": tmp_path / "keys.json"}) as gateway:
+    with run_fake(
+        FakeEngine("a", supports_handoffs=True), auth={"keys_file": tmp_path / "keys.json"}
+    ) as gateway:
 
         def ask(name: str, method: str, path: str, **options: Any) -> httpx.Response:
             headers = {"Authorization": f"Bearer {keys[name]}"}
@@ -301,7 +302,9 @@ def test_a_handoff_s_label_life_and_pin_can_be_changed(relay: FakeGateway) -> No
 
 
 def test_no_life_that_is_asked_for_is_longer_than_the_settings_allow() -> None:
-    with run_fake(FakeEngine("a", relays=True), handoffs={"ttl_s": 60, "max_life_s": 90}) as gateway:
+    with run_fake(
+        FakeEngine("a", supports_handoffs=True), handoffs={"ttl_s": 60, "max_life_s": 90}
+    ) as gateway:
         left = leave(gateway, handoff={"save": {"ttl_s": 600}})
         with gateway.client() as client:
             told = client.get(f"/v1/handoffs/{left}").json()
@@ -320,7 +323,7 @@ def test_an_answer_s_header_names_its_handoff(relay: FakeGateway) -> None:
 
 
 def test_a_computed_context_that_takes_long_is_a_202_and_then_ready() -> None:
-    with run_fake(FakeEngine("a", relays=True), handoffs={"wait_s": 0.05}) as gateway:
+    with run_fake(FakeEngine("a", supports_handoffs=True), handoffs={"wait_s": 0.05}) as gateway:
         gateway.engine("a").behaviour.token_seconds = 0.3
         response = post(gateway, {"model": "a", "prompt": "1 2"}, "/v1/handoffs")
         told = response.json()

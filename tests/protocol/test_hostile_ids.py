@@ -172,7 +172,7 @@ def test_a_long_value_is_cut_and_control_characters_are_escaped(log: io.StringIO
 def two_tenants(tmp_path: Path) -> Iterator[tuple[FakeGateway, dict[str, str]]]:
     file = tmp_path / "keys.json"
     keys = {tenant: create_key(file, tenant) for tenant in ("acme", "globex")}
-    with run_fake(FakeEngine("a", relays=True), auth={"keys_file": file}) as gateway:
+    with run_fake(FakeEngine("a", supports_handoffs=True), auth={"keys_file": file}) as gateway:
         yield gateway, keys
 
 

@@ -25,7 +25,7 @@ MIB = 1024 * 1024
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[FakeGateway]:
-    with run_fake(FakeEngine("text", relays=True), FakeEngine("embed", pooling=True)) as gateway:
+    with run_fake(FakeEngine("text", supports_handoffs=True), FakeEngine("embed", pooling=True)) as gateway:
         yield gateway
 
 

@@ -26,12 +26,12 @@ PROMPTS: list[str | list[int]] = [f"1 {IMAGE} 2 {IMAGE} 3", [1, HERE, 2, HERE, 3
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[FakeGateway]:
     engines = [
-        FakeEngine("look", relays=True, images=SEES),
+        FakeEngine("look", supports_handoffs=True, images=SEES),
         FakeEngine("alone", images=SEES),
-        FakeEngine("blind", relays=True),
+        FakeEngine("blind", supports_handoffs=True),
     ]
     served = tuple(
-        EngineSettings(name=engine.name, model="fake", handoff=engine.relays) for engine in engines
+        EngineSettings(name=engine.name, model="fake", handoff=engine.supports_handoffs) for engine in engines
     )
     with run_fake(*engines, engines=served, handoffs={"store": f"file:{tmp_path}/store"}) as running:
         yield running
@@ -156,4 +156,4 @@ def test_what_does_not_go_with_images_is_said(
 def test_images_of_a_chat_do_not_come_beside_it(gateway: FakeGateway) -> None:
     body = {"model": "look", "messages": [user("1")], "images": [url(BIRD)]}
     with gateway.client() as client:
-        assert "among its parts" in refused(client.post("/v1/handoffs", json=body), None)
+        assert "parts of its messages" in refused(client.post("/v1/handoffs", json=body), None)

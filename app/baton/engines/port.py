@@ -230,7 +230,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def relays(self) -> bool:
+    def supports_handoffs(self) -> bool:
         """Whether requests may leave their KV behind here, and start from it."""
         ...
 

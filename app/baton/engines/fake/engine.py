@@ -99,7 +99,7 @@ class FakeEngine:
         name: the word a request's `model` picks it by.
         aliases: further words that pick it.
         pooling: it embeds instead of generating.
-        relays: handoffs are on; there is no KV, so they are always tokens only.
+        supports_handoffs: handoffs are on; there is no KV, so they are always tokens only.
         plugin: what does its pooling, if a plugin does.
         placeholder: the token id that stands for a latent step, which costs it nothing.
         weights: what it says of where its weights are.
@@ -117,7 +117,7 @@ class FakeEngine:
 
     name: str
     pooling: bool = False
-    relays: bool = False
+    supports_handoffs: bool = False
     placeholder: int | None = None
     weights: str = "fake"
     images: ImageInput = field(default_factory=ImageInput)

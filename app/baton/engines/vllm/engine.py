@@ -123,7 +123,7 @@ class VllmEngine:
         return self._state
 
     @property
-    def relays(self) -> bool:
+    def supports_handoffs(self) -> bool:
         return self._settings.handoff
 
     @property
@@ -252,7 +252,7 @@ class VllmEngine:
         for operation, body in WARM_UPS:
             if self._handlers is not None and self._handlers.method(operation) is not None:
                 await self.call(operation, body | {"model": self.name}, RequestContext("warm-up"))
-        if self.relays:
+        if self.supports_handoffs:
             assert self._client is not None
             model = self._client.model_config
             reserved = self._images.tokens | {self._placeholder}

@@ -21,7 +21,7 @@ PROBES = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 
 
-class ObserveMiddleware:
+class RequestContextMiddleware:
     """RED metrics, the access log and the id headers.
 
     Args:

@@ -11,12 +11,12 @@ from fastapi import APIRouter, Query, Request, Response
 
 from baton.engines.port import Engine, Json, Operation
 from baton.handoffs.options import (
-    Changes,
+    HandoffChanges,
     NewHandoff,
-    parsed,
+    parse_options,
+    require_handoffs,
     require_known_parts,
     require_latent,
-    require_relay,
 )
 from baton.handoffs.session import ID_HEADER
 from baton.handoffs.state import HandoffState
@@ -38,9 +38,9 @@ async def create_handoff(request: Request) -> Response:
     body = await read_json(request, gateway.settings.limits)
     await check(request, body)
     require_known_parts(body)
-    options = parsed(NewHandoff, body)
+    options = parse_options(NewHandoff, body)
     engine = gateway.fleet.pick(options.model)
-    require_relay(engine)
+    require_handoffs(engine)
     require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
     state_of(request.scope).model = engine.name
     shape = Operation.CHAT if options.messages is not None else Operation.COMPLETIONS
@@ -100,7 +100,7 @@ async def retrieve_handoff(request: Request, handoff_id: str) -> dict[str, Any]:
 async def change_handoff(request: Request, handoff_id: str) -> dict[str, Any]:
     """Pin a handoff's KV or unpin it, let it live so many seconds from now, call it something else."""
     gateway = gateway_of(request)
-    changes = parsed(Changes, await read_json(request, gateway.settings.limits))
+    changes = parse_options(HandoffChanges, await read_json(request, gateway.settings.limits))
     record = await gateway.handoffs.get(handoff_id, context_of(request).tenant)
     await gateway.handoffs.change(record, changes.model_dump(exclude_unset=True))
     return record.public()
