@@ -1,7 +1,4 @@
-"""The port to an engine: the `Engine` protocol and its types, all that the gateway knows of engines.
-
-`engines/vllm/engine.py` implements it on vLLM, `engines/fake/engine.py` without a model.
-"""
+"""The port to an engine: the `Engine` protocol and its types. `vllm/` and `fake/` implement it."""
 
 from __future__ import annotations
 
@@ -39,8 +36,6 @@ class Operation(StrEnum):
 
 
 class EngineState(StrEnum):
-    """The state of an engine; only a `ready` one takes requests."""
-
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
@@ -156,8 +151,7 @@ class Plugin:
     Attributes:
         name: name of its entry point.
         instance: the engine's one instance of it.
-        request: parses a body into vLLM's `IOProcessorRequest`, for plugins written for older vLLM; raises
-            `BatonError` where the body is invalid.
+        request: parses a body as vLLM's `IOProcessorRequest`, for older plugins; raises `BatonError`.
     """
 
     name: str
