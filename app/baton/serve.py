@@ -19,7 +19,7 @@ from baton.config.groups import EngineSettings
 from baton.config.settings import Settings
 from baton.config.vllm_environment import apply_environment, environment_conflicts, runs_eager
 from baton.engines.fleet import UP, Fleet
-from baton.engines.process.orphan_reaper import MARK, Keeper
+from baton.engines.process.orphan_reaper import MARK, OrphanReaper
 from baton.engines.vllm_version import check_vllm, is_cpu_build
 from baton.errors import StartError
 from baton.http.uvicorn_server import GatewayServer, url_of
@@ -47,11 +47,11 @@ def serve(settings: Settings) -> None:
         listen(settings.host, settings.port, "--port") as listener,
         listen_for_metrics(settings, keyed=keyring is not None) as metrics_listener,
         EngineOutput() as output,
-        Keeper() as keeper,
+        OrphanReaper() as reaper,
     ):
         configure_logs(settings.log_level, settings.log_format, output.terminal)
         with PhaseProgress(output.terminal) as progress:
-            fleet = _build(settings, progress, output, keeper, tenants=keyring is not None)
+            fleet = _build(settings, progress, output, reaper, tenants=keyring is not None)
             _run(settings, fleet, listener, metrics_listener, progress, keyed=keyring is not None)
 
 
@@ -99,7 +99,7 @@ def listen_for_metrics(settings: Settings, *, keyed: bool) -> Iterator[socket.so
 
 
 def _build(
-    settings: Settings, progress: PhaseProgress, output: EngineOutput, keeper: Keeper, *, tenants: bool
+    settings: Settings, progress: PhaseProgress, output: EngineOutput, reaper: OrphanReaper, *, tenants: bool
 ) -> Fleet:
     store = ModelStore(settings.models_folder)
     models = {}
@@ -111,7 +111,7 @@ def _build(
     offline = not any(_may_need_hub(engine) for engine in settings.engines)
     compiles = not (is_cpu_build() and runs_eager(settings))
     apply_environment(
-        settings, offline=offline, compiles=compiles, marks={MARK: keeper.mark}, scratch=keeper.scratch
+        settings, offline=offline, compiles=compiles, marks={MARK: reaper.mark}, scratch=reaper.scratch
     )
     check_vllm()
     progress.phase("vllm", "importing")

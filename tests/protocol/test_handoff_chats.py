@@ -9,8 +9,8 @@ import httpx
 import pytest
 from gateways import FakeGateway, run_fake
 
-from baton.engines.fake.answers import token_ids
 from baton.engines.fake.engine import FakeEngine
+from baton.engines.fake.prompt import token_ids
 
 CHAT = "/v1/chat/completions"
 FIRST: dict[str, Any] = {"model": "a", "messages": [{"role": "user", "content": "11"}], "max_tokens": 2}

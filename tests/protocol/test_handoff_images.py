@@ -15,8 +15,8 @@ from noise import part, picture, text, user
 
 from baton.admission.api_keys import create_key
 from baton.config.groups import EngineSettings
-from baton.engines.fake.answers import IMAGE, token_id
 from baton.engines.fake.engine import FakeEngine
+from baton.engines.fake.prompt import IMAGE, token_id
 from baton.engines.port import ImageInput, PlacedImage
 
 CHAT = "/v1/chat/completions"

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry
 
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import TransferRequest
-from baton.engines.throughput import Throughput
 from baton.engines.transfers import TransferWatch
 from baton.handoffs.planner import Choice, Planner
 from baton.handoffs.record import HandoffRecord
@@ -50,7 +49,7 @@ def test_what_was_thought_is_loaded_however_slow_the_store_is() -> None:
     thought.latent_steps = 40
     assert planner.decide(engine, record()).choice is Choice.RECOMPUTE
     assert planner.decide(engine, thought).prefill_s is None, "no step has been seen yet"
-    engine.throughput.thought(10, 0.5)
+    engine.throughput.latent_computed(10, 0.5)
     decision = planner.decide(engine, thought)
     assert (decision.choice, decision.limit) == (Choice.LOAD, None)
     assert decision.prefill_s == pytest.approx((TOKENS - 40) / 1000 + 40 * 0.05)
@@ -112,14 +111,14 @@ def test_while_it_computes_it_loads_a_little_now_and_then() -> None:
 
 def test_an_engine_that_thinks_may_take_as_long_as_its_thoughts_do() -> None:
     """All of a prompt's latent steps may be within one step of it, and it does not hang meanwhile."""
-    throughput = Throughput()
-    watch = TransferWatch(throughput, TransferMetrics(CollectorRegistry(), "a"))
-    assert watch.longest_thought_s == 0
+    speed = Throughput()
+    watch = TransferWatch(speed, TransferMetrics(CollectorRegistry(), "a"))
+    assert watch.longest_latent_s == 0
     relay = TransferRequest(latent_steps=200)
     watch.add("one", relay)
     watch.add("two", TransferRequest(latent_steps=900))  # is over: nobody holds it any more
-    assert watch.longest_thought_s == 200, "a second each, as long as none was seen"
-    watch.thought(10, 0.3)
-    assert watch.longest_thought_s == pytest.approx(6)
+    assert watch.longest_latent_s == 200, "a second each, as long as none was seen"
+    watch.latent_computed(10, 0.3)
+    assert watch.longest_latent_s == pytest.approx(6)
     del relay
-    assert watch.longest_thought_s == 0
+    assert watch.longest_latent_s == 0
