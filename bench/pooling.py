@@ -218,7 +218,11 @@ class Probe:
 def front_end_mib(pid: int) -> float:
     """Proportional memory of a server's process and of its raster processes, without its engine's."""
     front = psutil.Process(pid)
-    raster = [child for child in front.children(recursive=True) if "nursery" in " ".join(_words(child))]
+    raster = [
+        child
+        for child in front.children(recursive=True)
+        if "baton_geo.raster.fork_server" in " ".join(_words(child))
+    ]
     return sum(_pss(process) for process in (front, *raster)) / 2**20
 
 

@@ -127,7 +127,7 @@ class Leftovers:
     def __init__(self, pid: int) -> None:
         self._processes = psutil.Process(pid).children(recursive=True)
         words = [_words(child) for child in self._processes]
-        self._paths = [Path(said[-1]) for said in words if "keeper.py" in " ".join(said)]
+        self._paths = [Path(said[-1]) for said in words if "orphan_reaper.py" in " ".join(said)]
         self._paths += segments_of(self._processes)
 
     def assert_none(self) -> None:

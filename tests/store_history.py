@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from baton.config.groups import HandoffSettings
-from baton.handoffs.changes import Rules
+from baton.handoffs.changes import ChangeRules
 from baton.handoffs.record import HandoffRecord
-from baton.handoffs.repository import RecordFiles
+from baton.handoffs.repository import HandoffRepository
 from baton_kv.stores.base import EntryMissing, StoreError
 from baton_kv.stores.file import FileStore
 
@@ -84,9 +84,9 @@ class Records:
     """The records of a gateway; a value is a record's label. An id that was deleted is never used again."""
 
     def __init__(self, root: Path, rng: random.Random) -> None:
-        self._files = RecordFiles(root)
+        self._files = HandoffRepository(root)
         self._rng = rng
-        self._rules = Rules(HandoffSettings(budget=BUDGET), lambda _record, pin: pin)  # type: ignore[arg-type]  # a number is a size
+        self._rules = ChangeRules(HandoffSettings(budget=BUDGET), lambda _record, pin: pin)  # type: ignore[arg-type]  # a number is a size
         self._root = root
         self._new = ""
 

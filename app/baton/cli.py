@@ -1,4 +1,4 @@
-"""The `baton` command."""
+"""Define the `baton` command and its subcommands."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", "-c", help="The settings file; without it: baton.toml here, if any."),
 ]
-# Without the short form, which would eat vLLM's own -cc, -sc, -ac and -dcp.
+# No short form: it would capture vLLM's own -cc, -sc, -ac and -dcp.
 ServeConfigOption = Annotated[
     Path | None, typer.Option("--config", help="The settings file; without it: baton.toml here, if any.")
 ]
@@ -66,7 +66,7 @@ def serve(
         list[str] | None,
         typer.Argument(
             help="One model to serve, with any engine flag of `vllm serve` after it; "
-            "without it the settings say what is served.",
+            "without it the settings name the engines.",
             metavar="[MODEL [VLLM FLAGS]]",
         ),
     ] = None,
@@ -77,7 +77,9 @@ def serve(
     log_format: Annotated[str | None, typer.Option(help="auto, json or console.")] = None,
     handoff: Annotated[
         bool | None,
-        typer.Option("--handoff/--no-handoff", help="Let requests leave their KV behind for others."),
+        typer.Option(
+            "--handoff/--no-handoff", help="Let requests save their KV as handoffs for other requests."
+        ),
     ] = None,
     latent: Annotated[
         bool | None,
@@ -123,7 +125,7 @@ def _with_engine(
 
 @app.command()
 def doctor(config: ConfigOption = None) -> None:
-    """Say what is wrong with this machine or the settings, and how to mend it."""
+    """Check this machine and the settings; say what is wrong and how to fix it."""
     from baton.doctor import examine
 
     console = Console(highlight=False)
@@ -137,9 +139,9 @@ def doctor(config: ConfigOption = None) -> None:
 
 @app.command()
 def plugins(
-    as_json: Annotated[bool, typer.Option("--json", help="As `GET /v1/plugins` tells them.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what `GET /v1/plugins` answers.")] = False,
 ) -> None:
-    """Every vLLM plugin that is installed, whether vLLM loads it, and why not."""
+    """List every installed vLLM plugin, whether vLLM loads it, and why not."""
     from baton.engines.installed_plugins import installed_plugins
 
     found = installed_plugins()
@@ -155,13 +157,14 @@ def plugins(
 
 @keys_app.command("create")
 def create_key(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is.")], config: ConfigOption = None
+    tenant: Annotated[str, typer.Argument(help="The tenant that the key belongs to.")],
+    config: ConfigOption = None,
 ) -> None:
-    """Make a key for a tenant and print it. It is stored only as a digest: keep it now."""
+    """Create a key for a tenant and print it. Only its digest is stored: keep the key now."""
     file = load_settings(config).keys_file
     key = api_keys.create_key(file, tenant)
     print(
-        f"Added to {file}; a gateway with keys knows it within a second, an open one at its next start.",
+        f"Added to {file}; a gateway with keys accepts it within a second, another from its next start.",
         file=sys.stderr,
     )
     print(key)
@@ -169,7 +172,7 @@ def create_key(
 
 @keys_app.command("list")
 def list_keys(config: ConfigOption = None) -> None:
-    """The keys there are: id, tenant, day of creation."""
+    """List the keys: id, tenant, day of creation."""
     table = Table("id", "tenant", "created")
     for key in api_keys.read_keys(load_settings(config).keys_file):
         day = datetime.datetime.fromtimestamp(key.created_at, datetime.UTC).date()
@@ -182,24 +185,27 @@ def revoke_key(
     key_id: Annotated[str, typer.Argument(help="The id from `baton keys list`.")],
     config: ConfigOption = None,
 ) -> None:
-    """Take a key away."""
+    """Revoke a key."""
     file = load_settings(config).keys_file
     api_keys.revoke_key(file, key_id)
-    print(f"Revoked {key_id}; a running gateway forgets it within a second.")
+    print(f"Revoked {key_id}; a running gateway refuses it within a second.")
     if not api_keys.read_keys(file):
-        print(f"No key is left: nobody can call until you make one, or remove {file}.", file=sys.stderr)
+        print(
+            f"No key is left: every request is refused until you create one, or remove {file}.",
+            file=sys.stderr,
+        )
 
 
 @models_app.callback(invoke_without_command=True)
 def models(context: typer.Context) -> None:
-    """The embedded models."""
+    """List the embedded models, or prepare them."""
     if context.invoked_subcommand is None:
         list_models(None)
 
 
 @models_app.command("list")
 def list_models(config: ConfigOption = None) -> None:
-    """The embedded models, and whether each is prepared."""
+    """List the embedded models, and whether each is prepared."""
     store = ModelStore(load_settings(config).models_folder)
     table = Table("name", "model", "license", "state", "folder")
     for model in EMBEDDED.values():
@@ -210,7 +216,7 @@ def list_models(config: ConfigOption = None) -> None:
 
 @models_app.command("prepare")
 def prepare_models(
-    names: Annotated[list[str] | None, typer.Argument(help="Which; without it, all.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Names of the models; without any, all.")] = None,
     config: ConfigOption = None,
 ) -> None:
     """Unpack embedded models into the models folder and verify them."""
@@ -224,7 +230,7 @@ def prepare_models(
 
 
 def main() -> None:
-    """Run the command; what an operator can mend ends in a paragraph, not in a traceback."""
+    """Run the command; print an error that the operator can fix without a traceback."""
     try:
         app()
     except OperatorError as error:

@@ -1,4 +1,4 @@
-"""`baton doctor`: looks at what usually goes wrong, says it plainly, and how to mend it."""
+"""Check the machine and the settings for `baton doctor`: versions, keys, memory, disk, models, ports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from baton.telemetry.memory import MemoryReader
 
 GIB = 1024**3
 ENGINE_BYTES = 2 * GIB
-"""What one small CPU engine takes beside its KV pool; measured, see bench/RESULTS.md."""
+"""Memory of one small CPU engine without its KV pool; measured, see bench/RESULTS.md."""
 
 FLOORS = {
     "vllm": (0, 32),
@@ -39,7 +39,7 @@ FLOORS = {
     "torch": (2, 10),
     "python-multipart": (0, 0, 30),
 }
-"""Versions with known holes lie below these."""
+"""The lowest versions without known vulnerabilities."""
 
 
 REINSTALL = (
@@ -49,12 +49,12 @@ REINSTALL = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
+    """The result of one check.
 
     Attributes:
-        subject: what was looked at.
+        subject: what was checked.
         text: what was found.
-        bad: it keeps Baton from running well.
+        bad: whether it keeps Baton from running well.
         mend: what to do about it.
     """
 
@@ -65,11 +65,12 @@ class Finding:
 
     @property
     def mark(self) -> str:
+        """Return a cross for a bad finding, else a tick."""
         return "✗" if self.bad else "✓"
 
 
 def examine(config: Path | None) -> list[Finding]:
-    """Look at everything. A settings file that cannot be read ends the look at what it says."""
+    """Run all checks; those of the settings only if they can be read."""
     findings = [*_python(), *_versions(), *_torchvision()]
     try:
         settings = load_settings(config)
@@ -104,7 +105,9 @@ def _keys(settings: Settings) -> Iterator[Finding]:
         yield Finding("keys", what or error.message, True, mend)
         return
     if keyring is None:
-        yield Finding("keys", "none, and none needed: everyone who can reach the gateway may call")
+        yield Finding(
+            "keys", "none, and none needed: requests from anybody who can reach the gateway are accepted"
+        )
     else:
         empty = len(keyring) == 0
         mend = "`baton keys create TENANT`, or remove the file" if empty else ""
@@ -136,7 +139,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _torchvision() -> Iterator[Finding]:
-    """A torchvision built for CUDA beside a CPU torch takes transformers, and so vLLM, down."""
+    """Check that torchvision imports: built for CUDA beside a CPU torch it breaks transformers and vLLM."""
     if importlib.util.find_spec("torchvision") is None:
         return
     probe = subprocess.run(
@@ -167,11 +170,11 @@ def _memory(settings: Settings) -> Iterator[Finding]:
 def _cores() -> Iterator[Finding]:
     count = len(cores())
     text = f"{count} for all engines"
-    yield Finding("cores", text, count < 2, "two or more are wanted" if count < 2 else "")
+    yield Finding("cores", text, count < 2, "two or more are needed" if count < 2 else "")
 
 
 def _processor(settings: Settings) -> Iterator[Finding]:
-    """Say what the processor is, and which engines compute in float32 because of it."""
+    """Report the processor, and which engines compute in float32 because of it."""
     processor = read_processor()
     if not is_cpu_build():
         yield Finding("processor", str(processor))
@@ -233,7 +236,7 @@ def _port(subject: str, host: str, port: int, option: str) -> Iterator[Finding]:
     try:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
-        mend = f"stop what listens there, or choose another with {option}"
+        mend = f"stop the process that listens there, or choose another with {option}"
         yield Finding(subject, f"{host}:{port}: {error.strerror}", True, mend)
     else:
         yield Finding(subject, f"{host}:{port} is free")

@@ -1,7 +1,7 @@
 """Every error a client or an operator can meet.
 
     BatonError
-    ├── ClientError                  4xx: the request is at fault, nothing was harmed
+    ├── ClientError                  4xx: the request is at fault
     │   ├── InvalidJson              400 invalid_json
     │   ├── InvalidRequest           400 invalid_request
     │   │   └── ImagesMisplaced      400 images_misplaced
@@ -31,7 +31,7 @@
     │   ├── Unprocessable            422 unprocessable
     │   ├── HeadersTooLarge          431 headers_too_large
     │   ├── RateLimited              429 rate_limited            (retryable)
-    │   └── PluginRefusal            400 plugin_refusal          (or the status and code the plugin says)
+    │   └── PluginRefusal            400 plugin_refusal          (or the plugin's own status and code)
     ├── ServerError                  5xx: the gateway or an engine is at fault
     │   ├── InternalError            500 internal_error
     │   ├── GenerationFailed         500 generation_failed
@@ -42,16 +42,16 @@
     │   ├── ShuttingDown             503 shutting_down         (retryable)
     │   ├── TooManyConnections       503 too_many_connections  (retryable)
     │   ├── GatewayOverloaded        503 gateway_overloaded    (retryable)
-    │   ├── PluginBusy               503 plugin_busy           (retryable) or the code the plugin says
+    │   ├── PluginBusy               503 plugin_busy           (retryable; or the plugin's own code)
     │   └── PluginTimeout            504 plugin_timeout
-    └── OperatorError                never answered over HTTP: one readable paragraph and an exit code
+    └── OperatorError                not sent over HTTP: one paragraph on the terminal, and an exit code
         ├── SettingsError            exit 2
         ├── StartError               exit 1
         └── FleetLost                exit 1
 
 `code` is stable: clients may branch on it. `kind` is OpenAI's `type`. `retryable` errors carry a
-`Retry-After`. The message of an error is written for the person who reads it and never holds an
-exception's text, a path or a class name.
+`Retry-After`. Messages are written for the person who reads them, and never hold an exception's text, a
+path or a class name.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from typing import Any, ClassVar
 
 
 class BatonError(Exception):
-    """Base of everything Baton raises on purpose.
+    """Base of every error that Baton raises on purpose.
 
     Args:
-        message: what was wrong, where, and what to do; shown to the client as it is.
-        param: the request field at fault, if one is.
+        message: what is wrong, in which field, and what to do; clients see it unchanged.
+        param: the request field at fault, if there is one.
         retry_after_s: seconds after which a retry makes sense; only for retryable errors.
     """
 
@@ -73,7 +73,7 @@ class BatonError(Exception):
     kind: ClassVar[str] = "server_error"
     retryable: ClassVar[bool] = False
     ends_connection: bool = False
-    """Whether the connection is closed after the answer, as the rest of its request is not to be read."""
+    """Whether the connection is closed after the answer, because the rest of the request is not read."""
     default_message: ClassVar[str] = "The server could not answer this request."
 
     def __init__(
@@ -90,11 +90,11 @@ class BatonError(Exception):
 
     @property
     def reason(self) -> str:
-        """The code as a metrics label: of the closed list above, also where `code` is a plugin's own."""
+        """The code as a metrics label: one of the tree above, even if `code` is a plugin's own."""
         return type(self).code
 
     def body(self, request_id: str) -> dict[str, Any]:
-        """The JSON body of this error, in OpenAI's shape plus `request_id`."""
+        """Return the JSON body of this error, in OpenAI's shape with `request_id`."""
         return {
             "error": {
                 "message": self.message,
@@ -123,11 +123,11 @@ class InvalidRequest(ClientError):
 
 class ImagesMisplaced(InvalidRequest):
     code = "images_misplaced"
-    default_message = "The images do not stand in the prompt one for each place that its text has for them."
+    default_message = "The prompt must have exactly one placeholder for each image."
 
 
 class MalformedRequest(ClientError):
-    """What came is no HTTP/1.1 that can be read in one way only; the connection ends with it."""
+    """The request is not well-formed HTTP/1.1, or is ambiguous; the connection is closed."""
 
     code = "malformed_request"
     ends_connection = True
@@ -136,11 +136,11 @@ class MalformedRequest(ClientError):
 
 class ContextTooLong(ClientError):
     code = "context_length_exceeded"
-    default_message = "The prompt and the tokens asked for do not fit the model's context."
+    default_message = "The prompt and the requested tokens do not fit the model's context: shorten the prompt, or ask for fewer."
 
 
 class InvalidImage(ClientError):
-    """An image cannot be read, or is none of those that are taken."""
+    """An image cannot be decoded, or its format or size is not accepted."""
 
     code = "invalid_image"
 
@@ -150,7 +150,7 @@ class ImageTooLarge(InvalidImage):
 
 
 class ImageFetchFailed(ClientError):
-    """An image's address may be fetched, and could not be."""
+    """An image's URL is allowed, but fetching it failed."""
 
     code = "image_fetch_failed"
 
@@ -163,8 +163,8 @@ class OperationUnsupported(ClientError):
 class TemplateUnsupported(ClientError):
     code = "handoff_template_unsupported"
     default_message = (
-        "No message can follow here: the model's chat template writes what was said before differently once "
-        "messages follow, or the handoff ends with text that is no message. Continue it with /v1/completions."
+        "No message can follow this handoff: the model's chat template writes earlier messages differently once "
+        "others follow, or the handoff ends with text that is not a message. Continue it with /v1/completions."
     )
 
 
@@ -176,15 +176,15 @@ class Unauthorized(ClientError):
 
 
 class OriginNotAllowed(ClientError):
-    """A browser says that another site's page sent the request, and no key tells who uses the gateway."""
+    """A browser reports that another site's page sent the request, and the gateway has no API keys."""
 
     code = "origin_not_allowed"
     status = 403
     kind = "permission_error"
     default_message = (
-        "Without API keys this server takes requests that change something from its own web pages only, and "
-        "this one comes from another site's. Make a key with `baton keys create`, or add the page's host to "
-        "the setting edge.allowed_hosts."
+        "Without API keys, web pages of other sites may not send requests that change something, and this "
+        "request comes from one. Make a key with `baton keys create`, or add the page's host to the setting "
+        "edge.allowed_hosts."
     )
 
 
@@ -192,7 +192,7 @@ class NotFound(ClientError):
     code = "not_found"
     status = 404
     kind = "not_found_error"
-    default_message = "There is nothing at this address."
+    default_message = "There is no route with this path."
 
 
 class ModelNotFound(NotFound):
@@ -201,7 +201,7 @@ class ModelNotFound(NotFound):
 
 class HandoffNotFound(NotFound):
     code = "handoff_not_found"
-    default_message = "There is no such handoff."
+    default_message = "There is no handoff with this id: it is unknown, expired or deleted."
 
 
 class RequestTimeout(ClientError):
@@ -220,15 +220,15 @@ class HandoffPending(ClientError):
     code = "handoff_pending"
     status = 409
     retryable = True
-    default_message = "The request that leaves this handoff behind is not over yet; try again shortly."
+    default_message = "The request that saves this handoff has not ended yet; try again shortly."
 
 
 class HandoffPinsFull(ClientError):
     code = "handoff_pins_full"
     status = 409
     default_message = (
-        "What may be pinned of the store, or your share of it, is used up; unpin another of your handoffs, "
-        "or try again when others have expired."
+        "The part of the store that may be pinned, or your share of it, is used up: unpin another of your "
+        "handoffs, or try again when others have expired."
     )
 
 
@@ -236,15 +236,15 @@ class HandoffImagesLost(ClientError):
     code = "handoff_images_lost"
     status = 410
     default_message = (
-        "An image of this handoff's context cannot be read any more, so it cannot be gone on from; "
-        "send the context again."
+        "An image of this handoff's context can no longer be read, so the handoff cannot be continued; "
+        "send the whole context again."
     )
 
 
 class MethodNotAllowed(ClientError):
     code = "method_not_allowed"
     status = 405
-    default_message = "This address does not answer this method."
+    default_message = "This path does not support this method."
 
 
 class NotAcceptable(ClientError):
@@ -262,7 +262,7 @@ class UriTooLong(ClientError):
     code = "uri_too_long"
     ends_connection = True
     status = 414
-    default_message = "The address of the request is too long; send what it carries in the body."
+    default_message = "The URL of the request is too long; send its parameters in the body."
 
 
 class UnsupportedMediaType(ClientError):
@@ -272,7 +272,7 @@ class UnsupportedMediaType(ClientError):
 
 
 class HostNotAllowed(ClientError):
-    """The request names a host that the gateway is not known as."""
+    """The `Host` header names a host under which the gateway does not answer."""
 
     code = "host_not_allowed"
     status = 421
@@ -288,7 +288,7 @@ class HeadersTooLarge(ClientError):
     code = "headers_too_large"
     ends_connection = True
     status = 431
-    default_message = "The request has too many headers, or too long ones."
+    default_message = "The request has too many headers, or they are too long."
 
 
 class RateLimited(ClientError):
@@ -296,7 +296,7 @@ class RateLimited(ClientError):
     status = 429
     kind = "rate_limit_error"
     retryable = True
-    default_message = "Too many requests; try again after the seconds that 'Retry-After' names."
+    default_message = "Too many requests; try again after the number of seconds in 'Retry-After'."
 
 
 class PluginRefusal(ClientError):
@@ -346,16 +346,16 @@ class EngineUnavailable(ServerError):
 
 class EngineRestarting(EngineUnavailable):
     code = "engine_restarting"
-    default_message = (
-        "The engine was lost while it worked on this request and is being started anew; try again."
-    )
+    default_message = "The engine failed while it worked on this request and is being restarted; try again."
 
 
 class ShuttingDown(ServerError):
     code = "shutting_down"
     status = 503
     retryable = True
-    default_message = "The server is being shut down; send the request again, to whoever takes its place."
+    default_message = (
+        "The server is shutting down; send the request again, to another server or after the restart."
+    )
 
 
 class TooManyConnections(ServerError):
@@ -369,12 +369,12 @@ class GatewayOverloaded(ServerError):
     code = "gateway_overloaded"
     status = 503
     retryable = True
-    default_message = "The server is short of memory and takes no new work for now; try again shortly."
+    default_message = "The server is short of memory and accepts no new requests for now; try again shortly."
 
 
 class PluginFailed(ServerError):
     code = "plugin_failed"
-    default_message = "The plugin that prepares this model's requests failed on this one."
+    default_message = "The plugin that handles this model's requests failed on this one."
 
 
 class PluginBusy(ServerError):
@@ -382,7 +382,7 @@ class PluginBusy(ServerError):
     status = 503
     retryable = True
     default_message = (
-        "The plugin that prepares this model's requests has too many at work; try again shortly."
+        "The plugin that handles this model's requests has too many of them at once; try again shortly."
     )
 
     def __init__(self, message: str | None = None, *, code: str | None = None) -> None:
@@ -396,7 +396,7 @@ class PluginTimeout(ServerError):
 
 
 class OperatorError(BatonError):
-    """Something the person who starts Baton has to mend."""
+    """Base of errors that the person who starts Baton has to fix."""
 
     exit_code: ClassVar[int] = 1
 
@@ -410,4 +410,4 @@ class StartError(OperatorError):
 
 
 class FleetLost(OperatorError):
-    """Every engine failed too often while the gateway ran."""
+    """Every engine has failed too often while the gateway ran."""

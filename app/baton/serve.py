@@ -1,4 +1,4 @@
-"""What `baton serve` does, in order: from settings to a running gateway and back to a quiet machine."""
+"""Run the gateway: take the ports, prepare the models, build the engines, serve, clean up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.config.groups import EngineSettings
 from baton.config.settings import Settings
 from baton.config.vllm_environment import apply_environment, environment_conflicts, runs_eager
 from baton.engines.fleet import UP, Fleet
-from baton.engines.process.orphan_reaper import MARK, Keeper
+from baton.engines.process.orphan_reaper import MARK, OrphanReaper
 from baton.engines.vllm_version import check_vllm, is_cpu_build
 from baton.errors import StartError
 from baton.http.uvicorn_server import GatewayServer, url_of
@@ -33,11 +33,11 @@ BACKLOG = 2048
 
 
 def serve(settings: Settings) -> None:
-    """Run the gateway until it is told to stop.
+    """Run the gateway until it gets a signal to stop.
 
     Raises:
-        SettingsError: a setting that cannot work.
-        StartError: the gateway could not start, and why.
+        SettingsError: a setting cannot work.
+        StartError: the gateway could not start; the message says why.
     """
     signal.signal(signal.SIGTERM, stop_at_once)
     keyring = keyring_for(settings)
@@ -47,33 +47,33 @@ def serve(settings: Settings) -> None:
         listen(settings.host, settings.port, "--port") as listener,
         listen_for_metrics(settings, keyed=keyring is not None) as metrics_listener,
         EngineOutput() as output,
-        Keeper() as keeper,
+        OrphanReaper() as reaper,
     ):
         configure_logs(settings.log_level, settings.log_format, output.terminal)
         with PhaseProgress(output.terminal) as progress:
-            fleet = _build(settings, progress, output, keeper, tenants=keyring is not None)
+            fleet = _build(settings, progress, output, reaper, tenants=keyring is not None)
             _run(settings, fleet, listener, metrics_listener, progress, keyed=keyring is not None)
 
 
 def stop_at_once(_number: int, _frame: FrameType | None) -> None:
-    """End a start that has come to nothing yet; the server takes signals itself once it runs.
+    """End the process on a signal during the start; a running server handles signals itself.
 
-    Left to itself the first process of a container would not end: the kernel
-    drops signals it does not handle.
+    Without a handler the first process of a container would not end, for the kernel drops signals that it
+    does not handle.
     """
     raise SystemExit(0)
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    """Take a port before anything slow, so that a taken one is told at once.
+    """Open a port before anything slow, so that a taken port is reported at once.
 
     Args:
         host: the address.
         port: the port; 0 picks a free one.
-        option: what chooses another port.
+        option: the option or setting of the port, for the message.
 
     Raises:
-        StartError: the port is taken or may not be used.
+        StartError: the port is taken, or may not be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -81,16 +81,16 @@ def listen(host: str, port: int, option: str) -> socket.socket:
     except OSError as error:
         raise StartError(
             f"Cannot listen on {host}:{port}: {error.strerror}. "
-            f"Stop what listens there, or choose another port with {option}."
+            f"Stop the process that listens there, or choose another port with {option}."
         ) from None
-    # asyncio does this only for sockets it made itself; without it every answer waits 40 ms for an ACK.
+    # asyncio sets this only on its own sockets; without it every answer waits 40 ms for an ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 @contextlib.contextmanager
 def listen_for_metrics(settings: Settings, *, keyed: bool) -> Iterator[socket.socket | None]:
-    """The socket of `/metrics` when it has a port of its own, else None."""
+    """Open the socket of `/metrics`; None: it has no port of its own."""
     if not settings.shared(keyed=keyed):
         yield None
         return
@@ -99,7 +99,7 @@ def listen_for_metrics(settings: Settings, *, keyed: bool) -> Iterator[socket.so
 
 
 def _build(
-    settings: Settings, progress: PhaseProgress, output: EngineOutput, keeper: Keeper, *, tenants: bool
+    settings: Settings, progress: PhaseProgress, output: EngineOutput, reaper: OrphanReaper, *, tenants: bool
 ) -> Fleet:
     store = ModelStore(settings.models_folder)
     models = {}
@@ -111,11 +111,13 @@ def _build(
     offline = not any(_may_need_hub(engine) for engine in settings.engines)
     compiles = not (is_cpu_build() and runs_eager(settings))
     apply_environment(
-        settings, offline=offline, compiles=compiles, marks={MARK: keeper.mark}, scratch=keeper.scratch
+        settings, offline=offline, compiles=compiles, marks={MARK: reaper.mark}, scratch=reaper.scratch
     )
     check_vllm()
     progress.phase("vllm", "importing")
-    from baton.engines.vllm.launch import build_fleet  # seconds of vLLM, and the environment must be set
+    from baton.engines.vllm.launch import (
+        build_fleet,
+    )  # imports vLLM for seconds, and needs the environment set above
 
     progress.done("vllm", "imported")
     return build_fleet(settings, models, tenants=tenants, last_words=output.root_cause)
@@ -165,15 +167,15 @@ async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
 
 
 def welcome(url: str, metrics: str, engines: Sequence[EngineSettings], *, keyed: bool) -> str:
-    """What a person can try next; with keys, where theirs goes."""
+    """Return the text shown at the start: commands to try, with a placeholder for a key if needed."""
     key = "YOUR_KEY" if keyed else ""
-    speaks = next((engine.name for engine in engines if engine.runner == "generate"), None)
-    sees = next((engine.name for engine in engines if engine.model == FLOOD_TINY.name), None)
+    chat_model = next((engine.name for engine in engines if engine.runner == "generate"), None)
+    scene_model = next((engine.name for engine in engines if engine.model == FLOOD_TINY.name), None)
     parts = [f"\nBaton is ready on {url}, serving: {', '.join(engine.name for engine in engines)}"]
-    if speaks is not None:
-        parts.append(_try_chat(url, speaks, key))
-    if sees is not None:
-        parts.append(_try_scene(url, sees, key))
+    if chat_model is not None:
+        parts.append(_try_chat(url, chat_model, key))
+    if scene_model is not None:
+        parts.append(_try_scene(url, scene_model, key))
     parts.append(f"Documentation of the API: {url}/docs    metrics: {metrics}/metrics    stop: Ctrl-C\n")
     return "\n\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""The composition root: joins settings, engines and routes into an app, and runs it to its end."""
+"""Build the gateway's app from settings, engines, middleware and routes, and define its lifespan."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import SettingsError
-from baton.handoffs.image_files import ImageFiles
+from baton.handoffs.image_store import ImageStore
 from baton.handoffs.planner import Planner
-from baton.handoffs.repository import RecordFiles
+from baton.handoffs.repository import HandoffRepository
 from baton.handoffs.service import Handoffs
-from baton.handoffs.session import Sessions
+from baton.handoffs.sessions import Sessions
 from baton.handoffs.storage import HandoffStorage
 from baton.http import openapi
 from baton.http.middleware.admission import AdmissionMiddleware
 from baton.http.middleware.auth import AuthMiddleware
 from baton.http.middleware.body_limit import BodyLimitMiddleware
 from baton.http.middleware.drain import Drain, DrainMiddleware
-from baton.http.middleware.errors import FaultsMiddleware, http_exception, invalid_parameters
+from baton.http.middleware.errors import ErrorMiddleware, http_exception, invalid_parameters
 from baton.http.middleware.origins import OriginMiddleware
-from baton.http.middleware.request_context import ObserveMiddleware
-from baton.http.middleware.request_head import HeadMiddleware
+from baton.http.middleware.request_context import RequestContextMiddleware
+from baton.http.middleware.request_head import RequestHeadMiddleware
 from baton.http.request_body import body_threads
 from baton.http.routes import docs, forwarded, handoffs, health, metrics, models, plugins, pooling
 from baton.http.state import Gateway
 from baton.http.uvicorn_server import MetricsServer
 from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.fetching import fetcher_of
-from baton.images.reading import ImageReading
-from baton.pooling.runner import Pooling
+from baton.images.reader import ImageReader
+from baton.pooling.service import Pooling
 from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT
 from baton.telemetry.lag import watch_lag
 from baton.telemetry.memory import MemoryReader, MemoryWatch
@@ -56,18 +56,18 @@ ROUTERS = (forwarded, pooling, handoffs, models, plugins, health, docs)
 
 
 def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:
-    """The handoffs there are: those of an earlier run too, where an engine hands over.
+    """Open the store and return its handoffs; without an engine that supports handoffs, nothing is stored.
 
     Raises:
         SettingsError: the store cannot be used.
     """
     if not any(engine.handoff for engine in settings.engines):
-        nowhere = HandoffStorage(MemoryStore(), RecordFiles(None), ImageFiles(None))
+        nowhere = HandoffStorage(MemoryStore(), HandoffRepository(None), ImageStore(None))
         return Handoffs(settings.handoffs, nowhere, metrics)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
         folder = Path(settings.handoff_store.removeprefix("file:"))
-        storage = HandoffStorage(store, RecordFiles(folder / RECORDS), ImageFiles(folder / IMAGES))
+        storage = HandoffStorage(store, HandoffRepository(folder / RECORDS), ImageStore(folder / IMAGES))
     except StoreError as error:
         raise SettingsError(f"handoffs.store: {error}") from None
     except OSError as error:
@@ -83,14 +83,15 @@ def create_app(
     report: FleetReport = lambda _name, _phase: None,
     memory_reader: MemoryReader | None = None,
 ) -> FastAPI:
-    """The gateway's app. Its lifespan starts the fleet in the background and stops it at the end.
+    """Return the gateway's app. Its lifespan starts the engines in the background and stops them at the end.
 
     Args:
         settings: the settings.
-        fleet: the engines; tests hand in fakes.
-        metrics_listener: where `/metrics` answers; None: on the gateway's own port, unless others use it.
-        report: told the phase each engine's start is in.
-        memory_reader: reads how much memory there is; None: where Linux says it.
+        fleet: the engines; tests pass fakes.
+        metrics_listener: the socket that serves `/metrics`; None: the gateway's port serves it, unless
+            tenants reach that port.
+        report: called with each engine's name and the phase that its start is in.
+        memory_reader: reads how much memory is available; None: from Linux.
     """
     counted = fleet.metrics
     reserve = int(settings.admission.memory_reserve)
@@ -107,7 +108,7 @@ def create_app(
         Pooling(settings.pooling, counted.pooling, counted.queues),
         Drain(),
         Admission(settings.admission, fleet.names, counted.admission),
-        ImageReading(
+        ImageReader(
             settings.images,
             counted.images,
             fetcher_of(settings.images),
@@ -140,7 +141,7 @@ def create_app(
         version=__version__,
         lifespan=lifespan,
         redirect_slashes=False,
-        docs_url=None,  # FastAPI's own pages load their scripts from elsewhere
+        docs_url=None,  # FastAPI's own pages load scripts from other hosts
         redoc_url=None,
     )
     app.state.gateway = gateway
@@ -151,14 +152,14 @@ def create_app(
     openapi.install(app)
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, invalid_parameters)
-    _add_layers(app, gateway, keyring, memory, reader.available())
+    _add_middleware(app, gateway, keyring, memory, reader.available())
     return app
 
 
-def _add_layers(
+def _add_middleware(
     app: FastAPI, gateway: Gateway, keyring: Keyring | None, memory: MemoryWatch, available: int | None
 ) -> None:
-    """What stands between the socket and the routes. The last one added is the outermost."""
+    """Add the middleware. The last one added is the outermost, so the order is that of a response."""
     settings, held = gateway.settings, gateway.metrics.bodies
     rooms = BodyRooms.of(settings, available=available, one_tenant=keyring is None)
     app.add_middleware(AdmissionMiddleware, memory=memory)
@@ -170,16 +171,18 @@ def _add_layers(
     )
     app.add_middleware(AuthMiddleware, keyring=keyring)
     app.add_middleware(OriginMiddleware, settings=settings, keyless=keyring is None)
-    app.add_middleware(HeadMiddleware)
-    app.add_middleware(FaultsMiddleware, metrics=gateway.metrics)
+    app.add_middleware(RequestHeadMiddleware)
+    app.add_middleware(ErrorMiddleware, metrics=gateway.metrics)
     app.add_middleware(DrainMiddleware, drain=gateway.drain)
     nobody = LOCAL_TENANT if keyring is None else NO_TENANT
-    app.add_middleware(ObserveMiddleware, metrics=gateway.metrics, routes=app.routes, unidentified=nobody)
+    app.add_middleware(
+        RequestContextMiddleware, metrics=gateway.metrics, routes=app.routes, unidentified=nobody
+    )
 
 
 @contextlib.asynccontextmanager
 async def _beside(*watches: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Lets what only watches run meanwhile."""
+    """Run background watches while inside."""
     tasks = [asyncio.create_task(watch) for watch in watches]
     try:
         yield
@@ -191,7 +194,7 @@ async def _beside(*watches: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _running(app: FastAPI, fleet: Fleet, report: FleetReport) -> AsyncIterator[None]:
-    """Engines start while the port already answers `/livez`; who wants to wait awaits `started`."""
+    """Start the engines in the background; `app.state.started` ends when all have started."""
     started = asyncio.create_task(fleet.start(report), name="fleet-start")
     app.state.started = started
     try:
@@ -204,7 +207,7 @@ async def _running(app: FastAPI, fleet: Fleet, report: FleetReport) -> AsyncIter
 
 @contextlib.asynccontextmanager
 async def _metrics_port(gateway: Gateway, listener: socket.socket | None) -> AsyncIterator[None]:
-    """`/metrics` on a port of its own when others than the operator can reach the gateway's."""
+    """Serve `/metrics` on a port of its own, if there is a socket for it."""
     if listener is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Which addresses may be fetched, as `baton_fetch` says, in this plugin's words."""
+"""Check addresses with `baton_fetch`, and raise this plugin's errors for its refusals."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FIELD = "data.data"
 
 
 class AllowedHosts(addresses.AllowedHosts):
-    """The operator's list, `baton_geo.allowed_hosts`.
+    """The hosts of the setting `baton_geo.allowed_hosts`.
 
     Raises:
-        ValueError: an entry that is no host.
+        ValueError: an entry is not a host.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
@@ -25,29 +25,29 @@ class AllowedHosts(addresses.AllowedHosts):
 
 
 def target_of(url: str, hosts: AllowedHosts, *, allow_http: bool) -> Target:
-    """Takes a client's address apart.
+    """Parse a client's address.
 
     Raises:
-        SourceRefused: it is not written in the one way we take, or the operator's list does not hold it.
+        SourceRefused: the address is malformed, or its host is not in `hosts`.
     """
-    with said():
+    with fetch_errors():
         require_hosts(hosts)
         return addresses.target_of(url, hosts, allow_http=allow_http)
 
 
 def require_hosts(hosts: AllowedHosts) -> None:
-    """Say what to send instead where nothing is fetched.
+    """Refuse every address where the operator allows no host.
 
     Raises:
-        FetchRefused: the operator lists no host.
+        FetchRefused: `hosts` is empty.
     """
     if not hosts:
         raise FetchRefused("this server fetches no addresses; send the raster itself (data_format b64_json)")
 
 
 @contextlib.contextmanager
-def said() -> Iterator[None]:
-    """Why nothing is fetched, as errors of this plugin."""
+def fetch_errors() -> Iterator[None]:
+    """Translate errors of `baton_fetch` into this plugin's."""
     try:
         yield
     except FetchRefused as error:
@@ -56,4 +56,4 @@ def said() -> Iterator[None]:
         raise SourceFailed(f"{FIELD}: {error.reason}", param=FIELD) from None
 
 
-__all__ = ["AllowedHosts", "Target", "is_public", "require_hosts", "said", "target_of"]
+__all__ = ["AllowedHosts", "Target", "fetch_errors", "is_public", "require_hosts", "target_of"]

@@ -1,4 +1,4 @@
-"""What becomes of a finished scene: files, and the JSON that holds them."""
+"""Answer with a finished scene's mask, probabilities and preview, as files or in JSON."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton_geo.contract import ClassArea, GeoAnswer, GeoFile
-from baton_geo.raster.ask import ClassArea as SharedArea
-from baton_geo.raster.ask import Products
-from baton_geo.scenes import Running
+from baton_geo.raster.messages import ClassCount, Products
+from baton_geo.scenes import RunningScene
 
 MEDIA_TYPES = {"mask": "image/tiff", "probabilities": "image/tiff", "preview": "image/png"}
 PIECE = 3 * 128 * 1024
@@ -21,29 +20,29 @@ class Finished:
     """A scene whose mask is written.
 
     Attributes:
-        running: the request; its files are there until it is dropped.
-        products: what its raster process wrote and counted.
+        running: the request; its files exist until it is dropped.
+        products: files and counts of its raster process.
     """
 
-    running: Running
+    running: RunningScene
     products: Products
 
     def files(self) -> list[tuple[str, str, Path]]:
-        """Name, media type and path of each output, in the order they were asked for."""
+        """Return name, media type and path of each output, in the order of the request."""
         return [
             (FILE_NAMES[output], MEDIA_TYPES[output], path)
             for output in self.running.options.outputs
             if (path := getattr(self.products, output)) is not None
         ]
 
-    def exhibit(self) -> tuple[str, tuple[str, Path] | None]:
-        """The areas in one line, and media type and path of the preview, if there is one."""
+    def describe(self) -> tuple[str, tuple[str, Path] | None]:
+        """Return the areas in one line, and media type and path of the preview, if there is one."""
         words = f"Areas: {', '.join(_area(area) for area in self.products.areas)}."
         preview = self.products.preview
         return words, None if preview is None else (MEDIA_TYPES["preview"], preview)
 
     def answer(self) -> GeoAnswer:
-        """The same as JSON holds it."""
+        """Return the JSON answer."""
         (_, kind, first), *others = self.files()
         info = self.running.scene.info
         areas = tuple(
@@ -67,14 +66,14 @@ class Finished:
         )
 
 
-def _area(area: SharedArea) -> str:
-    """E.g. "water 20.0 % (1,254 ha)"."""
+def _area(area: ClassCount) -> str:
+    """Format an area, e.g. "water 20.0 % (1,254 ha)"."""
     share = f"{area.name} {100 * area.share:.1f} %"
     return share if area.hectares is None else f"{share} ({area.hectares:,.0f} ha)"
 
 
 def _text(path: Path) -> str:
-    """The file in base64, encoded piece by piece: one large piece would hold the interpreter's lock."""
+    """Encode a file in base64 piece by piece: one large piece would hold the interpreter's lock."""
     with open(path, "rb") as file:
         return "".join(
             base64.b64encode(piece).decode("ascii") for piece in iter(lambda: file.read(PIECE), b"")

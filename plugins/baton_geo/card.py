@@ -1,17 +1,17 @@
-"""What a model says of the rasters it takes and gives: the `baton_geo` table of its config.json."""
+"""Define the card: a model's bands, classes, tile size and units, from `baton_geo` in its config.json."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SCALE_LIMITS = (1e-9, 1e9)
-"""Least and greatest scale that a request or a file may say."""
+"""Least and greatest scale of a request or a file."""
 OFFSET_LIMIT = 1e9
-"""Largest offset that a request or a file may say, whatever its sign."""
+"""Largest absolute offset of a request or a file."""
 
 
 class Frozen(BaseModel):
-    """Read-only, and closed to keys it does not know."""
+    """A read-only model that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -20,10 +20,10 @@ class Band(Frozen):
     """One input band.
 
     Attributes:
-        name: as the model's papers call it, e.g. `GREEN`.
-        aliases: other names a file's band description may carry, e.g. `B03`; compared without case.
-        mean: of the band after scaling; subtracted before the model sees it.
-        std: of the band after scaling; divided by.
+        name: as in the model's papers, e.g. `GREEN`.
+        aliases: other names that files use for the band, e.g. `B03`; compared without case.
+        mean: mean of the scaled values; subtracted from them.
+        std: standard deviation of the scaled values; they are divided by it.
     """
 
     name: str
@@ -33,27 +33,28 @@ class Band(Frozen):
 
 
 class ClassLabel(Frozen):
-    """One class of the mask: its value is its place in the list."""
+    """One class of the mask; its value is its position in the list."""
 
     name: str
     colour: tuple[int, int, int] = Field(description="Red, green, blue; 0-255.")
 
 
 class Card(Frozen):
-    """The rasters of one model.
+    """The rasters that one model takes and the masks it gives.
 
     Attributes:
         bands: in the order the model takes them.
         classes: in the order of the model's output channels.
         frames: time steps; a file then holds all bands of the first step, then of the second, ...
-        tile: height and width of the tiles the model is given, pixels.
-        overlap: pixels two neighbouring tiles share; blended.
-        scale: what one unit of an integer file is worth, in the units of `mean`.
-        float_scale: the same for files of floats.
+        tile: height and width of the model's tiles, pixels.
+        overlap: pixels that two neighbouring tiles share; they are blended.
+        scale: factor from the numbers of an integer file to the units of `mean`.
+        float_scale: the same factor for float files.
         offset: added after scaling.
-        valid_range: after scaling; a scene with more than 1 % of its pixels outside is refused.
-        nodata: the value that means "nothing here" in files that do not say; None: every value counts.
-        mask_nodata: the mask's value where nothing is known.
+        valid_range: lowest and highest scaled value; a scene with more than 1 % of its pixels outside is
+            refused.
+        nodata: nodata value of files that state none; None: every value is data.
+        mask_nodata: the mask's value of unknown pixels.
     """
 
     bands: tuple[Band, ...] = Field(min_length=1)

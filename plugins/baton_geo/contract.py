@@ -1,14 +1,14 @@
-"""What a client asks and what it is answered: `data` of a /pooling request, and of its response.
+"""Define `data` of a /pooling request and of its response.
 
 The fields are those of the published plugins, so that their clients work here unmodified:
 
 - vLLM's reference plugin (`tests/plugins/prithvi_io_processor_plugin/prithvi_io_processor/types.py`).
   Request: `data`, `data_format` (b64_json, bytes, url or path), `image_format` (any
-  text), `out_data_format` (b64_json or url), all required. Answer: `type` (path or b64_json), `format`
+  text), `out_data_format` (b64_json or url), all required. Response: `type` (path or b64_json), `format`
   ("tiff"), `data`; the classic ones `request_id` too.
 - TerraTorch (`terratorch/vllm/plugins/segmentation/types.py`). Request: `data`, `data_format` (b64_json,
   path or url; later without b64_json), `out_data_format` (b64_json or path), `indices` (optional, counted
-  from 0); later `out_path`. `image_format` is sent and ignored ("tiff", "geoTiff", ""). Answer:
+  from 0); later `out_path`. `image_format` is sent and ignored ("tiff", "geoTiff", ""). Response:
   `data_format` (b64_json or path), `data`, `request_id`.
 - vLLM's example client (`examples/pooling/plugin/prithvi_geospatial_mae_online.py`, before that in
   `examples/online_serving/`). Sends `data`, `data_format` "url", `image_format` "tiff" and
@@ -52,13 +52,13 @@ Indices = Annotated[tuple[Index, ...], Field(min_length=1, max_length=INDICES, f
 
 
 def quoted(text: str, most: int = 120) -> str:
-    """A client's text as a message may hold it: one line of ASCII in quotes, at most about `most` long."""
+    """Quote a client's text for a message: one line of ASCII, cut after `most` characters."""
     cut = text[:most]
     return ascii(cut) + ("..." if len(text) > most else "")
 
 
 def _day(value: object) -> object:
-    """`YYYY-MM-DD` alone: pydantic would also take numbers, times and other spellings."""
+    """Refuse all but `YYYY-MM-DD`: pydantic would also take numbers, times and other spellings."""
     if isinstance(value, str):
         if len(value) != 10 or not re.fullmatch(r"\d{4}-\d{2}-\d{2}", value, re.ASCII):
             raise ValueError("not a day written as YYYY-MM-DD")
@@ -72,27 +72,27 @@ Days = Annotated[tuple[Day, ...], Field(min_length=1, max_length=FRAMES, fail_fa
 
 
 class Location(Frozen):
-    """Where a scene is, for models with location embeddings; WGS 84."""
+    """The place of a scene on WGS 84, for models with location embeddings."""
 
     latitude: float = Field(ge=-90, le=90, allow_inf_nan=False, description="Degrees north.")
     longitude: float = Field(ge=-180, le=180, allow_inf_nan=False, description="Degrees east.")
 
 
 class GeoOptions(Frozen):
-    """What a request says beside its raster.
+    """The options of a request: all its fields but the raster.
 
     Attributes:
-        image_format: what the client calls its file; the bytes decide, not this.
-        out_data_format: `b64_json` is the one answer given. `path` and `url` are in the published
-            contract, write to the server's disk, and are refused.
-        indices: which bands of the file the model gets, counted from 0, in the model's order;
-            None: by the names in the file, or as they come.
-        outputs: the first is the answer's `data`, the others stand in `files`.
-        dates: of the time steps, one each; for models with temporal embeddings.
-        location: of the scene; None: from the raster.
-        scale: number * scale + offset is a pixel's value, which has to be in one of the units that the model
-            takes in integer or in float files. None: 1, or with `offset` None too, what the file states.
-        offset: see `scale`; None: 0, or with `scale` None too, what the file states.
+        image_format: ignored: the file's bytes decide.
+        out_data_format: must be `b64_json`. `path` and `url` of the published contract would write to the
+            server's disk and are refused.
+        indices: indices of the file's bands for the model, from 0, in the model's order; None: chosen by the
+            bands' names, or by their order.
+        outputs: the first becomes `data` of the answer, the others its `files`.
+        dates: one per time step, for models with temporal embeddings; None: of the raster.
+        location: of the scene, for models with location embeddings; None: of the raster.
+        scale: a pixel's value is number * scale + offset, in the unit of the model's integer files or of its
+            float files. None: 1; if `offset` is None too, what the file states.
+        offset: see `scale`. None: 0; if `scale` is None too, what the file states.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -142,8 +142,8 @@ class GeoRequest(GeoOptions):
     """`data` of a /pooling request.
 
     Attributes:
-        data: the raster: base64, an address, a path, or bytes, as `data_format` says.
-        data_format: `bytes` is for callers in Python; JSON has no bytes, and an upload needs no request.
+        data: the raster as base64, address, path or bytes; `data_format` says which.
+        data_format: kind of `data`; `bytes` is only for callers in Python.
     """
 
     data: str | bytes = Field(repr=False)
@@ -162,13 +162,14 @@ class GeoRequest(GeoOptions):
 
 
 class ClassArea(Frozen):
-    """How much of a scene one class covers.
+    """The area of one class in a scene.
 
     Attributes:
-        value: in the mask.
-        pixels: of that value.
-        share: of the pixels that are not nodata; 0-1.
-        hectares: None where the raster does not say how large a pixel is.
+        value: of the class in the mask.
+        name: of the class.
+        pixels: number of pixels of the class.
+        share: of the pixels that are not nodata; 0 to 1.
+        hectares: area on the ground; None if the size of a pixel is unknown.
     """
 
     value: int
@@ -179,11 +180,12 @@ class ClassArea(Frozen):
 
 
 class GeoFile(Frozen):
-    """A further output.
+    """An output after the first.
 
     Attributes:
-        name: a file name without a folder, e.g. `preview.png`.
-        data: base64.
+        name: file name without a folder, e.g. `preview.png`.
+        media_type: e.g. `image/png`.
+        data: the file in base64.
     """
 
     name: str
@@ -195,19 +197,19 @@ class GeoAnswer(Frozen):
     """`data` of the response.
 
     Attributes:
-        type: always `b64_json`, as vLLM's reference plugin says it.
-        data_format: the same, as TerraTorch says it.
+        type: always `b64_json`, as in vLLM's reference plugin.
+        data_format: always `b64_json`, as in TerraTorch.
         format: of `data`: `tiff`, or `png` for a preview.
-        data: the first of the outputs asked for, base64.
-        request_id: the engine's, where there is one.
-        crs: of the raster, `EPSG:32630` or WKT; None: it has none.
+        data: the first requested output, base64.
+        request_id: of the server; None offline.
+        crs: of the raster, `EPSG:32630` or WKT; None: the raster has none.
         transform: from pixel (column, row) to CRS units, `(a, b, c, d, e, f)` with
-            x = a * column + b * row + c and y = d * column + e * row + f; None: it has none.
+            x = a * column + b * row + c and y = d * column + e * row + f; None: the raster has none.
         width: pixels.
         height: pixels.
-        classes: in the order of their values.
-        nodata_pixels: where nothing is known.
-        notes: what was assumed or missing, one sentence each.
+        classes: areas, in the order of the classes' values.
+        nodata_pixels: number of pixels without data.
+        notes: assumptions and missing information, one sentence each.
         files: the other outputs.
     """
 
@@ -226,14 +228,14 @@ class GeoAnswer(Frozen):
     files: tuple[GeoFile, ...] = ()
 
 
-Wish = TypeVar("Wish", bound=GeoOptions)
+Options = TypeVar("Options", bound=GeoOptions)
 
 
 def geo_request(data: object) -> GeoRequest:
-    """The request in `data` of a /pooling request.
+    """Parse `data` of a /pooling request.
 
     Raises:
-        RequestInvalid: a key nobody knows, a missing one, or a wrong value; `param` names it.
+        RequestInvalid: a field is unknown, missing or wrong; `param` names it.
     """
     if isinstance(data, str):
         raise RequestInvalid(
@@ -245,15 +247,15 @@ def geo_request(data: object) -> GeoRequest:
 
 
 def geo_options(fields: object) -> GeoOptions:
-    """What an upload says beside its body.
+    """Parse the options of an upload.
 
     Raises:
-        RequestInvalid: as `geo_request`.
+        RequestInvalid: an option is unknown or wrong; `param` names it.
     """
     return _validated(GeoOptions, fields)
 
 
-def _validated(kind: type[Wish], data: object) -> Wish:
+def _validated(kind: type[Options], data: object) -> Options:
     if isinstance(data, kind):
         return data
     if not isinstance(data, Mapping):
@@ -264,7 +266,7 @@ def _validated(kind: type[Wish], data: object) -> Wish:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        # Out of the clause, so that pydantic's error, which holds the raster, is not kept as the context.
+        # Raised after the clause: pydantic's error holds the raster and must not become the context.
         refused = _refusal(error)
     raise refused
 
@@ -286,12 +288,12 @@ def _refuse_key(key: Any, known: list[str]) -> None:
 def _refusal(error: ValidationError) -> RequestInvalid:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(["data", *(str(part) for part in first["loc"])])
-    said = first["msg"].removeprefix("Value error, ")
-    if not first["loc"] and ": " in said:
-        field, said = said.split(": ", 1)
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"] and ": " in message:
+        field, message = message.split(": ", 1)
         where = f"data.{field}"
     if first["type"] == "missing":
-        said = "missing"
+        message = "missing"
         if where == "data.data_format":
-            said = "missing; one of b64_json, url, path"
-    return RequestInvalid(f"{where}: {said}", param=where)
+            message = "missing; one of b64_json, url, path"
+    return RequestInvalid(f"{where}: {message}", param=where)

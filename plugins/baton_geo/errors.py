@@ -1,17 +1,17 @@
-"""What baton_geo refuses, and why.
+"""Define the errors of baton_geo, with their HTTP status and code.
 
     GeoError(ValueError)
-    ├── RequestInvalid         400 invalid_request      a field of the request, not the raster
-    ├── NotARaster             415 raster_unsupported   the bytes are no GeoTIFF, PNG or JPEG we take
-    ├── RasterBroken           400 raster_broken        it is one, but damaged or truncated
+    ├── RequestInvalid         400 invalid_request      a field of the request is wrong
+    ├── NotARaster             415 raster_unsupported   the bytes are no GeoTIFF, PNG or JPEG
+    ├── RasterBroken           400 raster_broken        the raster is damaged or truncated
     ├── RasterTooLarge         413 raster_too_large     more pixels, bands or tiles than the limits allow
-    ├── RasterUnusable         422 raster_unusable      readable, but not what the model needs
+    ├── RasterUnusable         422 raster_unusable      the raster is readable, but the model cannot use it
     ├── SourceRefused          400 source_refused       an address or a path the operator does not allow
     ├── SourceFailed           422 source_failed        an allowed address or path that could not be read
     └── DecoderBusy            503 decoder_busy         every decoder is at work (retryable)
 
-A `ValueError`, so that plain vLLM answers 400; Baton's gateway reads `status` and `code`. Messages are
-written for the person who made the raster, and hold no path, address or class name of the server's.
+They are `ValueError`s, so that plain vLLM answers 400; Baton's gateway reads `status` and `code`. Messages
+are written for the person who made the raster, and contain no path, address or class name of the server.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import ClassVar
 
 
 class GeoError(ValueError):
-    """Base of everything baton_geo raises on purpose.
+    """The base class of baton_geo's errors.
 
     Args:
-        message: what is wrong, where, and what to do; shown to the client as it is.
-        param: the request field at fault, if one is.
+        message: what is wrong, where, and what to do; sent to the client unchanged.
+        param: the request field at fault, if any.
     """
 
     status: ClassVar[int] = 400

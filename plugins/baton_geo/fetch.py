@@ -1,4 +1,4 @@
-"""Fetches a raster from a host the operator allows, onto disk. How it is guarded is `baton_fetch`'s."""
+"""Fetch a raster from an allowed host into a spool file; `baton_fetch` guards the request."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import baton_fetch.fetch
 from baton_fetch.fetch import Resolver, system_resolver
-from baton_geo.addresses import AllowedHosts, require_hosts, said
+from baton_geo.addresses import AllowedHosts, fetch_errors, require_hosts
 from baton_geo.settings import GeoSettings
 from baton_geo.spool import Spool, Spooled
 
 ACCEPT = "image/tiff, image/png, image/jpeg, */*;q=0.1"
 
 
-class Fetcher:
-    """Fetches files; may be used by many requests at a time.
+class RasterFetcher:
+    """Fetches rasters; may be used by many requests at a time.
 
     Args:
-        settings: the operator's: hosts, schemes, time and size.
-        resolver: how names become addresses.
-        tls: what certificates are trusted; None: the usual authorities.
+        settings: allowed hosts and schemes, time and size limits.
+        resolver: resolves host names.
+        tls: trusted certificates; None: the system's authorities.
 
     Raises:
         ValueError: an entry of `allowed_hosts` is not a host.
@@ -47,28 +47,28 @@ class Fetcher:
         )
 
     async def fetch(self, url: str) -> Spooled:
-        """The file at an address, on disk.
+        """Fetch the file at an address to disk.
 
         Raises:
             SourceRefused: the address, or one it redirects to, is not allowed.
-            SourceFailed: it could not be read, or not in time.
-            RasterTooLarge: it is over the size limit.
+            SourceFailed: the file could not be read, or not in time.
+            RasterTooLarge: the file is larger than `limits.file_bytes`.
         """
         settings = self._settings
-        with said():
+        with fetch_errors():
             require_hosts(self._hosts)
             with Spool(settings.spool, settings.limits.file_bytes) as spool:
                 await self._fetcher.fetch(url, _ToDisk(spool))
                 return spool.finish()
 
     def fetch_sync(self, url: str) -> Spooled:
-        """`fetch` for callers without an event loop, or inside one they may not await on; blocks."""
+        """Fetch a file and block; for callers that cannot await."""
         with ThreadPoolExecutor(1, thread_name_prefix="baton-geo-fetch") as pool:
             return pool.submit(asyncio.run, self.fetch(url)).result()
 
 
 class _ToDisk:
-    """A spool as `baton_fetch` fills it."""
+    """A spool as a sink of `baton_fetch`."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
@@ -80,4 +80,4 @@ class _ToDisk:
         await asyncio.to_thread(self._spool.write, data)  # a full disk cache makes writes wait
 
 
-__all__ = ["Fetcher", "Resolver", "system_resolver"]
+__all__ = ["RasterFetcher", "Resolver", "system_resolver"]

@@ -1,4 +1,4 @@
-"""A Prithvi segmentation model as a multimodal pooling model of vLLM: tiles in, class scores out."""
+"""Run a Prithvi segmentation model as a multimodal pooling model of vLLM: tiles in, class scores out."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from baton_geo.processing import PrithviDummyInputs, PrithviProcessingInfo, Prit
     PrithviProcessor, info=PrithviProcessingInfo, dummy_inputs=PrithviDummyInputs
 )
 class PrithviForSegmentation(nn.Module, IsAttentionFree, SupportsMultiModal):
-    """`PrithviSegmenter` as vLLM drives it: one prompt is one tile, one output its scores.
+    """`PrithviSegmenter` behind vLLM's interface: one prompt is one tile, one output its scores.
 
-    No exception may leave `forward`: it would end the engine for everybody. What could raise one is
+    No exception may leave `forward`: it would kill the engine for every client. Input that could raise one is
     refused where tiles are parsed (`processing.TileShapes`).
     """
 
@@ -53,7 +53,7 @@ class PrithviForSegmentation(nn.Module, IsAttentionFree, SupportsMultiModal):
         *,
         is_multimodal: Tensor | None = None,
     ) -> Tensor:
-        """A prompt's one token is a serial number and means nothing to the model."""
+        """Return zeros: a prompt's only token is a serial number, which the model does not use."""
         return torch.zeros((input_ids.shape[0], self._hidden_size), device=input_ids.device)
 
     def forward(
@@ -67,10 +67,10 @@ class PrithviForSegmentation(nn.Module, IsAttentionFree, SupportsMultiModal):
         location_coords: Tensor | None = None,
         **kwargs: object,
     ) -> Tensor:
-        """Class scores of every tile of the step.
+        """Compute the class scores of every tile of the step.
 
         Args:
-            input_ids: (tokens,): one a tile.
+            input_ids: (tokens,): one per tile.
             positions: (tokens,).
             intermediate_tensors: unused; there is one pipeline stage.
             inputs_embeds: unused.

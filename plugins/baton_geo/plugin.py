@@ -1,8 +1,8 @@
-"""The IO processor `baton_geo`: a scene in, prompts of one tile each, a georeferenced mask out.
+"""The IO processor `baton_geo`: turn a scene into prompts of one tile each, and their outputs into a mask.
 
-It answers both to vLLM's own server and offline `encode`, which call the synchronous hooks, and to servers
-that await the asynchronous ones, where tiles are cut only as the engine has room for them: then memory
-stays bounded at any size of scene. Nothing of a request is kept here; see `scenes.py`.
+vLLM's own server and offline `encode` call the synchronous hooks. Servers that await the asynchronous hooks
+get tiles only as the engine takes them, so that memory stays bounded at any size of scene. The state of
+requests is in `scenes.py`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from baton_geo.contract import GeoAnswer, GeoOptions, GeoRequest, geo_request
 from baton_geo.errors import RasterTooLarge
 from baton_geo.prithvi import PrithviConfig
 from baton_geo.queries import options_of_query
-from baton_geo.raster.ask import SceneAsk
 from baton_geo.raster.decoders import Decoders
-from baton_geo.scenes import Running, Scenes
+from baton_geo.raster.messages import SceneRequest
+from baton_geo.scenes import RunningScene, Scenes
 from baton_geo.settings import geo_settings
 from baton_geo.sources import Sources
 from baton_geo.spool import Spooled, prepare_folder
@@ -40,32 +40,32 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Upload:
-    """A file sent as it is, with what was asked of it."""
+    """A request whose body is the raster file, with the options of its query."""
 
     file: Path
     options: GeoOptions
 
 
-Ask = GeoRequest | Upload
+PluginRequest = GeoRequest | Upload
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A request whose answer will be shown to a model: it wants the preview, whatever its outputs are."""
+    """A request that gets a preview whatever its outputs are, because its result is described to a model."""
 
-    ask: Ask
+    request: PluginRequest
 
 
-class GeoProcessor(IOProcessor[Ask | Shown, GeoAnswer]):
-    """See the module.
+class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
+    """The plugin; see the module.
 
     Args:
-        vllm_config: of the engine; its model's config.json holds the card, its `additional_config` the
-            operator's settings.
+        vllm_config: of the engine; the model's config.json has the card, `additional_config` the operator's
+            settings.
         renderer: unused.
 
     Raises:
-        ValueError: a wrong setting, or a model whose config.json says too little.
+        ValueError: a setting is wrong, or the model's config.json has no card.
     """
 
     def __init__(self, vllm_config: VllmConfig, renderer: BaseRenderer) -> None:
@@ -80,73 +80,73 @@ class GeoProcessor(IOProcessor[Ask | Shown, GeoAnswer]):
             self._settings.decoders, self._settings.decoder_wait_s, self._settings.spool
         )
         self._scenes = Scenes(self._settings.limits.seconds)
-        weakref.finalize(self, self._scenes.close)  # at the end of the process too
-        self._openers = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "geo-open")
-        self._hands = ThreadPoolExecutor(2 * self._settings.decoders, "geo-tile")
+        weakref.finalize(self, self._scenes.close)  # also at the end of the process
+        self._open_threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "geo-open")
+        self._tile_threads = ThreadPoolExecutor(2 * self._settings.decoders, "geo-tile")
 
-    def parse_data(self, data: object) -> Ask:
+    def parse_data(self, data: object) -> PluginRequest:
         return geo_request(data)
 
     def parse_upload(
         self, file: Path, media_type: str, query: Mapping[str, str], accept: Sequence[str]
-    ) -> Ask:
-        """A file sent as it is. What it is, its bytes say, not `media_type`.
+    ) -> PluginRequest:
+        """Take an uploaded file; its bytes decide its format, not `media_type`.
 
         Args:
-            file: to be read, not kept.
-            media_type: as the client says.
+            file: the upload; the server removes it.
+            media_type: of the request; ignored.
             query: the request's options as text.
-            accept: the media types the answer may have; decides the outputs where the options do not.
+            accept: media types the client accepts; they decide the outputs if the options have none.
 
         Raises:
-            RequestInvalid: an option nobody knows, or a wrong one.
+            RequestInvalid: an option is unknown or wrong.
         """
         return Upload(file, options_of_query(query, accept))
 
-    def for_exhibit(self, data: Ask) -> Shown:
-        """The same request, such that `exhibit` has a picture."""
+    def for_description(self, data: PluginRequest) -> Shown:
+        """Return the same request, but with a preview for `describe`."""
         return Shown(data)
 
     async def pre_process_async(
-        self, prompt: Ask | Shown, request_id: str | None = None, **kwargs: Any
+        self, prompt: PluginRequest | Shown, request_id: str | None = None, **kwargs: Any
     ) -> AsyncIterator[dict[str, Any]]:
         shown = isinstance(prompt, Shown)
         if isinstance(prompt, Shown):
-            prompt = prompt.ask
+            prompt = prompt.request
         if isinstance(prompt, Upload):
-            raster, options = _borrowed(prompt.file), prompt.options
+            raster, options = _unowned(prompt.file), prompt.options
         else:
             raster, options = await self._sources.open(prompt), prompt
-        # Opening may wait for a decoder to be free: not in the threads that those at work need to get on. And
-        # it is work for a processor: opened one after the other, the first scenes reach the engine sooner.
-        opening = _in(self._openers, self._open, raster, options, request_id, shown)
+        # Opening may wait for a free decoder, so it must not hold the threads that open scenes need. It also
+        # takes processor time: opened one after the other, the first scenes reach the engine sooner.
+        opening = _in_threads(self._open_threads, self._open, raster, options, request_id, shown)
         try:
             running = await asyncio.shield(opening)
         except asyncio.CancelledError:
             await asyncio.wait({opening})
             if opening.exception() is None:
-                await _in(self._hands, self._scenes.drop, opening.result())
+                await _in_threads(self._tile_threads, self._scenes.drop, opening.result())
             raise
         return self._prompts(running)
 
-    async def _prompts(self, running: Running) -> AsyncGenerator[dict[str, Any], None]:
+    async def _prompts(self, running: RunningScene) -> AsyncGenerator[dict[str, Any], None]:
         fields, empty = self._fields(running), True
         for tile in range(running.scene.info.tiles):
-            pixels = await _in(self._hands, running.scene.read, tile)
+            pixels = await _in_threads(self._tile_threads, running.scene.read, tile)
             if pixels is not None:
                 empty = False
                 yield prompt(self._scenes.serial(running, tile), pixels, fields)
         if empty:
-            await _in(self._hands, running.scene.finish)  # says that every pixel is nodata
+            await _in_threads(self._tile_threads, running.scene.finish)  # says that every pixel is nodata
 
     def pre_process(
-        self, prompt: Ask | Shown, request_id: str | None = None, **kwargs: Any
+        self, prompt: PluginRequest | Shown, request_id: str | None = None, **kwargs: Any
     ) -> Sequence[dict[str, Any]]:
         shown = isinstance(prompt, Shown)
         if isinstance(prompt, Shown):
-            prompt = prompt.ask
+            prompt = prompt.request
         if isinstance(prompt, Upload):
-            raster, options = _borrowed(prompt.file), prompt.options
+            raster, options = _unowned(prompt.file), prompt.options
         else:
             raster, options = self._sources.open_sync(prompt), prompt
         running = self._open(raster, options, request_id, shown)
@@ -155,11 +155,11 @@ class GeoProcessor(IOProcessor[Ask | Shown, GeoAnswer]):
         except BaseException:
             self._scenes.drop(running)
             raise
-        # vLLM's server calls this on its event loop: waiting here for a place, none would ever become free.
-        running.scene.step_aside()
+        # vLLM's server calls this on its event loop: a call that waits for a place blocks all.
+        running.scene.release_place()
         return prompts
 
-    def _all_prompts(self, running: Running) -> list[dict[str, Any]]:
+    def _all_prompts(self, running: RunningScene) -> list[dict[str, Any]]:
         tiles, most = running.scene.info.tiles, self._settings.limits.tiles_at_once
         if tiles > most:
             raise RasterTooLarge(
@@ -177,8 +177,10 @@ class GeoProcessor(IOProcessor[Ask | Shown, GeoAnswer]):
             running.scene.finish()  # says that every pixel is nodata
         return prompts
 
-    def _open(self, raster: Spooled, options: GeoOptions, request_id: str | None, shown: bool) -> Running:
-        ask = SceneAsk(
+    def _open(
+        self, raster: Spooled, options: GeoOptions, request_id: str | None, shown: bool
+    ) -> RunningScene:
+        request = SceneRequest(
             card=self._card,
             limits=self._settings.limits,
             indices=options.indices,
@@ -189,15 +191,15 @@ class GeoProcessor(IOProcessor[Ask | Shown, GeoAnswer]):
             preview=shown or "preview" in options.outputs,
         )
         try:
-            scene = self._decoders.open(raster.path, ask)
+            scene = self._decoders.open(raster.path, request)
         except BaseException:
             raster.close()
             raise
-        running = Running(scene, options, request_id, raster)
+        running = RunningScene(scene, options, request_id, raster)
         self._scenes.add(running)
         return running
 
-    def _fields(self, running: Running) -> dict[str, Any]:
+    def _fields(self, running: RunningScene) -> dict[str, Any]:
         return self._coordinates.of(running.options, running.scene.info)
 
     async def post_process_async(
@@ -206,13 +208,13 @@ class GeoProcessor(IOProcessor[Ask | Shown, GeoAnswer]):
         request_id: str | None = None,
         **kwargs: Any,
     ) -> Finished:
-        """What `output_to_files` and `output_to_response` take; kept until `forget`."""
+        """Write the outputs as they arrive and finish the scene; its files stay until `forget`."""
         running = None
         async for _, output in model_output:
-            running = await _in(self._hands, self._write, output)
+            running = await _in_threads(self._tile_threads, self._write, output)
         if running is None:
-            raise ValueError("no output came back")
-        return await _in(self._hands, self._finish, running)
+            raise ValueError("the engine returned no output")
+        return await _in_threads(self._tile_threads, self._finish, running)
 
     def post_process(
         self, model_output: Sequence[PoolingRequestOutput], request_id: str | None = None, **kwargs: Any
@@ -222,56 +224,56 @@ class GeoProcessor(IOProcessor[Ask | Shown, GeoAnswer]):
             for output in model_output:
                 running = self._write(output)
             if running is None:
-                raise ValueError("no output came back")
+                raise ValueError("the engine returned no output")
             return self._finish(running).answer()
         finally:
             if running is not None:
                 self._scenes.drop(running)
 
-    def _write(self, output: PoolingRequestOutput) -> Running:
+    def _write(self, output: PoolingRequestOutput) -> RunningScene:
         running, tile = self._scenes.take(output.prompt_token_ids[0])
         running.scene.write(tile, output.outputs.data.numpy())
         return running
 
-    def _finish(self, running: Running) -> Finished:
+    def _finish(self, running: RunningScene) -> Finished:
         products = running.scene.finish()
-        running.scene.dismiss()  # whoever reads the answer slowly keeps its files, and nobody's decoder
+        running.scene.end_child()  # a client that reads slowly keeps the files, not a decoder
         return Finished(running, products)
 
     def output_to_files(self, output: Finished) -> list[tuple[str, str, Path]]:
-        """Name, media type and path of each output."""
+        """Return name, media type and path of each output."""
         return output.files()
 
     def output_to_response(self, output: Finished) -> IOProcessorResponse[GeoAnswer]:
-        """The JSON answer."""
+        """Return the JSON answer."""
         return IOProcessorResponse(request_id=output.running.request_id, data=output.answer())
 
-    def exhibit(self, output: Finished) -> tuple[str, tuple[str, Path] | None]:
-        """What a model that is asked about the scene is shown: the areas in a line, and the preview."""
-        return output.exhibit()
+    def describe(self, output: Finished) -> tuple[str, tuple[str, Path] | None]:
+        """Describe the scene to a model: the areas in one line, and media type and path of the preview."""
+        return output.describe()
 
     def amounts(self, output: Finished) -> dict[str, int]:
-        """What a server may count of a finished scene."""
+        """Return what a server may count of a finished scene: its pixels."""
         info = output.running.scene.info
         return {"pixels": info.width * info.height}
 
     def close(self) -> None:
-        """End every scene and raster process; for servers that say when they are done."""
+        """End every scene and raster process."""
         self._scenes.close()
         self._decoders.close()
-        self._openers.shutdown(wait=False)
-        self._hands.shutdown(wait=False)
+        self._open_threads.shutdown(wait=False)
+        self._tile_threads.shutdown(wait=False)
 
     def forget(self, request_id: str) -> None:
-        """Let go of a request's scene, whatever became of it."""
+        """Close a request's scene, finished or not, and remove its files."""
         for running in self._scenes.of_request(request_id):
             self._scenes.drop(running)
 
 
-def _borrowed(file: Path) -> Spooled:
-    """A file that is somebody else's to remove."""
+def _unowned(file: Path) -> Spooled:
+    """Return a file that the server owns and removes."""
     return Spooled(file, file.stat().st_size, owned=False)
 
 
-def _in(threads: Executor, work: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
+def _in_threads(threads: Executor, work: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
     return asyncio.get_running_loop().run_in_executor(threads, work, *args)

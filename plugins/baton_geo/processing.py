@@ -1,4 +1,4 @@
-"""Tiles on their way into the engine, as vLLM's multimodal guide has it: limits, dummy inputs, fields."""
+"""Pass tiles to the engine through vLLM's multimodal interface: limits, dummy inputs, fields."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ PIXELS, TIMES, PLACES = "pixel_values", "temporal_coords", "location_coords"
 
 
 class TileShapes:
-    """The one shape every field of a model's tiles has.
+    """The shapes of the fields of a model's tiles.
 
-    vLLM runs several tiles in one step, so all have the same shape.
+    vLLM runs several tiles in one step, so all tiles have the same shapes.
 
     Args:
         config: of the model.
-        tile: height and width, pixels.
+        tile: height and width of a tile, pixels.
     """
 
     def __init__(self, config: PrithviConfig, tile: int) -> None:
@@ -47,10 +47,10 @@ class TileShapes:
             self.fields[PLACES] = (2,)
 
     def check(self, data: Mapping[str, torch.Tensor]) -> None:
-        """See to it that nothing reaches the engine that its model would choke on.
+        """Refuse a tile on which the model would fail inside the engine.
 
         Raises:
-            ValueError: a field is missing, unknown, of another shape or dtype, or not finite.
+            ValueError: a field is missing, unknown, of a wrong shape or dtype, or not finite.
         """
         if set(data) != set(self.fields):
             raise ValueError(f"a tile has the fields {sorted(self.fields)}, not {sorted(map(str, data))}")
@@ -61,19 +61,19 @@ class TileShapes:
                 raise ValueError(f"{name}: must be a tensor of shape {shape}, not {given}")
             if value.dtype != torch.float32:
                 raise ValueError(f"{name}: must be float32, not {str(value.dtype).removeprefix('torch.')}")
-            if not np.isfinite(value.detach().cpu().numpy()).all():  # torch would start a team of threads
+            if not np.isfinite(value.detach().cpu().numpy()).all():  # torch would start a thread pool
                 raise ValueError(f"{name}: holds NaN or infinity")
 
 
 class TileItems(ModalityDataItems[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]):
-    """One tile with its coordinates; always exactly one a prompt."""
+    """One tile with its coordinates; a prompt has exactly one."""
 
     def get_count(self) -> int:
         return 1
 
     def get(self, index: int) -> Mapping[str, torch.Tensor]:
         if index != 0:
-            raise IndexError(index)  # or iterating over the items would never end
+            raise IndexError(index)  # ends iteration over the items
         tile: Mapping[str, torch.Tensor] = self.data
         return tile
 
@@ -85,7 +85,7 @@ class TileItems(ModalityDataItems[Mapping[str, torch.Tensor], Mapping[str, torch
 
 
 class TileParser(MultiModalDataParser):
-    """Takes `{"image": {"pixel_values": ..., ...}}` and nothing else."""
+    """A parser that takes `{"image": {"pixel_values": ..., ...}}` and nothing else."""
 
     def __init__(self, shapes: TileShapes, **options: Any) -> None:
         super().__init__(**options)
@@ -114,7 +114,7 @@ class PrithviProcessingInfo(BaseProcessingInfo):
 
 
 class PrithviDummyInputs(BaseDummyInputsBuilder[PrithviProcessingInfo]):
-    """Every tile costs the same, so any is the worst case."""
+    """Dummy tiles of zeros: every tile costs the same, so any is the worst case."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return ""
@@ -129,7 +129,7 @@ class PrithviDummyInputs(BaseDummyInputsBuilder[PrithviProcessingInfo]):
 
 
 class PrithviProcessor(BaseMultiModalProcessor[PrithviProcessingInfo]):
-    """Passes tiles through: they come normalised, and a prompt holds no placeholder for them."""
+    """A processor that passes tiles through: they are normalised, and prompts have no placeholders."""
 
     requires_tokenizer = False
 

@@ -1,4 +1,4 @@
-"""The options of an upload: the same as of JSON, written in a query string."""
+"""Parse the options of an upload from its query string."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ BY_TYPE: dict[str, tuple[str, ...]] = {
     "image/png": ("preview",),
     "application/zip": ("mask", "preview"),
 }
-"""What a client gets that says what it accepts, and not which outputs it wants."""
+"""Outputs by accepted media type, for a request without `outputs`."""
 
 
 def options_of_query(query: Mapping[str, str], accept: Sequence[str]) -> GeoOptions:
-    """The options in a query string: lists with commas, a location as `latitude,longitude`.
+    """Parse a query string: lists with commas, a location as `latitude,longitude`.
+
+    Args:
+        query: options by name, e.g. `{"indices": "2,1,0", "location": "45.1,14.2"}`.
+        accept: media types the client accepts; they decide the outputs if `query` has none.
 
     Raises:
-        RequestInvalid: an option nobody knows, or a wrong value.
+        RequestInvalid: an option is unknown or wrong; `param` names it.
     """
     fields: dict[str, Any] = {name: READERS.get(name, str)(value) for name, value in query.items()}
     if "outputs" not in fields:
@@ -29,8 +33,8 @@ def options_of_query(query: Mapping[str, str], accept: Sequence[str]) -> GeoOpti
     try:
         return geo_options(fields)
     except RequestInvalid as error:
-        said = error.message.removeprefix("data.")  # which is where the same option stands in JSON
-        raise RequestInvalid(said, param=(error.param or "").removeprefix("data.")) from None
+        message = error.message.removeprefix("data.")  # the same option of a JSON body is in `data`
+        raise RequestInvalid(message, param=(error.param or "").removeprefix("data.")) from None
 
 
 def _numbers(value: str) -> list[int]:

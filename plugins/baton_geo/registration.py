@@ -1,4 +1,4 @@
-"""What vLLM has to know before it can load a Prithvi model. The one place that touches its registries."""
+"""Register Prithvi models and their configuration with vLLM; no other module touches its registries."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from baton_geo.scenes import SERIALS
 
 MODEL_TYPE = "baton_prithvi"
 ARCHITECTURES = ("BatonPrithviSegmenter", "PrithviGeoSpatialMAE")
-"""Our own name, and the one vLLM had for such models until it handed them to TerraTorch."""
+"""Our own name, and the one that vLLM used for such models before TerraTorch took them over."""
 MODEL_CLASS = "baton_geo.model:PrithviForSegmentation"
 
 
 class PrithviHfConfig(PretrainedConfig):
-    """A published config.json as transformers reads it; its contents are `PrithviConfig`'s to understand."""
+    """A published config.json as transformers reads it; `PrithviConfig` parses its contents."""
 
     model_type = MODEL_TYPE
 
@@ -28,16 +28,16 @@ class PrithviHfConfig(PretrainedConfig):
         others.setdefault("hidden_size", published.get("embed_dim", 1))
         others.setdefault("num_attention_heads", published.get("num_heads", 1))
         others.setdefault("num_hidden_layers", published.get("depth", 1))
-        others.setdefault("vocab_size", SERIALS + 1)  # a prompt is one token, a serial number
+        others.setdefault("vocab_size", SERIALS + 1)  # a prompt is one token: a serial number
         others.setdefault("max_position_embeddings", 1)
         self.pretrained_cfg = published
         super().__init__(**others)
 
 
 class PrithviConfigParser(ConfigParserBase):
-    """`--config-format baton_prithvi`: for published models, whose config.json has no `model_type`.
+    """The parser for `--config-format baton_prithvi`: published models without `model_type`.
 
-    transformers takes those for timm's and wants timm.
+    Without it, transformers takes them for timm models and requires timm.
     """
 
     def parse(

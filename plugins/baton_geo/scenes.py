@@ -1,9 +1,8 @@
-"""The scenes under way, and the serial numbers by which engine outputs find their way back to them.
+"""Keep the running scenes, and assign engine outputs to them by serial number.
 
-vLLM hands a plugin a request before the engine and its outputs after it, and links the two by nothing a
-plugin can rely on: offline there is no request id at all. So a prompt is one token, a serial number that
-this process never gives twice while it is in use, and every output comes back with its prompt. Concurrent
-requests cannot be mixed up.
+vLLM gives a plugin a request before the engine and its outputs after it, without a reliable link between the
+two: offline there is no request id at all. So a prompt is one token, a serial number that is unique among the
+prompts in use, and every output comes back with its prompt. Concurrent requests cannot be mixed up.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 from baton_geo.contract import GeoOptions
 
 SERIALS = 2**31 - 2
-"""A token id is an int32; 0 stays out."""
+"""Number of serial numbers: token ids are int32, and 0 is not used."""
 
 
 class Closeable(Protocol):
@@ -25,16 +24,16 @@ class Closeable(Protocol):
 
 
 @dataclass(eq=False)
-class Running:
-    """One request's scene on its way through the engine.
+class RunningScene:
+    """One request's scene while the engine works on it.
 
     Attributes:
-        scene: its raster process.
-        options: what was asked.
+        scene: the raster, opened in its process.
+        options: of the request.
         request_id: of the server that runs the plugin; None offline.
-        raster: the file it is read from.
-        began: by the monotonic clock, seconds.
-        serials: given out and not yet come back.
+        raster: the raster's file.
+        began: start, seconds on the monotonic clock.
+        serials: serial numbers of prompts whose output has not come back.
     """
 
     scene: Any
@@ -45,35 +44,35 @@ class Running:
     serials: set[int] = field(default_factory=set)
 
     def close(self) -> None:
-        """End its process and remove its files; a second call does nothing."""
+        """End the raster process and remove the files; a second call does nothing."""
         self.scene.close()
         self.raster.close()
 
 
 class Scenes:
-    """All scenes of one plugin. Safe to use from several threads.
+    """The running scenes of one plugin. Safe to use from several threads.
 
     Args:
-        seconds: after which a scene that nobody came back for is dropped.
+        seconds: age at which an abandoned scene is dropped.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._running: set[Running] = set()
-        self._tiles: dict[int, tuple[Running, int]] = {}
+        self._running: set[RunningScene] = set()
+        self._tiles: dict[int, tuple[RunningScene, int]] = {}
         self._next = 0
 
-    def add(self, running: Running) -> None:
-        """Keep a scene until `drop`; those long overdue go."""
+    def add(self, running: RunningScene) -> None:
+        """Keep a scene until `drop`, and drop scenes that are too old."""
         with self._lock:
             late = [old for old in self._running if time.monotonic() - old.began > self._seconds]
             self._running.add(running)
         for old in late:
             self.drop(old)
 
-    def serial(self, running: Running, tile: int) -> int:
-        """A number for one tile of a scene."""
+    def serial(self, running: RunningScene, tile: int) -> int:
+        """Return a new serial number for one tile of a scene."""
         with self._lock:
             while (serial := self._next % SERIALS + 1) in self._tiles:
                 self._next += 1
@@ -82,19 +81,19 @@ class Scenes:
             running.serials.add(serial)
             return serial
 
-    def take(self, serial: int) -> tuple[Running, int]:
-        """The scene and the tile of a number; it is free again.
+    def take(self, serial: int) -> tuple[RunningScene, int]:
+        """Return the scene and the tile of a serial number, and free the number.
 
         Raises:
-            LookupError: nobody waits for it (any more).
+            LookupError: no running scene has this number.
         """
         with self._lock:
             running, tile = self._tiles.pop(serial)
             running.serials.discard(serial)
             return running, tile
 
-    def drop(self, running: Running) -> None:
-        """Forget a scene and close it; a second call does nothing."""
+    def drop(self, running: RunningScene) -> None:
+        """Remove a scene and close it; a second call does nothing."""
         with self._lock:
             self._running.discard(running)
             for serial in running.serials:
@@ -103,12 +102,12 @@ class Scenes:
         running.close()
 
     def close(self) -> None:
-        """Drop them all."""
+        """Drop every scene."""
         for running in list(self._running):
             self.drop(running)
 
-    def of_request(self, request_id: str) -> Iterator[Running]:
-        """The scenes of a server's request."""
+    def of_request(self, request_id: str) -> Iterator[RunningScene]:
+        """Yield the scenes of a server's request."""
         with self._lock:
             found = [running for running in self._running if running.request_id == request_id]
         yield from found

@@ -1,6 +1,6 @@
-"""What the operator decides: the `baton_geo` table of vLLM's `additional_config`, an engine argument.
+"""Parse the operator's settings: the `baton_geo` table of vLLM's engine argument `additional_config`.
 
-No environment is read, so that the plugin is set up the same way under plain vLLM and behind a gateway.
+No environment is read, so that settings work the same way in plain vLLM and behind a gateway.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MIB = 1024 * 1024
 
 
 class GeoLimits(Frozen):
-    """What one request may cost."""
+    """The limits of one request."""
 
     pixels: int = Field(12_000 * 12_000, ge=1, description="Pixels of one band.")
     bands: int = Field(64, ge=1, le=4096, description="Bands of the file, used or not.")
-    tiles: int = Field(8192, ge=1, description="Tiles the model is given.")
+    tiles: int = Field(8192, ge=1, description="Tiles of a scene.")
     tiles_at_once: int = Field(
         1024,
         ge=1,
@@ -30,14 +30,14 @@ class GeoLimits(Frozen):
     tile_bytes: int = Field(
         64,
         ge=0,
-        description="Bytes of the file there must be for each tile; fewer is a bomb. 0: no such rule.",
+        description="Least size of the file per tile; a shorter file is a bomb. 0: no such limit.",
     )
     block_bytes: ByteSize = Field(
         ByteSize(128 * MIB), description="Size of one strip or tile of the file, uncompressed."
     )
     file_bytes: ByteSize = Field(ByteSize(2048 * MIB), description="Size of the file.")
     memory: ByteSize = Field(ByteSize(1024 * MIB), description="Address space of a decoder beyond its start.")
-    seconds: float = Field(900, gt=0, description="A request's time from its first byte to its answer.")
+    seconds: float = Field(900, gt=0, description="Time of a request from its first byte to its answer.")
     open_seconds: float = Field(
         2.0, gt=0, description="Processor time to look at a file and say whether it is usable."
     )
@@ -61,10 +61,10 @@ class GeoSettings(Frozen):
 
 
 def geo_settings(additional_config: object) -> GeoSettings:
-    """The settings in vLLM's `additional_config`, defaults where it says nothing.
+    """Read the settings from vLLM's `additional_config`; absent keys have their defaults.
 
     Raises:
-        ValueError: a key nobody knows, or a wrong value.
+        ValueError: a key is unknown, or a value is wrong.
     """
     table: Any = additional_config.get("baton_geo", {}) if isinstance(additional_config, Mapping) else {}
     try:

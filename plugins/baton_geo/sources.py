@@ -1,6 +1,6 @@
-"""Where a request's raster comes from: each kind becomes a file of ours on disk, and nothing else is read.
+"""Copy a request's raster (base64, bytes, address or path) into a spool file.
 
-What decodes rasters is given that file's name, never a client's text.
+The decoders get the name of that file, never a path or address of the client.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path, PurePosixPath
 
 from baton_geo.contract import GeoRequest, quoted
 from baton_geo.errors import RequestInvalid, SourceFailed, SourceRefused
-from baton_geo.fetch import Fetcher, Resolver, system_resolver
+from baton_geo.fetch import RasterFetcher, Resolver, system_resolver
 from baton_geo.settings import MIB, GeoSettings
 from baton_geo.spool import Spool, Spooled
 
-# Small enough that decoding one, which holds the interpreter's lock, takes well under a millisecond.
+# Decoding holds the interpreter's lock: a piece of this size takes well under a millisecond.
 _BASE64_CHARACTERS = 256 * 1024
 _CHUNK = 1 * MIB
 _DATA_PREFIX = re.compile(r"\s{0,64}data:[^,]{0,200};base64,", re.ASCII | re.IGNORECASE)
@@ -30,12 +30,12 @@ _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_C
 
 
 class Sources:
-    """Turns requests into files; may be used by many requests at a time, and keeps nothing of any.
+    """Writes requests' rasters to files; stateless, so many requests may use it at a time.
 
     Args:
-        settings: the operator's.
-        resolver: how names become addresses; see `fetch`.
-        tls: what certificates are trusted; None: the usual authorities.
+        settings: of the operator.
+        resolver: resolves host names.
+        tls: trusted certificates; None: the system's authorities.
 
     Raises:
         ValueError: an entry of `allowed_hosts` is not a host.
@@ -49,18 +49,18 @@ class Sources:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._settings = settings
-        self._fetcher = Fetcher(settings, resolver=resolver, tls=tls)
+        self._fetcher = RasterFetcher(settings, resolver=resolver, tls=tls)
 
     async def open(self, request: GeoRequest) -> Spooled:
-        """The request's raster on disk, its owner's to close; nothing blocks the event loop.
+        """Write the request's raster to disk without blocking the event loop; the caller closes the result.
 
-        Cancelled or failed, it leaves no file.
+        When cancelled or failed, no file is left.
 
         Raises:
-            RequestInvalid: the base64 is none.
-            RasterTooLarge: over the size limit.
-            SourceRefused: a path or an address that is not allowed.
-            SourceFailed: one that is, and could not be read.
+            RequestInvalid: the data is not base64.
+            RasterTooLarge: the raster is larger than `limits.file_bytes`.
+            SourceRefused: the path or address is not allowed.
+            SourceFailed: the path or address could not be read.
             DecoderBusy: the disk is full.
         """
         if request.data_format == "url":
@@ -70,7 +70,7 @@ class Sources:
             return spool.finish()
 
     def open_sync(self, request: GeoRequest) -> Spooled:
-        """`open` for callers without an event loop; blocks."""
+        """Write the request's raster to disk and block; for callers without an event loop."""
         if request.data_format == "url":
             return self._fetcher.fetch_sync(str(request.data))
         with self._spool() as spool:
@@ -90,20 +90,20 @@ class Sources:
 
 
 def decoded(text: str) -> Iterator[bytes]:
-    """What base64 stands for, piece by piece.
+    """Decode base64 piece by piece.
 
-    The alphabet of RFC 4648 section 4, padded; white space is skipped, and so is a `data:...;base64,`
-    in front (RFC 2397).
+    The alphabet is that of RFC 4648 section 4, padded; white space is skipped, and so is a leading
+    `data:...;base64,` (RFC 2397).
 
     Raises:
-        RequestInvalid: it is not base64.
+        RequestInvalid: the text is not base64.
     """
     prefix = _DATA_PREFIX.match(text)
     start = prefix.end() if prefix else 0
     held = b""
     for place in range(start, len(text), _BASE64_CHARACTERS):
         held += _characters(text[place : place + _BASE64_CHARACTERS])
-        # The last group is kept back: only there may padding stand, and only the end shows it is the last.
+        # Hold the last group back: only the last one may have padding, and only the end shows which is last.
         whole = max(len(held) - 1, 0) // 4 * 4
         if b"=" in held[:whole]:
             raise _not_base64("a '=' before the end")
@@ -142,7 +142,7 @@ def _pieces(data: bytes) -> Iterator[memoryview]:
 
 
 def _copy(path: str, roots: tuple[Path, ...], spool: Spool) -> None:
-    """A copy, so that whoever may write the file cannot change it under the decoder."""
+    """Copy a file, so that nobody can change it while the decoder reads it."""
     source = _open_under(path, roots)
     try:
         found = os.fstat(source)
@@ -158,9 +158,9 @@ def _copy(path: str, roots: tuple[Path, ...], spool: Spool) -> None:
 
 
 def _open_under(path: str, roots: tuple[Path, ...]) -> int:
-    """A descriptor of a file under one of the roots, however the folders change meanwhile.
+    """Open a file under one of the roots; safe when folders change meanwhile.
 
-    Whether a file outside exists makes no difference to what is answered.
+    The answer does not reveal whether a file outside exists.
     """
     if not roots:
         raise _refused("this server takes no paths; send the raster itself (data_format b64_json)")

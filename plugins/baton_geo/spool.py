@@ -1,6 +1,6 @@
-"""Rasters on disk while a request is under way: written once, with a cap, and removed whatever happens.
+"""Write a request's raster to a temporary file with a size limit, and remove it after the request.
 
-What a killed process leaves is removed by the next one that starts with the same folder.
+Files of a killed process are removed by the next one that starts with the same folder.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 class Spooled:
     """A raster in a local file.
 
-    A context manager: on exit the file is removed, if it is ours.
+    A context manager: on exit the file is removed, if it is owned.
 
     Attributes:
         path: of the file.
         size: bytes.
-        owned: whether it is removed on exit.
-        made: the lock on a file that was written here.
+        owned: whether the file is removed on exit.
+        made: the locked temporary file, if a `Spool` wrote it.
     """
 
     path: Path
@@ -46,11 +46,11 @@ class Spooled:
 
     @classmethod
     def from_file(cls, path: Path, *, owned: bool = True) -> Spooled:
-        """A file already written, e.g. an upload's body.
+        """Take a file that exists already, e.g. an upload's body.
 
         Raises:
-            OSError: there is none.
-            ValueError: it is not a regular file.
+            OSError: the file does not exist.
+            ValueError: the path is not a regular file.
         """
         found = os.stat(path, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):
@@ -58,7 +58,7 @@ class Spooled:
         return cls(path, found.st_size, owned)
 
     def close(self) -> None:
-        """Removes the file; a second call does nothing."""
+        """Remove the file, if it is owned; a second call does nothing."""
         if self.made is not None:
             self.made.remove()
         elif self.owned:
@@ -74,18 +74,18 @@ class Spooled:
 
 
 class Abandoned(Exception):
-    """The request is gone; the thread that still wrote for it stops here."""
+    """The request ended while a thread still wrote its file."""
 
 
 class Spool:
-    """A file being written.
+    """A temporary file that is being written.
 
-    A context manager: on exit without `finish` the file is removed. Another thread may be writing at that
-    moment; its next `write` raises `Abandoned`.
+    A context manager: on exit without `finish` the file is removed. If another thread is writing then, its
+    next `write` raises `Abandoned`.
 
     Args:
-        folder: where; None: the system's.
-        limit: most bytes.
+        folder: of the file; None: the system's folder for temporary files.
+        limit: largest size, bytes.
 
     Raises:
         DecoderBusy: the disk is full.
@@ -113,21 +113,21 @@ class Spool:
                 self._made.remove()
 
     def expect(self, size: int) -> None:
-        """Refuses a file that is said to have `size` bytes, before the first is read.
+        """Refuse a file of the announced `size` in bytes before it is read.
 
         Raises:
-            RasterTooLarge: that is more than the limit.
+            RasterTooLarge: `size` is over the limit.
         """
         if size > self._limit:
             raise RasterTooLarge(f"more than {_readable(self._limit)}, the most this server takes")
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Appends.
+        """Append to the file.
 
         Raises:
-            RasterTooLarge: over the limit; nothing is written.
+            RasterTooLarge: the file would be over the limit; nothing is written.
             DecoderBusy: the disk is full.
-            Abandoned: the file was given up meanwhile.
+            Abandoned: the spool was left meanwhile.
         """
         with self._lock:
             if not self._open:
@@ -142,15 +142,15 @@ class Spool:
             self._size += len(data)
 
     def fill(self, chunks: Iterable[bytes | memoryview]) -> None:
-        """Writes one after the other; errors as `write`, and those of `chunks`."""
+        """Append every chunk; raises the errors of `write` and of `chunks`."""
         for chunk in chunks:
             self.write(chunk)
 
     def finish(self) -> Spooled:
-        """The file, from now on its owner's to remove.
+        """Return the file; the caller closes it from now on.
 
         Raises:
-            Abandoned: it was given up already.
+            Abandoned: the spool was left already.
         """
         with self._lock:
             if not self._open:
@@ -160,13 +160,13 @@ class Spool:
 
 
 def prepare_folder(folder: Path | None) -> None:
-    """Check the folder for rasters and scenes, and remove those that killed processes left there.
+    """Check the folder for rasters and scenes, and remove those that killed processes left in it.
 
     Args:
-        folder: `spool` of the settings.
+        folder: the setting `spool`.
 
     Raises:
-        ValueError: it is no folder, a link, another user's, open to all, or cannot be written.
+        ValueError: `folder` is no folder, a link, of another user, open to all, or not writable.
     """
     try:
         require_folder(folder)
@@ -174,11 +174,11 @@ def prepare_folder(folder: Path | None) -> None:
     except FolderRefused as error:
         raise ValueError(f"additional_config: baton_geo.spool: {error.strerror}") from None
     if swept.removed:
-        logger.info("%d rasters and scenes of ended processes were removed", swept.removed)
+        logger.info("removed %d rasters and scenes of ended processes", swept.removed)
     if swept.foreign:
         logger.error(
-            "%d entries of the spool folder have names of ours and are not this user's files; they are left "
-            "alone; the first: %s",
+            "%d entries of the spool folder are named like this plugin's files but are not this user's; they "
+            "are kept; the first: %s",
             len(swept.foreign),
             swept.foreign[0],
         )

@@ -1,4 +1,4 @@
-"""From a scene's tile to the engine's prompt, with the coordinates that some models want."""
+"""Make the engine's prompt for a tile, with the dates and places that some models need."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from baton_geo.card import Band, Card, ClassLabel
 from baton_geo.contract import GeoOptions
 from baton_geo.errors import RasterUnusable, RequestInvalid
 from baton_geo.prithvi import PrithviConfig
-from baton_geo.raster.ask import SceneInfo
+from baton_geo.raster.messages import SceneInfo
 
 GREYS = 220
-"""Colours of classes nobody named: from light to dark."""
+"""The lightest grey of classes without a colour."""
 
 
 def card_of(hf_config: Mapping[str, Any]) -> Card:
-    """The card in a model's config.json; a published config without one says enough for a plain one.
+    """Return the card in a model's config.json, or make a plain one from a published configuration.
 
     Raises:
-        ValueError: it says neither.
+        ValueError: config.json has neither a `baton_geo` table nor means, deviations and a decoder.
     """
     if (table := hf_config.get("baton_geo")) is not None:
         return Card.model_validate(table)
@@ -47,7 +47,7 @@ def card_of(hf_config: Mapping[str, Any]) -> Card:
 
 
 class Coordinates:
-    """What a model with temporal or location embeddings is told beside the pixels.
+    """Dates and places for models with temporal or location embeddings.
 
     Args:
         config: of the model.
@@ -59,11 +59,11 @@ class Coordinates:
         self._place = "location" in config.coords_encoding
 
     def of(self, options: GeoOptions, info: SceneInfo) -> dict[str, torch.Tensor]:
-        """The fields for every tile of a scene: what the request says, else what the file says.
+        """Return the fields for every tile of a scene: from the request, else from the file.
 
         Raises:
-            RequestInvalid: another number of dates than the model has time steps.
-            RasterUnusable: neither says it.
+            RequestInvalid: the number of dates is not the number of the model's time steps.
+            RasterUnusable: neither the request nor the file has the date or place.
         """
         fields = {}
         if self._time:
@@ -103,17 +103,17 @@ def _place(options: GeoOptions, info: SceneInfo) -> tuple[float, float]:
 
 
 def prompt(serial: int, pixels: NDArray[np.float32], fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """vLLM's prompt for one tile.
+    """Make vLLM's prompt for one tile.
 
     Args:
-        serial: the number its output comes back with.
+        serial: serial number of the tile; see `scenes`.
         pixels: (C, T, H, W) float32, normalised.
-        fields: coordinates.
+        fields: dates and place, see `Coordinates`.
     """
     image = {"pixel_values": torch.from_numpy(pixels), **fields}
     return {
         "prompt_token_ids": [serial],
         "multi_modal_data": {"image": image},
-        # Named, so that vLLM does not hash a megabyte a tile to find what it has never seen before.
+        # With a name given, vLLM does not hash the pixels of a tile that it has never seen before.
         "multi_modal_uuids": {"image": [f"tile-{serial}"]},
     }

@@ -91,7 +91,8 @@ def back_within(server: RealGateway, seconds: float) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a1_an_engine_that_is_killed_beside_plain_vllm(kind: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A1")
+def test_an_engine_that_is_killed_beside_plain_vllm(kind: str, tmp_path: Path) -> None:
     with server_of(kind, tmp_path) as server:
         server.wait_until_ready()
         with streaming(server.url, {"smollm2": STREAMS}) as streams:
@@ -110,7 +111,8 @@ def test_a1_an_engine_that_is_killed_beside_plain_vllm(kind: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a3_an_engine_that_hangs_beside_plain_vllm(kind: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A3")
+def test_an_engine_that_hangs_beside_plain_vllm(kind: str, tmp_path: Path) -> None:
     with server_of(kind, tmp_path) as server:
         server.wait_until_ready()
         front = psutil.Process(server.process.pid)
@@ -135,7 +137,8 @@ def test_a3_an_engine_that_hangs_beside_plain_vllm(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a6_a_signal_under_load_beside_plain_vllm(kind: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A6")
+def test_a_signal_under_load_beside_plain_vllm(kind: str, tmp_path: Path) -> None:
     """Streams that take longer than a drain may."""
     settings = {"BATON_DRAIN_DELAY_S": "1", "BATON_DRAIN_TIMEOUT_S": "5"}
     with server_of(kind, tmp_path, **settings) as server:
@@ -156,7 +159,8 @@ def test_a6_a_signal_under_load_beside_plain_vllm(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a10_the_exit_code_of_a_lost_engine_beside_plain_vllm(kind: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A10")
+def test_the_exit_code_of_a_lost_engine_beside_plain_vllm(kind: str, tmp_path: Path) -> None:
     with server_of(kind, tmp_path, BATON_SUPERVISION__RESTARTS="0") as server:
         server.wait_until_ready()
         cores(server.process.pid)[0].kill()
@@ -172,7 +176,8 @@ def running(server: RealGateway) -> float:
     return sum(float(value) for value in re.findall(r"^vllm:num_requests_running{[^}]*} (\S+)$", page, re.M))
 
 
-def test_e1_clients_that_leave_midway_beside_plain_vllm(steady: RealGateway) -> None:
+@pytest.mark.fault("E1")
+def test_clients_that_leave_midway_beside_plain_vllm(steady: RealGateway) -> None:
     body = {"model": "smollm2", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     clients = 50
     before = len(steady.log.splitlines())
@@ -198,7 +203,8 @@ def test_e1_clients_that_leave_midway_beside_plain_vllm(steady: RealGateway) -> 
         assert "Traceback" not in steady.log
 
 
-def test_e4_half_sent_heads_beside_plain_vllm(steady: RealGateway) -> None:
+@pytest.mark.fault("E4")
+def test_half_sent_heads_beside_plain_vllm(steady: RealGateway) -> None:
     connections = [socket.create_connection(address(steady.url), timeout=10) for _ in range(200)]
     for connection in connections:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")

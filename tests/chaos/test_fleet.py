@@ -106,12 +106,14 @@ def assert_lost_and_back(gateway: RealGateway, row: str, kill: Callable[[], floa
     assert "Traceback" not in gateway.log
 
 
-def test_a1_an_engine_core_that_is_killed(gateway: RealGateway, spared: int) -> None:
+@pytest.mark.fault("A1")
+def test_an_engine_core_that_is_killed(gateway: RealGateway, spared: int) -> None:
     core = core_of_the_first(gateway, spared)
     assert_lost_and_back(gateway, "A1", lambda: killed_at_once(core))
 
 
-def test_a2_a_worker_that_is_killed(gateway: RealGateway, spared: int) -> None:
+@pytest.mark.fault("A2")
+def test_a_worker_that_is_killed(gateway: RealGateway, spared: int) -> None:
     core = core_of_the_first(gateway, spared)
     worker = next(child for child in core.children(recursive=True) if "Worker" in child.name())
     assert_lost_and_back(gateway, "A2", lambda: killed_at_once(worker))
@@ -122,7 +124,8 @@ def killed_at_once(process: psutil.Process) -> float:
     return time.monotonic()
 
 
-def test_a5_an_engine_that_the_kernel_ends_for_its_memory(gateway: RealGateway, spared: int) -> None:
+@pytest.mark.fault("A5")
+def test_an_engine_that_the_kernel_kills_for_its_memory(gateway: RealGateway, spared: int) -> None:
     """It may take little more than it has, and is asked for the log-probabilities of a long prompt.
 
     Not too long a one: a step of `hang_s` would be found hung before memory is out.
@@ -164,7 +167,8 @@ def killed_for_memory(group: Path) -> bool:
     return "oom_kill 0" not in (group / "memory.oom_control").read_text()
 
 
-def test_a3_an_engine_that_hangs_is_found_and_replaced(gateway: RealGateway, spared: int) -> None:
+@pytest.mark.fault("A3")
+def test_an_engine_that_hangs_is_found_and_replaced(gateway: RealGateway, spared: int) -> None:
     """Stopped by a signal, it looks alive to everyone who does not look for progress."""
     core = core_of_the_first(gateway, spared)
     old = [process for process in (core, *core.children(recursive=True)) if "VLLM" in process.name()]
@@ -186,7 +190,8 @@ def test_a3_an_engine_that_hangs_is_found_and_replaced(gateway: RealGateway, spa
     assert says_something(gateway, "first")
 
 
-def test_a8_a_gateway_that_is_killed_leaves_no_engine_and_starts_again(tmp_path: Path) -> None:
+@pytest.mark.fault("A8")
+def test_a_gateway_that_is_killed_leaves_no_engine_and_starts_again(tmp_path: Path) -> None:
     store = {"BATON_HANDOFFS__STORE": f"file:{tmp_path / 'handoffs'}"}
     with RealGateway(["--config", str(CONFIG)], tmp_path, store) as gateway:
         gateway.wait_until_ready()
@@ -212,7 +217,8 @@ def test_a8_a_gateway_that_is_killed_leaves_no_engine_and_starts_again(tmp_path:
         assert says_something(gateway, "first")
 
 
-def test_a10_a_fleet_that_is_lost_for_good_ends_with_a_code(tmp_path: Path) -> None:
+@pytest.mark.fault("A10")
+def test_a_fleet_that_is_lost_for_good_ends_with_a_code(tmp_path: Path) -> None:
     """A4 with real engines on the way: restarts are bounded, and `failed` is there to see."""
     environment = {"BATON_SUPERVISION__RESTARTS": "1", "BATON_SUPERVISION__HANG_S": "4"}
     environment["BATON_HANDOFFS__STORE"] = f"file:{tmp_path / 'handoffs'}"

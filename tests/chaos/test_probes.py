@@ -74,7 +74,7 @@ def probes(tmp_path: Path) -> Iterator[Probes]:
         gateways = [
             stack.enter_context(
                 run_fake(
-                    FakeEngine("text", relays=True, behaviour=FakeBehaviour(token_seconds=0.002)),
+                    FakeEngine("text", supports_handoffs=True, behaviour=FakeBehaviour(token_seconds=0.002)),
                     FakeEngine("embed", pooling=True),
                     **settings,
                 )

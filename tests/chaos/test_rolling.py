@@ -77,7 +77,8 @@ def ask(url: str, seen: Counter[object], over: threading.Event) -> None:
                 seen[type(error).__name__] += 1
 
 
-def test_a9_a_rolling_restart_loses_no_request(tmp_path: Path) -> None:
+@pytest.mark.fault("A9")
+def test_a_rolling_restart_loses_no_request(tmp_path: Path) -> None:
     ports = free_ports(2)
     folders = [tmp_path / str(port) for port in ports]
     for folder in folders:

@@ -16,7 +16,7 @@ import pytest
 import store_history
 from store_history import BUDGET, WRONG
 
-from baton.handoffs.repository import RecordFiles
+from baton.handoffs.repository import HandoffRepository
 from baton_kv.stores.file import FileStore
 
 SCRIPT = Path(store_history.__file__)
@@ -153,8 +153,8 @@ def test_every_entry_read_is_the_last_one_put(seconds: float, tmp_path: Path) ->
 @pytest.mark.parametrize("seconds", [1.5, pytest.param(20.0, marks=pytest.mark.chaos)])
 def test_every_record_read_is_the_last_one_written(seconds: float, tmp_path: Path) -> None:
     judged("records", tmp_path, seconds)
-    files = RecordFiles(tmp_path / "store")
+    files = HandoffRepository(tmp_path / "store")
     records = files.read_all()
     assert files.size() == sum(path.stat().st_size for path in (tmp_path / "store").glob("*.json"))
-    pinned = sum(record.holding.bytes for record in records if record.pin)
+    pinned = sum(record.usage.bytes for record in records if record.pin)
     assert 0 < pinned <= BUDGET / 2

@@ -78,10 +78,12 @@ def nearly_all_the_same(mask: Any, reference: Any) -> bool:
 
 def decoders(gateway: RealGateway) -> list[psutil.Process]:
     """The processes that decode rasters for scenes now."""
-    nurseries = [
-        p for p in psutil.Process(gateway.process.pid).children() if "nursery" in " ".join(p.cmdline())
+    servers = [
+        p
+        for p in psutil.Process(gateway.process.pid).children()
+        if "baton_geo.raster.fork_server" in " ".join(p.cmdline())
     ]
-    return [child for nursery in nurseries for child in nursery.children()]
+    return [child for server in servers for child in server.children()]
 
 
 def until(condition: Callable[[], object], seconds: float = 10.0) -> bool:
@@ -203,7 +205,8 @@ def test_a_photo_is_taken_by_a_model_of_three_bands(client: httpx.Client, geo_fo
     assert nearly_all_the_same(mask[0], torch_mask(geo_folder / "rgb", geotiff(pixels, RGB)))
 
 
-def test_f4_orientation_in_a_photo_is_applied(client: httpx.Client) -> None:
+@pytest.mark.fault("F4")
+def test_orientation_in_a_photo_is_applied(client: httpx.Client) -> None:
     """What the model sees is what a person sees."""
     pixels = np.moveaxis(colourful(64, 128), 0, 2)
     exif = Image.Exif()
@@ -227,7 +230,8 @@ BAD: dict[str, tuple[bytes, int, str, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_f3_bad_rasters_are_refused_with_a_reason_within_two_seconds(
+@pytest.mark.fault("F3")
+def test_bad_rasters_are_refused_with_a_reason_within_two_seconds(
     client: httpx.Client, geo_gateway: RealGateway, kind: str
 ) -> None:
     """A stable code, words a GIS person knows, and nothing of the server's insides (row F7)."""
@@ -259,7 +263,8 @@ REFUSED_SOURCES: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED_SOURCES)
-def test_f6_addresses_and_paths_that_are_not_allowed_reach_nothing(
+@pytest.mark.fault("F6")
+def test_urls_and_paths_that_are_not_allowed_are_not_opened(
     client: httpx.Client, raster_host: RasterHost, geo_folder: Path, kind: str
 ) -> None:
     """400, and the host that counts connections counts none."""
@@ -274,7 +279,8 @@ def test_f6_addresses_and_paths_that_are_not_allowed_reach_nothing(
     assert raster_host.connects == before
 
 
-def test_f6_a_redirect_out_of_the_allowed_hosts_is_not_followed(
+@pytest.mark.fault("F6")
+def test_a_redirect_out_of_the_allowed_hosts_is_not_followed(
     client: httpx.Client, raster_host: RasterHost
 ) -> None:
     """The first connection is allowed; the second is not made."""
@@ -316,7 +322,8 @@ def test_a_client_that_leaves_in_the_midst_leaves_nothing(geo_gateway: RealGatew
         assert send(client, geotiff(colourful(64, 64), RGB)).status_code == 200
 
 
-def test_e11_fifty_megabytes_of_base64_stall_nobody(geo_gateway: RealGateway) -> None:
+@pytest.mark.fault("E11")
+def test_fifty_megabytes_of_base64_delay_no_other_request(geo_gateway: RealGateway) -> None:
     """`/livez` goes on answering while it is decoded; and then the scene is answered."""
     pixels = np.tile(colourful(512, 512), (1, 8, 8))  # 50 MB, of which the engine is spared most by a refusal
     content = geotiff(pixels, ("RED", "GREEN", "OTHER"))
@@ -335,7 +342,8 @@ def test_a_classic_plugin_runs_on_a_real_engine(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("step", ["parse", "pre", "post"])
-def test_f5_a_classic_plugin_that_raises_costs_only_its_own_request(client: httpx.Client, step: str) -> None:
+@pytest.mark.fault("F5")
+def test_a_classic_plugin_that_raises_fails_only_its_own_request(client: httpx.Client, step: str) -> None:
     """On the real engine too."""
     body = {"model": "classic", "data": {"text": ["x"], "raise_in": step}}
     assert code_of(client.post("/pooling", json=body)) == (500, "plugin_failed")

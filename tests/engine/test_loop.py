@@ -12,7 +12,8 @@ from gateways import RealGateway
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
-def test_e11_a_megabyte_of_text_is_tokenised_beside_the_loop(tiny_gateway: RealGateway) -> None:
+@pytest.mark.fault("E11")
+def test_a_megabyte_of_text_is_tokenised_off_the_event_loop(tiny_gateway: RealGateway) -> None:
     text = "The water rises, the bridge at kilometre 12 is closed; nobody is hurt. " * 14_000
     with (
         tiny_gateway.client("acme") as client,
@@ -45,7 +46,8 @@ EVIL: dict[str, dict[str, object]] = {
 }
 
 
-def test_e10_hostile_schemas_and_patterns_end_in_an_answer_or_a_400(tiny_gateway: RealGateway) -> None:
+@pytest.mark.fault("E10")
+def test_hostile_schemas_and_patterns_end_in_an_answer_or_a_400(tiny_gateway: RealGateway) -> None:
     """And the engine goes on, for this tenant and for others."""
     with tiny_gateway.client("acme") as client, asked_all_the_time(tiny_gateway, "E10"):
         for name, more in EVIL.items():

@@ -105,7 +105,8 @@ async def given_up(gateway: RealGateway, bodies: list[dict[str, Any]], at_most_s
 
 
 @pytest.mark.parametrize("aborts", [100, pytest.param(1000, marks=pytest.mark.chaos)])
-def test_d9_aborts_during_loads_and_saves_lose_no_block(
+@pytest.mark.fault("D9")
+def test_aborts_during_loads_and_saves_lose_no_block(
     gateway: RealGateway, folder: Path, speed: Path, aborts: int
 ) -> None:
     left = [leave(gateway, seed) for seed in range(20)]  # more than the engine's own prefix cache holds
@@ -135,7 +136,8 @@ def test_d9_aborts_during_loads_and_saves_lose_no_block(
 
 
 @pytest.mark.chaos
-def test_b3_nothing_of_a_failed_load_is_left_for_the_next_request_when_its_own_is_aborted(
+@pytest.mark.fault("B3")
+def test_an_abort_after_a_failed_load_leaves_nothing_for_the_next_request(
     gateway: RealGateway, folder: Path, speed: Path
 ) -> None:
     """A load that turns out wrong, its request aborted around that moment, then the same prefix again."""
@@ -158,7 +160,8 @@ def test_b3_nothing_of_a_failed_load_is_left_for_the_next_request_when_its_own_i
 
 
 @pytest.mark.parametrize("gone", ["file", "folder"])
-def test_b6_an_entry_that_vanishes_or_cannot_be_read_costs_only_its_reuse(
+@pytest.mark.fault("B6")
+def test_an_entry_that_vanishes_or_cannot_be_read_is_recomputed(
     gateway: RealGateway, folder: Path, gone: str
 ) -> None:
     left = leave(gateway, 200)
@@ -174,7 +177,8 @@ def test_b6_an_entry_that_vanishes_or_cannot_be_read_costs_only_its_reuse(
     assert ids(relayed)[1] == ids(ask(gateway, "reader", ids(relayed)[0]))[1]
 
 
-def test_d1_a_hundred_start_from_one_at_once(gateway: RealGateway) -> None:
+@pytest.mark.fault("D1")
+def test_a_hundred_requests_start_from_one_handoff_at_once(gateway: RealGateway) -> None:
     left = leave(gateway, 300)
 
     async def all_at_once() -> list[openai.types.Completion]:
@@ -202,7 +206,8 @@ def test_d1_a_hundred_start_from_one_at_once(gateway: RealGateway) -> None:
     assert settle(gateway, "reader") == 0
 
 
-def test_d2_a_producer_that_is_given_up_leaves_all_or_nothing(gateway: RealGateway) -> None:
+@pytest.mark.fault("D2")
+def test_an_aborted_producer_leaves_a_whole_handoff_or_none(gateway: RealGateway) -> None:
     body = {"model": "reader", "prompt": text(400), "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     bodies = [body | {"handoff": {"save": {"label": "d2"}}} for _ in range(32)]
     unfinished = asyncio.run(given_up(gateway, bodies, 12.0))
@@ -223,7 +228,8 @@ def test_d2_a_producer_that_is_given_up_leaves_all_or_nothing(gateway: RealGatew
                 ask(gateway, "reader", " x", handoff={"from": row["id"]})
 
 
-def test_d4_a_handoff_deleted_during_a_load_is_loaded_to_the_end_and_then_gone(
+@pytest.mark.fault("D4")
+def test_a_handoff_deleted_during_a_load_is_loaded_to_the_end_and_then_gone(
     gateway: RealGateway, folder: Path, speed: Path
 ) -> None:
     loads_again(gateway, 5000)
@@ -248,7 +254,8 @@ def test_d4_a_handoff_deleted_during_a_load_is_loaded_to_the_end_and_then_gone(
     assert choice["token_ids"] == ids(ask(gateway, "reader", choice["prompt_token_ids"], max_tokens=4))[1]
 
 
-def test_d8_what_a_client_says_of_transfers_never_reaches_an_engine(gateway: RealGateway) -> None:
+@pytest.mark.fault("D8")
+def test_a_clients_transfer_fields_never_reach_an_engine(gateway: RealGateway) -> None:
     values: list[Any] = [7, "x", [], {}, {"baton_kv": {"load": "x" * 9000}}, {"prompt_token_ids": [1]}, None]
     plain = ids(ask(gateway, "reader", "a b c"))
     for value in values:

@@ -90,7 +90,8 @@ def relayed(gateway: RealGateway, tenant: str, handoff: dict[str, object]) -> ht
         return client.post("/v1/completions", json=sent | {"return_token_ids": True, "handoff": handoff})
 
 
-def test_d5_a_stolen_handoff_is_answered_like_an_unknown_one(tiny_gateway: RealGateway) -> None:
+@pytest.mark.fault("D5")
+def test_another_tenants_handoff_is_answered_like_an_unknown_one(tiny_gateway: RealGateway) -> None:
     left = relayed(tiny_gateway, "acme", {"save": True}).json()["handoff"]
     assert (left["state"], left["bytes"] > 0) == ("ready", True)
     told = []

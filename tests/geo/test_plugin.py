@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from geo.raster.made import write_tiff
 from geo.sources.hosts import left
+from training.flood_tiny.predict import SHIPPED
 
-from baton_geo.flood.predict import SHIPPED
 from baton_geo.plugin import GeoProcessor
 
 Start = Callable[[Path], GeoProcessor]

@@ -10,7 +10,7 @@ import pytest
 
 from baton_geo import scenes as scenes_module
 from baton_geo.contract import GeoOptions
-from baton_geo.scenes import Running, Scenes
+from baton_geo.scenes import RunningScene, Scenes
 
 
 class Thing:
@@ -22,8 +22,8 @@ class Thing:
         self.closed += 1
 
 
-def running(request_id: str | None = None, **given: Any) -> Running:
-    return Running(Thing(), GeoOptions(), request_id, Thing(), **given)
+def running(request_id: str | None = None, **given: Any) -> RunningScene:
+    return RunningScene(Thing(), GeoOptions(), request_id, Thing(), **given)
 
 
 def test_every_output_finds_its_scene_and_tile() -> None:

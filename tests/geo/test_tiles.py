@@ -15,8 +15,8 @@ from geo.raster.made import make_card, write_tiff
 from baton_geo.contract import GeoOptions, Location
 from baton_geo.errors import RasterUnusable, RequestInvalid
 from baton_geo.prithvi import PrithviConfig
-from baton_geo.raster.ask import SceneAsk, SceneInfo
 from baton_geo.raster.decoders import Decoders
+from baton_geo.raster.messages import SceneInfo, SceneRequest
 from baton_geo.tiles import Coordinates, prompt
 
 
@@ -128,7 +128,7 @@ def test_longitudes_of_a_grid_from_0_to_360_are_wrapped(
     """The model was trained with -180 to 180: 350 degrees east is 10 degrees west."""
     grid = rasterio.Affine(0.1, 0, west, 0, -0.1, 46.0)
     path = write_tiff(tmp_path / "a.tif", np.ones((1, 10, 10), "uint8"), crs="EPSG:4326", transform=grid)
-    with decoders.open(path, SceneAsk(card=make_card())) as opened:
+    with decoders.open(path, SceneRequest(card=make_card())) as opened:
         fields = coordinates(told=["location"]).of(GeoOptions(), opened.info)
     assert fields["location_coords"].tolist() == pytest.approx([45.5, longitude], abs=1e-4)
 

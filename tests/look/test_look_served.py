@@ -101,18 +101,18 @@ def test_one_call_from_a_scene_to_words(client: httpx.Client, tmp_path: Path) ->
     chat = {"model": "look-tiny", "max_tokens": 32, "temperature": 0, "handoff": {"save": True}}
     chat["messages"] = [{"role": "user", "content": "Describe the picture."}]
     data = {"data": base64.b64encode(scene.read_bytes()).decode(), "data_format": "b64_json"}
-    body = {"model": "flood-tiny", "data": data, "then": chat}
+    body = {"model": "flood-tiny", "data": data, "follow_up": chat}
     answer = client.post("/pooling", json=body).raise_for_status().json()
     assert {area["name"] for area in answer["data"]["classes"]} >= {"water"}
-    then = answer["then"]
-    assert then["choices"][0]["message"]["content"].strip()
-    assert then["usage"]["prompt_tokens"] > IMAGE_TOKENS
-    assert then["handoff"]["images"] == 1
+    follow_up = answer["follow_up"]
+    assert follow_up["choices"][0]["message"]["content"].strip()
+    assert follow_up["usage"]["prompt_tokens"] > IMAGE_TOKENS
+    assert follow_up["handoff"]["images"] == 1
     asked = {
         "model": "look-tiny",
         "max_tokens": 16,
         "temperature": 0,
-        "handoff": {"from": then["handoff"]["id"]},
+        "handoff": {"from": follow_up["handoff"]["id"]},
     }
     asked["messages"] = [{"role": "user", "content": "Is there water in the picture?"}]
     told = client.post("/v1/chat/completions", json=asked).raise_for_status().json()

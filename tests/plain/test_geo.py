@@ -62,12 +62,12 @@ class GeoServer:
 
     def scenes(self) -> list[str]:
         """The files and processes of scenes under way."""
-        nurseries = [
+        servers = [
             process
             for process in psutil.Process(self._plain.process.pid).children()
             if "baton_geo.raster.fork_server" in process.cmdline()
         ]
-        children = [str(child.pid) for nursery in nurseries for child in nursery.children()]
+        children = [str(child.pid) for server in servers for child in server.children()]
         return children + self._plain.spooled()
 
 

@@ -52,7 +52,8 @@ def refused(response: httpx.Response, status: int, code: str) -> None:
     assert int(response.headers["retry-after"]) >= 1
 
 
-def test_e8_a_tenant_above_its_rate_is_told_so_in_openais_words() -> None:
+@pytest.mark.fault("E8")
+def test_a_tenant_above_its_rate_gets_openais_rate_limit_error() -> None:
     """Before the body is read; looking costs nothing."""
     limits = {"tenant_rate": 6, "tenant_burst": 2}
     with run_fake(FakeEngine("a"), admission=limits) as gateway, gateway.client() as client:
@@ -70,7 +71,8 @@ def test_e8_a_tenant_above_its_rate_is_told_so_in_openais_words() -> None:
     assert len(gateway.engine("a").bodies) == 2
 
 
-def test_e8_a_tenant_may_have_so_many_requests_under_way() -> None:
+@pytest.mark.fault("E8")
+def test_a_tenants_running_requests_are_limited() -> None:
     """A stream counts until it ends, also by a client that goes away."""
     with run_fake(slow(), admission={"tenant_requests": 1}) as gateway, gateway.client() as client:
         with streaming(gateway):
@@ -78,7 +80,8 @@ def test_e8_a_tenant_may_have_so_many_requests_under_way() -> None:
         assert until(lambda: client.post("/v1/completions", json=BODY).status_code == 200)
 
 
-def test_e8_requests_through_a_plugin_count_for_their_tenant_too(tmp_path: Path) -> None:
+@pytest.mark.fault("E8")
+def test_requests_through_a_plugin_count_for_their_tenant_too(tmp_path: Path) -> None:
     """JSON and files; and take no places twice."""
     for instance in (Current(), Files(tmp_path)):
         engine = FakeEngine("geo", pooling=True, plugin=plugin(instance))
@@ -94,7 +97,8 @@ def test_e8_requests_through_a_plugin_count_for_their_tenant_too(tmp_path: Path)
         assert engine.active == 0
 
 
-def test_e8_an_engine_is_given_so_many_and_the_rest_waits_its_turn() -> None:
+@pytest.mark.fault("E8")
+def test_an_engine_gets_a_limited_number_and_the_rest_wait() -> None:
     """And one engine that is full does not hold up another."""
     limits = {"engine_requests": 1, "engine_waiting": 1}
     with run_fake(slow(), FakeEngine("b"), admission=limits) as gateway, gateway.client() as client:
@@ -115,14 +119,16 @@ def test_e8_an_engine_is_given_so_many_and_the_rest_waits_its_turn() -> None:
         assert 'baton_admission_wait_seconds_count{engine="a"} 2.0' in page
 
 
-def test_e8_a_turn_that_does_not_come_in_time_is_a_503() -> None:
+@pytest.mark.fault("E8")
+def test_a_request_that_waits_too_long_is_a_503() -> None:
     limits = {"engine_requests": 1, "wait_s": 0.2}
     with run_fake(slow(), admission=limits) as gateway, streaming(gateway), gateway.client() as client:
         refused(client.post("/v1/completions", json=BODY), 503, "engine_overloaded")
         assert (shown(gateway, "running"), shown(gateway, "waiting")) == (1, 0)
 
 
-def test_e8_a_client_that_goes_away_while_it_waits_leaves_the_queue_at_once() -> None:
+@pytest.mark.fault("E8")
+def test_a_client_that_goes_away_while_it_waits_leaves_the_queue_at_once() -> None:
     """And never reaches the engine."""
     with run_fake(slow(), admission={"engine_requests": 1}) as gateway, streaming(gateway):
         with httpx.Client(base_url=gateway.url, timeout=0.3) as impatient, pytest.raises(httpx.ReadTimeout):
@@ -132,7 +138,8 @@ def test_e8_a_client_that_goes_away_while_it_waits_leaves_the_queue_at_once() ->
 
 
 @pytest.mark.parametrize("failure", ["call_error", "stream_error"])
-def test_e8_a_request_that_fails_gives_its_place_back(failure: str) -> None:
+@pytest.mark.fault("E8")
+def test_a_request_that_fails_gives_its_place_back(failure: str) -> None:
     """Refused, failed before its first token, or in the midst of a stream."""
     engine = FakeEngine("a")
     setattr(engine.behaviour, failure, GenerationFailed())
@@ -145,7 +152,8 @@ def test_e8_a_request_that_fails_gives_its_place_back(failure: str) -> None:
         assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
-def test_e8_a_client_that_does_not_read_its_whole_answers_holds_no_place() -> None:
+@pytest.mark.fault("E8")
+def test_a_client_that_does_not_read_its_whole_answers_holds_no_place() -> None:
     """The engine has done its part; of many answers on one connection one cannot be sent, and waits."""
     limits = {"engine_requests": 1, "engine_waiting": 0}
     long = json.dumps(BODY | {"max_tokens": 400, "prompt": "x" * 1000}).encode()
@@ -165,20 +173,22 @@ def test_e8_a_client_that_does_not_read_its_whole_answers_holds_no_place() -> No
             assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
-def test_e8_work_that_outlives_its_answer_keeps_its_place() -> None:
+@pytest.mark.fault("E8")
+def test_work_that_outlives_its_answer_keeps_its_place() -> None:
     """`POST /v1/handoffs` answers 202 after `handoffs.wait_s`, and goes on."""
     options = {"admission": {"engine_requests": 1, "engine_waiting": 0}, "handoffs": {"wait_s": 0.1}}
-    engine = slow(token_seconds=0.6, relays=True)
+    engine = slow(token_seconds=0.6, supports_handoffs=True)
     with run_fake(engine, **options) as gateway, gateway.client() as client:
         assert client.post("/v1/handoffs", json={"model": "a", "prompt": "1 2"}).status_code == 202
         refused(client.post("/v1/completions", json=BODY), 503, "engine_overloaded")
         assert until(lambda: shown(gateway, "running") == 0)
 
 
-def test_e8_who_waits_for_a_handoff_holds_no_place_meanwhile() -> None:
+@pytest.mark.fault("E8")
+def test_a_request_that_waits_for_a_handoff_holds_no_place() -> None:
     """There are two: one is the first leg's, the other is free for whoever comes while the second leg waits."""
     limits = {"engine_requests": 2, "engine_waiting": 0}
-    with run_fake(slow(relays=True), admission=limits) as gateway, gateway.client() as client:
+    with run_fake(slow(supports_handoffs=True), admission=limits) as gateway, gateway.client() as client:
         left = BODY | {"max_tokens": 40, "stream": True, "handoff": {"save": True}}
         with ThreadPoolExecutor() as pool, client.stream("POST", "/v1/completions", json=left) as first:
             body = BODY | {"handoff": {"from": first.headers["x-handoff-id"]}}
@@ -191,7 +201,8 @@ def test_e8_who_waits_for_a_handoff_holds_no_place_meanwhile() -> None:
             assert second.result().status_code == 200
 
 
-def test_e8_while_memory_is_short_new_work_is_refused_until_there_is_room(tmp_path: Path) -> None:
+@pytest.mark.fault("E8")
+def test_while_memory_is_short_new_work_is_refused_until_there_is_room(tmp_path: Path) -> None:
     """Probes, `GET` and `DELETE` answer all the time."""
     (tmp_path / "memory.max").write_text(str(1000 * MIB))
     used = tmp_path / "memory.current"
@@ -214,7 +225,8 @@ def test_e8_while_memory_is_short_new_work_is_refused_until_there_is_room(tmp_pa
         assert until(lambda: status() == 200)
 
 
-def test_e11_the_gateways_own_loop_is_measured() -> None:
+@pytest.mark.fault("E11")
+def test_the_gateways_event_loop_lag_is_measured() -> None:
     with run_fake(FakeEngine("a")) as gateway, gateway.client() as client:
         threading.Event().wait(0.3)
         page = client.get("/metrics").text

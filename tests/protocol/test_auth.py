@@ -83,7 +83,8 @@ def paths_of(gateway: FakeGateway) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CREDENTIALS)
-def test_g1_every_route_is_closed_without_a_valid_key(
+@pytest.mark.fault("G1")
+def test_every_route_is_closed_without_a_valid_key(
     keyed: tuple[FakeGateway, str], folder: Path, name: str
 ) -> None:
     gateway, key = keyed
@@ -139,9 +140,8 @@ TRICKS = (
 
 
 @pytest.mark.parametrize("target", TRICKS)
-def test_g1_no_way_of_writing_an_address_gets_past_the_keys(
-    keyed: tuple[FakeGateway, str], target: str
-) -> None:
+@pytest.mark.fault("G1")
+def test_no_spelling_of_a_path_bypasses_the_keys(keyed: tuple[FakeGateway, str], target: str) -> None:
     for method in ("GET", "POST", "HEAD", "OPTIONS", "CONNECT", "get", "BREW"):
         status = raw_status(keyed[0].url, method, target, {"X-Forwarded-Uri": "/livez", "Upgrade": "h2c"})
         assert status in (400, 401), f"{method} {target}"
@@ -150,7 +150,8 @@ def test_g1_no_way_of_writing_an_address_gets_past_the_keys(
 @pytest.mark.parametrize(
     "host", ["", "localhost", "evil.example", "127.0.0.1:1", "[::1]", "a b", "/livez", "x" * 5000]
 )
-def test_g1_no_host_gets_past_the_keys(keyed: tuple[FakeGateway, str], host: str) -> None:
+@pytest.mark.fault("G1")
+def test_no_host_header_bypasses_the_keys(keyed: tuple[FakeGateway, str], host: str) -> None:
     where = urlsplit(keyed[0].url)
     with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
         request = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
@@ -159,7 +160,8 @@ def test_g1_no_host_gets_past_the_keys(keyed: tuple[FakeGateway, str], host: str
 
 
 @pytest.mark.parametrize("value", ["Bearer {key}", "bearer {key}", "BEARER   {key}"])
-def test_g1_a_schemes_case_and_spaces_do_not_matter(keyed: tuple[FakeGateway, str], value: str) -> None:
+@pytest.mark.fault("G1")
+def test_the_case_and_spaces_of_bearer_do_not_matter(keyed: tuple[FakeGateway, str], value: str) -> None:
     """RFC 9110, section 11.1: a scheme is case-insensitive, and one or more spaces follow it."""
     gateway, key = keyed
     with gateway.client(headers={"Authorization": value.format(key=key)}) as client:
@@ -167,7 +169,8 @@ def test_g1_a_schemes_case_and_spaces_do_not_matter(keyed: tuple[FakeGateway, st
 
 
 @pytest.mark.parametrize("headers", [{"Authorization": "Bearer {key}"}, {"x-api-key": "{key}"}])
-def test_g1_a_valid_key_opens(keyed: tuple[FakeGateway, str], headers: dict[str, str]) -> None:
+@pytest.mark.fault("G1")
+def test_a_valid_key_is_accepted(keyed: tuple[FakeGateway, str], headers: dict[str, str]) -> None:
     gateway, key = keyed
     sent = {name: value.format(key=key) for name, value in headers.items()}
     with gateway.client(headers=sent) as client:
@@ -175,7 +178,8 @@ def test_g1_a_valid_key_opens(keyed: tuple[FakeGateway, str], headers: dict[str,
         assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
 
 
-def test_g1_the_refusal_says_how_a_key_is_sent_and_never_shows_one(keyed: tuple[FakeGateway, str]) -> None:
+@pytest.mark.fault("G1")
+def test_the_refusal_says_how_a_key_is_sent_and_never_shows_one(keyed: tuple[FakeGateway, str]) -> None:
     gateway, _ = keyed
     response = httpx.get(f"{gateway.url}/v1/models", headers={"Authorization": "Bearer secret-word"})
     assert response.headers["www-authenticate"] == "Bearer"
@@ -183,24 +187,28 @@ def test_g1_the_refusal_says_how_a_key_is_sent_and_never_shows_one(keyed: tuple[
     assert "secret-word" not in response.text
 
 
-def test_g1_public_routes_answer_without_a_key(keyed: tuple[FakeGateway, str]) -> None:
+@pytest.mark.fault("G1")
+def test_public_routes_answer_without_a_key(keyed: tuple[FakeGateway, str]) -> None:
     gateway, _ = keyed
     for path in PUBLIC:
         assert httpx.get(f"{gateway.url}{path}").status_code == 200
 
 
-def test_g1_a_network_address_without_keys_is_refused_unless_told_so() -> None:
+@pytest.mark.fault("G1")
+def test_a_network_address_without_keys_needs_the_setting_for_it() -> None:
     with pytest.raises(SettingsError, match=r"can be reached from other machines.*baton keys create"):
         keyring_for(load_settings(host="0.0.0.0"))
     assert keyring_for(load_settings(host="0.0.0.0", auth={"allow_unauthenticated": True})) is None
 
 
-def test_g1_a_keys_file_that_was_named_but_is_not_there_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.fault("G1")
+def test_a_configured_keys_file_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="does not exist"):
         keyring_for(load_settings(auth={"keys_file": tmp_path / "nope.json"}))
 
 
-def test_g1_off_loopback_metrics_move_to_a_port_of_their_own() -> None:
+@pytest.mark.fault("G1")
+def test_off_loopback_metrics_move_to_a_port_of_their_own() -> None:
     options = {"host": "0.0.0.0", "auth": {"allow_unauthenticated": True}, "metrics": {"port": 0}}
     with run_fake(FakeEngine("a"), **options) as gateway:
         main = gateway.url.replace("0.0.0.0", "127.0.0.1")
@@ -273,7 +281,8 @@ def test_every_wrong_key_gets_the_same_answer(keyed: tuple[FakeGateway, str], fo
     assert next(iter(answers))[0] == 401
 
 
-def test_g1_a_gateway_whose_last_key_was_revoked_stays_closed(tmp_path: Path) -> None:
+@pytest.mark.fault("G1")
+def test_a_gateway_whose_last_key_was_revoked_stays_closed(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     create_key(file, "acme")
     revoke_key(file, read_keys(file)[0].id)
@@ -282,7 +291,8 @@ def test_g1_a_gateway_whose_last_key_was_revoked_stays_closed(tmp_path: Path) ->
         assert httpx.get(f"{gateway.url}/livez").status_code == 200
 
 
-def test_g3_keys_change_under_load_without_a_server_error(tmp_path: Path) -> None:
+@pytest.mark.fault("G3")
+def test_keys_change_under_load_without_a_server_error(tmp_path: Path) -> None:
     """A revoked key stops working within two seconds, the other works all the time."""
     file = tmp_path / "keys.json"
     leaving, staying = create_key(file, "acme"), create_key(file, "globex")

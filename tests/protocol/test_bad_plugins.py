@@ -28,7 +28,8 @@ def code_of(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, error["code"]
 
 
-def test_f5_stop_iteration_in_a_hook_fails_at_once_and_takes_no_thread() -> None:
+@pytest.mark.fault("F5")
+def test_stop_iteration_in_a_hook_fails_at_once_and_takes_no_thread() -> None:
     """A `next` without a default; with two threads, the third request is answered."""
 
     class Stops(Current):
@@ -43,7 +44,8 @@ def test_f5_stop_iteration_in_a_hook_fails_at_once_and_takes_no_thread() -> None
         assert ask(gateway).status_code == 200
 
 
-def test_f5_a_blocked_loop_costs_nobody_else_anything() -> None:
+@pytest.mark.fault("F5")
+def test_a_blocked_loop_fails_no_other_request() -> None:
     """One request is in the engine, one blocks the loop, a third comes: all three are answered."""
     with served(Async()) as gateway, ThreadPoolExecutor() as pool:
         encoding = pool.submit(ask, gateway, numbers=[3.0, 0.1])
@@ -55,7 +57,8 @@ def test_f5_a_blocked_loop_costs_nobody_else_anything() -> None:
         assert encoding.result().status_code == 200
 
 
-def test_f5_a_plugin_that_stops_its_loop_goes_on_working() -> None:
+@pytest.mark.fault("F5")
+def test_a_plugin_that_stops_its_loop_keeps_working() -> None:
     """`loop.stop()` in a hook."""
 
     class Stops(Async):
@@ -69,7 +72,8 @@ def test_f5_a_plugin_that_stops_its_loop_goes_on_working() -> None:
 
 
 @pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit])
-def test_f5_a_coroutine_that_raises_what_ends_tasks_is_a_plugin_failure(kind: type[BaseException]) -> None:
+@pytest.mark.fault("F5")
+def test_a_coroutine_that_raises_what_ends_tasks_is_a_plugin_failure(kind: type[BaseException]) -> None:
     """In our shape, and not as a client that went away."""
 
     class Raises(Async):
@@ -80,7 +84,8 @@ def test_f5_a_coroutine_that_raises_what_ends_tasks_is_a_plugin_failure(kind: ty
         assert code_of(ask(gateway)) == (500, "plugin_failed")
 
 
-def test_f5_what_a_plugin_does_while_its_prompts_are_closed_changes_no_answer() -> None:
+@pytest.mark.fault("F5")
+def test_an_error_while_prompts_are_closed_changes_no_answer() -> None:
     """An exception in a generator's `finally`, and a plugin that takes the first output only."""
 
     class Careless(Async):
@@ -102,7 +107,8 @@ def test_f5_what_a_plugin_does_while_its_prompts_are_closed_changes_no_answer() 
         assert until(lambda: gateway.engine("geo").active == 0)
 
 
-def test_f5_the_last_hooks_have_the_requests_time_limit_too() -> None:
+@pytest.mark.fault("F5")
+def test_the_last_hooks_have_the_requests_time_limit_too() -> None:
     """And a hook that never ends is counted as left behind."""
 
     class Slow(Files):
@@ -116,7 +122,8 @@ def test_f5_the_last_hooks_have_the_requests_time_limit_too() -> None:
         assert 'threads_left_behind{engine="geo"} 1.0' in httpx.get(f"{gateway.url}/metrics").text
 
 
-def test_f5_a_plugin_that_takes_long_to_forget_holds_up_nobody() -> None:
+@pytest.mark.fault("F5")
+def test_a_plugin_that_forgets_slowly_delays_nobody() -> None:
     """Its request is answered after a moment, and its place is free at once."""
 
     class Slow(Current):
@@ -135,7 +142,8 @@ def test_f5_a_plugin_that_takes_long_to_forget_holds_up_nobody() -> None:
         assert until(lambda: len(plugin.forgotten) == 2)
 
 
-def test_f5_a_request_is_forgotten_also_when_no_thread_is_free() -> None:
+@pytest.mark.fault("F5")
+def test_a_request_is_forgotten_also_when_no_thread_is_free() -> None:
     """What the plugin keeps for it goes, although the plugin's threads are all stuck."""
     plugin = Current()
     with served(plugin, threads=1, time_limit_s=0.3) as gateway:
@@ -143,7 +151,8 @@ def test_f5_a_request_is_forgotten_also_when_no_thread_is_free() -> None:
         assert until(lambda: len(plugin.forgotten) == 1, 1.0)
 
 
-def test_f5_generators_of_files_and_prompts_never_run_on_the_gateways_loop(tmp_path: Path) -> None:
+@pytest.mark.fault("F5")
+def test_generators_of_files_and_prompts_never_run_on_the_gateways_loop(tmp_path: Path) -> None:
     """Neither while they give, nor while they are closed, whether at their end or before it."""
     gave: list[str] = []
     closed: list[str] = []
@@ -178,7 +187,8 @@ def test_f5_generators_of_files_and_prompts_never_run_on_the_gateways_loop(tmp_p
     assert all(name.startswith("hook-") for name in gave + closed)
 
 
-def test_f5_a_plain_function_that_returns_a_coroutine_is_called_on_the_plugins_loop() -> None:
+@pytest.mark.fault("F5")
+def test_a_plain_function_that_returns_a_coroutine_is_called_on_the_plugins_loop() -> None:
     """It may block before it does."""
     where: set[str] = set()
 
@@ -214,7 +224,8 @@ def test_an_async_generator_function_may_be_the_hook() -> None:
         7,
     ],
 )
-def test_f5_a_result_file_that_is_not_there_or_has_no_name_is_a_plugin_failure(files: Any) -> None:
+@pytest.mark.fault("F5")
+def test_a_result_file_that_is_missing_or_unnamed_is_a_plugin_failure(files: Any) -> None:
     """Asked for as it is and packed."""
 
     class Wrong(Files):

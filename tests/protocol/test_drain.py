@@ -76,7 +76,8 @@ def status_of(url: str) -> int:
         return 0
 
 
-def test_a6_a_signal_under_load_loses_nothing_that_can_finish(tmp_path: Path) -> None:
+@pytest.mark.fault("A6")
+def test_a_signal_under_load_loses_nothing_that_can_finish(tmp_path: Path) -> None:
     """Half the streams can finish in time, half cannot; requests within the delay are answered."""
     took: dict[str, float] = {}
     accepted: list[int] = []
@@ -114,7 +115,8 @@ def test_a6_a_signal_under_load_loses_nothing_that_can_finish(tmp_path: Path) ->
     assert "Traceback" not in gateway.log
 
 
-def test_a6_without_a_delay_the_port_closes_at_once_and_an_idle_gateway_ends(tmp_path: Path) -> None:
+@pytest.mark.fault("A6")
+def test_without_a_delay_the_port_closes_at_once_and_an_idle_gateway_ends(tmp_path: Path) -> None:
     with FakeProcess(tmp_path) as gateway:
         began = time.monotonic()
         gateway.signal()
@@ -122,7 +124,8 @@ def test_a6_without_a_delay_the_port_closes_at_once_and_an_idle_gateway_ends(tmp
         print(f"A6: idle, exit after {time.monotonic() - began:.2f} s")
 
 
-def test_a6_a_request_without_an_answer_yet_is_cut_with_a_503(tmp_path: Path) -> None:
+@pytest.mark.fault("A6")
+def test_a_request_without_an_answer_yet_is_cut_with_a_503(tmp_path: Path) -> None:
     with (
         FakeProcess(tmp_path, {"token_seconds": 0.2}, drain_timeout_s=1) as gateway,
         ThreadPoolExecutor(1) as pool,
@@ -138,7 +141,8 @@ def test_a6_a_request_without_an_answer_yet_is_cut_with_a_503(tmp_path: Path) ->
         assert gateway.process.wait(5) == 0
 
 
-def test_a7_a_second_signal_ends_at_once_with_error_events(tmp_path: Path) -> None:
+@pytest.mark.fault("A7")
+def test_a_second_signal_ends_at_once_with_error_events(tmp_path: Path) -> None:
     """Also within the delay, and with Ctrl-C as well as with SIGTERM."""
     for first, second in ((signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)):
         began = 0.0
@@ -160,7 +164,8 @@ def test_a7_a_second_signal_ends_at_once_with_error_events(tmp_path: Path) -> No
         assert (code, seconds < CUT_WITHIN_S) == (0, True)
 
 
-def test_a7_a_client_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None:
+@pytest.mark.fault("A7")
+def test_a_client_that_does_not_read_delays_no_stop(tmp_path: Path) -> None:
     with FakeProcess(tmp_path, drain_timeout_s=1) as gateway:
         host, port = gateway.url.removeprefix("http://").split(":")
         body = json.dumps(LONG | {"max_tokens": 3500, "prompt": "x" * 20_000 + " y"}).encode()
@@ -193,7 +198,7 @@ def test_an_engine_ends_after_the_saves_it_was_told_to_make(tmp_path: Path) -> N
         asyncio.get_running_loop().call_later(0.3, relay.report.save_over.set)
         return record
 
-    engine = Engine("alpha", relays=True)
+    engine = Engine("alpha", supports_handoffs=True)
     served = (EngineSettings(name="alpha", model="fake", handoff=True),)
     settings = load_settings(port=0, engines=served, handoffs={"store": f"file:{tmp_path / 'store'}"})
 

@@ -86,9 +86,8 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_e6_bombs_of_headers_and_addresses_are_refused_with_memory_flat(
-    gateway: FakeGateway, name: str
-) -> None:
+@pytest.mark.fault("E6")
+def test_huge_headers_and_urls_are_refused_with_memory_flat(gateway: FakeGateway, name: str) -> None:
     start, piece, total, status, code = BOMBS[name]
     with peak_rss() as risen:
         answer, taken = flood(gateway, start, piece, total)
@@ -98,7 +97,8 @@ def test_e6_bombs_of_headers_and_addresses_are_refused_with_memory_flat(
     assert risen() < 8
 
 
-def test_e6_a_head_of_the_size_people_send_passes(gateway: FakeGateway) -> None:
+@pytest.mark.fault("E6")
+def test_a_request_head_of_usual_size_passes(gateway: FakeGateway) -> None:
     extra = "".join(f"X-{number}: {'v' * 300}\r\n" for number in range(100)) + "Connection: close\r\n"
     assert statuses(answer_to(gateway, request(extra=extra))) == [200]
 
@@ -115,7 +115,8 @@ OVERSIZE = {
 
 
 @pytest.mark.parametrize("name", OVERSIZE)
-def test_e7_oversize_bodies_are_refused_before_they_are_held(name: str) -> None:
+@pytest.mark.fault("E7")
+def test_oversize_bodies_are_refused_before_they_are_held(name: str) -> None:
     head, piece, total = OVERSIZE[name]
     with run_fake(FakeEngine("a"), limits={"body_bytes": 2 * MIB}) as gateway, peak_rss() as risen:
         began = time.monotonic()
@@ -129,7 +130,8 @@ def test_e7_oversize_bodies_are_refused_before_they_are_held(name: str) -> None:
         assert risen() < 16
 
 
-def test_e7_a_length_that_promises_more_than_comes_is_a_408() -> None:
+@pytest.mark.fault("E7")
+def test_a_body_shorter_than_its_length_is_a_408() -> None:
     with run_fake(FakeEngine("a"), edge={"body_s": 0.4}) as gateway:
         sent = request().replace(b"Content-Length: ", b"Content-Length: 9")
         assert statuses(answer_to(gateway, sent)) == [408]
@@ -137,7 +139,8 @@ def test_e7_a_length_that_promises_more_than_comes_is_a_408() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "GZIP, gzip"])
-def test_e7_compressed_bodies_are_refused_as_such(gateway: FakeGateway, encoding: str) -> None:
+@pytest.mark.fault("E7")
+def test_compressed_bodies_are_refused_as_unsupported(gateway: FakeGateway, encoding: str) -> None:
     bomb = gzip.compress(json.dumps(TEXT | {"user": "0" * 50 * MIB}).encode())
     headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
     with gateway.client() as client, peak_rss() as risen:
@@ -148,7 +151,8 @@ def test_e7_compressed_bodies_are_refused_as_such(gateway: FakeGateway, encoding
     assert risen() < 8
 
 
-def test_e7_identity_is_no_compression(gateway: FakeGateway) -> None:
+@pytest.mark.fault("E7")
+def test_identity_is_no_compression(gateway: FakeGateway) -> None:
     extra = "Content-Encoding: identity\r\nConnection: close\r\n"
     assert statuses(answer_to(gateway, request(extra=extra))) == [200]
 
@@ -176,9 +180,8 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_f2_malformed_http_is_a_400_in_our_shape_and_the_last_of_its_connection(
-    gateway: FakeGateway, name: str
-) -> None:
+@pytest.mark.fault("F2")
+def test_malformed_http_is_a_400_in_our_form_and_ends_its_connection(gateway: FakeGateway, name: str) -> None:
     gateway.engine("a").bodies.clear()
     began = time.monotonic()
     answer = answer_to(gateway, MALFORMED[name] + request())
@@ -188,7 +191,8 @@ def test_f2_malformed_http_is_a_400_in_our_shape_and_the_last_of_its_connection(
     assert gateway.engine("a").bodies == []
 
 
-def test_f2_what_follows_a_last_request_is_ignored(gateway: FakeGateway) -> None:
+@pytest.mark.fault("F2")
+def test_bytes_after_a_last_request_are_ignored(gateway: FakeGateway) -> None:
     """Some old clients send a line end after a body; it must not spoil the answer."""
     sent = request(extra="Connection: close\r\n")
     engine = gateway.engine("a")
@@ -202,7 +206,8 @@ def test_f2_what_follows_a_last_request_is_ignored(gateway: FakeGateway) -> None
     assert statuses(answer) == [200]
 
 
-def test_f2_pipelined_requests_are_answered_in_order(gateway: FakeGateway) -> None:
+@pytest.mark.fault("F2")
+def test_pipelined_requests_are_answered_in_order(gateway: FakeGateway) -> None:
     words = ["one", "two", "three", "four"]
     sent = b"".join(request({"prompt": word}) for word in words[:-1])
     answer = answer_to(gateway, sent + request({"prompt": words[-1]}, extra="Connection: close\r\n"))
@@ -211,7 +216,8 @@ def test_f2_pipelined_requests_are_answered_in_order(gateway: FakeGateway) -> No
     assert places == sorted(places)
 
 
-def test_f2_a_body_in_crumbs_does_not_keep_others_waiting(gateway: FakeGateway) -> None:
+@pytest.mark.fault("F2")
+def test_a_body_of_tiny_chunks_does_not_delay_others(gateway: FakeGateway) -> None:
     """Each chunk costs as much as a small request, and thousands of them arrive at once."""
     with good_traffic(gateway) as p99:
         for _ in range(20):
@@ -220,7 +226,8 @@ def test_f2_a_body_in_crumbs_does_not_keep_others_waiting(gateway: FakeGateway) 
     assert p99() < 1000
 
 
-def test_f2_a_body_in_chunks_of_a_sensible_size_passes(gateway: FakeGateway) -> None:
+@pytest.mark.fault("F2")
+def test_a_body_in_chunks_of_a_sensible_size_passes(gateway: FakeGateway) -> None:
     content = json.dumps(TEXT | {"user": "u" * 100_000}).encode()
     pieces = [content[start : start + 32] for start in range(0, len(content), 32)]
     chunked = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
@@ -361,7 +368,8 @@ async def fuzz(gateway: FakeGateway, seed: int) -> list[tuple[bytes, list[int]]]
     return results
 
 
-def test_f2_bytes_made_up_at_random_let_nobody_in_and_harm_nothing(
+@pytest.mark.fault("F2")
+def test_random_bytes_bypass_no_key_and_harm_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = create_key(tmp_path / "keys.json", "acme")

@@ -45,7 +45,9 @@ def slow() -> Iterator[FakeGateway]:
 
 @contextlib.contextmanager
 def run_slow(keep_alive_s: float = SILENCE_S, **behaviour: Any) -> Iterator[FakeGateway]:
-    engine = FakeEngine("a", relays=True, behaviour=FakeBehaviour(**({"token_seconds": TOKEN_S} | behaviour)))
+    engine = FakeEngine(
+        "a", supports_handoffs=True, behaviour=FakeBehaviour(**({"token_seconds": TOKEN_S} | behaviour))
+    )
     with run_fake(engine, edge={"keep_alive_s": keep_alive_s}) as gateway:
         yield gateway
 

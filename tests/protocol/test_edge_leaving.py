@@ -98,7 +98,8 @@ def quiet(lines: list[dict[str, object]], caplog: pytest.LogCaptureFixture) -> b
     return all(line["level"] == "info" and "exception" not in line for line in lines) and not caplog.records
 
 
-def test_e1_a_thousand_clients_that_leave_midway_free_the_engine_at_once(
+@pytest.mark.fault("E1")
+def test_a_thousand_disconnects_midway_free_the_engine_at_once(
     log: Callable[[], list[dict[str, object]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = NotingEngine("a", behaviour=FakeBehaviour(token_seconds=0.02))
@@ -136,7 +137,8 @@ EARLY = {
 
 
 @pytest.mark.parametrize("when", EARLY)
-def test_e2_clients_that_leave_early_free_the_engine_at_once(
+@pytest.mark.fault("E2")
+def test_disconnects_before_the_first_token_free_the_engine_at_once(
     when: str, log: Callable[[], list[dict[str, object]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     clients = 100
@@ -162,7 +164,8 @@ def test_e2_clients_that_leave_early_free_the_engine_at_once(
     assert quiet(log(), caplog)
 
 
-def test_e2_clients_that_leave_within_their_request_never_reach_the_engine(
+@pytest.mark.fault("E2")
+def test_disconnects_within_the_request_never_reach_the_engine(
     log: Callable[[], list[dict[str, object]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = request()
@@ -175,7 +178,8 @@ def test_e2_clients_that_leave_within_their_request_never_reach_the_engine(
     assert quiet(log(), caplog)
 
 
-def test_e2_a_client_that_sent_two_requests_and_left_is_noticed(
+@pytest.mark.fault("E2")
+def test_a_client_that_sent_two_requests_and_left_is_noticed(
     log: Callable[[], list[dict[str, object]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second one waits unread, which must not hide that the client is gone."""
@@ -191,7 +195,8 @@ def test_e2_a_client_that_sent_two_requests_and_left_is_noticed(
     assert quiet(log(), caplog)
 
 
-def test_e1_clients_that_reset_are_clients_that_left(
+@pytest.mark.fault("E1")
+def test_a_reset_connection_counts_as_a_disconnect(
     log: Callable[[], list[dict[str, object]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A reset is what a killed client or a broken network leaves behind."""

@@ -28,7 +28,7 @@ from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import ImageInput
 from baton.http.middleware import body_limit as limits
-from baton.images import reading
+from baton.images import reader
 
 pytestmark = pytest.mark.fault("E13")
 PROMISED_S = 2.0
@@ -245,7 +245,7 @@ def test_images_that_take_long_to_read(tmp_path: Path) -> None:
     with serving(tmp_path, engine) as tenants:
         baseline = tenants.ask("/v1/chat/completions", chat(SMALL))
         with (
-            held_up(reading, "read_picture", GREEDY) as calls,
+            held_up(reader, "decode_image", GREEDY) as calls,
             tenants.flood(20, "/v1/chat/completions", chat(GREEDY, 3), JSON),
         ):
             assert until(lambda: len(calls) == 2)

@@ -17,8 +17,8 @@ from gateways import FakeGateway, run_fake
 from noise import part, picture, text, user
 
 from baton.config.groups import EngineSettings
-from baton.engines.fake.answers import IMAGE, token_id
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
+from baton.engines.fake.prompt import IMAGE, token_id
 from baton.engines.port import ImageInput
 
 CHAT = "/v1/chat/completions"
@@ -34,7 +34,7 @@ SEES = ImageInput(limit=4, tokens=frozenset({token_id(IMAGE)}), texts=(IMAGE,))
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[FakeGateway]:
-    with run_fake(FakeEngine("a", relays=True, images=SEES)) as gateway:
+    with run_fake(FakeEngine("a", supports_handoffs=True, images=SEES)) as gateway:
         yield gateway
 
 
@@ -223,10 +223,10 @@ def test_another_gateway_recognises_a_history(tmp_path: Path) -> None:
         "handoffs": {"store": f"file:{tmp_path / 'store'}"},
         "engines": (EngineSettings(name="a", model="fake", handoff=True),),
     }
-    with run_fake(FakeEngine("a", relays=True), **settings) as first:
+    with run_fake(FakeEngine("a", supports_handoffs=True), **settings) as first:
         first.engine("a").behaviour.parsed = {"content": None, "tool_calls": [CALL]}
         answer = ask(first, [QUESTION])
-    with run_fake(FakeEngine("a", relays=True), **settings) as second:
+    with run_fake(FakeEngine("a", supports_handoffs=True), **settings) as second:
         require_same_prompt(second, answer["handoff"]["id"], [QUESTION, said(answer)], RESULT)
 
 
@@ -278,7 +278,7 @@ def test_a_history_that_is_not_as_it_was_is_refused(
     answer = ask(relay, [NEXT], **{"from": answer["handoff"]["id"]})
     assert said(answer)["content"] == A2["content"]
     message = refused(relay, answer["handoff"]["id"], messages)
-    assert "send the new messages only, or all 5 messages" in message
+    assert "send only the new messages, or all 5 messages" in message
     assert (f"messages[{first}]" in message) is (first is not None)
 
 

@@ -15,8 +15,8 @@ from noise import part, picture, text, user
 
 from baton.admission.api_keys import create_key
 from baton.config.groups import EngineSettings
-from baton.engines.fake.answers import IMAGE, token_id
 from baton.engines.fake.engine import FakeEngine
+from baton.engines.fake.prompt import IMAGE, token_id
 from baton.engines.port import ImageInput, PlacedImage
 
 CHAT = "/v1/chat/completions"
@@ -27,9 +27,9 @@ ASKED = user(part(BIRD), "11")
 
 def engines() -> tuple[FakeEngine, ...]:
     return (
-        FakeEngine("a", relays=True, images=SEES),
-        FakeEngine("b", relays=True, images=SEES),
-        FakeEngine("blind", relays=True),
+        FakeEngine("a", supports_handoffs=True, images=SEES),
+        FakeEngine("b", supports_handoffs=True, images=SEES),
+        FakeEngine("blind", supports_handoffs=True),
     )
 
 
@@ -98,7 +98,7 @@ def test_b_is_given_a_s_tokens_and_a_s_images(relay: FakeGateway) -> None:
     assert response.status_code == 200, response.text
     prompt, images = seen(relay, "b")
     assert prompt[: len(first)] == first
-    assert [image.picture for image in images] == [BIRD]
+    assert [image.image for image in images] == [BIRD]
     require_in_place(prompt, images)
 
 
@@ -109,7 +109,7 @@ def test_b_s_own_images_come_after_a_s(relay: FakeGateway) -> None:
     third = leave(relay, user(part(FISH)), **{"from": second["id"]})
     prompt, images = seen(relay)
     assert third["images"] == 4
-    assert [image.picture for image in images] == [BIRD, FISH, BIRD, FISH]
+    assert [image.image for image in images] == [BIRD, FISH, BIRD, FISH]
     require_in_place(prompt, images)
 
 
@@ -119,7 +119,7 @@ def test_a_completion_goes_on_from_a_chat_with_images(relay: FakeGateway, stream
     body = {"prompt": "7 8", "stream": stream, "handoff": {"from": left["id"], "save": {"scope": "prompt"}}}
     assert post(relay, body, "/v1/completions").status_code == 200
     prompt, images = seen(relay)
-    assert (prompt[-2:], [image.picture for image in images]) == ([7, 8], [BIRD])
+    assert (prompt[-2:], [image.image for image in images]) == ([7, 8], [BIRD])
     require_in_place(prompt, images)
 
 
@@ -129,7 +129,7 @@ def test_a_prompt_alone_is_left_with_its_images(relay: FakeGateway, first: dict[
     assert left["images"] == 1
     leave(relay, user(part(FISH)), **{"from": left["id"]})
     prompt, images = seen(relay)
-    assert [image.picture for image in images] == [BIRD, FISH]
+    assert [image.image for image in images] == [BIRD, FISH]
     require_in_place(prompt, images)
 
 
@@ -140,7 +140,7 @@ def test_a_context_with_images_is_computed_without_an_answer(relay: FakeGateway)
     assert grown["images"] == 2
     leave(relay, user("22"), **{"from": grown["id"]})
     prompt, images = seen(relay)
-    assert [image.picture for image in images] == [BIRD, FISH]
+    assert [image.image for image in images] == [BIRD, FISH]
     require_in_place(prompt, images)
 
 
@@ -167,7 +167,7 @@ def test_a_handoff_outlives_its_gateway_with_its_images(relay: FakeGateway) -> N
         answer = post(again, {"messages": [user("22")], "handoff": {"from": left["id"]}})
         assert answer.status_code == 200, answer.text
         prompt, images = seen(again)
-        assert [image.picture for image in images] == [BIRD]
+        assert [image.image for image in images] == [BIRD]
         require_in_place(prompt, images)
 
 

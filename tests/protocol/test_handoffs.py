@@ -25,9 +25,9 @@ CONTEXT = [11, 12, 13, 11, 12, 13]
 @pytest.fixture
 def relay() -> Iterator[FakeGateway]:
     engines = (
-        FakeEngine("a", relays=True),
-        FakeEngine("same", relays=True),
-        FakeEngine("other", relays=True, weights="others"),
+        FakeEngine("a", supports_handoffs=True),
+        FakeEngine("same", supports_handoffs=True),
+        FakeEngine("other", supports_handoffs=True, weights="others"),
         FakeEngine("plain"),
     )
     with run_fake(*engines) as gateway:
@@ -120,7 +120,8 @@ def test_where_nothing_is_handed_over_it_is_said(relay: FakeGateway, path: str, 
     assert (response.status_code, response.json()["error"]["code"]) == (400, "operation_unsupported")
 
 
-def test_d6_another_model_s_handoff_is_a_409_that_names_both(relay: FakeGateway) -> None:
+@pytest.mark.fault("D6")
+def test_another_models_handoff_is_a_409_that_names_both(relay: FakeGateway) -> None:
     response = post(relay, TEXT | {"model": "other", "handoff": {"from": leave(relay)}})
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (409, "handoff_incompatible")
@@ -128,7 +129,8 @@ def test_d6_another_model_s_handoff_is_a_409_that_names_both(relay: FakeGateway)
     assert "'other'" in error["message"]
 
 
-def test_d3_a_consumer_waits_for_a_pending_handoff_and_then_gets_it(relay: FakeGateway) -> None:
+@pytest.mark.fault("D3")
+def test_a_consumer_waits_for_a_pending_handoff_and_then_gets_it(relay: FakeGateway) -> None:
     relay.engine("a").behaviour.token_seconds = 0.1
     answers: list[httpx.Response] = []
     slow = threading.Thread(
@@ -144,7 +146,7 @@ def test_d3_a_consumer_waits_for_a_pending_handoff_and_then_gets_it(relay: FakeG
 
 
 def test_d3_a_pending_handoff_that_does_not_come_is_a_409_to_retry() -> None:
-    with run_fake(FakeEngine("a", relays=True), handoffs={"wait_s": 0.05}) as gateway:
+    with run_fake(FakeEngine("a", supports_handoffs=True), handoffs={"wait_s": 0.05}) as gateway:
         gateway.engine("a").behaviour.token_seconds = 0.2
         slow = threading.Thread(target=lambda: post(gateway, TEXT | {"handoff": {"save": True}}))
         slow.start()
@@ -165,7 +167,8 @@ def _first_handoff(gateway: FakeGateway) -> str:
     return first
 
 
-def test_d2_a_producer_that_is_given_up_leaves_nothing_to_start_from(relay: FakeGateway) -> None:
+@pytest.mark.fault("D2")
+def test_an_aborted_producer_leaves_no_handoff(relay: FakeGateway) -> None:
     relay.engine("a").behaviour.token_seconds = 0.05
     sent = TEXT | {"max_tokens": 400, "stream": True, "handoff": {"save": True}}
     with relay.client() as client, client.stream("POST", "/v1/completions", json=sent) as response:
@@ -242,9 +245,12 @@ def test_an_expired_handoff_is_gone(relay: FakeGateway) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (404, "handoff_not_found")
 
 
-def test_d5_another_tenant_s_handoff_is_answered_as_if_there_were_none(tmp_path: Path) -> None:
+@pytest.mark.fault("D5")
+def test_another_tenants_handoff_is_answered_as_unknown(tmp_path: Path) -> None:
     keys = {name: create_key(tmp_path / "keys.json", name) for name in ("acme", "globex")}
-    with run_fake(FakeEngine("a", relays=True), auth={"keys_file": tmp_path / "keys.json"}) as gateway:
+    with run_fake(
+        FakeEngine("a", supports_handoffs=True), auth={"keys_file": tmp_path / "keys.json"}
+    ) as gateway:
 
         def ask(name: str, method: str, path: str, **options: Any) -> httpx.Response:
             headers = {"Authorization": f"Bearer {keys[name]}"}
@@ -296,7 +302,9 @@ def test_a_handoff_s_label_life_and_pin_can_be_changed(relay: FakeGateway) -> No
 
 
 def test_no_life_that_is_asked_for_is_longer_than_the_settings_allow() -> None:
-    with run_fake(FakeEngine("a", relays=True), handoffs={"ttl_s": 60, "max_life_s": 90}) as gateway:
+    with run_fake(
+        FakeEngine("a", supports_handoffs=True), handoffs={"ttl_s": 60, "max_life_s": 90}
+    ) as gateway:
         left = leave(gateway, handoff={"save": {"ttl_s": 600}})
         with gateway.client() as client:
             told = client.get(f"/v1/handoffs/{left}").json()
@@ -315,7 +323,7 @@ def test_an_answer_s_header_names_its_handoff(relay: FakeGateway) -> None:
 
 
 def test_a_computed_context_that_takes_long_is_a_202_and_then_ready() -> None:
-    with run_fake(FakeEngine("a", relays=True), handoffs={"wait_s": 0.05}) as gateway:
+    with run_fake(FakeEngine("a", supports_handoffs=True), handoffs={"wait_s": 0.05}) as gateway:
         gateway.engine("a").behaviour.token_seconds = 0.3
         response = post(gateway, {"model": "a", "prompt": "1 2"}, "/v1/handoffs")
         told = response.json()
@@ -360,8 +368,8 @@ def test_no_answer_names_the_store_s_entries(relay: FakeGateway, path: str, stre
 def test_the_planner_says_what_it_did_and_why(relay: FakeGateway) -> None:
     engine = relay.engine("a")
     for _ in range(3):
-        engine.speed.prefilled(1000, 1.0)
-        engine.speed.loaded(1000, 0.001)
+        engine.throughput.prefilled(1000, 1.0)
+        engine.throughput.loaded(1000, 0.001)
     told = post(relay, TEXT | {"handoff": {"from": leave(relay)}}).json()["handoff"]["source"]
     assert told["decision"] == "load"
     assert told["estimated_load_ms"] is None, "a handoff without KV has nothing to load"

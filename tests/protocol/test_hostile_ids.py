@@ -123,7 +123,8 @@ def hostile_requests() -> Iterator[bytes]:
             yield b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + end + length + body
 
 
-def test_g4_every_log_line_is_one_json_object_of_bounded_length(log: io.StringIO) -> None:
+@pytest.mark.fault("G4")
+def test_every_log_line_is_one_json_object_of_bounded_length(log: io.StringIO) -> None:
     engine = FakeEngine("a")
     sent = 0
     with run_fake(engine) as gateway:
@@ -153,7 +154,8 @@ def test_g4_every_log_line_is_one_json_object_of_bounded_length(log: io.StringIO
     assert traceback <= LONGER_VALUES["exception"] + CUT
 
 
-def test_g4_a_long_value_is_cut_and_a_terminal_is_told_nothing(log: io.StringIO) -> None:
+@pytest.mark.fault("G4")
+def test_a_long_value_is_cut_and_control_characters_are_escaped(log: io.StringIO) -> None:
     configure_logs("info", "json", log)
     structlog.get_logger().info("long", text="x" * 10_000, items=["y" * 100] * 100, number=1)
     line = lines_of(log)[-1]
@@ -170,7 +172,7 @@ def test_g4_a_long_value_is_cut_and_a_terminal_is_told_nothing(log: io.StringIO)
 def two_tenants(tmp_path: Path) -> Iterator[tuple[FakeGateway, dict[str, str]]]:
     file = tmp_path / "keys.json"
     keys = {tenant: create_key(file, tenant) for tenant in ("acme", "globex")}
-    with run_fake(FakeEngine("a", relays=True), auth={"keys_file": file}) as gateway:
+    with run_fake(FakeEngine("a", supports_handoffs=True), auth={"keys_file": file}) as gateway:
         yield gateway, keys
 
 
@@ -216,7 +218,8 @@ def use_it(gateway: FakeGateway, keys: dict[str, str]) -> tuple[list[str], list[
     return errors, ids
 
 
-def test_g5_no_secret_is_logged_counted_or_told(
+@pytest.mark.fault("G5")
+def test_no_secret_is_in_logs_metrics_or_answers(
     two_tenants: tuple[FakeGateway, dict[str, str]], log: io.StringIO
 ) -> None:
     """At the levels people run; debug shows what exceptions say."""
@@ -245,7 +248,8 @@ def series(page: bytes) -> set[bytes]:
     return {line.rpartition(b" ")[0] for line in lines}
 
 
-def test_g6_random_words_make_no_series(two_tenants: tuple[FakeGateway, dict[str, str]]) -> None:
+@pytest.mark.fault("G6")
+def test_random_values_add_no_metric_series(two_tenants: tuple[FakeGateway, dict[str, str]]) -> None:
     gateway, keys = two_tenants
     where = urlsplit(gateway.url)
     connection = http.client.HTTPConnection(str(where.hostname), where.port, timeout=30)
@@ -293,7 +297,8 @@ def listening() -> set[tuple[str, int]]:
     return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
 
 
-def test_g8_nothing_but_the_gateways_port_listens() -> None:
+@pytest.mark.fault("G8")
+def test_nothing_but_the_gateways_port_listens() -> None:
     before = listening()
     with run_fake(FakeEngine("a")) as gateway:
         opened = listening() - before

@@ -25,7 +25,7 @@ MIB = 1024 * 1024
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[FakeGateway]:
-    with run_fake(FakeEngine("text", relays=True), FakeEngine("embed", pooling=True)) as gateway:
+    with run_fake(FakeEngine("text", supports_handoffs=True), FakeEngine("embed", pooling=True)) as gateway:
         yield gateway
 
 
@@ -59,7 +59,8 @@ def test_every_route_that_takes_json_is_in_the_tables(gateway: FakeGateway) -> N
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_e9_what_is_no_strict_json_is_refused_and_said(gateway: FakeGateway, route: str) -> None:
+@pytest.mark.fault("E9")
+def test_json_that_is_not_strict_is_refused_with_the_reason(gateway: FakeGateway, route: str) -> None:
     before = seen(gateway)
     with gateway.client() as client:
         for name, body, code, said in hostile_json(route):
@@ -70,7 +71,9 @@ def test_e9_what_is_no_strict_json_is_refused_and_said(gateway: FakeGateway, rou
 
 @pytest.mark.parametrize("table", [TOO_MUCH, EVIL], ids=["e9", "e10"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_e9_e10_asking_for_too_much_is_refused_with_the_field_named(
+@pytest.mark.fault("E9")
+@pytest.mark.fault("E10")
+def test_a_value_above_its_limit_is_refused_with_the_field_named(
     gateway: FakeGateway, route: str, table: dict[str, dict[str, Any]]
 ) -> None:
     before = seen(gateway)
@@ -82,7 +85,8 @@ def test_e9_e10_asking_for_too_much_is_refused_with_the_field_named(
     assert seen(gateway) == before
 
 
-def test_e9_the_changes_of_a_handoff_are_strict_json_too(gateway: FakeGateway) -> None:
+@pytest.mark.fault("E9")
+def test_a_handoffs_patch_must_be_strict_json_too(gateway: FakeGateway) -> None:
     with gateway.client() as client:
         for body in (
             b'{"pin": true, "pin": false}',
@@ -133,7 +137,9 @@ def test_what_is_much_but_fair_reaches_the_engine(gateway: FakeGateway, name: st
     assert seen(gateway) == before + 1
 
 
-def test_e9_e10_no_hostile_body_holds_the_event_loop_up(gateway: FakeGateway) -> None:
+@pytest.mark.fault("E9")
+@pytest.mark.fault("E10")
+def test_no_hostile_body_blocks_the_event_loop(gateway: FakeGateway) -> None:
     """Each is sent three times, and its least lag counts: what the body costs comes every time, noise does not."""
     route = "/v1/completions"
     bodies = {name: body for name, body, _, _ in hostile_json(route)}
@@ -168,7 +174,8 @@ def large_bodies() -> dict[str, bytes]:
     return {name: head + item + b"}" for name, item in items.items()}
 
 
-def test_e9_the_worst_stall_of_a_large_body_that_is_taken(gateway: FakeGateway) -> None:
+@pytest.mark.fault("E9")
+def test_the_worst_stall_by_a_large_accepted_body_is_bounded(gateway: FakeGateway) -> None:
     """The parser holds the interpreter; how long is bounded by `limits.body_bytes` and `limits.body_values`."""
     lags = {}
     with gateway.client() as client:
@@ -180,7 +187,8 @@ def test_e9_the_worst_stall_of_a_large_body_that_is_taken(gateway: FakeGateway) 
     assert max(lags.values()) < 2
 
 
-def test_f7_refusals_of_every_kind_give_nothing_away(tmp_path: Any) -> None:
+@pytest.mark.fault("F7")
+def test_refusals_of_every_kind_disclose_nothing(tmp_path: Any) -> None:
     file = tmp_path / "keys.json"
     key = create_key(file, "acme")
     with run_fake(FakeEngine("text"), auth={"keys_file": file}, limits={"body_bytes": 4096}) as gateway:
@@ -241,7 +249,8 @@ def _down() -> BaseException:
         "pydantic_core says",
     ],
 )
-def test_f7_the_scan_would_find_something(text: str) -> None:
+@pytest.mark.fault("F7")
+def test_the_scan_would_find_something(text: str) -> None:
     assert leaks(httpx.Response(400, text=text))
     assert leaks(httpx.Response(400, headers={"x": text.replace("\n", " ")}, text=""))
 

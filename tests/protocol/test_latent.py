@@ -19,10 +19,10 @@ CHAT: dict[str, Any] = {"model": "a", "messages": [{"role": "user", "content": "
 @pytest.fixture
 def thinking() -> Iterator[FakeGateway]:
     engines = (
-        FakeEngine("a", relays=True, placeholder=STEP),
-        FakeEngine("same", relays=True, placeholder=STEP),
-        FakeEngine("marks-otherwise", relays=True, placeholder=STEP + 1),
-        FakeEngine("silent", relays=True),
+        FakeEngine("a", supports_handoffs=True, placeholder=STEP),
+        FakeEngine("same", supports_handoffs=True, placeholder=STEP),
+        FakeEngine("marks-otherwise", supports_handoffs=True, placeholder=STEP + 1),
+        FakeEngine("silent", supports_handoffs=True),
     )
     with run_fake(*engines) as gateway:
         yield gateway

@@ -72,7 +72,7 @@ def test_every_operation_documents_its_errors_in_the_one_shape(document: dict[st
 
 
 def test_a_handoff_is_as_the_document_says() -> None:
-    with run_fake(FakeEngine("a", relays=True)) as gateway, gateway.client() as client:
+    with run_fake(FakeEngine("a", supports_handoffs=True)) as gateway, gateway.client() as client:
         schemas = client.get("/openapi.json").json()["components"]["schemas"]
         made = client.post("/v1/handoffs", json={"model": "a", "prompt": "1 2"}).json()
         listed = client.get("/v1/handoffs").json()

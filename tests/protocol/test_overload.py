@@ -91,7 +91,8 @@ def counted(gateway: FakeGateway, name: str) -> float:
     return next(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
 
 
-def test_e8_goodput_holds_at_ten_times_the_capacity(place: Place, overloaded: Outcome) -> None:
+@pytest.mark.fault("E8")
+def test_goodput_holds_at_ten_times_the_capacity(place: Place, overloaded: Outcome) -> None:
     """Who is let in is answered as fast as ever, all others are turned away."""
     reached = goodput(overloaded.answers, LOAD_S)
     share = reached / place.capacity
@@ -101,7 +102,8 @@ def test_e8_goodput_holds_at_ten_times_the_capacity(place: Place, overloaded: Ou
     assert share >= 0.9
 
 
-def test_e8_who_is_turned_away_is_told_at_once_and_when_to_come_back(overloaded: Outcome) -> None:
+@pytest.mark.fault("E8")
+def test_rejected_requests_are_answered_at_once_with_retry_after(overloaded: Outcome) -> None:
     """503 with `Retry-After`, in milliseconds."""
     refused = [answer for answer in overloaded.answers if answer.status == 503]
     slowest = p99([answer.took for answer in refused])
@@ -110,7 +112,8 @@ def test_e8_who_is_turned_away_is_told_at_once_and_when_to_come_back(overloaded:
     assert slowest < 0.05 * BUSY_MACHINE
 
 
-def test_e8_a_tenant_that_asks_nine_times_as_much_gets_no_more(overloaded: Outcome) -> None:
+@pytest.mark.fault("E8")
+def test_a_tenant_that_sends_nine_times_as_much_gets_no_more(overloaded: Outcome) -> None:
     """Jain's index of the two tenants' goodput: 1 is equal, 0.5 is all to one."""
     shares = [goodput(overloaded.answers, LOAD_S, client) for client in (0, 1)]
     jain = sum(shares) ** 2 / (2 * sum(share**2 for share in shares))
@@ -118,7 +121,8 @@ def test_e8_a_tenant_that_asks_nine_times_as_much_gets_no_more(overloaded: Outco
     assert jain >= 0.9
 
 
-def test_g7_metrics_answer_under_that_load_and_no_counter_goes_down(overloaded: Outcome) -> None:
+@pytest.mark.fault("G7")
+def test_metrics_answer_under_overload_and_no_counter_goes_down(overloaded: Outcome) -> None:
     """Every page read during the load, one after the other."""
     slowest = p99([took for took, _ in overloaded.pages])
     print(f"G7: {len(overloaded.pages)} pages under load, p99 {slowest * 1000:.1f} ms")
@@ -138,7 +142,8 @@ def test_g7_metrics_answer_under_that_load_and_no_counter_goes_down(overloaded: 
     assert before[refused] > 0
 
 
-def test_e12_a_retry_storm_leaves_nothing_behind(place: Place) -> None:
+@pytest.mark.fault("E12")
+def test_a_retry_storm_leaves_nothing_behind(place: Place) -> None:
     """Five times the capacity, and whoever is turned away asks again at once, three times."""
     plan = Plan(place.gateway.url, place.keys, [4 * NOMINAL, NOMINAL], 6.0, BODY, retries=3, seed=2)
     stormed = run(plan)  # ends with the last answer

@@ -98,7 +98,8 @@ def test_prompts_are_made_only_as_the_engine_has_room() -> None:
         ("pre", "exit", 500, "plugin_failed"),
     ],
 )
-def test_f5_a_plugin_that_raises_costs_only_its_own_request(
+@pytest.mark.fault("F5")
+def test_a_plugin_that_raises_fails_only_its_own_request(
     kind: type[Current], hook: str, do: str, status: int, code: str
 ) -> None:
     """The request gets the code, the text of a failure stays inside, and the next request is answered."""
@@ -109,7 +110,8 @@ def test_f5_a_plugin_that_raises_costs_only_its_own_request(
         assert ask(gateway).status_code == 200
 
 
-def test_f5_junk_from_a_plugin_is_its_failure() -> None:
+@pytest.mark.fault("F5")
+def test_junk_from_a_plugin_is_a_plugin_failure() -> None:
     """Prompts that are none, no prompts at all, and answers that are no JSON."""
     with served(Current()) as gateway:
         assert ask(gateway, **{"in": "pre", "do": "junk"}).json()["error"]["code"] == "plugin_failed"
@@ -125,7 +127,8 @@ def test_f5_junk_from_a_plugin_is_its_failure() -> None:
 
 
 @pytest.mark.parametrize("kind", [Current, Async])
-def test_f5_a_plugin_that_blocks_costs_only_its_own_request(kind: type[Current]) -> None:
+@pytest.mark.fault("F5")
+def test_a_plugin_that_blocks_fails_only_its_own_request(kind: type[Current]) -> None:
     """While one request blocks, others of the same plugin are answered; the blocked one ends in time."""
     with served(kind(), time_limit_s=2.5) as gateway, ThreadPoolExecutor() as pool:
         blocked = pool.submit(ask, gateway, **{"in": "pre", "do": "block", "seconds": 4.0})
@@ -138,7 +141,8 @@ def test_f5_a_plugin_that_blocks_costs_only_its_own_request(kind: type[Current])
         assert ask(gateway).status_code == 200
 
 
-def test_f5_threads_left_behind_are_counted_and_bounded() -> None:
+@pytest.mark.fault("F5")
+def test_threads_left_behind_are_counted_and_bounded() -> None:
     """Two threads stuck: the third request is told to come back, and all is well when they end."""
     with served(Current(), threads=2, time_limit_s=0.2) as gateway:
         for _ in range(2):

@@ -12,8 +12,8 @@ from gateways import FakeGateway, run_fake
 from noise import part, picture, user
 
 from baton.config.groups import EngineSettings
-from baton.engines.fake.answers import IMAGE, token_id
 from baton.engines.fake.engine import FakeEngine
+from baton.engines.fake.prompt import IMAGE, token_id
 from baton.engines.port import ImageInput, PlacedImage
 from baton.images.client_image import ClientImage
 
@@ -26,12 +26,12 @@ PROMPTS: list[str | list[int]] = [f"1 {IMAGE} 2 {IMAGE} 3", [1, HERE, 2, HERE, 3
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[FakeGateway]:
     engines = [
-        FakeEngine("look", relays=True, images=SEES),
+        FakeEngine("look", supports_handoffs=True, images=SEES),
         FakeEngine("alone", images=SEES),
-        FakeEngine("blind", relays=True),
+        FakeEngine("blind", supports_handoffs=True),
     ]
     served = tuple(
-        EngineSettings(name=engine.name, model="fake", handoff=engine.relays) for engine in engines
+        EngineSettings(name=engine.name, model="fake", handoff=engine.supports_handoffs) for engine in engines
     )
     with run_fake(*engines, engines=served, handoffs={"store": f"file:{tmp_path}/store"}) as running:
         yield running
@@ -76,14 +76,14 @@ def test_images_stand_where_the_prompt_has_places_for_them(
     assert "handoff" not in answer.json()
     tokens, images = seen(gateway, model)
     assert tokens == [1, *[HERE] * 5, 2, *[HERE] * 6, 3]
-    assert [(image.picture, image.offset) for image in images] == [(BIRD, 1), (FISH, 7)]
+    assert [(image.image, image.offset) for image in images] == [(BIRD, 1), (FISH, 7)]
     assert "images" not in gateway.engine(model).bodies[-1]
 
 
 def test_a_stream_and_parts_as_in_a_chat(gateway: FakeGateway) -> None:
     answer = post(gateway, PROMPTS[0], stream=True, images=[part(BIRD), url(FISH)])
     assert answer.text.endswith("data: [DONE]\n\n")
-    assert [image.picture for image in seen(gateway)[1]] == [BIRD, FISH]
+    assert [image.image for image in seen(gateway)[1]] == [BIRD, FISH]
 
 
 def test_they_are_handed_over_like_those_of_a_chat(gateway: FakeGateway) -> None:
@@ -95,11 +95,11 @@ def test_they_are_handed_over_like_those_of_a_chat(gateway: FakeGateway) -> None
     assert grown["images"] == 2
     prompt, images = seen(gateway)
     assert prompt == [1, *[HERE] * 5, 7, *[HERE] * 6]
-    assert [image.picture for image in images] == [BIRD, FISH]
+    assert [image.image for image in images] == [BIRD, FISH]
     with gateway.client() as client:
         body = {"model": "look", "messages": [user("8")], "handoff": {"from": grown["id"]}}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
-    assert [image.picture for image in seen(gateway)[1]] == [BIRD, FISH]
+    assert [image.image for image in seen(gateway)[1]] == [BIRD, FISH]
 
 
 def test_a_context_of_token_ids_and_images_is_computed_without_an_answer(gateway: FakeGateway) -> None:
@@ -107,7 +107,7 @@ def test_a_context_of_token_ids_and_images_is_computed_without_an_answer(gateway
     assert (made.status_code, made.json()["images"]) == (201, 1)
     post(gateway, [9], handoff={"from": made.json()["id"]})
     prompt, images = seen(gateway)
-    assert (prompt, [image.picture for image in images]) == ([1, *[HERE] * 5, 9], [BIRD])
+    assert (prompt, [image.image for image in images]) == ([1, *[HERE] * 5, 9], [BIRD])
 
 
 @pytest.mark.parametrize("prompt", [[1, 2], "1 2", [HERE, HERE], f"{IMAGE} {IMAGE}"], ids=repr)
@@ -156,4 +156,4 @@ def test_what_does_not_go_with_images_is_said(
 def test_images_of_a_chat_do_not_come_beside_it(gateway: FakeGateway) -> None:
     body = {"model": "look", "messages": [user("1")], "images": [url(BIRD)]}
     with gateway.client() as client:
-        assert "among its parts" in refused(client.post("/v1/handoffs", json=body), None)
+        assert "parts of its messages" in refused(client.post("/v1/handoffs", json=body), None)

@@ -116,6 +116,19 @@ def test_a_missing_plugins_error_lists_what_is_installed(monkeypatch: pytest.Mon
         make_plugin("baton_geo", None, None, classic=False)
 
 
+class _DescribesByTheFormerName:
+    def exhibit(self, output: object) -> None: ...
+
+
+def test_a_plugin_with_a_hooks_former_name_is_refused_with_the_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before an instance is made."""
+    monkeypatch.setattr(engine_plugins, "resolve_obj_by_qualname", lambda _: _DescribesByTheFormerName)
+    with pytest.raises(StartError, match=r"'baton_geo' .* defines the hook 'exhibit', .* 'describe' now"):
+        make_plugin("baton_geo", None, None, classic=False)
+
+
 def test_a_plugin_request_is_parsed_as_vllms() -> None:
     """With its refusals translated."""
     request = engine_plugins._request({"model": "m", "data": {"x": 1}, "priority": 3, "softmax": False})

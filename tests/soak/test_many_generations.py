@@ -49,7 +49,8 @@ async def run(gateway: RealGateway, count: int) -> Counter[str]:
     return seen
 
 
-def test_h1_ten_thousand_requests_of_a_real_engine_leave_nothing_behind(tiny_gateway: RealGateway) -> None:
+@pytest.mark.fault("H1")
+def test_ten_thousand_requests_to_a_real_engine_leak_nothing(tiny_gateway: RealGateway) -> None:
     asyncio.run(run(tiny_gateway, WARM_UP))
     before, files = memory_mib(tiny_gateway), descriptors(tiny_gateway)
     seen = asyncio.run(run(tiny_gateway, REQUESTS))

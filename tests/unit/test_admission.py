@@ -39,7 +39,8 @@ async def soon() -> None:
         await asyncio.sleep(0)
 
 
-def test_e8_tenants_take_turns_and_within_one_first_come_is_first_served() -> None:
+@pytest.mark.fault("E8")
+def test_tenants_take_turns_and_within_one_first_come_is_first_served() -> None:
     async def scene() -> list[str]:
         queue, served = queue_of(), []
 
@@ -62,7 +63,8 @@ def test_e8_tenants_take_turns_and_within_one_first_come_is_first_served() -> No
     assert asyncio.run(scene()) == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "a3"]
 
 
-def test_e8_nobody_who_comes_later_is_before_those_who_wait() -> None:
+@pytest.mark.fault("E8")
+def test_a_later_request_never_overtakes_a_waiting_one() -> None:
     async def scene() -> None:
         queue = queue_of()
         await queue.enter("a")
@@ -79,7 +81,8 @@ def test_e8_nobody_who_comes_later_is_before_those_who_wait() -> None:
     asyncio.run(scene())
 
 
-def test_e8_a_full_queue_refuses_at_once_and_keeps_room_for_newcomers() -> None:
+@pytest.mark.fault("E8")
+def test_a_full_queue_refuses_at_once_and_keeps_room_for_other_tenants() -> None:
     """An eighth of it is for tenants who have less than their share."""
 
     async def scene() -> None:
@@ -105,7 +108,8 @@ def test_e8_a_full_queue_refuses_at_once_and_keeps_room_for_newcomers() -> None:
     asyncio.run(scene())
 
 
-def test_e8_the_whole_queue_is_there_for_many_tenants_with_little_each() -> None:
+@pytest.mark.fault("E8")
+def test_many_tenants_with_few_requests_may_fill_the_whole_queue() -> None:
     async def scene() -> None:
         queue = queue_of(room=16)
         await queue.enter("a")
@@ -121,7 +125,8 @@ def test_e8_the_whole_queue_is_there_for_many_tenants_with_little_each() -> None
     asyncio.run(scene())
 
 
-def test_e8_a_queue_without_room_lets_nobody_wait() -> None:
+@pytest.mark.fault("E8")
+def test_a_queue_without_waiting_room_refuses_at_once() -> None:
     async def scene() -> None:
         queue = queue_of(room=0)
         await queue.enter("a")
@@ -133,7 +138,8 @@ def test_e8_a_queue_without_room_lets_nobody_wait() -> None:
     asyncio.run(scene())
 
 
-def test_e8_who_waits_too_long_is_refused_and_forgotten() -> None:
+@pytest.mark.fault("E8")
+def test_a_request_that_waits_too_long_is_refused_and_removed() -> None:
     async def scene() -> None:
         queue = queue_of(wait_s=0.05)
         await queue.enter("a")
@@ -148,7 +154,8 @@ def test_e8_who_waits_too_long_is_refused_and_forgotten() -> None:
     asyncio.run(scene())
 
 
-def test_e8_a_place_given_to_one_who_is_cancelled_in_the_same_moment_goes_to_the_next() -> None:
+@pytest.mark.fault("E8")
+def test_a_place_given_to_a_request_being_cancelled_goes_to_the_next() -> None:
     """Whichever of the two comes first."""
 
     async def scene(first: str) -> None:
@@ -180,7 +187,8 @@ class Clock:
         return self.now
 
 
-def test_e8_a_bucket_holds_its_burst_and_fills_at_its_rate() -> None:
+@pytest.mark.fault("E8")
+def test_a_bucket_holds_its_burst_and_fills_at_its_rate() -> None:
     clock = Clock()
     bucket = TokenBucket(rate=60, burst=3, clock=clock)
     assert [bucket.take() for _ in range(3)] == [0, 0, 0]
@@ -230,7 +238,8 @@ async def through(
     await AdmissionMiddleware(app, memory=memory)(scope, nothing, nothing)
 
 
-def test_e8_a_tenants_rate_is_its_own_and_says_when_to_come_back() -> None:
+@pytest.mark.fault("E8")
+def test_each_tenant_has_its_own_rate_and_gets_retry_after() -> None:
     clock = Clock()
     admission = admission_of(clock, tenant_rate=6, tenant_burst=2)
 
@@ -252,7 +261,8 @@ def test_e8_a_tenants_rate_is_its_own_and_says_when_to_come_back() -> None:
     asyncio.run(scene())
 
 
-def test_e8_a_tenants_requests_at_once_are_counted_until_their_answers_are_over() -> None:
+@pytest.mark.fault("E8")
+def test_a_tenants_running_requests_are_counted_until_their_answers_end() -> None:
     """However they end; and a refused one does not count."""
     admission = admission_of(tenant_requests=1)
 
@@ -300,7 +310,7 @@ def test_a_request_refused_because_others_are_under_way_costs_nothing_of_the_rat
         running = asyncio.create_task(through(slow))
         await soon()
         for _ in range(5):
-            with pytest.raises(RateLimited, match="under way"):
+            with pytest.raises(RateLimited, match="are running"):
                 await through(slow)
         open_door.set()
         await running
@@ -311,7 +321,8 @@ def test_a_request_refused_because_others_are_under_way_costs_nothing_of_the_rat
     asyncio.run(scene())
 
 
-def test_e8_one_engine_that_is_full_does_not_hold_up_another() -> None:
+@pytest.mark.fault("E8")
+def test_a_full_engine_does_not_delay_another() -> None:
     admission = admission_of(engine_requests=1, engine_waiting=0)
 
     async def scene() -> None:
@@ -329,7 +340,8 @@ def test_e8_one_engine_that_is_full_does_not_hold_up_another() -> None:
     asyncio.run(scene())
 
 
-def test_e8_what_goes_on_after_the_answer_keeps_its_place() -> None:
+@pytest.mark.fault("E8")
+def test_work_that_goes_on_after_the_answer_keeps_its_place() -> None:
     admission = admission_of(engine_requests=1, engine_waiting=0, tenant_requests=1)
 
     async def scene() -> None:
@@ -351,7 +363,8 @@ def test_e8_what_goes_on_after_the_answer_keeps_its_place() -> None:
     asyncio.run(scene())
 
 
-def test_e8_without_memory_new_work_is_refused_and_looking_and_deleting_are_not() -> None:
+@pytest.mark.fault("E8")
+def test_when_memory_is_short_new_work_is_refused_but_not_get_and_delete() -> None:
     async def handler(_: Request) -> None:
         return None
 
@@ -365,7 +378,8 @@ def test_e8_without_memory_new_work_is_refused_and_looking_and_deleting_are_not(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_e8_no_place_is_lost_whatever_ends_three_thousand_requests(seed: int) -> None:
+@pytest.mark.fault("E8")
+def test_no_place_is_lost_whatever_ends_three_thousand_requests(seed: int) -> None:
     """Answered, failed, cancelled while waiting, while working, before they began, or refused."""
     draw = random.Random(seed)
     registry = CollectorRegistry()

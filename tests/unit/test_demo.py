@@ -25,7 +25,7 @@ from baton.errors import OperatorError
 from baton.serve import welcome
 from baton.telemetry.progress import PhaseProgress
 
-RELAYED = Way("handoff", "handed on", "a", "b", relays=True)
+RELAYED = Way("handoff", "handed on", "a", "b", supports_handoffs=True)
 PLAIN = Way("text, cold", "sent again", "b", "b")
 OTHER_COPY = Way("text, other", "sent again", "b", "b", copy="2")
 
@@ -198,7 +198,7 @@ def test_every_answer_is_shown(stage: type[LineStage] | type[PanelStage]) -> Non
 
 
 def test_the_agents_relay_and_pass_text(capsys: pytest.CaptureFixture[str]) -> None:
-    with run_fake(FakeEngine("a", relays=True)) as gateway:
+    with run_fake(FakeEngine("a", supports_handoffs=True)) as gateway:
         run(gateway.url, None, "", quick=True)
         bodies = [body for body in gateway.engine("a").bodies if body.get("stream")]
     shown = capsys.readouterr().out
@@ -225,7 +225,7 @@ def test_what_cannot_be_shown_ends_in_a_line(url: str | None, model: str | None,
         run(url, model, "", quick=True)
 
 
-@pytest.mark.parametrize(("model", "reason"), [("b", "no model 'b'"), (None, "does not hand over")])
+@pytest.mark.parametrize(("model", "reason"), [("b", "no model 'b'"), (None, "does not support handoffs")])
 def test_what_a_gateway_refuses_is_the_reason(model: str | None, reason: str) -> None:
     with run_fake(FakeEngine("a")) as gateway, pytest.raises(OperatorError, match=reason) as error:
         run(gateway.url, model, "", quick=True)

@@ -17,10 +17,10 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.conversation import AFTER_THE_PROMPT, conversation_of
-from baton.handoffs.image_files import ImageFiles
+from baton.handoffs.image_store import ImageStore
+from baton.handoffs.messages import AFTER_THE_PROMPT, conversation_of
 from baton.handoffs.record import MAX_CONVERSATION_BYTES, HandoffRecord
-from baton.handoffs.repository import RecordFiles
+from baton.handoffs.repository import HandoffRepository
 from baton.handoffs.service import Handoffs
 from baton.handoffs.state import HandoffState
 from baton.handoffs.storage import HandoffStorage
@@ -29,7 +29,7 @@ from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
 
-ENGINE = FakeEngine("a", relays=True, images=ImageInput(limit=4))
+ENGINE = FakeEngine("a", supports_handoffs=True, images=ImageInput(limit=4))
 MIB = 1024 * 1024
 CHATS = 12
 SCRIPTS = {"latin": "x", "control": "\x01", "han": "\u6c49", "emoji": "\U0001f600", "half": "\ud83d"}
@@ -38,7 +38,7 @@ SCRIPTS = {"latin": "x", "control": "\x01", "han": "\u6c49", "emoji": "\U0001f60
 def gateway(folder: Path, budget: int = 8 * MIB) -> Handoffs:
     root = folder / "store"
     storage = HandoffStorage(
-        FileStore(root, budget=budget), RecordFiles(root / "records"), ImageFiles(root / "images")
+        FileStore(root, budget=budget), HandoffRepository(root / "records"), ImageStore(root / "images")
     )
     return Handoffs(HandoffSettings(budget=budget), storage, HandoffMetrics(CollectorRegistry()))  # type: ignore[arg-type]  # a number is a size
 
@@ -87,7 +87,7 @@ def test_long_chats_of_any_script_stay_within_the_budget(script: str, tmp_path: 
         assert total <= 4 * MIB
         assert largest <= MAX_CONVERSATION_BYTES + 64 * 1024
         assert await there(handoffs, records[-1])
-        assert not (records[-1].conversation and records[-1].conversation.torn) or script != "latin"
+        assert not (records[-1].conversation and records[-1].conversation.text_only) or script != "latin"
 
     asyncio.run(story())
 
@@ -139,7 +139,7 @@ def test_two_gateways_keep_one_budget_and_each_evicts_the_largest_tenant_s(tmp_p
         for each in gateways:
             assert [await there(each, record) for record in (*quiet, quiet_pin)] == [True] * 4
         page, _ = await gateways[0].page("loud", limit=100, after=None)
-        pinned = sum(record.holding.bytes for record in page if record.pin)
+        pinned = sum(record.usage.bytes for record in page if record.pin)
         assert 0 < pinned <= 2 * MIB, "a quarter of the budget: half, for two tenants"
 
     asyncio.run(story())
@@ -226,12 +226,12 @@ def test_a_store_that_cannot_be_counted_costs_no_handoff_its_answer_and_no_other
         handoffs = gateway(tmp_path)
         kept = await left(handoffs, "x" * 1000)
 
-        def broken(_files: ImageFiles) -> int:
+        def broken(_files: ImageStore) -> int:
             raise OSError(24, "Too many open files")
 
-        monkeypatch.setattr(ImageFiles, "size", broken)
+        monkeypatch.setattr(ImageStore, "size", broken)
         record = await left(handoffs, "x" * 1000, pin=True)
-        assert (record.kept, record.pin) == (False, True)
+        assert (record.on_disk, record.pin) == (False, True)
         assert [await there(handoffs, each) for each in (kept, record)] == [True, True]
 
     asyncio.run(story())

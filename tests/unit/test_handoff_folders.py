@@ -16,15 +16,15 @@ from baton.config.settings import Settings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
-from baton.handoffs.image_files import ImageFiles
+from baton.handoffs.image_store import ImageStore
 from baton.handoffs.record import HandoffRecord
-from baton.handoffs.repository import RecordFiles
+from baton.handoffs.repository import HandoffRepository
 from baton.handoffs.service import Handoffs
 from baton.images.client_image import ClientImage
 from baton.server import handoffs_of
 from baton.telemetry.metrics import HandoffMetrics
 
-ENGINE = FakeEngine("a", relays=True, images=ImageInput(limit=4))
+ENGINE = FakeEngine("a", supports_handoffs=True, images=ImageInput(limit=4))
 PICTURE = ClientImage(b"image", "image/png", 4, 4)
 HANGS_AFTER_S = 20
 
@@ -125,14 +125,14 @@ def test_what_old_links_among_records_and_images_lead_to_is_not_removed(tmp_path
     victim, past = tmp_path / "victim", (1.0, 1.0)
     victim.write_text("kept")
     os.utime(victim, past)
-    for kind in (RecordFiles, ImageFiles):
+    for kind in (HandoffRepository, ImageStore):
         folder = tmp_path / kind.__name__
         kind(folder)
         planted = folder / f".{'ab' * 8}"
         planted.symlink_to(victim)
         os.utime(planted, past, follow_symlinks=False)
         files = kind(folder)
-        if isinstance(files, ImageFiles):
+        if isinstance(files, ImageStore):
             files.sweep(wanted=lambda _: False, older_than_s=0)
         assert not planted.is_symlink()
         assert victim.read_text() == "kept"

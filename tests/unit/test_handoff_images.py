@@ -16,9 +16,9 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffIncompatible
-from baton.handoffs.image_files import ImageFiles
+from baton.handoffs.image_store import ImageStore
 from baton.handoffs.record import HandoffRecord
-from baton.handoffs.repository import RecordFiles
+from baton.handoffs.repository import HandoffRepository
 from baton.handoffs.service import Handoffs
 from baton.handoffs.state import HandoffState
 from baton.handoffs.storage import ORPHANED_AFTER_S, HandoffStorage
@@ -26,7 +26,7 @@ from baton.images.client_image import ClientImage
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.file import FileStore
 
-ENGINE = FakeEngine("a", relays=True, images=ImageInput(limit=4))
+ENGINE = FakeEngine("a", supports_handoffs=True, images=ImageInput(limit=4))
 KB = 1024
 
 
@@ -45,8 +45,8 @@ def gateway(folder: Path, **settings: Any) -> Handoffs:
         chosen,
         HandoffStorage(
             FileStore(folder / "store", budget=int(chosen.budget)),
-            RecordFiles(folder / "records"),
-            ImageFiles(folder / "store" / "images"),
+            HandoffRepository(folder / "records"),
+            ImageStore(folder / "store" / "images"),
         ),
         HandoffMetrics(CollectorRegistry()),
     )
@@ -72,7 +72,7 @@ def test_another_gateway_over_the_same_store_reads_the_same_images(tmp_path: Pat
     async def story() -> None:
         record = await left(gateway(tmp_path), picture(1), picture(2), picture(1))
         assert len(files(tmp_path)) == 2, "an image that a context holds twice lies there once"
-        assert record.pictures == {}, "what lies on disk is not held in memory too"
+        assert record.image_data == {}, "what lies on disk is not held in memory too"
         other = gateway(tmp_path)
         found = await other.source(record.id, ENGINE, "local")
         assert await other.images(found) == placed(picture(1), picture(2), picture(1))
@@ -95,7 +95,7 @@ def test_a_model_that_takes_fewer_images_does_not_go_on_from_more(tmp_path: Path
     async def story() -> None:
         handoffs = gateway(tmp_path)
         record = await left(handoffs, picture(1), picture(2))
-        narrow = FakeEngine("b", relays=True, images=ImageInput(limit=1))
+        narrow = FakeEngine("b", supports_handoffs=True, images=ImageInput(limit=1))
         with pytest.raises(HandoffIncompatible):
             await handoffs.source(record.id, narrow, "local")
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_kept_on_disk_lives_as_long_as_the_process(
         def full(*_args: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(ImageFiles, "_keep", full)
+        monkeypatch.setattr(ImageStore, "_write", full)
         record = await left(handoffs, picture(1))
         assert await handoffs.images(record) == placed(picture(1))
         assert record.weight > len(picture(1).data), "memory it takes is counted"
@@ -134,7 +134,7 @@ def test_images_take_half_of_the_budget_at_most_and_the_oldest_handoffs_go_with_
         last = await left(handoffs, big(4, 200 * KB), tenant="acme")
         there = {name.partition(".")[0] for name in files(tmp_path)}
         assert there == {pinned.id, small.id, last.id}
-        assert handoffs._shelf.find(first.id) is None
+        assert handoffs._index.find(first.id) is None
         assert not (tmp_path / "records" / f"{first.id}.json").exists()
 
     asyncio.run(story())
@@ -158,7 +158,7 @@ def test_a_chain_s_images_are_there_once_and_go_with_the_last_of_it(tmp_path: Pa
         handoffs = gateway(tmp_path)
         first = await left(handoffs, big(1, 100 * KB))
         second = await left(handoffs, big(1, 100 * KB), big(2, 50 * KB), parent=first.id)
-        images = ImageFiles(tmp_path / "store" / "images")
+        images = ImageStore(tmp_path / "store" / "images")
         assert images.size() == 150 * KB
         await handoffs.delete(first)
         assert await handoffs.images(second) == placed(big(1, 100 * KB), big(2, 50 * KB))
@@ -182,8 +182,8 @@ def test_images_of_nobody_are_swept_and_those_of_a_chain_just_begun_are_not(tmp_
             if path != young:
                 os.utime(path, (past, past))
         begun = handoffs.begin(ENGINE, "local", parent=first.id)
-        begun.show(placed(picture(1)))
-        assert ImageFiles(folder).keep(begun)
+        begun.add_images(placed(picture(1)))
+        assert ImageStore(folder).save(begun)
         async with handoffs.running():
             await asyncio.sleep(0.1)
         assert {name.partition(".")[0] for name in files(tmp_path)} == {first.id, begun.id, "y" * 32}
@@ -214,6 +214,6 @@ def test_a_record_whose_image_s_name_leads_elsewhere_is_left_alone(tmp_path: Pat
         record = await left(gateway(tmp_path), picture(1))
         path = tmp_path / "records" / f"{record.id}.json"
         path.write_text(path.read_text().replace(picture(1).digest, "../../../etc/passwd"))
-        assert RecordFiles(tmp_path / "records").read(record.id) is None
+        assert HandoffRepository(tmp_path / "records").read(record.id) is None
 
     asyncio.run(story())

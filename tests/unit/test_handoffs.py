@@ -18,9 +18,9 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.image_files import ImageFiles
+from baton.handoffs.image_store import ImageStore
 from baton.handoffs.record import HandoffRecord
-from baton.handoffs.repository import RecordFiles
+from baton.handoffs.repository import HandoffRepository
 from baton.handoffs.service import Handoffs
 from baton.handoffs.state import HandoffState
 from baton.handoffs.storage import ORPHANED_AFTER_S, HandoffStorage
@@ -28,7 +28,7 @@ from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
 
-ENGINE = FakeEngine("a", relays=True)
+ENGINE = FakeEngine("a", supports_handoffs=True)
 
 
 @dataclass
@@ -51,8 +51,8 @@ class House:
             HandoffSettings(**settings),
             HandoffStorage(
                 FileStore(self.folder / "store"),
-                RecordFiles(self.folder / "records"),
-                ImageFiles(self.folder / "store" / "images"),
+                HandoffRepository(self.folder / "records"),
+                ImageStore(self.folder / "store" / "images"),
             ),
             HandoffMetrics(CollectorRegistry()),
             clock=lambda: self.clocks.monotonic,
@@ -120,16 +120,29 @@ RECORD = {"tenant": "t", "model": "m", "weights": "w", "created_at": 1.0, "ttl_s
         ({"tenant": None}, False),
     ],
 )
-def test_h6_a_record_of_another_version_is_read_or_left_alone(
+@pytest.mark.fault("H6")
+def test_a_record_of_another_version_is_read_or_left_alone(
     tmp_path: Path, fields: dict[str, object], read: bool
 ) -> None:
-    files = RecordFiles(tmp_path)
+    files = HandoffRepository(tmp_path)
     path = tmp_path / f"{'i' * 32}.json"
     path.write_text(json.dumps(RECORD | {"id": "i" * 32} | fields))
     found = files.read("i" * 32)
     assert (found is not None) is read
     assert len(list(files.read_all())) == read
     assert path.exists(), "whoever wrote it may still want it"
+
+
+def test_a_conversation_of_an_earlier_version_is_read_by_its_old_names(tmp_path: Path) -> None:
+    files = HandoffRepository(tmp_path)
+    old = {"messages": [], "told": {"0": "ab"}, "torn": True}
+    (tmp_path / f"{'i' * 32}.json").write_text(json.dumps(RECORD | {"id": "i" * 32, "conversation": old}))
+    found = files.update("i" * 32, lambda _record, _others: None)
+    again = files.read("i" * 32)
+    for record in (found, again):
+        assert record is not None
+        assert record.conversation is not None
+        assert (record.conversation.answer_fingerprints, record.conversation.text_only) == ({0: "ab"}, True)
 
 
 JUMPS: list[Callable[[Clocks], None]] = [
@@ -140,7 +153,8 @@ JUMPS: list[Callable[[Clocks], None]] = [
 
 
 @pytest.mark.parametrize("jump", JUMPS)
-def test_h2_a_clock_that_jumps_changes_no_life(house: House, jump: Callable[[Clocks], None]) -> None:
+@pytest.mark.fault("H2")
+def test_a_clock_jump_changes_no_expiry(house: House, jump: Callable[[Clocks], None]) -> None:
     async def story() -> None:
         handoffs = house.handoffs()
         record = await house.left(handoffs, ttl_s=60)
@@ -153,7 +167,8 @@ def test_h2_a_clock_that_jumps_changes_no_life(house: House, jump: Callable[[Clo
 
 
 @pytest.mark.parametrize(("jumped", "alive"), [(0, True), (86_400, False), (-86_400, True)])
-def test_h2_over_a_restart_a_handoff_lives_its_rest_at_most_and_never_for_ever(
+@pytest.mark.fault("H2")
+def test_over_a_restart_a_handoff_keeps_its_remaining_time_at_most(
     house: House, jumped: float, alive: bool
 ) -> None:
     async def story() -> None:
@@ -226,7 +241,7 @@ def test_a_save_that_comes_late_is_known_when_it_is_there(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
-        monkeypatch.setattr("baton.handoffs.service.COMMIT_WITHIN_S", 0.01)
+        monkeypatch.setattr("baton.handoffs.saves.COMMIT_WITHIN_S", 0.01)
         handoffs, relay = house.handoffs(), TransferRequest()
         record = handoffs.begin(ENGINE, "local", parent=None)
         handoffs.end(record, relay, [1, 2])

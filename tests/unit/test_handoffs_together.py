@@ -17,16 +17,16 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.image_files import ImageFiles
+from baton.handoffs.image_store import ImageStore
 from baton.handoffs.record import HandoffRecord
-from baton.handoffs.repository import RecordFiles
+from baton.handoffs.repository import HandoffRepository
 from baton.handoffs.service import Handoffs
 from baton.handoffs.storage import HandoffStorage
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.folders import open_file
 from baton_kv.stores.file import FileStore
 
-ENGINE = FakeEngine("a", relays=True)
+ENGINE = FakeEngine("a", supports_handoffs=True)
 KB = 1024
 ROUNDS = 1000
 
@@ -61,8 +61,8 @@ class House:
         root = self.folder / "store"
         storage = HandoffStorage(
             FileStore(root, budget=int(chosen.budget)),
-            RecordFiles(root / "records"),
-            ImageFiles(root / "images"),
+            HandoffRepository(root / "records"),
+            ImageStore(root / "images"),
         )
         metrics = HandoffMetrics(CollectorRegistry())
         return Handoffs(chosen, storage, metrics, clock=clock.monotonic, wall=clock.wall)
@@ -279,7 +279,7 @@ def test_a_host_whose_clock_is_wrong_leaves_nothing_that_lives_for_ever_or_dies_
         assert list((house.folder / "store" / "records").glob("*.json")) == []
         again = await house.left(skewed)
         found = await true.get(again.id, "local")
-        assert 0 < true._shelf._deadlines[found.id] - house.now[0] <= 3600
+        assert 0 < true._index._deadlines[found.id] - house.now[0] <= 3600
 
     asyncio.run(story())
 
@@ -333,7 +333,7 @@ def test_a_new_life_asked_for_after_the_clock_jumped_ends_none(house: House) -> 
     async def story() -> None:
         handoffs = house.gateway(ttl_s=3600, max_life_s=3600)
         record = await house.left(handoffs)
-        handoffs._wall = lambda: 1_700_000_000.0 + house.now[0] + 86_400
+        handoffs._wall = handoffs._sync._wall = lambda: 1_700_000_000.0 + house.now[0] + 86_400
         await handoffs.change(record, {"ttl_s": 600})
         assert (await handoffs.get(record.id, "local")).id == record.id
 

@@ -109,8 +109,8 @@ def test_stuck_loops_are_bounded() -> None:
 
     async def main() -> None:
         loop = HookLoop("x", 1)
-        with loop.borrowed() as home:
-            blocking = asyncio.ensure_future(home.run_here(block(STALLED_S + 1.5)))
+        with loop.borrowed() as thread:
+            blocking = asyncio.ensure_future(thread.run_here(block(STALLED_S + 1.5)))
             await asyncio.sleep(STALLED_S + 0.5)
             with pytest.raises(PluginBusy), loop.borrowed():
                 pass
@@ -135,12 +135,12 @@ def test_a_plugin_that_stops_its_loop_has_it_back() -> None:
     async def main() -> None:
         loop = HookLoop("x", 4)
         for harm in (stop, leave_the_interpreter):
-            with loop.borrowed() as home:
-                await asyncio.wait_for(home.run_here(harm()), 5)
+            with loop.borrowed() as thread:
+                await asyncio.wait_for(thread.run_here(harm()), 5)
                 await asyncio.sleep(0.05)
-                assert await asyncio.wait_for(home.run_here(idle()), 5)
+                assert await asyncio.wait_for(thread.run_here(idle()), 5)
         loop.close()
-        assert await until(lambda: not home.is_alive())
+        assert await until(lambda: not thread.is_alive())
 
     asyncio.run(main())
 
@@ -154,10 +154,10 @@ def test_a_coroutine_that_raises_what_ends_tasks_only_fails(kind: type[BaseExcep
 
     async def main() -> None:
         loop = HookLoop("x", 4)
-        with loop.borrowed() as home:
+        with loop.borrowed() as thread:
             with pytest.raises(HookEscape):
-                await home.run_here(hook())
-            task = asyncio.ensure_future(home.run_here(idle(30)))
+                await thread.run_here(hook())
+            task = asyncio.ensure_future(thread.run_here(idle(30)))
             await asyncio.sleep(0.05)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

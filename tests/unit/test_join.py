@@ -1,4 +1,4 @@
-"""A text model and eyes become one folder in LLaVA's layout, tensor by tensor what they were."""
+"""A text model and a vision part become one folder in LLaVA's layout, tensor by tensor what they were."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import StartError
 from baton.models.catalog import EMBEDDED, LOOK_TINY, EmbeddedModel
-from baton.models.join import EYES_SHARD, INDEX, TEXT_SHARD, join
+from baton.models.join import INDEX, TEXT_SHARD, VISION_SHARD, join
 from baton.models.store import ModelStore
 
 
@@ -35,8 +35,8 @@ def tensors_of(file: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def eyes(tmp_path: Path) -> Path:
-    folder = tmp_path / "site" / "eyes" / "look"
+def vision(tmp_path: Path) -> Path:
+    folder = tmp_path / "site" / "vision" / "look"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").write_text("raise RuntimeError('must not be imported')")
     (folder / "model.safetensors").write_bytes(
@@ -64,30 +64,30 @@ def text(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_tensor_is_there_under_its_official_name(eyes: Path, text: Path, tmp_path: Path) -> None:
+def test_every_tensor_is_there_under_its_official_name(vision: Path, text: Path, tmp_path: Path) -> None:
     """Bytes as they were; the index says in which file."""
-    join(eyes, text, tmp_path / "out")
+    join(vision, text, tmp_path / "out")
     found = {
         TEXT_SHARD: tensors_of(tmp_path / "out" / TEXT_SHARD),
-        EYES_SHARD: tensors_of(tmp_path / "out" / EYES_SHARD),
+        VISION_SHARD: tensors_of(tmp_path / "out" / VISION_SHARD),
     }
     assert found[TEXT_SHARD] == {"language_model.model.embed": b"words", "language_model.model.norm": b"nn"}
-    assert found[EYES_SHARD] == {"vision_tower.a": b"tower", "projector.b": b"p"}
+    assert found[VISION_SHARD] == {"vision_tower.a": b"tower", "projector.b": b"p"}
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     assert index["weight_map"] == {name: shard for shard, of_it in found.items() for name in of_it}
     assert index["metadata"]["total_size"] == 5 + 2 + 5 + 1
 
 
-def test_the_tensors_begin_at_a_multiple_of_eight(eyes: Path, text: Path, tmp_path: Path) -> None:
+def test_the_tensors_begin_at_a_multiple_of_eight(vision: Path, text: Path, tmp_path: Path) -> None:
     """A file mapped into memory is read without copying only where its tensors are aligned."""
-    join(eyes, text, tmp_path / "out")
+    join(vision, text, tmp_path / "out")
     length = int.from_bytes((tmp_path / "out" / TEXT_SHARD).read_bytes()[:8], "little")
     assert length % 8 == 0
 
 
-def test_the_spare_token_has_become_the_placeholder(eyes: Path, text: Path, tmp_path: Path) -> None:
+def test_the_spare_token_has_become_the_placeholder(vision: Path, text: Path, tmp_path: Path) -> None:
     """In the tokenizer's added tokens and its vocabulary, and nothing else there has changed."""
-    join(eyes, text, tmp_path / "out")
+    join(vision, text, tmp_path / "out")
     tokenizer = json.loads((tmp_path / "out" / "tokenizer.json").read_text())
     assert tokenizer["added_tokens"] == [{"id": 2, "content": "<e>"}, {"id": 3, "content": "<image>"}]
     assert tokenizer["model"]["vocab"] == {"<e>": 2, "<image>": 3, "a": 4}
@@ -96,15 +96,15 @@ def test_the_spare_token_has_become_the_placeholder(eyes: Path, text: Path, tmp_
     assert settings["image_token"] == "<image>"
 
 
-def test_the_text_models_configuration_is_inside(eyes: Path, text: Path, tmp_path: Path) -> None:
+def test_the_text_models_configuration_is_inside(vision: Path, text: Path, tmp_path: Path) -> None:
     """As the text model was prepared."""
-    join(eyes, text, tmp_path / "out")
+    join(vision, text, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {"model_type": "llava", "image_token_index": 3, "text_config": {"model_type": "llama"}}
 
 
 @pytest.fixture
-def joined(eyes: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmbeddedModel:
+def joined(vision: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmbeddedModel:
     """An embedded model of the two; the text model is one that lies in its package as it is."""
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     (text / "__init__.py").write_text("")
@@ -119,8 +119,8 @@ def joined(eyes: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )  # fmt: skip
     monkeypatch.setitem(EMBEDDED, "text", of_text)
     return dataclasses.replace(
-        LOOK_TINY, name="seeing", package="eyes", source="look/model.safetensors", text_model="text",
-        source_sha256=sha(eyes / "model.safetensors"),
+        LOOK_TINY, name="seeing", package="vision", source="look/model.safetensors", text_model="text",
+        source_sha256=sha(vision / "model.safetensors"),
     )  # fmt: skip
 
 
@@ -137,21 +137,21 @@ def test_a_joined_model_is_prepared_once_and_found_again(
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "config.json", "preprocessor_config.json"])
 def test_another_description_makes_it_anew(
-    joined: EmbeddedModel, eyes: Path, tmp_path: Path, name: str
+    joined: EmbeddedModel, vision: Path, tmp_path: Path, name: str
 ) -> None:
     """A release that changes the template, not the weights, is not served with the old one."""
     store = ModelStore(tmp_path / "prepared")
     store.prepare(joined)
-    (eyes / name).write_text((eyes / name).read_text() + " ")
+    (vision / name).write_text((vision / name).read_text() + " ")
     assert not store.is_ready(joined)
     store.prepare(joined)
     assert store.is_ready(joined)
 
 
 def test_parts_that_do_not_fit_are_one_readable_line(
-    joined: EmbeddedModel, eyes: Path, tmp_path: Path
+    joined: EmbeddedModel, vision: Path, tmp_path: Path
 ) -> None:
     """A token that the text model's tokenizer does not have cannot be the placeholder."""
-    (eyes / "config.json").write_text(json.dumps({"image_token_index": 99}))
+    (vision / "config.json").write_text(json.dumps({"image_token_index": 99}))
     with pytest.raises(StartError, match="do not fit together"):
         ModelStore(tmp_path / "prepared").prepare(joined)

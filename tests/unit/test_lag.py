@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
 import structlog
 
 from baton.telemetry.lag import watch_lag
@@ -27,7 +28,8 @@ def watched(stall_s: float) -> tuple[GatewayMetrics, list[str]]:
     return metrics, [line["event"] for line in logs]
 
 
-def test_e11_a_loop_that_is_held_is_measured_and_told_in_the_log() -> None:
+@pytest.mark.fault("E11")
+def test_a_blocked_loop_is_measured_and_logged() -> None:
     metrics, logs = watched(0.75)
     registry = metrics.registry
     held = registry.get_sample_value("baton_event_loop_lag_seconds_sum") or 0
@@ -39,7 +41,8 @@ def test_e11_a_loop_that_is_held_is_measured_and_told_in_the_log() -> None:
     assert logs.count("event_loop_stalled") >= 1
 
 
-def test_e11_a_short_delay_is_measured_only() -> None:
+@pytest.mark.fault("E11")
+def test_a_short_delay_is_measured_only() -> None:
     metrics, logs = watched(0.2)
     assert (metrics.registry.get_sample_value("baton_event_loop_lag_seconds_sum") or 0) >= 0.05
     assert "event_loop_stalled" not in logs

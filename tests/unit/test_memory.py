@@ -29,20 +29,23 @@ def reader(folder: Path, membership: str, available_kib: int | None = 8 * 1024 *
     return MemoryReader(folder / "fs", folder / "cgroup", folder / "meminfo")
 
 
-def test_e8_a_cgroups_limit_less_what_is_used_but_for_files_that_are_cached(tmp_path: Path) -> None:
+@pytest.mark.fault("E8")
+def test_a_cgroups_free_memory_is_its_limit_less_use_without_page_cache(tmp_path: Path) -> None:
     stat = f"anon 5\ninactive_file {30 * MIB}\nactive_file {20 * MIB}\nshmem 7\nslab_reclaimable {MIB}"
     write(tmp_path / "fs", memory__max=1000 * MIB, memory__current=900 * MIB, memory__stat=stat)
     assert reader(tmp_path, "0::/\n").available() == 151 * MIB
 
 
-def test_e8_the_tightest_of_the_cgroups_above_counts(tmp_path: Path) -> None:
+@pytest.mark.fault("E8")
+def test_the_tightest_of_the_parent_cgroups_counts(tmp_path: Path) -> None:
     write(tmp_path / "fs/pod/main", memory__max="max", memory__current=MIB)
     write(tmp_path / "fs/pod", memory__max=100 * MIB, memory__current=40 * MIB)
     write(tmp_path / "fs", memory__max="max", memory__current=MIB)
     assert reader(tmp_path, "0::/pod/main\n").available() == 60 * MIB
 
 
-def test_e8_the_first_version_of_cgroups_is_read_too(tmp_path: Path) -> None:
+@pytest.mark.fault("E8")
+def test_the_first_version_of_cgroups_is_read_too(tmp_path: Path) -> None:
     write(
         tmp_path / "fs/memory/docker/1",
         memory__limit_in_bytes=500 * MIB,
@@ -54,19 +57,22 @@ def test_e8_the_first_version_of_cgroups_is_read_too(tmp_path: Path) -> None:
     assert reader(tmp_path, membership).available() == 60 * MIB
 
 
-def test_e8_a_container_that_sees_only_its_own_top_is_read_there(tmp_path: Path) -> None:
+@pytest.mark.fault("E8")
+def test_a_container_that_sees_only_its_own_top_is_read_there(tmp_path: Path) -> None:
     write(tmp_path / "fs", memory__max=100 * MIB, memory__current=90 * MIB)
     assert reader(tmp_path, "0::/kubepods/pod1/abc\n").available() == 10 * MIB
 
 
-def test_e8_the_machines_own_memory_counts_where_it_is_less_or_no_limit_is_set(tmp_path: Path) -> None:
+@pytest.mark.fault("E8")
+def test_the_machines_own_memory_counts_where_it_is_less_or_no_limit_is_set(tmp_path: Path) -> None:
     write(tmp_path / "fs", memory__max=1000 * MIB, memory__current=0)
     assert reader(tmp_path, "0::/\n", available_kib=5 * 1024).available() == 5 * MIB
     write(tmp_path / "fs", memory__max="max")
     assert reader(tmp_path, "0::/\n", available_kib=7 * 1024).available() == 7 * MIB
 
 
-def test_e8_where_nothing_tells_nothing_is_refused(tmp_path: Path) -> None:
+@pytest.mark.fault("E8")
+def test_unknown_memory_refuses_nothing(tmp_path: Path) -> None:
     nowhere = MemoryReader(tmp_path / "no", tmp_path / "no", tmp_path / "no")
     assert nowhere.available() is None
     metrics = GatewayMetrics()
@@ -74,13 +80,15 @@ def test_e8_where_nothing_tells_nothing_is_refused(tmp_path: Path) -> None:
     assert math.isnan(metrics.registry.get_sample_value("baton_memory_available_bytes") or 0)
 
 
-def test_e8_this_machine_tells() -> None:
+@pytest.mark.fault("E8")
+def test_this_machines_memory_is_known() -> None:
     available = MemoryReader().available()
     assert available is not None
     assert available > 0
 
 
-def test_e8_memory_is_short_below_the_reserve_and_no_longer_once_there_is_room(tmp_path: Path) -> None:
+@pytest.mark.fault("E8")
+def test_memory_is_short_below_the_reserve_and_no_longer_once_there_is_room(tmp_path: Path) -> None:
     write(tmp_path / "fs", memory__max=100 * MIB, memory__current=90 * MIB)
     metrics = GatewayMetrics()
     assert isinstance(metrics.registry, CollectorRegistry)
@@ -94,6 +102,7 @@ def test_e8_memory_is_short_below_the_reserve_and_no_longer_once_there_is_room(t
 
 
 @pytest.mark.parametrize("content", ["", "many", "-", "1 2"])
-def test_e8_a_file_that_makes_no_sense_is_as_if_it_were_not_there(tmp_path: Path, content: str) -> None:
+@pytest.mark.fault("E8")
+def test_a_malformed_file_counts_as_missing(tmp_path: Path, content: str) -> None:
     write(tmp_path / "fs", memory__max=content, memory__current=0)
     assert reader(tmp_path, "0::/\nnonsense\n", available_kib=7).available() == 7 * 1024

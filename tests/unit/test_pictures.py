@@ -18,9 +18,9 @@ from PIL import Image, ImageChops
 from baton.config.groups import ImageSettings
 from baton.errors import GatewayOverloaded, ImageTooLarge, InvalidImage
 from baton.images.client_image import ClientImage
-from baton.images.parts import Part
-from baton.images.reader import read_picture
-from baton.images.reading import ImageReading, decoded
+from baton.images.decoding import decode_image
+from baton.images.parts import ImagePart
+from baton.images.reader import ImageReader, decoded_url
 from baton.telemetry.metrics import GatewayMetrics
 
 LIMITS = ImageSettings()
@@ -28,7 +28,7 @@ WHERE = "messages[2].content[1].image_url"
 
 
 def read(data: bytes, **limits: Any) -> ClientImage:
-    return read_picture(data, ImageSettings(**limits), WHERE)
+    return decode_image(data, ImageSettings(**limits), WHERE)
 
 
 def refused(data: bytes, **limits: Any) -> InvalidImage:
@@ -40,14 +40,14 @@ def refused(data: bytes, **limits: Any) -> InvalidImage:
     return caught.value
 
 
-def reading(fetch: Any, **limits: Any) -> ImageReading:
+def reading(fetch: Any, **limits: Any) -> ImageReader:
     settings = ImageSettings(**limits)
     metrics = GatewayMetrics()
-    return ImageReading(settings, metrics.images, fetch, queues=metrics.queues, wait_s=60)
+    return ImageReader(settings, metrics.images, fetch, queues=metrics.queues, wait_s=60)
 
 
-def named(count: int) -> list[Part]:
-    return [Part({}, "url", f"images[{number}]", "https://example.org/a.png") for number in range(count)]
+def named(count: int) -> list[ImagePart]:
+    return [ImagePart({}, "url", f"images[{number}]", "https://example.org/a.png") for number in range(count)]
 
 
 def test_so_many_are_fetched_at_once_whoever_asks() -> None:
@@ -100,13 +100,13 @@ def test_images_that_wait_to_be_read_for_too_long_are_told_to_come_back(
         released.wait(20)
         return ClientImage(b"", "image/png", 8, 8)
 
-    monkeypatch.setattr("baton.images.reading.read_picture", held)
-    parts = [Part({}, "url", "images[0]", pictures.url_of(pictures.file_of(pictures.image())))]
+    monkeypatch.setattr("baton.images.reader.decode_image", held)
+    parts = [ImagePart({}, "url", "images[0]", pictures.url_of(pictures.file_of(pictures.image())))]
 
     async def main() -> None:
         metrics = GatewayMetrics()
         settings = ImageSettings(threads=1)
-        images = ImageReading(settings, metrics.images, no_fetch, queues=metrics.queues, wait_s=0.05)
+        images = ImageReader(settings, metrics.images, no_fetch, queues=metrics.queues, wait_s=0.05)
         first = asyncio.create_task(images.read(parts, "acme"))
         await asyncio.sleep(0)
         with pytest.raises(GatewayOverloaded, match="read already") as caught:
@@ -146,7 +146,7 @@ def test_the_digest_names_the_bytes_and_the_url_holds_them() -> None:
     assert one.digest != other.digest
     assert len(one.digest) == 64
     assert one.url == pictures.url_of(one.data)
-    assert decoded(one.url, LIMITS, WHERE) == one.data
+    assert decoded_url(one.url, LIMITS, WHERE) == one.data
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -349,20 +349,20 @@ def test_no_file_raises_anything_but_our_errors(data: st.DataObject) -> None:
 def test_what_is_no_data_url_of_base64_is_refused(url: str) -> None:
     """In one way only can it be read."""
     with pytest.raises(InvalidImage) as caught:
-        decoded(url, LIMITS, WHERE)
+        decoded_url(url, LIMITS, WHERE)
     assert (caught.value.code, caught.value.param) == ("invalid_image", WHERE)
 
 
 @pytest.mark.parametrize("head", ["data:;base64,", "data:text/html;base64,", "DATA:x;a=b;BASE64,"])
 def test_the_type_a_data_url_names_does_not_matter(head: str) -> None:
     """Clients get it wrong, and the bytes tell."""
-    assert decoded(head + base64.b64encode(b"abc").decode(), LIMITS, WHERE) == b"abc"
+    assert decoded_url(head + base64.b64encode(b"abc").decode(), LIMITS, WHERE) == b"abc"
 
 
 def test_base64_of_too_much_is_not_decoded() -> None:
     """It is counted first."""
     with pytest.raises(ImageTooLarge):
-        decoded("data:;base64," + "A" * 4000, ImageSettings(file_bytes=1024), WHERE)
+        decoded_url("data:;base64," + "A" * 4000, ImageSettings(file_bytes=1024), WHERE)
 
 
 def photo(width: int, height: int, kind: str, **options: Any) -> bytes:
@@ -408,7 +408,7 @@ def test_an_image_is_held_to_its_limit_again_after_it_was_rewritten(kind: str) -
 @pytest.mark.fault("F8")
 def test_the_images_of_one_request_are_bounded_together_as_the_engine_gets_them() -> None:
     sent = photo(300, 200, "PNG")
-    parts = [Part({}, "url", f"images[{number}]", pictures.url_of(sent)) for number in range(4)]
+    parts = [ImagePart({}, "url", f"images[{number}]", pictures.url_of(sent)) for number in range(4)]
     each = len(read(sent).data)
 
     async def sizes(limit: int) -> list[int]:
@@ -432,7 +432,7 @@ def test_images_are_named_in_the_thread_that_reads_them(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("baton.images.client_image.hashlib.sha256", counted)
     sent = pictures.file_of(pictures.image())
-    parts = [Part({}, "url", "images[0]", pictures.url_of(sent))]
+    parts = [ImagePart({}, "url", "images[0]", pictures.url_of(sent))]
     (picture,) = asyncio.run(reading(None).read(parts, "acme"))
     assert picture.digest == picture.digest == sha256(sent).hexdigest()
     assert threads == [False]

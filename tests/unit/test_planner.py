@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry
 
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import TransferRequest
-from baton.engines.throughput import Speed
 from baton.engines.transfers import TransferWatch
 from baton.handoffs.planner import Choice, Planner
 from baton.handoffs.record import HandoffRecord
@@ -31,13 +30,13 @@ def ask(planner: Planner, engine: FakeEngine, bytes_per_s: float) -> Choice:
     decision = planner.decide(engine, record())
     if decision.loads:
         size = SIZE if decision.limit is None else SIZE * decision.limit // TOKENS
-        engine.speed.loaded(size, size / bytes_per_s)
+        engine.throughput.loaded(size, size / bytes_per_s)
     return decision.choice
 
 
 def engine_that_prefills(tokens_per_s: float) -> FakeEngine:
     engine = FakeEngine("a")
-    engine.speed.prefilled(TOKENS, TOKENS / tokens_per_s)
+    engine.throughput.prefilled(TOKENS, TOKENS / tokens_per_s)
     return engine
 
 
@@ -45,12 +44,12 @@ def test_what_was_thought_is_loaded_however_slow_the_store_is() -> None:
     """Thought anew it may be another thought; and what that would cost is told as it is."""
     engine, planner = engine_that_prefills(1000), Planner()
     for _ in range(3):
-        engine.speed.loaded(SIZE, SIZE / 5e6)
+        engine.throughput.loaded(SIZE, SIZE / 5e6)
     thought = record()
     thought.latent_steps = 40
     assert planner.decide(engine, record()).choice is Choice.RECOMPUTE
     assert planner.decide(engine, thought).prefill_s is None, "no step has been seen yet"
-    engine.speed.thought(10, 0.5)
+    engine.throughput.latent_computed(10, 0.5)
     decision = planner.decide(engine, thought)
     assert (decision.choice, decision.limit) == (Choice.LOAD, None)
     assert decision.prefill_s == pytest.approx((TOKENS - 40) / 1000 + 40 * 0.05)
@@ -73,7 +72,7 @@ def test_a_store_that_turns_slow_is_left_alone_within_five_requests_and_taken_ba
 def test_handoffs_without_kv_do_not_keep_it_from_looking_again() -> None:
     engine, planner = engine_that_prefills(1500), Planner()
     for _ in range(3):
-        engine.speed.loaded(SIZE, SIZE / 5e6)
+        engine.throughput.loaded(SIZE, SIZE / 5e6)
     gone = record()
     gone.bytes = 0
     limits = []
@@ -87,10 +86,10 @@ def test_a_store_that_hangs_and_then_fails_counts_as_slow() -> None:
     engine, planner = engine_that_prefills(1500), Planner()
     for _ in range(3):
         assert ask(planner, engine, 2000 * MIB) is Choice.LOAD
-    engine.speed.load_failed(SIZE, 0.001)
+    engine.throughput.load_failed(SIZE, 0.001)
     assert planner.decide(engine, record()).choice is Choice.LOAD, "a quick failure tells nothing"
     for _ in range(2):
-        engine.speed.load_failed(SIZE, 30.0)
+        engine.throughput.load_failed(SIZE, 30.0)
     assert planner.decide(engine, record()).choice is Choice.RECOMPUTE
 
 
@@ -105,21 +104,21 @@ def test_one_slow_load_changes_nothing() -> None:
 def test_while_it_computes_it_loads_a_little_now_and_then() -> None:
     engine, planner = engine_that_prefills(1500), Planner()
     for _ in range(3):
-        engine.speed.loaded(SIZE, SIZE / 5e6)
+        engine.throughput.loaded(SIZE, SIZE / 5e6)
     limits = [planner.decide(engine, record()).limit for _ in range(4)]
     assert limits == [0, TOKENS // 20, 0, TOKENS // 20]
 
 
 def test_an_engine_that_thinks_may_take_as_long_as_its_thoughts_do() -> None:
     """All of a prompt's latent steps may be within one step of it, and it does not hang meanwhile."""
-    speed = Speed()
+    speed = Throughput()
     watch = TransferWatch(speed, TransferMetrics(CollectorRegistry(), "a"))
-    assert watch.longest_thought_s == 0
+    assert watch.longest_latent_s == 0
     relay = TransferRequest(latent_steps=200)
     watch.add("one", relay)
     watch.add("two", TransferRequest(latent_steps=900))  # is over: nobody holds it any more
-    assert watch.longest_thought_s == 200, "a second each, as long as none was seen"
-    watch.thought(10, 0.3)
-    assert watch.longest_thought_s == pytest.approx(6)
+    assert watch.longest_latent_s == 200, "a second each, as long as none was seen"
+    watch.latent_computed(10, 0.3)
+    assert watch.longest_latent_s == pytest.approx(6)
     del relay
-    assert watch.longest_thought_s == 0
+    assert watch.longest_latent_s == 0

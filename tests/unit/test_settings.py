@@ -148,7 +148,8 @@ TAKE_ANY_TEXT = ("HOST", "FOLDER", "DIR", "FILE", "STORE", "PATH", "ROOT", "LABE
 
 
 @pytest.mark.parametrize("variable", variables())
-def test_h5_every_wrong_value_of_every_setting_is_refused_in_a_line(
+@pytest.mark.fault("H5")
+def test_every_wrong_value_of_every_setting_is_refused_in_a_line(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     errors = []
@@ -166,7 +167,8 @@ def test_h5_every_wrong_value_of_every_setting_is_refused_in_a_line(
     )
 
 
-def test_h5_a_wrong_setting_ends_the_gateway_with_one_line_and_code_2(tmp_path: Path) -> None:
+@pytest.mark.fault("H5")
+def test_a_wrong_setting_ends_the_gateway_with_one_line_and_code_2(tmp_path: Path) -> None:
     config = write(tmp_path, "[limits]\nbody_byte = 5")
     command = [str(Path(sys.executable).parent / "baton"), "serve", "--config", str(config)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

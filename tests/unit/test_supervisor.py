@@ -104,7 +104,8 @@ def test_no_patience_set_means_never() -> None:
     asyncio.run(main())
 
 
-def test_a4_a_crash_loop_opens_the_breaker_and_the_others_serve() -> None:
+@pytest.mark.fault("A4")
+def test_a_crash_loop_opens_the_breaker_and_the_others_serve() -> None:
     """Attempts are spread out, bounded, and the state is there to see."""
 
     async def main() -> None:

@@ -1,1 +1,1 @@
-"""Share scarce places between tenants: one queue class for everything that requests wait for."""
+"""Who may call and when: API keys, limits of tenants, fair queues, memory for bodies."""

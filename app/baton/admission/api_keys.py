@@ -1,6 +1,7 @@
-"""API keys: made once, shown once, kept only as digests.
+"""Create, revoke and look up API keys, of which only digests are stored.
 
-A key is 256 random bits, so a plain SHA-256 is enough to store: there is nothing to guess faster.
+A key is 256 random bits, so a plain SHA-256 is enough: a slow hash would only help with keys that can be
+guessed.
 """
 
 from __future__ import annotations
@@ -23,22 +24,29 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from baton.config.settings import Settings
 from baton.errors import SettingsError
 from baton.telemetry.ids import LOCAL_TENANT
-from baton.telemetry.metrics import NOBODY, OTHER
+from baton.telemetry.series import NOBODY, OTHER
 
 KEY_PREFIX = "bt_"
 MAX_KEY_CHARS = 256
 LOOK_EVERY_S = 1.0
-"""How long a key that was revoked may still open a running gateway."""
+"""Seconds for which a revoked key may still be accepted by a running gateway."""
 
 RESERVED_TENANTS = frozenset({LOCAL_TENANT, NOBODY, OTHER})
-"""Names with a meaning of their own: everyone who calls a gateway without keys, requests without a valid key,
-and the tenants that are counted together."""
+"""Names with another meaning: every request on a gateway without keys, requests without a valid key, and the
+tenants that are counted together."""
 
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
 class StoredKey(BaseModel):
-    """One line of the keys file."""
+    """One entry of the keys file.
+
+    Attributes:
+        id: names the key in `baton keys list` and `revoke`.
+        tenant: the key's tenant.
+        sha256: digest of the key, in hexadecimal.
+        created_at: Unix time.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,15 +60,15 @@ FILE = TypeAdapter(list[StoredKey])
 
 
 def digest(key: str) -> str:
-    """SHA-256 of a key, in hexadecimal: all that is ever stored of it."""
+    """Return the SHA-256 of a key in hexadecimal, which is all that is stored of it."""
     return hashlib.sha256(key.encode("utf-8", errors="replace")).hexdigest()
 
 
 class Keyring:
-    """The tenants that hold a key. Looking a key up takes one path, whatever is wrong with it.
+    """Finds the tenant of a key. The look-up takes the same path for every wrong key.
 
     Raises:
-        SettingsError: a key would open what was left behind without keys.
+        SettingsError: a key belongs to the reserved tenant `local`.
     """
 
     def __init__(self, keys: list[StoredKey]) -> None:
@@ -70,21 +78,22 @@ class Keyring:
         return len(self._tenants)
 
     def tenant(self, key: str) -> str | None:
+        """Return the tenant of a key; None: the key is unknown."""
         return self._tenants.get(digest(key[:MAX_KEY_CHARS]))
 
 
 class KeysFile(Keyring):
-    """The keyring of a file that may change: keys made or revoked meanwhile count within `LOOK_EVERY_S`.
+    """The keyring of a file that may change: created and revoked keys take effect within `LOOK_EVERY_S`.
 
-    A file that cannot be used leaves things as they were, and says so in the log; one that is gone closes the
-    gateway, like one whose last key was revoked.
+    While the file is unusable the last good keys stay valid, which is logged. A file that was removed closes
+    the gateway, like one whose last key was revoked.
 
     Args:
-        file: of the keys.
-        clock: seconds on a monotonic clock.
+        file: the keys file.
+        clock: returns seconds of a monotonic clock.
 
     Raises:
-        SettingsError: the file cannot be used.
+        SettingsError: the file cannot be read, or holds no valid keys.
     """
 
     def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -119,14 +128,14 @@ def _tenants_of(keys: list[StoredKey]) -> dict[str, str]:
     for key in keys:
         if key.tenant == LOCAL_TENANT:
             raise SettingsError(
-                f"auth.keys_file: the key {key.id[:80]!r} is of the tenant '{LOCAL_TENANT}', and would open "
-                "what was left behind without keys: revoke it with `baton keys revoke`, and make another"
+                f"auth.keys_file: the key {key.id[:80]!r} belongs to the tenant '{LOCAL_TENANT}', whose "
+                "handoffs were made without keys: revoke it with `baton keys revoke`, and create another"
             )
     return {key.sha256: key.tenant for key in keys}
 
 
 def _state(file: Path) -> tuple[int, int, int] | None:
-    """What differs when the file was replaced or written to."""
+    """Return what changes when the file is replaced or written to."""
     try:
         found = file.stat()
     except OSError:
@@ -135,12 +144,12 @@ def _state(file: Path) -> tuple[int, int, int] | None:
 
 
 def keyring_for(settings: Settings) -> Keyring | None:
-    """The known keys, or None when everyone is the local tenant.
+    """Return the known keys; None: there is no keys file, and every request is of the local tenant.
 
-    A keys file closes the gateway, also one whose last key was revoked: nobody may call then.
+    A keys file without keys, as after the last was revoked, closes the gateway: every request is refused.
 
     Raises:
-        SettingsError: the gateway would serve a network without asking who calls.
+        SettingsError: `auth.keys_file` does not exist, or the gateway would serve a network without keys.
     """
     if settings.keys_file.exists():
         return KeysFile(settings.keys_file)
@@ -155,10 +164,10 @@ def keyring_for(settings: Settings) -> Keyring | None:
 
 
 def read_keys(file: Path) -> list[StoredKey]:
-    """The stored keys; none when there is no file.
+    """Read the stored keys; an empty list: there is no file.
 
     Raises:
-        SettingsError: the file is there but cannot be used.
+        SettingsError: the file cannot be read, or is no keys file.
     """
     try:
         return FILE.validate_json(file.read_bytes())
@@ -191,10 +200,10 @@ def create_key(file: Path, tenant: str) -> str:
 
 
 def revoke_key(file: Path, key_id: str) -> None:
-    """Take a key away.
+    """Remove a key.
 
     Raises:
-        SettingsError: there is no such key.
+        SettingsError: no key has this id.
     """
     with _locked(file):
         keys = read_keys(file)
@@ -206,7 +215,7 @@ def revoke_key(file: Path, key_id: str) -> None:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """One writer at a time; what the disk refuses becomes one line."""
+    """Lock the file for one writer, and turn an error of the disk into a `SettingsError`."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(file.with_name(f".{file.name}.lock"), mode=0o600):
@@ -216,7 +225,7 @@ def _locked(file: Path) -> Iterator[None]:
 
 
 def _write(file: Path, keys: list[StoredKey]) -> None:
-    """Replace the file whole, readable by its owner only."""
+    """Replace the file atomically, readable by its owner only."""
     descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".keys-")
     try:
         with os.fdopen(descriptor, "w") as stream:

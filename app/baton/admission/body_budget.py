@@ -1,4 +1,4 @@
-"""Bound what the bodies of all requests hold at once, and what those of one tenant may hold of it."""
+"""Bound the bytes that the bodies of all requests hold, and each tenant's share of them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from baton.errors import GatewayOverloaded, RateLimited
 
 RETRY_AFTER_S = 5
 MOST = 2 * 1024 * MIB
-"""Bytes, where the settings say nothing."""
+"""Default of `limits.bodies_bytes`, at most."""
 SHARE_OF_MEMORY = 8
 LEAST_BODIES = 4
-"""Bodies of the largest size that there is room for, however little memory there is."""
+"""Bodies of the largest size that always fit, however little memory there is."""
 
 UPLOADS = 8
-"""Files of the largest size that there is room for, where the settings say nothing."""
+"""Files of the largest size that fit by default."""
 
 
 @dataclass(frozen=True)
 class BodyRoom:
-    """What the bodies of one kind may take.
+    """The limits of one kind of bodies.
 
     Attributes:
-        each: bytes of one.
-        together: bytes of all requests' at once.
-        setting: the name of the setting that says so, for error messages.
-        one_tenant: whether everybody is the same tenant, to whom all of it belongs.
+        each: bytes of one body.
+        together: bytes of the bodies of all requests.
+        setting: name of the setting of `together`, for error messages.
+        one_tenant: whether all requests are of one tenant, which may use everything.
     """
 
     each: int
@@ -44,11 +44,11 @@ class BodyRoom:
 
 @dataclass(frozen=True)
 class BodyRooms:
-    """Room for the bodies in memory, and for the files on disk.
+    """The limits of bodies in memory and on disk.
 
     Attributes:
-        memory: for all bodies but files sent as they are.
-        disk: for these.
+        memory: of all bodies but uploaded files.
+        disk: of uploaded files.
     """
 
     memory: BodyRoom
@@ -56,12 +56,12 @@ class BodyRooms:
 
     @staticmethod
     def of(settings: Settings, *, available: int | None, one_tenant: bool) -> BodyRooms:
-        """Return the room that the settings and the machine give.
+        """Return the limits by the settings, or by the machine where those give none.
 
         Args:
-            settings: what they say counts.
-            available: bytes of memory there are; None: that is not known.
-            one_tenant: whether there are no keys.
+            settings: of the gateway.
+            available: bytes of memory available; None: unknown.
+            one_tenant: whether the gateway has no keys.
         """
         limits, pooling = settings.limits, settings.pooling
         share = MOST if available is None else min(MOST, available // SHARE_OF_MEMORY)
@@ -74,15 +74,15 @@ class BodyRooms:
 
 
 class BodyBudget:
-    """Bytes for the bodies of all requests, shared by the tenants that hold any.
+    """Counts the bytes of all requests' bodies and shares them between tenants.
 
-    A tenant may always hold one body of the largest size, and more only as long as it leaves free as much as
-    it holds: a newcomer always finds room, however many tenants there are.
+    A tenant may always hold one body of the largest size, and more only while it leaves as much free as it
+    holds: another tenant always finds room, however many there are.
 
     Args:
-        room: how much there is; an attribute too.
-        gauge: shows the bytes that are held.
-        short: whether memory is short, so that no body may grow.
+        room: the limits; also an attribute.
+        gauge: shows the bytes held.
+        short: returns whether memory is short, so that no body may grow.
     """
 
     def __init__(self, room: BodyRoom, gauge: Gauge, *, short: Callable[[], bool] = lambda: False) -> None:
@@ -93,7 +93,7 @@ class BodyBudget:
 
     @contextmanager
     def lease(self, tenant: str) -> Iterator[BodyLease]:
-        """Count one body until the end of the block, which is that of its request."""
+        """Count one request's body until the block ends."""
         lease = BodyLease(self, tenant)
         try:
             yield lease
@@ -107,7 +107,7 @@ class BodyBudget:
 
         Raises:
             RateLimited: the tenant holds its share already.
-            GatewayOverloaded: there is no room for anybody, or memory is short.
+            GatewayOverloaded: the bodies of all requests take all there is, or memory is short.
         """
         if self._short():
             raise GatewayOverloaded(retry_after_s=RETRY_AFTER_S)
@@ -115,28 +115,28 @@ class BodyBudget:
         free = room.together - self._held.total() - size
         if free < 0:
             raise GatewayOverloaded(
-                f"The bodies of all requests take their {_readable(room.together)} already (setting "
+                f"The bodies of all requests take the {_readable(room.together)} they may (setting "
                 f"{room.setting}); try again shortly.",
                 retry_after_s=RETRY_AFTER_S,
             )
         if not room.one_tenant and held > max(room.each, free):
             raise RateLimited(
-                f"The bodies of your requests under way take {_readable(self._held[tenant])}, which is your "
-                f"share of {room.setting} now; try again when one of them is over.",
+                f"The bodies of your running requests take {_readable(self._held[tenant])}, your present "
+                f"share (setting {room.setting}); try again when one of them has ended.",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._held[tenant] += size
 
 
 class BodyLease:
-    """What one request's body holds of a budget.
+    """The bytes that one request's body holds.
 
     Args:
-        budget: of which.
-        tenant: whose request it is.
+        budget: counts them.
+        tenant: the request's tenant.
 
     Attributes:
-        size: bytes.
+        size: bytes held.
     """
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
@@ -145,11 +145,11 @@ class BodyLease:
         self.size = 0
 
     def take(self, size: int) -> None:
-        """Count bytes that have come.
+        """Count bytes that have arrived.
 
         Raises:
             RateLimited: the tenant holds its share already.
-            GatewayOverloaded: there is no room for anybody, or memory is short.
+            GatewayOverloaded: the bodies of all requests take all there is, or memory is short.
         """
         if size:
             self._budget.take(self._tenant, size)

@@ -1,15 +1,15 @@
-"""Share a number of places between tenants, so that one tenant's flood does not hold up another's requests.
+"""Share a number of places between tenants, so that one tenant's flood does not delay another's requests.
 
-Every place in the gateway that requests wait for is such a queue: engines, plugins, uploads, the reading and
-fetching of images, the threads for large bodies. The rules:
+Everything in the gateway that requests wait for is such a queue: engines, plugins, uploads, reading and
+fetching images, threads for large bodies. The rules:
 
-- One tenant alone may hold `places` at once. A reserve, an eighth of `places`, comes on top of them, for
-  other tenants: work that goes on for long cannot be revoked, and whoever comes later finds room at once.
-- A tenant that holds places takes another only if it leaves free, of the reserve, the fraction that its
-  own places are of `places`. So a second tenant cannot use up the reserve either, nor can a third.
-- A place that becomes free goes to the waiting tenant that holds the fewest; among equals they take turns.
-  Within a tenant the first to come is the first served.
-- Somebody waits only if at least `places` are taken: the reserve costs no throughput.
+- One tenant alone may hold `places` at once. A reserve of an eighth of `places` is added for other tenants,
+  because long work cannot be revoked: a tenant that comes later finds room at once.
+- A tenant that holds places takes another only if it leaves free, of the reserve, the fraction that its own
+  places are of `places`. So neither a second tenant nor a third can use up the reserve.
+- A free place goes to the waiting tenant that holds the fewest; among equals they take turns. Within a tenant
+  the order is first in, first out.
+- A request waits only if at least `places` are taken: the reserve costs no throughput.
 
 Example: of 256 places and a reserve of 32 one tenant with endless requests takes 256, a second 28, a third 3,
 a fourth 1. As requests end, the places move to whoever holds fewer.
@@ -28,23 +28,23 @@ from baton.errors import BatonError
 from baton.telemetry.queues import QueueMetrics
 
 RESERVED = 8
-"""For so many places there is one more in reserve; and of the room to wait one part in so many is kept for
+"""One place is reserved for this many places; and one part in this many of the waiting list is kept for
 tenants that use less than their share of it."""
 
 Refusal = Callable[[float | None], BatonError]
-"""What to tell a request that gets no place: the seconds it has waited, or None if too many wait already."""
+"""Makes the error of a request that gets no place: from the seconds it waited, or None if too many wait."""
 Waiters = OrderedDict[asyncio.Future[None], None]
 
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """What a queue may hold.
+    """The limits of a queue.
 
     Attributes:
-        places: requests at once, of one tenant.
-        waiting: requests that may wait; None: any number.
-        wait_s: seconds that one waits at most; None: as long as it likes.
-        reserve: places above these, for other tenants; None: one for eight places.
+        places: places that one tenant may hold.
+        waiting: requests that may wait; None: no limit.
+        wait_s: seconds that a request may wait; None: no limit.
+        reserve: further places for other tenants; None: an eighth of `places`.
     """
 
     places: int
@@ -54,28 +54,28 @@ class QueueLimits:
 
 
 class FairQueue:
-    """Hand out places by the rules above.
+    """Hands out places by the rules above.
 
     Args:
-        limits: how many places there are, how many requests may wait, and how long.
-        refuse: makes the error for a request that gets no place.
-        observe: told the seconds each request waited that got a place.
+        limits: of places, waiting requests and waiting time.
+        refuse: makes the error of a request that gets no place.
+        record_wait: called with the seconds that a request waited for its place.
 
     Attributes:
-        most: places there are, the reserve included.
-        running: places that are taken.
-        waiting: requests that wait for one.
+        most: number of places, the reserve included.
+        running: places taken.
+        waiting: requests that wait.
     """
 
     def __init__(
-        self, limits: QueueLimits, refuse: Refusal, observe: Callable[[float], None] = lambda _: None
+        self, limits: QueueLimits, refuse: Refusal, record_wait: Callable[[float], None] = lambda _: None
     ) -> None:
         self._places = limits.places
         self._reserve = -(-limits.places // RESERVED) if limits.reserve is None else limits.reserve
         self._room = limits.waiting
         self._wait_s = limits.wait_s
         self._refuse = refuse
-        self._observe = observe
+        self._record_wait = record_wait
         self._held: Counter[str] = Counter()
         self._turns: OrderedDict[str, Waiters] = OrderedDict()
         self.most = self._places + self._reserve
@@ -83,22 +83,22 @@ class FairQueue:
         self.waiting = 0
 
     async def enter(self, tenant: str) -> None:
-        """Take a place, at once or in turn; whoever has one gives it back with `leave`.
+        """Take a place, at once or after waiting; `leave` gives it back.
 
         Raises:
-            BatonError: too many wait already, or the turn did not come in time.
+            BatonError: too many requests wait already, or this one waited for `wait_s`.
         """
         if self._may_take(tenant):
             self._take(tenant)
-            self._observe(0.0)
+            self._record_wait(0.0)
             return
         self.require_room(tenant)
         began = time.monotonic()
         await self._turn(tenant)
-        self._observe(time.monotonic() - began)
+        self._record_wait(time.monotonic() - began)
 
     def leave(self, tenant: str) -> None:
-        """Give a place of this tenant's back; whoever is next in turn has it from now on."""
+        """Give a place of this tenant back, to the next that waits if any does."""
         self.running -= 1
         self._held[tenant] -= 1
         if not self._held[tenant]:
@@ -120,16 +120,16 @@ class FairQueue:
             self.leave(tenant)
 
     def require_room(self, tenant: str) -> None:
-        """See to it that a request of this tenant's could come in, or wait.
+        """Require that a request of this tenant could take a place, or wait for one.
 
         Raises:
-            BatonError: too many wait already.
+            BatonError: too many requests wait already.
         """
         if not (self._may_take(tenant) or self._may_wait(tenant)):
             raise self._refuse(None)
 
     def held(self, tenant: str) -> int:
-        """Places this tenant has."""
+        """Return the number of places that a tenant holds."""
         return self._held[tenant]
 
     def _take(self, tenant: str) -> None:
@@ -137,7 +137,7 @@ class FairQueue:
         self._held[tenant] += 1
 
     def _may_take(self, tenant: str) -> bool:
-        """Whether a tenant may have another place now; never true of one that waits already."""
+        """Return whether a tenant may take another place now; never true while its requests wait."""
         held, left = self._held[tenant], self.most - self.running - 1
         return left >= 0 and left * self._places >= held * self._reserve
 
@@ -146,18 +146,22 @@ class FairQueue:
             return True
         mine = len(self._turns.get(tenant, ()))
         others = len(self._turns) - (tenant in self._turns)
-        share = max(1, self._room // (others + 2))  # as if one tenant more were there: it may come any time
+        share = max(
+            1, self._room // (others + 2)
+        )  # as if there were one tenant more, which may come at any time
         return self._room - self.waiting > (0 if mine < share else self._room // RESERVED)
 
     def _next(self) -> str | None:
-        """The tenant whose turn it is, of those that wait and may have a place; None: there is none."""
+        """Return the waiting tenant whose turn it is and that may take a place; None: there is none."""
         waiting = (tenant for tenant in self._turns if self._may_take(tenant))
-        return min(waiting, key=self.held, default=None)  # of equals the first; it goes to the end then
+        return min(
+            waiting, key=self.held, default=None
+        )  # the first of equals, which `_serve` moves to the end
 
     def _serve(self, tenant: str) -> None:
         waiter = next(iter(self._turns[tenant]))
         self._forget(tenant, waiter)
-        if waiter.done():  # one that was cancelled may not have come to leave the queue yet
+        if waiter.done():  # cancelled, and not yet removed from the queue
             return
         if tenant in self._turns:
             self._turns.move_to_end(tenant)
@@ -177,7 +181,7 @@ class FairQueue:
         except asyncio.CancelledError:
             if waiter.cancelled():
                 self._forget(tenant, waiter)
-            elif waiter.exception() is None:  # its turn had come, but it will not use it
+            elif waiter.exception() is None:  # it had got the place, and will not use it
                 self.leave(tenant)
             raise
         finally:
@@ -203,14 +207,14 @@ class FairQueue:
 def watched_queue(
     limits: QueueLimits, refuse: Refusal, metrics: QueueMetrics, name: str, *, engine: str = ""
 ) -> FairQueue:
-    """A queue whose running and waiting requests stand in the metrics.
+    """Return a queue that the metrics show.
 
     Args:
-        limits: the queue's.
-        refuse: makes the error for a request that gets no place.
-        metrics: where to count.
-        name: of the queue, in the label `queue`.
-        engine: whose queue it is; empty: all engines share it.
+        limits: of the queue.
+        refuse: makes the error of a request that gets no place.
+        metrics: of all queues.
+        name: the label `queue`.
+        engine: the label `engine`; empty: all engines share the queue.
     """
     queue = FairQueue(limits, refuse, metrics.seconds.labels(name, engine).observe)
     metrics.running.labels(name, engine).set_function(lambda: queue.running)

@@ -1,4 +1,4 @@
-"""Threads that tenants share: a flood of one tenant's work leaves a thread to the others."""
+"""Run blocking work in threads that tenants share fairly."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Result = TypeVar("Result")
 
 
 class FairThreads:
-    """Run blocking work in threads, one for each place of a queue.
+    """Threads for blocking work, one for each place of a queue.
 
-    A thread cannot be stopped: the work of a request that was given up keeps its place until it is done.
+    A thread cannot be stopped: the work of a cancelled request keeps its place until it is done.
 
     Args:
-        queue: whose turn it is.
-        name: of the threads, for a debugger's list.
+        queue: gives the places.
+        name: prefix of the threads' names.
     """
 
     def __init__(self, queue: FairQueue, name: str) -> None:
@@ -29,27 +29,27 @@ class FairThreads:
         self._pool = ThreadPoolExecutor(queue.most, thread_name_prefix=name)
 
     def close(self) -> None:
-        """Take no more work; what runs comes to its end."""
+        """Refuse further work; running work is finished."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
-        """Call `work` in a thread, once it is the tenant's turn.
+        """Call `work` in a thread, once it is the tenant's turn, and return its result.
 
         Raises:
-            BatonError: there was no place for it.
-            Exception: whatever the work raises.
+            BatonError: the queue refused the request.
+            Exception: `work` raised it.
         """
         await self._queue.enter(tenant)
         loop = asyncio.get_running_loop()
         try:
             job = self._pool.submit(contextvars.copy_context().run, work)
-        except RuntimeError:  # the threads are closed
+        except RuntimeError:  # the pool is shut down
             self._queue.leave(tenant)
             raise
 
-        def over(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        def leave(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing waits
                 loop.call_soon_threadsafe(self._queue.leave, tenant)
 
-        job.add_done_callback(over)
+        job.add_done_callback(leave)
         return await asyncio.wrap_future(job)

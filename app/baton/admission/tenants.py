@@ -1,7 +1,7 @@
-"""Limit how many requests a tenant has under way, how often it asks, and whose turn it is at an engine.
+"""Limit each tenant's running requests and request rate, and share the engines' places between tenants.
 
-A request holds one `Ticket` from its first byte to its answer's last. The ticket notes what the request was
-admitted to, and gives it all back, whatever ended the request.
+A request holds one `Ticket` from its first byte to its answer's last. The ticket records what the request
+holds, and gives it back however the request ends.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from baton.telemetry.queues import AdmissionMetrics
 
 ENGINE_RETRY_AFTER_S = 5
 BURST_S = 10.0
-"""Unless the settings say otherwise a tenant may use the requests of so many seconds at once."""
+"""Default burst: a tenant may send the requests of this many seconds at once."""
 
 
 class TokenBucket:
-    """So many a minute, some of them at once.
+    """A rate limit with bursts.
 
     Args:
         rate: tokens a minute.
-        burst: tokens it holds at most; it is full at first.
-        clock: in seconds, never set back.
+        burst: tokens that the bucket holds at most, and at first.
+        clock: returns seconds of a monotonic clock.
     """
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float]) -> None:
@@ -40,7 +40,7 @@ class TokenBucket:
         self._at = clock()
 
     def take(self) -> float:
-        """Take a token; returns 0, or without a token the seconds until there is one."""
+        """Take a token and return 0; if there is none, return the seconds until there is one."""
         now = self._clock()
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_second)
         self._at = now
@@ -52,14 +52,19 @@ class TokenBucket:
 
 @dataclass
 class Tenant:
-    """What one tenant uses: `running` requests now, and its bucket, where its rate is limited."""
+    """What one tenant uses.
+
+    Attributes:
+        bucket: of its request rate; None: the rate is not limited.
+        running: requests running now.
+    """
 
     bucket: TokenBucket | None
     running: int = 0
 
 
 class Ticket:
-    """What one request was let into."""
+    """What one request holds: a count of its tenant's, a place at an engine."""
 
     __slots__ = ("_kept", "_place", "_tenant")
 
@@ -69,30 +74,30 @@ class Ticket:
         self._kept = False
 
     def counts_for(self, tenant: Tenant) -> None:
-        """It is one of the tenant's requests."""
+        """Count the request as one of the tenant's."""
         tenant.running += 1
         self._tenant = tenant
 
     async def enter(self, queue: FairQueue, tenant: str) -> None:
-        """Take a place at an engine, at once or in turn."""
+        """Take a place at an engine, at once or after waiting."""
         assert self._place is None
         await queue.enter(tenant)
         self._place = (queue, tenant)
 
     def leave_engine(self) -> None:
-        """The engine has done its part; a second call does nothing."""
+        """Give the engine's place back; a second call does nothing."""
         place, self._place = self._place, None
         if place is not None:
             queue, tenant = place
             queue.leave(tenant)
 
     def keep_until(self, work: asyncio.Task[Any]) -> None:
-        """Hold everything until `work` is over, which may outlive the answer."""
+        """Keep everything until `work` is done, which may outlive the answer."""
         self._kept = True
         work.add_done_callback(lambda _: self._give_back())
 
     def answered(self) -> None:
-        """The answer is over, or there will be none."""
+        """Give everything back, as the answer has ended or there is none."""
         if not self._kept:
             self._give_back()
 
@@ -104,13 +109,13 @@ class Ticket:
 
 
 class Admission:
-    """Lets requests in.
+    """Admits requests to the gateway and to its engines.
 
     Args:
         settings: the limits.
-        engines: the names of the engines there are.
-        metrics: where to count.
-        clock: in seconds, never set back.
+        engines: the engines' names.
+        metrics: of the engines' queues.
+        clock: returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -131,11 +136,11 @@ class Admission:
         """Count a request for its tenant; called before the body is read.
 
         Args:
-            ticket: the request's.
-            tenant: who sent it.
+            ticket: of the request.
+            tenant: of the request.
 
         Raises:
-            RateLimited: the tenant has too many under way, or made too many lately.
+            RateLimited: the tenant has too many running requests, or exceeds its rate.
         """
         if not self._limited:
             return
@@ -143,8 +148,8 @@ class Admission:
         limit = self._settings.tenant_requests
         if limit and known.running >= limit:
             raise RateLimited(
-                f"{known.running} of your requests are under way, and no more are allowed at once; "
-                "try again when one is over."
+                f"{known.running} of your requests are running, and no more are allowed at once; "
+                "try again when one has ended."
             )
         if known.bucket is not None and (seconds := known.bucket.take()):
             raise RateLimited(
@@ -157,18 +162,18 @@ class Admission:
         """Wait for a place at an engine, in the tenant's turn.
 
         Args:
-            ticket: the request's; it holds the place from then on.
-            tenant: who sent the request.
+            ticket: of the request; it holds the place from then on.
+            tenant: of the request.
             engine: the engine's name.
 
         Raises:
-            EngineOverloaded: too many wait already, or the turn did not come in time.
+            EngineOverloaded: too many requests wait already, or this one waited too long.
         """
         await ticket.enter(self._queues[engine], tenant)
 
     def _tenant(self, name: str) -> Tenant:
         known = self._tenants.get(name)
-        if known is None:  # as many as there are keys, so they may stay
+        if known is None:  # no more than there are keys, so none is ever dropped
             known = self._tenants[name] = Tenant(self._bucket())
         return known
 
@@ -189,9 +194,9 @@ def _queue(engine: str, settings: AdmissionSettings, metrics: AdmissionMetrics) 
 
 
 def _no_place(waited_s: float | None) -> BatonError:
-    told = (
+    message = (
         None
         if waited_s is None
         else f"The engine had no place for this request within {waited_s:g} seconds; try again later."
     )
-    return EngineOverloaded(told, retry_after_s=ENGINE_RETRY_AFTER_S)
+    return EngineOverloaded(message, retry_after_s=ENGINE_RETRY_AFTER_S)

@@ -1,4 +1,7 @@
-"""Read what this machine's processor is and can. No other file reads `/proc/cpuinfo`."""
+"""Read this machine's processor: its name, architecture and instruction sets.
+
+No other file reads `/proc/cpuinfo`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ X86 = ("x86_64", "AMD64")
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
 """Flags of x86 processors that multiply bfloat16 matrices in hardware; the others emulate it."""
 NOTABLE = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve")
-"""Flags that decide how fast a model runs, in the order in which they are named."""
+"""Flags that decide how fast a model runs, in the order in which `str(processor)` lists them."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,9 @@ class Processor:
     """The processor of this machine.
 
     Attributes:
-        name: its model name, as the kernel tells it.
-        architecture: the instruction set, as `uname -m` tells it.
-        flags: what it can, by the kernel's words; empty: the kernel does not tell.
+        name: model name from `/proc/cpuinfo`, e.g. `Intel(R) Xeon(R) Platinum 8481C`.
+        architecture: instruction set as `uname -m` prints it, e.g. `x86_64`.
+        flags: features by the kernel's names, e.g. `avx2`; empty: unknown.
     """
 
     name: str
@@ -30,7 +33,7 @@ class Processor:
 
     @property
     def emulates_bfloat16(self) -> bool:
-        """It is an x86 processor that is known to have no instruction for bfloat16."""
+        """Whether this is an x86 processor that is known to have no bfloat16 instructions."""
         return self.architecture in X86 and bool(self.flags) and not self.flags & BFLOAT16
 
     def __str__(self) -> str:
@@ -39,11 +42,11 @@ class Processor:
 
 
 def read_processor(cpuinfo: Path = CPUINFO, architecture: str | None = None) -> Processor:
-    """Read the processor.
+    """Read the processor of this machine.
 
     Args:
-        cpuinfo: the kernel's description of every core; the first is read.
-        architecture: the instruction set; None: this machine's.
+        cpuinfo: file with the kernel's description of every core; the first core is read.
+        architecture: instruction set; None: this machine's.
     """
     architecture = architecture or platform.machine()
     try:

@@ -1,9 +1,9 @@
-"""Choose the dtype that a CPU engine computes in, where its settings name none.
+"""Choose the dtype that an engine on a CPU computes in, where its settings name none.
 
 Most models are published in bfloat16. A processor without instructions for it emulates every product:
 SmolLM2 prefills 1,000 tokens in 16.1 s instead of 3.2 s on two cores with AVX2, and in 4.1 s instead of
-1.5 s with AVX-512 (bench/RESULTS.md). float32 takes twice the memory, for weights and for KV; where that is
-not there, vLLM decides.
+1.5 s with AVX-512 (bench/RESULTS.md). float32 takes twice the memory, for weights and for KV; where that
+memory is missing, vLLM decides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDE_BYTES = 4
 BLOCK_TOKENS = 128
 """Tokens of one KV block on a CPU; the pool holds whole blocks."""
 MEMORY_SHARE = 2
-"""The weights may take a half of the machine's memory; KV pools and other engines need the rest."""
+"""The weights may take the machine's memory divided by this; KV pools and other engines need the rest."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
@@ -34,10 +34,10 @@ def dtype_for(
     """Choose the dtype of one engine.
 
     Args:
-        settings: the engine's table.
-        model: the folder of its weights.
-        processor: what will run it.
-        memory: bytes this machine has; None: unknown.
+        settings: the engine's table of the settings.
+        model: folder of its weights.
+        processor: the processor that runs it.
+        memory: bytes of memory that this machine has; None: unknown.
 
     Returns:
         `float32`, or None where vLLM decides: the settings name a dtype, the processor has bfloat16, the
@@ -80,14 +80,14 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _kv_bytes(config: Mapping[str, Any], args: Mapping[str, Any]) -> float:
-    """Return the bytes of KV that one context of the greatest length takes in float32; infinite: unknown."""
+    """Return the bytes of KV that one context of maximum length takes in float32; infinity: unknown."""
     text = _text(config)
     try:
         heads = text["num_attention_heads"]
         size = text.get("head_dim") or text["hidden_size"] // heads
         keys = text.get("num_key_value_heads") or heads
         length = args.get("max_model_len") or text["max_position_embeddings"]
-        blocks = math.ceil(length / BLOCK_TOKENS) + 1  # vLLM keeps one that no request gets
+        blocks = math.ceil(length / BLOCK_TOKENS) + 1  # vLLM keeps one for itself
         return float(2 * text["num_hidden_layers"] * keys * size * WIDE_BYTES * blocks * BLOCK_TOKENS)
     except (KeyError, TypeError, ZeroDivisionError):
         return math.inf

@@ -1,4 +1,4 @@
-"""The engines of one gateway: started in order, kept alive, picked by name, stopped together."""
+"""Start, supervise, pick and stop the engines of one gateway."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from baton.telemetry.page import MergedRegistry
 log = structlog.get_logger("baton.fleet")
 
 FleetReport = Callable[[str, str], None]
-"""Told an engine's name and the phase its start is in; at last that it is `UP`."""
+"""Called with an engine's name and the phase its start is in; the last phase is `UP`."""
 UP = "ready"
 
 
 class Fleet:
-    """Named engines with one owner.
+    """The engines of one gateway, by name.
 
     Engines start one after the other: vLLM's start changes process-wide state while it runs.
 
     Args:
-        engines: what is served.
-        metrics: the gateway's series, where the engines' states and restarts are told.
-        supervision: when an engine counts as hung, and how often it is started anew.
-        shared_registries: series that belong to no engine of ours alone.
+        engines: the engines, not started.
+        metrics: the gateway's metrics, which show the engines' states and restarts.
+        supervision: when an engine counts as hung, and how often it is restarted.
+        shared_registries: registries of metrics that belong to no single engine.
 
     Attributes:
-        lost: set when every engine failed too often to be started anew.
+        metrics: the gateway's metrics.
+        lost: set when every engine has failed too often to be restarted.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Fleet:
         }
         self._aliases = {alias: engine.name for engine in engines for alias in engine.aliases}
         self._shared_registries = shared_registries
-        self._keepers: list[asyncio.Task[None]] = []
+        self._supervisions: list[asyncio.Task[None]] = []
         self._started = False
         self.lost = asyncio.Event()
 
@@ -69,7 +70,7 @@ class Fleet:
 
     @property
     def served(self) -> str:
-        """Every word that `pick` takes, for error messages."""
+        """All names and aliases that `pick` accepts, separated by commas, for error messages."""
         return ", ".join((*self._supervisors, *self._aliases))
 
     @property
@@ -78,55 +79,61 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """Every engine has been started, and one at least answers: what is lost is being started anew."""
+        """Whether every engine has been started once and at least one is ready; others may be restarting."""
         return self._started and EngineState.READY in self.states.values()
 
     @property
     def whole(self) -> bool:
+        """Whether every engine is ready."""
         return all(state is EngineState.READY for state in self.states.values())
 
     def count_states(self) -> dict[str, int]:
+        """Count the engines in each state, e.g. `{"ready": 2}`; states without engines are left out."""
         return dict(Counter(state.value for state in self.states.values()))
 
     async def start(self, report: FleetReport) -> None:
-        """Start every engine, and keep them alive from then on.
+        """Start every engine in order, then supervise them all.
 
         Raises:
-            StartError: the first engine that cannot run.
+            StartError: an engine cannot run; the engines after it are not started.
         """
         for name, supervisor in self._supervisors.items():
             await supervisor.start(partial(report, name))
             report(name, UP)
         self._started = True
-        self._keepers = [
-            asyncio.create_task(self._keep(supervisor), name=f"supervise-{name}")
+        self._supervisions = [
+            asyncio.create_task(self._supervise(supervisor), name=f"supervise-{name}")
             for name, supervisor in self._supervisors.items()
         ]
 
-    async def _keep(self, supervisor: Supervisor) -> None:
+    async def _supervise(self, supervisor: Supervisor) -> None:
         while not supervisor.given_up:
             try:
                 await supervisor.keep_alive()
-            except Exception as error:  # the border of a background task: it must not end unseen
+            except Exception as error:  # the border of a background task: it must not end silently
                 log.error("supervision_failed", engine=supervisor.engine.name, exc_info=error)
                 await asyncio.sleep(1)
         if all(other.given_up for other in self._supervisors.values()):
             self.lost.set()
 
     async def stop(self) -> None:
-        keepers, self._keepers = self._keepers, []
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
+        """End the supervision, then stop every engine."""
+        supervisions, self._supervisions = self._supervisions, []
+        for supervision in supervisions:
+            supervision.cancel()
+        await asyncio.gather(*supervisions, return_exceptions=True)
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
     def pick(self, model: object) -> Engine:
-        """The ready engine that `model` names; one engine alone needs no name.
+        """Return the ready engine whose name or alias is `model`.
+
+        Args:
+            model: the request's `model`; None picks the only engine, where there is one only.
 
         Raises:
-            InvalidRequest: no model given and several are served, or it is not a string.
-            ModelNotFound: nothing of that name is served.
-            EngineUnavailable: it is served, but not ready.
+            InvalidRequest: `model` is missing while several engines are served, empty, or no string.
+            ModelNotFound: no engine has that name or alias.
+            EngineUnavailable: the engine is not ready.
         """
         if model is None and len(self._supervisors) == 1:
             model = self.names[0]
@@ -142,7 +149,7 @@ class Fleet:
         return supervisor.engine
 
     def metrics_page(self) -> bytes:
-        """The `/metrics` page: the gateway's series and every engine's."""
+        """Return the `/metrics` page: the gateway's series and every engine's."""
         for name, current in self.states.items():
             self.metrics.engines.up.labels(name).set(current is EngineState.READY)
             for state in EngineState:

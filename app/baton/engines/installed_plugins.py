@@ -1,4 +1,4 @@
-"""Every vLLM plugin that is installed, found the way vLLM finds them. Imports no vLLM."""
+"""List the installed vLLM plugins as vLLM finds them, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS = (
     "vllm.endpoint_plugins",
 )
 ONLY_WHEN_NAMED = ("vllm.endpoint_plugins",)
-"""These add HTTP routes to vLLM's own server, which Baton is not."""
+"""Groups whose plugins Baton never loads: they add HTTP routes to vLLM's own server."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class InstalledPlugin:
     """One entry point of a vLLM plugin group.
 
     Attributes:
-        group: vLLM's group.
-        name: by which VLLM_PLUGINS and engines name it.
-        value: module and attribute it points to.
-        distribution: what it was installed with.
-        version: of that.
-        allowed: vLLM loads it; the reason if not is `reason`.
+        group: entry point group, e.g. `vllm.io_processor_plugins`.
+        name: name by which VLLM_PLUGINS and engines choose it.
+        value: module and attribute that it points to, e.g. `baton_geo:register`.
+        distribution: name of the distribution that brought it.
+        version: version of that distribution.
+        allowed: whether vLLM loads it.
         reason: why it is not loaded; empty if it is.
     """
 
@@ -45,12 +45,12 @@ class InstalledPlugin:
     _entry_point: EntryPoint = field(repr=False, compare=False)
 
     def load(self) -> Callable[[], str]:
-        """What the entry point names. Raises whatever its import raises."""
+        """Import what the entry point names. Raises whatever that import raises."""
         loaded: Callable[[], str] = self._entry_point.load()
         return loaded
 
     def row(self) -> dict[str, object]:
-        """As `/v1/plugins` and `baton plugins --json` tell it."""
+        """Return the row that `/v1/plugins` and `baton plugins --json` show."""
         return {
             "group": self.group,
             "name": self.name,
@@ -63,20 +63,20 @@ class InstalledPlugin:
 
 
 def installed_plugins() -> list[InstalledPlugin]:
-    """All plugins of all groups, sorted by group and name."""
+    """List the plugins of all groups, sorted by group and name."""
     named = allowed_plugins()
     found = [_plugin(group, point, named) for group in GROUPS for point in entry_points(group=group)]
     return sorted(found, key=lambda plugin: (GROUPS.index(plugin.group), plugin.name))
 
 
 def running_platform() -> str | None:
-    """The module of the platform that vLLM chose in this process; None: it has not chosen one yet."""
+    """Return the module of the platform that vLLM chose in this process; None: it has not chosen one yet."""
     chosen = getattr(sys.modules.get("vllm.platforms"), "_current_platform", None)
     return None if chosen is None else type(chosen).__module__
 
 
 def _plugin(group: str, point: EntryPoint, named: list[str] | None) -> InstalledPlugin:
-    reason = _kept_out(group, point.name, named) or _unimportable(point)
+    reason = _left_out(group, point.name, named) or _unimportable(point)
     return InstalledPlugin(
         group=group,
         name=point.name,
@@ -90,12 +90,15 @@ def _plugin(group: str, point: EntryPoint, named: list[str] | None) -> Installed
 
 
 def _unimportable(point: EntryPoint) -> str:
-    """Looks for the package only: importing a plugin may take seconds, and is vLLM's to do."""
+    """Return why a plugin cannot be imported; empty if its package exists.
+
+    Only the package is looked for: to import a plugin may take seconds, and is left to vLLM.
+    """
     package = point.module.partition(".")[0]
-    return "" if importlib.util.find_spec(package) else f"its package '{package}' is not there"
+    return "" if importlib.util.find_spec(package) else f"its package '{package}' is not installed"
 
 
-def _kept_out(group: str, name: str, named: list[str] | None) -> str:
+def _left_out(group: str, name: str, named: list[str] | None) -> str:
     if group in ONLY_WHEN_NAMED:
         return "Baton serves its own routes; endpoint plugins belong to vLLM's own server"
     if named is not None and name not in named:

@@ -1,7 +1,4 @@
-"""What the rest of the gateway knows of an engine: this Protocol and nothing of vLLM.
-
-`engines/vllm/engine.py` implements it on vLLM, `engines/fake/engine.py` without a model.
-"""
+"""The port to an engine: the `Engine` protocol and its types. `vllm/` and `fake/` implement it."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from baton.engines.throughput import Speed
+from baton.engines.throughput import Throughput
 from baton.images.client_image import ClientImage
 from baton.telemetry.ids import RequestContext
 from baton_kv.contract import TransferFailure
@@ -22,7 +19,7 @@ Json = dict[str, Any]
 
 
 class Operation(StrEnum):
-    """What a request can ask of an engine; each is one route."""
+    """An operation of an engine; each has one route."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
@@ -48,7 +45,7 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True)
 class WholeReply:
-    """An answer in one piece, with the headers that belong to its content."""
+    """An answer in one piece, with the headers that describe its content."""
 
     body: bytes
     media_type: str = "application/json"
@@ -57,10 +54,12 @@ class WholeReply:
 
 @dataclass(frozen=True)
 class StreamReply:
-    """An answer in server-sent events, each item one or more whole events.
+    """An answer as server-sent events.
 
-    The iterator raises a `BatonError` when the answer fails midway, and frees the engine's request
-    when it is closed.
+    Attributes:
+        events: yields one or more whole events at a time; raises a `BatonError` when the answer fails midway;
+            aborts the engine's request when it is closed.
+        headers: headers that describe the content.
     """
 
     events: AsyncIterator[str]
@@ -69,17 +68,17 @@ class StreamReply:
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """An image, and the tokens of a prompt that stand for it.
+    """An image, and the placeholder tokens that stand for it in a prompt.
 
     Attributes:
-        picture: the image.
-        digest: its SHA-256, by which engines know it.
-        offset: index of the first of its tokens.
-        length: how many there are.
-        target: the tokens that stood there before they did; none where the model asks for none.
+        image: the image.
+        digest: its SHA-256 in hex, by which engines identify it.
+        offset: index of its first placeholder token in the prompt.
+        length: number of its placeholder tokens.
+        target: the tokens that the placeholders replaced; empty where the model inserts images by itself.
     """
 
-    picture: ClientImage
+    image: ClientImage
     digest: str
     offset: int
     length: int
@@ -88,19 +87,19 @@ class PlacedImage:
 
 @dataclass(eq=False)
 class TransferReport:
-    """What happened to a request with a handoff. The engine alone writes it.
+    """What happened to a request with a handoff. Only the engine writes it.
 
     Attributes:
         prompt_ids: the prompt's token ids, once known.
         output_ids: the token ids generated so far.
-        cached: tokens that the engine says it did not prefill.
-        loaded: tokens whose KV came from the entry; None: nothing was loaded.
-        lost: tokens whose KV the entry promised, and could not be loaded.
-        load_ms: milliseconds the load took.
-        saves: False once the engine has said that it saves nothing.
-        ended_by_token: whether the answer's last token is one that ends answers.
-        miss: why the entry could not be used, where it was looked at in vain.
-        save_over: set when the engine has reported how the save ended.
+        cached: number of prompt tokens that the engine did not prefill.
+        loaded: number of tokens whose KV came from the entry; None: nothing was loaded.
+        lost: number of tokens whose KV is in the entry but could not be loaded.
+        load_ms: milliseconds that the load took.
+        saves: False once the engine has reported that it saves nothing.
+        ended_by_token: whether the answer's last token is an end-of-sequence token.
+        miss: why the entry could not be used; None: it could, or there was none.
+        save_over: set when the engine has reported the save's outcome, good or bad.
     """
 
     prompt_ids: list[int] = field(default_factory=list)
@@ -117,17 +116,17 @@ class TransferReport:
 
 @dataclass(frozen=True, eq=False)
 class TransferRequest:
-    """What an engine is asked beside a request's body: which prompt, what to load, what to save.
+    """A transfer that an engine is asked for beside a request's body: its prompt, KV to load and to save.
 
     Attributes:
-        prompt: the whole prompt in token ids, in place of what the body says; None: as the body says.
-        images: the images that these stand for, in order.
-        save: key of the entry that the KV is saved as; None: nothing is saved.
-        prompt_only: save the prompt's KV without the answer's.
-        load: key of the entry to start from; None: nothing is loaded.
-        limit: load at most so many tokens; None: all.
-        latent_steps: how many placeholders the prompt holds.
-        report: what happened.
+        prompt: token ids of the whole prompt, in place of the body's; None: the body's prompt is used.
+        images: the images that the prompt holds, in order.
+        save: key of the entry to save the KV as; None: nothing is saved.
+        prompt_only: whether to save the prompt's KV without the answer's.
+        load: key of the entry to load KV from; None: nothing is loaded.
+        limit: most tokens to load; None: all.
+        latent_steps: number of latent-step placeholders in the prompt.
+        report: filled in by the engine with what happened.
     """
 
     prompt: list[int] | None = None
@@ -141,7 +140,7 @@ class TransferRequest:
 
     @property
     def moves_kv(self) -> bool:
-        """Whether KV is loaded or saved; else there is only a prompt that the body cannot say."""
+        """Whether KV is loaded or saved; otherwise the request only replaces the body's prompt."""
         return self.save is not None or self.load is not None
 
 
@@ -150,10 +149,9 @@ class Plugin:
     """The IO processor plugin of one engine.
 
     Attributes:
-        name: as its entry point is called.
-        instance: the one instance there is, made by the engine.
-        request: a body as vLLM's `IOProcessorRequest`, which plugins of older vLLM are handed whole; raises
-            `BatonError` where it is none.
+        name: name of its entry point.
+        instance: the engine's one instance of it.
+        request: parses a body as vLLM's `IOProcessorRequest`, for older plugins; raises `BatonError`.
     """
 
     name: str
@@ -163,13 +161,13 @@ class Plugin:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """What images are to one engine's model.
+    """How one engine's model takes images.
 
     Attributes:
-        limit: the most that one prompt may hold; 0: the model takes text alone.
-        tokens: the token ids that stand for an image, or a part of one, in its prompts.
-        texts: what its tokenizer or its chat template turns into these.
-        named: the engine calls an image as it is told; else by a name of its own making.
+        limit: most images that one prompt may hold; 0: the model takes only text.
+        tokens: token ids that stand for an image, or a part of one, in its prompts.
+        texts: texts that its tokenizer or its chat template turns into these tokens, e.g. `<image>`.
+        named: whether the engine's caches know an image by its digest, else by a hash that vLLM computes.
     """
 
     limit: int = 0
@@ -180,7 +178,7 @@ class ImageInput:
 
 Reply = WholeReply | StreamReply
 Report = Callable[[str], None]
-"""Told the phase a start is in, in words a person understands."""
+"""Called with the phase that a start is in, as a text for people."""
 
 
 class Engine(Protocol):
@@ -188,12 +186,12 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """The word a request's `model` picks this engine by."""
+        """The name by which a request's `model` picks this engine."""
         ...
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Further words that pick it."""
+        """Further names that pick it."""
         ...
 
     @property
@@ -201,112 +199,112 @@ class Engine(Protocol):
 
     @property
     def registry(self) -> CollectorRegistry:
-        """The engine's own series, `vllm:*`, labelled with its name."""
+        """The engine's own metrics, `vllm:*`, labelled with its name."""
         ...
 
     async def start(self, report: Report) -> None:
-        """Load the model and answer one request, so that the first client meets a warm engine.
+        """Load the model and warm the engine up, so that the first client does not wait for that.
 
         Raises:
-            StartError: why the engine cannot run, and what to do.
+            StartError: the engine cannot run; the message says why and what to do.
         """
         ...
 
     async def stop(self) -> None:
-        """End the engine and everything it started. Safe to call twice; it may be started again."""
+        """Stop the engine and everything it started. Safe to call twice; it may be started again."""
         ...
 
     async def kill(self) -> None:
-        """End the processes of an engine that no longer listens, without asking; its requests fail."""
+        """Kill the processes of an engine that hangs; its requests fail."""
         ...
 
     def stalled_s(self) -> float:
-        """Seconds since it last got on with its work; 0.0 while it has none. Asked again and again."""
+        """Return the seconds since the last step, 0.0 without work. Call it often: it notices idle times."""
         ...
 
     @property
     def longest_step_s(self) -> float:
-        """The longest time it has gone without a sign of progress and then went on, or may now: thinking."""
+        """Seconds of the longest step so far, or of one that may run now because of latent steps."""
         ...
 
     @property
-    def relays(self) -> bool:
-        """Whether requests may leave their KV behind here, and start from it."""
+    def supports_handoffs(self) -> bool:
+        """Whether the engine was configured with `handoff`, so that requests may save and load KV."""
         ...
 
     @property
     def placeholder(self) -> int | None:
-        """The token id that stands for a latent step here; None: this model does not think."""
+        """The token id that stands for a latent step; None: the engine was configured without `latent`."""
         ...
 
     @property
     def weights(self) -> str:
-        """What tells its weights from others: engines of the same ones understand each other's handoffs."""
+        """Identity of the weights: engines with the same identity can continue each other's handoffs."""
         ...
 
     @property
-    def speed(self) -> Speed:
-        """How fast it computes and loads."""
+    def throughput(self) -> Throughput:
+        """Estimates of how fast the engine prefills and loads KV."""
         ...
 
     @property
     def images(self) -> ImageInput:
-        """What images are to its model."""
+        """How the engine's model takes images."""
         ...
 
     @property
     def plugin(self) -> Plugin | None:
-        """What makes prompts of `/pooling` requests here and answers of outputs, if a plugin does."""
+        """The IO processor plugin that answers `/pooling` on this engine; None: vLLM does."""
         ...
 
     async def encode(
         self, prompt: Any, params: Any, context: RequestContext, *, number: int, priority: int
     ) -> Any:
-        """One prompt's pooled output.
+        """Run one prompt of a plugin through the model. When this is cancelled, the engine drops the prompt.
 
         Args:
-            prompt: as vLLM takes them: a text, token ids, or a dict with multimodal data.
-            params: vLLM's `PoolingParams`; None: those of a plugin's prompt.
-            context: our ids for the request it belongs to.
-            number: of the prompt within its request.
+            prompt: a prompt as vLLM takes it: a text, token ids, or a dict with multimodal data.
+            params: vLLM's `PoolingParams`; None: the defaults for a plugin's prompt.
+            context: ids of the request that the prompt belongs to.
+            number: index of the prompt within its request.
             priority: lower is sooner.
 
         Returns:
             vLLM's `PoolingRequestOutput`.
 
         Raises:
-            BatonError: whatever went wrong, already translated. Cancelled, the engine drops the prompt.
+            BatonError: the engine is not running, the prompt is invalid, or the engine failed.
         """
         ...
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+        self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
-        """Put images into a prompt: the tokens that stand for them, where its text has places for them.
+        """Put the placeholder tokens of images into a prompt; return it, and where each image stands in it.
 
         Args:
-            prompt: token ids of a text as the template writes it.
-            pictures: its images, in order; at least one.
-            begins: nothing stands before this prompt.
+            prompt: token ids of a text as the chat template renders it.
+            images: its images, in order; at least one.
+            begins: whether this prompt begins a context, rather than continuing a handoff.
 
         Raises:
-            BatonError: the model takes none, or not so many, or not in such places.
+            BatonError: the model takes no images, not so many, or not at these places.
         """
         ...
 
     async def render(self, body: Json) -> str:
-        """A conversation as the model's template writes it. Of images it needs no more than the names.
+        """Render a conversation with the model's chat template. Images are not read.
 
         Args:
-            body: of a chat request: `messages`, and what else decides how they are written.
+            body: body of a chat request: `messages`, and other fields that the template uses.
 
         Raises:
-            BatonError: the template cannot write it, or there is none.
+            BatonError: the template refuses the messages, or the model has no template.
         """
         ...
 
     def cards(self) -> list[Json]:
-        """What `/v1/models` shows of this engine, in OpenAI's shape."""
+        """Return the models of this engine as `/v1/models` lists them, in OpenAI's shape."""
         ...
 
     async def call(
@@ -316,15 +314,15 @@ class Engine(Protocol):
         context: RequestContext,
         transfer: TransferRequest | None = None,
     ) -> Reply:
-        """Do one operation.
+        """Run one operation.
 
         Args:
-            operation: what is asked.
-            body: the request as the client sent it, already stripped of what would steer the engine.
-            context: our ids for this request, and its tenant.
+            operation: the operation.
+            body: the client's body, without the fields that only the gateway may set.
+            context: ids and tenant of the request.
             transfer: what to load and save, for a request with a handoff.
 
         Raises:
-            BatonError: whatever went wrong, already translated.
+            BatonError: the engine is not running, cannot do the operation, refused the body, or failed.
         """
         ...

@@ -1,4 +1,4 @@
-"""How an engine gets on: when it last did, and how long its longest step took."""
+"""Measure how long ago an engine took its last step, and how long its longest step took."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 
 class Progress:
-    """Signs of progress of one engine.
+    """The progress of one engine.
 
     Args:
         clock: seconds on a monotonic clock.
 
     Attributes:
-        longest_s: the longest time between two signs while there was work.
+        longest_s: longest time in seconds between two steps while there was work.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,19 +22,19 @@ class Progress:
         self.longest_s = 0.0
 
     def begin(self) -> None:
-        """The engine is ready; what its start took tells nothing."""
+        """Start measuring: the engine is ready, and the time that its start took does not count."""
         self.longest_s = 0.0
         self._last = self._clock()
 
     def made(self) -> None:
-        """The engine took a step."""
+        """Note that the engine took a step."""
         self.longest_s = max(self.longest_s, self.since())
         self._last = self._clock()
 
     def rest(self) -> None:
-        """It has nothing to do."""
+        """Note that the engine has no work, so that idle time does not count."""
         self._last = self._clock()
 
     def since(self) -> float:
-        """Seconds since the last sign."""
+        """Return the seconds since the last step, or since the engine last had no work."""
         return self._clock() - self._last

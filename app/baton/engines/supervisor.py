@@ -1,4 +1,4 @@
-"""Keeps one engine alive: finds out that it died or hangs, and starts it anew, but not for ever."""
+"""Supervise one engine: notice that it died or hangs, and restart it, but not for ever."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from baton.telemetry.metrics import GatewayMetrics
 
 POLL_S = 0.2
 REASONS = ("died", "hung", "start")
+"""Why an engine is restarted: it ended, it made no progress, or the restart before failed."""
 STEPS_OF_PATIENCE = 4
-"""An engine may take so many times as long as its longest step so far before it counts as hung."""
+"""An engine counts as hung no sooner than after this many times its longest step so far."""
 
 
 class Supervisor:
-    """One engine, from its first start to its end.
+    """The supervision of one engine, from its first start to its end.
 
     Args:
-        engine: what is looked after.
-        settings: when it counts as hung, and how often it is started anew.
-        turn: held while it starts; vLLM's start changes process-wide state.
-        metrics: where restarts are counted.
+        engine: the engine.
+        settings: when it counts as hung, and how often it is restarted.
+        turn: lock held while it starts: vLLM's start changes process-wide state.
+        metrics: the gateway's metrics, which count restarts.
         clock: seconds on a monotonic clock.
 
     Attributes:
-        given_up: it failed too often and stays down.
+        given_up: True once the engine has failed too often and stays down.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class Supervisor:
 
     @property
     def state(self) -> EngineState:
-        """The engine's, but `restarting` while it is down and will be back."""
+        """The engine's state, but `restarting` while it is down and will be restarted."""
         state = self._engine.state
         if self.given_up or state is EngineState.READY or not self._start_s:
             return EngineState.FAILED if self.given_up else state
         return EngineState.RESTARTING
 
     def refusal(self) -> EngineUnavailable:
-        """Why the engine takes no request now, and when to ask again."""
+        """Return the error that says why the engine takes no request now, and when to retry."""
         name, state = self._engine.name, self.state
         if state is EngineState.STARTING:
             return EngineUnavailable(
@@ -79,7 +80,7 @@ class Supervisor:
         if state is EngineState.RESTARTING:
             left = self._start_s - (self._clock() - self._down_since) if self._down_since else self._start_s
             return EngineRestarting(
-                f"The engine for '{name}' is being started anew; try again shortly.",
+                f"The engine for '{name}' is being restarted; try again shortly.",
                 retry_after_s=max(1, round(left)),
             )
         return EngineUnavailable(
@@ -87,10 +88,13 @@ class Supervisor:
         )
 
     async def start(self, report: Callable[[str], None] = lambda _phase: None) -> None:
-        """Start the engine.
+        """Start the engine, once no other engine is being started.
+
+        Args:
+            report: called with each phase of the start.
 
         Raises:
-            StartError: it cannot run.
+            StartError: the engine cannot run.
         """
         async with self._turn:
             began = self._clock()
@@ -100,7 +104,7 @@ class Supervisor:
         self._log.info("engine_ready", seconds=round(self._start_s, 1))
 
     async def keep_alive(self) -> None:
-        """Watch the engine, and start it anew whenever it is lost; returns when that is given up."""
+        """Restart the engine whenever it died or hangs; return once it has been given up."""
         while not self.given_up:
             reason = await self._trouble()
             self._down_since = self._clock()
@@ -110,13 +114,14 @@ class Supervisor:
             self._down_since = 0.0
 
     async def _trouble(self) -> str:
+        """Wait until the engine died or hangs, and return which."""
         suspected = False
         while True:
             await asyncio.sleep(POLL_S)
             if self._engine.state is EngineState.FAILED:
                 return "died"
             hangs = self._hangs()
-            if hangs and suspected:  # twice, since the loop itself may have been away
+            if hangs and suspected:  # seen twice, since the event loop itself may have been blocked
                 await self._engine.kill()
                 return "hung"
             suspected = hangs
@@ -128,7 +133,7 @@ class Supervisor:
         return bool(self._settings.hang_s) and stalled > limit
 
     async def _restarted(self, reason: str) -> bool:
-        """One attempt; True also when no further one is to be made."""
+        """Restart the engine once. Return whether no attempt must follow: it runs, or it was given up."""
         await self._engine.stop()
         if self._too_often():
             self.given_up = True
@@ -152,7 +157,7 @@ class Supervisor:
         return len(self._restarts) >= self._settings.restarts
 
     def _delay(self) -> float:
-        """Nothing before the first restart, then `backoff_s`, twice that, and so on."""
+        """Return the seconds to wait: 0 before the first restart, then `backoff_s`, doubled each time."""
         if not self._restarts:
             return 0.0
         doubled: float = self._settings.backoff_s * 2 ** (len(self._restarts) - 1)

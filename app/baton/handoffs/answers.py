@@ -1,4 +1,4 @@
-"""Collect a chat's answer as the message that its client was given, whole or in chunks."""
+"""Collect a chat's answer, whole or streamed in chunks, as the message that the client receives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.handoffs.history import answer_fingerprint
 
 
 class ChatAnswer:
-    """The message of a chat's one answer.
+    """Collects the one answer of a chat as a message.
 
     Example:
         >>> answer = ChatAnswer()
@@ -25,7 +25,7 @@ class ChatAnswer:
         self._calls: dict[int, Json] = {}
 
     def add(self, answer: Json) -> None:
-        """Take in a whole answer, or the next chunk of a streamed one; other objects hold nothing for it."""
+        """Add a whole answer, or the next chunk of a streamed one; other objects add nothing."""
         for choice in answer.get("choices") or ():
             said = choice.get("message") or choice.get("delta")
             if isinstance(said, dict):
@@ -43,7 +43,7 @@ class ChatAnswer:
 
     @property
     def fingerprint(self) -> str | None:
-        """What the message is recognised by when it is sent again; None: there was no answer of a chat."""
+        """The fingerprint that recognises the message when a client sends it again; None: no answer came."""
         return answer_fingerprint(self.message) if self._seen else None
 
     def _add_call(self, index: int, call: Json) -> None:

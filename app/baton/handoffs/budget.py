@@ -1,4 +1,4 @@
-"""Room in the store for what is no KV: the records and images of handoffs."""
+"""Keep the records and images of handoffs within their share of the store's budget."""
 
 from __future__ import annotations
 
@@ -8,65 +8,74 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from baton.config.groups import HandoffSettings
-from baton.handoffs.index import Shelf
+from baton.handoffs.index import HandoffIndex
 from baton.handoffs.record import HandoffRecord
 from baton.handoffs.storage import HandoffStorage
 from baton_kv.stores.base import StoreError
 
-BESIDE_SHARE = 0.5
-"""Of the budget, for records and images: they do not go as KV does, for a handoff is nothing without them."""
+NON_KV_SHARE = 0.5
+"""Share of the budget for records and images. The store cannot evict them as it evicts KV: a handoff without
+its record is lost, one without KV is prefilled."""
 
 
-class Room:
+class RecordBudget:
     """Evicts handoffs when their records and images take more than their share of the budget.
 
     Args:
         settings: with the budget.
-        shelf: the handoffs.
-        storage: what they have on disk.
-        refresh: takes over what other gateways over the store did.
+        index: the handoffs.
+        storage: their files and KV.
+        refresh: reads what other gateways over the store changed.
 
     Attributes:
-        guard: held from when there is room until it is taken.
+        guard: hold it from `make_room` until the bytes are written.
     """
 
     def __init__(
         self,
         settings: HandoffSettings,
-        shelf: Shelf,
+        index: HandoffIndex,
         storage: HandoffStorage,
         refresh: Callable[[], Awaitable[None]],
     ) -> None:
         self.guard = asyncio.Lock()
         self._settings = settings
-        self._shelf = shelf
+        self._index = index
         self._storage = storage
         self._refresh = refresh
         self._log = structlog.get_logger("baton.handoffs")
 
-    async def make(self, record: HandoffRecord | None, size: int) -> bool:
-        """Make room for so many bytes of a record or its images; whether there is."""
+    async def make_room(self, record: HandoffRecord | None, size: int) -> bool:
+        """Evict handoffs until `size` more bytes fit.
+
+        Args:
+            record: the handoff whose record or images are to be written; it is not evicted.
+            size: bytes.
+
+        Returns:
+            Whether they fit.
+        """
         try:
             if await self._evict(record, size):
                 return True
-            reason = "pinned handoffs take all the room for records"
+            reason = "pinned handoffs take all of the budget for records"
         except StoreError as error:
             reason = str(error)
         self._log.warning("handoff_not_kept", reason=reason)
         return False
 
     async def _evict(self, record: HandoffRecord | None, size: int) -> bool:
-        share, looked = BESIDE_SHARE * int(self._settings.budget), False
+        share, refreshed = NON_KV_SHARE * int(self._settings.budget), False
         if size > share:
             return False
-        while (taken := await asyncio.to_thread(self._storage.beside_bytes) + size) > share:
-            if not looked:
+        while (taken := await asyncio.to_thread(self._storage.non_kv_bytes) + size) > share:
+            if not refreshed:
                 await self._refresh()
-                looked = True
-                if taken - self._shelf.loose_bytes(record) > share:  # others would go for nothing
+                refreshed = True
+                if taken - self._index.evictable_bytes(record) > share:  # evicting all would not be enough
                     return False
-            if (other := self._shelf.oldest_beside(record)) is None:
+            if (other := self._index.oldest_evictable(record)) is None:
                 return False
-            self._shelf.forget(other)
+            self._index.forget(other)
             await asyncio.to_thread(self._storage.remove, other)
         return True

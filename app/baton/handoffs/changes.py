@@ -1,4 +1,4 @@
-"""Change a handoff's pin, label and life, while no gateway over the store changes others."""
+"""Change a handoff's pin, label and lifetime, under the lock that all gateways over the store share."""
 
 from __future__ import annotations
 
@@ -9,42 +9,43 @@ from typing import Any
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffPinsFull
-from baton.handoffs.record import HandoffRecord, Holding
-from baton.handoffs.repository import Holdings
+from baton.handoffs.record import HandoffRecord, Usage
+from baton.handoffs.repository import Edit, OtherUsage
 
 PINNED_SHARE = 0.5
-"""Of the budget, shared by the tenants there are; the rest stays for handoffs that nobody pinned."""
+"""Share of the budget that may be pinned, divided among the tenants; the rest stays for unpinned handoffs."""
 
-PINNED_BESIDE_SHARE = 0.25
-"""Of the budget, for the images and records of pinned handoffs: half of what all of these may take."""
+PINNED_NON_KV_SHARE = 0.25
+"""Share of the budget for the images and records of pinned handoffs: half of what all of these may take."""
 
 
 @dataclass(frozen=True)
-class Rules:
-    """The rules of one gateway.
+class ChangeRules:
+    """The rules by which one gateway changes handoffs.
 
     Attributes:
         settings: the gateway's.
-        pin: pins a handoff's KV in the store, or unpins it; whether it is pinned then.
+        pin: pins a handoff's KV in the store, or unpins it; returns whether it is pinned then.
     """
 
     settings: HandoffSettings
     pin: Callable[[HandoffRecord, bool], bool]
 
-    def apply(
-        self, changes: dict[str, Any], now: float, elsewhere: Iterable[Holding], /
-    ) -> Callable[[HandoffRecord, Holdings], None]:
-        """What a client changes: `label`, `ttl_s` (from now) or `pin`.
+    def apply(self, changes: dict[str, Any], now: float, unsaved: Iterable[Usage], /) -> Edit:
+        """Return an edit that sets `label`, `ttl_s` (from now) or `pin`, as a client asked.
 
         Args:
             changes: the fields that are set.
             now: seconds since the epoch.
-            elsewhere: what handoffs hold that are not on disk.
+            unsaved: usage of the handoffs that are in memory only.
+
+        Raises:
+            HandoffPinsFull: by the edit, when `pin` would take more than may be pinned.
         """
 
-        def edit(record: HandoffRecord, holdings: Holdings) -> None:
+        def edit(record: HandoffRecord, others: OtherUsage) -> None:
             if "pin" in changes:
-                self._set_pin(record, bool(changes["pin"]), [*elsewhere, *holdings()])
+                self._set_pin(record, bool(changes["pin"]), [*unsaved, *others()])
             if "label" in changes:
                 record.label = changes["label"]
             if changes.get("ttl_s") is not None:
@@ -52,47 +53,47 @@ class Rules:
 
         return edit
 
-    def settle(self, size: int, elsewhere: Iterable[Holding], /) -> Callable[[HandoffRecord, Holdings], None]:
-        """What the end of its request changes: its KV is there, and a pin that was asked for counts.
+    def settle(self, size: int, unsaved: Iterable[Usage], /) -> Edit:
+        """Return an edit for the end of the saving request: it notes the KV's size and sets a requested pin.
 
         Args:
             size: bytes of the KV.
-            elsewhere: as for `apply`.
+            unsaved: as for `apply`.
         """
 
-        def edit(record: HandoffRecord, holdings: Holdings) -> None:
+        def edit(record: HandoffRecord, others: OtherUsage) -> None:
             record.bytes = size
             if record.pin:
                 try:
-                    self._set_pin(record, True, [*elsewhere, *holdings()])
+                    self._set_pin(record, True, [*unsaved, *others()])
                 except HandoffPinsFull:
                     self._set_pin(record, False, [])
 
         return edit
 
-    def _set_pin(self, record: HandoffRecord, pin: bool, others: list[Holding]) -> None:
-        if pin and record.holding.bytes and not self._fits(record.holding, others):
+    def _set_pin(self, record: HandoffRecord, pin: bool, others: list[Usage]) -> None:
+        if pin and record.usage.bytes and not self._fits(record.usage, others):
             raise HandoffPinsFull()
         record.pin = pin
-        if record.bytes or not pin:  # of what is not there yet it is looked at when it comes
+        if record.bytes or not pin:  # KV that is not saved yet is pinned when it is
             record.pin = self.pin(record, pin)
 
-    def _fits(self, mine: Holding, others: list[Holding]) -> bool:
-        """Whether a handoff may be pinned: within what all may pin, and within its tenant's share of that."""
-        room = PINNED_SHARE * int(self.settings.budget)
-        beside = mine.beside + sum(other.beside for other in others if other.pin)
-        if beside > PINNED_BESIDE_SHARE * int(self.settings.budget):
+    def _fits(self, mine: Usage, others: list[Usage]) -> bool:
+        """Return whether a pin fits what may be pinned in all, and its tenant's share of that."""
+        budget = PINNED_SHARE * int(self.settings.budget)
+        non_kv = mine.non_kv_bytes + sum(other.non_kv_bytes for other in others if other.pin)
+        if non_kv > PINNED_NON_KV_SHARE * int(self.settings.budget):
             return False
         pinned: Counter[str] = Counter()
         for other in others:
             pinned[other.tenant] += other.bytes if other.pin else 0
-        share = room / len({mine.tenant, *pinned})
-        return pinned[mine.tenant] + mine.bytes <= share and pinned.total() + mine.bytes <= room
+        share = budget / len({mine.tenant, *pinned})
+        return pinned[mine.tenant] + mine.bytes <= share and pinned.total() + mine.bytes <= budget
 
     def _renew(self, record: HandoffRecord, seconds: float, now: float) -> None:
-        """Let a handoff live so long from now, but no longer in all than one may."""
+        """Set the lifetime to `seconds` from now, within the longest one that the settings allow."""
         lives = min(seconds, self.settings.ttl_s)
         latest = record.created_at + max(self.settings.max_life_s, self.settings.ttl_s)
         until = min(now + lives, max(latest, record.expires_at))
-        if until > now:  # else the clock jumped, and it keeps the life it has
+        if until > now:  # otherwise the clock jumped, and the lifetime stays as it is
             record.expires_at, record.ttl_s = until, until - now

@@ -1,4 +1,4 @@
-"""Whether an engine understands what another left behind."""
+"""Decide whether an engine can use the handoff that another engine saved."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from baton.handoffs.record import HandoffRecord
 
 
 def require_compatible(record: HandoffRecord, engine: Engine) -> None:
-    """Refuse a handoff that an engine cannot start from.
+    """Refuse a handoff that an engine cannot continue.
 
     Raises:
-        HandoffIncompatible: it is of other weights, or holds latent steps or images that the engine cannot
-            compute.
+        HandoffIncompatible: the weights differ, or the engine cannot compute the handoff's latent steps or
+            images.
     """
     if record.weights != engine.weights:
         raise HandoffIncompatible(
-            f"The handoff is of the model '{record.model}', the request of '{engine.name}': "
-            "their weights differ.",
+            f"The handoff of the model '{record.model}' cannot be continued by '{engine.name}': their "
+            "weights differ. Ask an engine of the same weights.",
             param="handoff.from",
         )
     if record.latent_steps and record.placeholder != engine.placeholder:
         raise HandoffIncompatible(
-            f"The handoff holds latent steps of the model '{record.model}'; '{engine.name}' "
-            "does not take them, or marks them with another token.",
+            f"The handoff holds latent steps of the model '{record.model}'; the engine '{engine.name}' does "
+            "not support latent steps, or marks them with another placeholder token.",
             param="handoff.from",
         )
     if len(record.images) > engine.images.limit:
         raise HandoffIncompatible(
-            f"The handoff holds {len(record.images)} images; '{engine.name}' takes at most "
+            f"The handoff holds {len(record.images)} images; the model '{engine.name}' takes at most "
             f"{engine.images.limit}.",
             param="handoff.from",
         )

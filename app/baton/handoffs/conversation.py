@@ -1,8 +1,8 @@
-"""A chat that starts from a handoff: which token ids its new messages add.
+"""Write the prompt of a chat: from its messages alone, or as the continuation of a handoff.
 
-They are what the model's own template writes after what was said, and nothing else: no turn lost or
-doubled, no second system prompt. That holds only where the template writes the past the same way
-whatever follows it, so that is looked at, and everything else refused.
+A chat that continues a handoff adds what the model's own template writes after the handoff's messages. So no
+turn is lost or doubled, and there is no second system prompt. This works only with templates that write the
+earlier messages the same way whatever follows them; other requests are refused.
 """
 
 from __future__ import annotations
@@ -16,36 +16,25 @@ from dataclasses import dataclass, field, replace
 from baton.engines.port import Engine, Json, Operation, PlacedImage, WholeReply
 from baton.errors import GenerationFailed, ImagesMisplaced, InvalidRequest, TemplateUnsupported
 from baton.handoffs.history import has_answer, resent
-from baton.handoffs.image_parts import count_images, moved, named
+from baton.handoffs.image_refs import count_images, shift_images, with_image_refs
+from baton.handoffs.messages import conversation_from, template_of
 from baton.handoffs.record import Conversation, HandoffRecord
 from baton.images.client_image import ClientImage
 from baton.telemetry.ids import RequestContext
 
-TEMPLATE_FIELDS = (
-    "tools",
-    "tool_choice",
-    "documents",
-    "chat_template_kwargs",
-    "reasoning_effort",
-)
-"""Fields of a chat request that decide how the template writes its messages."""
-AFTER_THE_PROMPT = 0
-"""Stands for where an answer begins while the prompt's tokens are not known yet."""
-MAX_BYTES = 1024 * 1024
-"""Of a conversation's messages; with more it goes on as plain text only."""
 MAX_OVERLAP = 8
-"""Tokens that end a turn: few."""
+"""Most tokens that end a turn."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat request's whole prompt, and the conversation it is then.
+    """A chat request's whole prompt, and the conversation that it holds.
 
     Attributes:
         tokens: every token id of the prompt.
-        conversation: what it is as messages; the answer, if one follows, begins after the tokens.
+        conversation: its messages; the answer, if one follows, begins after the tokens.
         images: the images that the tokens stand for, in order.
-        resent: how many of the request's messages were the handoff's own, and are not written again.
+        resent: number of the request's messages that repeat the handoff's, and were not written again.
     """
 
     tokens: list[int]
@@ -54,120 +43,90 @@ class Chat:
     resent: int = 0
 
 
-def template_of(body: Json) -> Json:
-    """The fields of a chat request that decide how its messages are written."""
-    return {field: body[field] for field in TEMPLATE_FIELDS if body.get(field) is not None}
-
-
-def conversation_of(body: Json, answer_from: int | None) -> Conversation | None:
-    """A chat request as a conversation; None: it is none, which the engine will say."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        return None
-    return _kept(messages, template_of(body), answer_from)
-
-
-def _kept(
-    messages: list[Json], template: Json, answer_from: int | None, told: Mapping[int, str] | None = None
-) -> Conversation:
-    """A conversation to be remembered; of one that is too large only that it was one."""
-    weight = _weight([messages, template])
-    if weight > MAX_BYTES:
-        return Conversation(messages=[], torn=True)
-    return Conversation(
-        messages=messages,
-        template=template,
-        answer_from=answer_from,
-        told=dict(told or {}),
-        weight=weight,
-    )
-
-
-def _weight(value: object) -> int:
-    """About how many bytes a JSON value takes; counts on only until it is too much."""
-    weight, open_values = 0, [value]
-    while open_values and weight <= MAX_BYTES:
-        current = open_values.pop()
-        weight += 16 + (len(current) if isinstance(current, str) else 0)
-        if isinstance(current, dict):
-            open_values += [*current.keys(), *current.values()]
-        elif isinstance(current, list):
-            open_values += current
-    return weight
-
-
-def with_text(past: Conversation | None) -> Conversation | None:
-    """A conversation that plain text follows: more of the open answer, or the end of all turns."""
-    if past is None:
-        return None
-    if past.answer_from is not None and not past.ended:  # what its client was given is not all of it any more
-        told = {index: form for index, form in past.told.items() if index < len(past.messages)}
-        return past.model_copy(update={"told": told})
-    return past.model_copy(update={"torn": True})
-
-
 class Writer:
-    """Writes conversations in one engine's words.
+    """Writes prompts with one engine's template and tokenizer.
 
     Args:
-        engine: whose template and tokenizer.
-        context: of the request this is done for.
-        pictures: the images in the request's messages, in order.
+        engine: the engine.
+        context: the request that the prompt is written for.
+        client_images: the images in the request's messages, in order.
     """
 
-    def __init__(self, engine: Engine, context: RequestContext, pictures: Sequence[ClientImage] = ()) -> None:
+    def __init__(
+        self, engine: Engine, context: RequestContext, client_images: Sequence[ClientImage] = ()
+    ) -> None:
         self._engine = engine
         self._context = context
-        self.pictures = pictures
+        self.client_images = client_images
 
-    async def begun(self, body: Json, *, answered: bool, begins: bool = True) -> Chat:
-        """A chat that starts from nothing.
+    async def write_chat(self, body: Json, *, answered: bool, begins: bool = True) -> Chat:
+        """Write a chat that continues no handoff.
 
         Args:
-            body: of the request.
-            answered: the model is to answer; else the conversation rests after the last message.
-            begins: nothing at all stands before it.
+            body: the body of the request.
+            answered: the model answers it; otherwise the context ends with the last message.
+            begins: the prompt begins with it.
         """
         messages, template = _messages(body), template_of(body)
-        text = await self._text(messages, template, answered)
-        tokens = await self._tokenized(text, special=bool(body.get("add_special_tokens")))
-        tokens, images = await self._placed(tokens, begins=begins)
+        text = await self._render(messages, template, answered)
+        tokens = await self._tokenize(text, special=bool(body.get("add_special_tokens")))
+        tokens, images = await self._place_images(tokens, begins=begins)
         return Chat(tokens, _conversation(messages, template, tokens, answered), images)
 
-    async def continued(
+    async def continue_chat(
         self, source: HandoffRecord, seen: list[PlacedImage], body: Json, *, answered: bool
     ) -> Chat:
-        """Write a chat that goes on from a handoff; messages of its own that come again are left out.
+        """Write a chat that continues a handoff; messages that repeat the handoff's are left out.
 
         Args:
             source: the handoff.
             seen: the images of its context.
-            body: of the request.
-            answered: as for `begun`.
+            body: the body of the request.
+            answered: as for `write_chat`.
 
         Raises:
-            TemplateUnsupported: the template cannot write what follows without rewriting what was said.
-            InvalidRequest: the messages repeat a part of the handoff's conversation.
+            TemplateUnsupported: the template would write the handoff's messages differently.
+            InvalidRequest: the messages repeat only a part of the handoff's conversation.
         """
         messages = _messages(body)
         past = source.conversation
         if past is None:
             return await self._after_text(source, seen, body, answered=answered)
-        if past.torn:
+        if past.text_only:
             raise TemplateUnsupported()
         again = await self._resent(source, past, messages)
-        new, pictures = messages[again:], self.pictures[count_images(messages[:again]) :]
-        writer = Writer(self._engine, self._context, pictures)
+        new, client_images = messages[again:], self.client_images[count_images(messages[:again]) :]
+        writer = Writer(self._engine, self._context, client_images)
         template = past.template | template_of(body)
         chat = await writer._after_chat(source, past, new, template, answered=answered)
         return replace(chat, images=[*seen, *chat.images], resent=again)
 
+    async def plain(
+        self, prompt: str | list[int], *, special: bool, after: int = 0
+    ) -> tuple[list[int], list[PlacedImage]]:
+        """Return the token ids of a prompt without messages, and its images where they stand in it.
+
+        Args:
+            prompt: text or token ids, with one placeholder for each image.
+            special: add the tokens that a text begins with.
+            after: number of tokens before it.
+
+        Raises:
+            ImagesMisplaced: the prompt does not have one placeholder for each image.
+        """
+        tokens = await self._tokenize(prompt, special=special) if isinstance(prompt, str) else prompt
+        try:
+            tokens, images = await self._place_images(tokens, begins=not after)
+        except ImagesMisplaced:
+            raise self._misplaced() from None
+        return tokens, shift_images(images, after)
+
     async def _resent(self, source: HandoffRecord, past: Conversation, messages: list[Json]) -> int:
-        """How many of the messages are the handoff's own conversation."""
+        """Count the messages that repeat the handoff's conversation."""
         answer = None
         if past.answer_from is not None and has_answer(messages):
             tokens = source.tokens[past.answer_from :]
-            answer = await self._words(list(tokens[:-1] if past.ended else tokens))
+            answer = await self._detokenize(list(tokens[:-1] if past.ended else tokens))
         return await asyncio.to_thread(resent, past, messages, answer)
 
     async def _after_chat(
@@ -179,125 +138,110 @@ class Writer:
         *,
         answered: bool,
     ) -> Chat:
-        """New messages after a handoff that is a chat, with their own images only."""
-        said: list[Json] = []
+        """Write new messages after a handoff that is a chat; returns only their own images."""
+        answer: list[Json] = []
         if past.answer_from is None:
-            base = await self._text(past.messages, past.template, False)
-            text = await self._rest(base, [*past.messages, *messages], template, answered)
-            own, images = await self._placed(await self.tokens(text))
-            tokens, images = [*source.tokens, *own], moved(images, len(source.tokens))
+            base = await self._render(past.messages, past.template, False)
+            text = await self._suffix(base, [*past.messages, *messages], template, answered)
+            own, images = await self._place_images(await self._plain_tokens(text))
+            tokens, images = [*source.tokens, *own], shift_images(images, len(source.tokens))
         else:
-            tokens, images, said = await self._after_answer(source, past, messages, template, answered)
-        everything = [*past.messages, *said, *messages]
-        return Chat(tokens, _conversation(everything, template, tokens, answered, past.told), images)
-
-    async def plain(
-        self, prompt: str | list[int], *, special: bool, after: int = 0
-    ) -> tuple[list[int], list[PlacedImage]]:
-        """The token ids of a plain prompt, and its images where they stand in it.
-
-        Args:
-            prompt: has a place for each image, as the model's prompts mark them.
-            special: add the tokens that a text begins with.
-            after: so many tokens stand before it.
-
-        Raises:
-            ImagesMisplaced: it has not one place for each image.
-        """
-        tokens = await self._tokenized(prompt, special=special) if isinstance(prompt, str) else prompt
-        try:
-            tokens, images = await self._placed(tokens, begins=not after)
-        except ImagesMisplaced:
-            raise self._misplaced() from None
-        return tokens, moved(images, after)
-
-    def _misplaced(self) -> ImagesMisplaced:
-        marks = " or ".join(f"'{text}'" for text in self._engine.images.texts) or "a token of the model's own"
-        return ImagesMisplaced(
-            f"prompt: it must have one place for each of its images, {len(self.pictures)} here. Images stand "
-            f"where {marks} does, once for each; a model without such a token takes them at its beginning.",
-            param="prompt",
-        )
-
-    async def tokens(self, text: str) -> list[int]:
-        """The token ids of a text, nothing added to them."""
-        return await self._tokenized(text, special=False)
+            tokens, images, answer = await self._after_answer(source, past, messages, template, answered)
+        everything = [*past.messages, *answer, *messages]
+        conversation = _conversation(everything, template, tokens, answered, past.answer_fingerprints)
+        return Chat(tokens, conversation, images)
 
     async def _after_text(
         self, source: HandoffRecord, seen: list[PlacedImage], body: Json, *, answered: bool
     ) -> Chat:
-        """The first messages after a context that was never a chat."""
-        chat = await self.begun(body, answered=answered, begins=False)
-        start = await self._tokenized("", special=True)
+        """Write the first messages after a context that is not a chat."""
+        chat = await self.write_chat(body, answered=answered, begins=False)
+        start = await self._tokenize("", special=True)
         added = chat.tokens
         if start and added[: len(start)] == start and list(source.tokens[: len(start)]) == start:
-            added = added[len(start) :]  # a text begins once
+            added = added[len(start) :]  # the handoff's context has these tokens already
         tokens = [*source.tokens, *added]
-        said = chat.conversation
-        images = [*seen, *moved(chat.images, len(tokens) - len(chat.tokens))]
-        return Chat(tokens, _conversation(said.messages, said.template, tokens, answered), images)
+        new = chat.conversation
+        images = [*seen, *shift_images(chat.images, len(tokens) - len(chat.tokens))]
+        return Chat(tokens, _conversation(new.messages, new.template, tokens, answered), images)
 
     async def _after_answer(
         self, source: HandoffRecord, past: Conversation, messages: list[Json], template: Json, answered: bool
     ) -> tuple[list[int], list[PlacedImage], list[Json]]:
-        """The prompt with the assistant's turn closed and the new messages after it; the images of those,
-        and that turn's message.
+        """Close the assistant's turn and write the new messages after it.
 
-        The token that ended the answer goes, for the template writes the turn's end itself.
+        The token that ended the answer is left out, because the template writes the end of the turn itself.
+
+        Returns:
+            The prompt's tokens, the images of the new messages, and the assistant's message.
         """
-        base = await self._text(past.messages, past.template, True)
+        base = await self._render(past.messages, past.template, True)
         mark = secrets.token_hex(16)
         marked = [*past.messages, {"role": "assistant", "content": mark}, *messages]
-        before, found, after = (await self._rest(base, marked, template, answered)).partition(mark)
+        before, found, after = (await self._suffix(base, marked, template, answered)).partition(mark)
         if before or not found:
             raise TemplateUnsupported()
-        added, images = await self._placed(await self.tokens(after))
+        added, images = await self._place_images(await self._plain_tokens(after))
         tokens = list(source.tokens[:-1] if past.ended else source.tokens)
-        ended = _overlap(tokens[past.answer_from :], added)
-        answer = await self._words(tokens[past.answer_from : len(tokens) - ended])
-        said = [{"role": "assistant", "content": answer}]
-        if answer.strip():
-            whole = await self._rest(base, [*past.messages, *said, *messages], template, answered)
-            if not whole.endswith(after) or whole.removesuffix(after).strip() != answer.strip():
+        overlap = _overlap(tokens[past.answer_from :], added)
+        content = await self._detokenize(tokens[past.answer_from : len(tokens) - overlap])
+        answer = [{"role": "assistant", "content": content}]
+        if content.strip():
+            whole = await self._suffix(base, [*past.messages, *answer, *messages], template, answered)
+            if not whole.endswith(after) or whole.removesuffix(after).strip() != content.strip():
                 raise TemplateUnsupported()
-        if images and images[0].offset < ended:
+        if images and images[0].offset < overlap:
             raise TemplateUnsupported()
-        return [*tokens, *added[ended:]], moved(images, len(tokens) - ended), said
+        return [*tokens, *added[overlap:]], shift_images(images, len(tokens) - overlap), answer
 
-    async def _placed(
+    def _misplaced(self) -> ImagesMisplaced:
+        marks = " or ".join(f"'{text}'" for text in self._engine.images.texts)
+        return ImagesMisplaced(
+            "prompt: it must have one placeholder for each image of 'images' "
+            f"({len(self.client_images)} in this request). The placeholder is "
+            f"{marks or 'a token of the model'}; "
+            "a model without one takes the images at the beginning of the prompt.",
+            param="prompt",
+        )
+
+    async def _place_images(
         self, tokens: list[int], *, begins: bool = False
     ) -> tuple[list[int], list[PlacedImage]]:
-        """The token ids of the request's own messages, with their images in them."""
-        if not self.pictures:
+        """Return the token ids of the request's own messages with their images in place."""
+        if not self.client_images:
             return tokens, []
-        return await self._engine.place(tokens, self.pictures, begins=begins)
+        return await self._engine.place(tokens, self.client_images, begins=begins)
 
-    async def _rest(self, base: str, messages: list[Json], template: Json, answered: bool) -> str:
-        """What the template writes after `base`, which must come out as it was."""
-        whole = await self._text(messages, template, answered)
+    async def _suffix(self, base: str, messages: list[Json], template: Json, answered: bool) -> str:
+        """Return what the template writes after `base`; it must write `base` unchanged before it."""
+        whole = await self._render(messages, template, answered)
         if not whole.startswith(base):
             raise TemplateUnsupported()
         return whole.removeprefix(base)
 
-    async def _text(self, messages: list[Json], template: Json, answered: bool) -> str:
+    async def _render(self, messages: list[Json], template: Json, answered: bool) -> str:
         body = {"model": self._engine.name, "messages": messages, "add_generation_prompt": answered}
         return await self._engine.render(template | body)
 
-    async def _tokenized(self, text: str, *, special: bool) -> list[int]:
+    async def _plain_tokens(self, text: str) -> list[int]:
+        """Return the token ids of a text, without the tokens that a text begins with."""
+        return await self._tokenize(text, special=False)
+
+    async def _tokenize(self, text: str, *, special: bool) -> list[int]:
         body = {"model": self._engine.name, "prompt": text, "add_special_tokens": special}
         if not text and not special:
             return []
-        found: list[int] = (await self._asked(Operation.TOKENIZE, body))["tokens"]
+        found: list[int] = (await self._call_engine(Operation.TOKENIZE, body))["tokens"]
         return found
 
-    async def _words(self, tokens: list[int]) -> str:
-        said = [token for token in tokens if token != self._engine.placeholder]  # what was thought is no word
-        if not said:
+    async def _detokenize(self, tokens: list[int]) -> str:
+        spoken = [token for token in tokens if token != self._engine.placeholder]  # latent steps have no text
+        if not spoken:
             return ""
-        body = {"model": self._engine.name, "tokens": said}
-        return str((await self._asked(Operation.DETOKENIZE, body))["prompt"])
+        body = {"model": self._engine.name, "tokens": spoken}
+        return str((await self._call_engine(Operation.DETOKENIZE, body))["prompt"])
 
-    async def _asked(self, operation: Operation, body: Json) -> Json:
+    async def _call_engine(self, operation: Operation, body: Json) -> Json:
         reply = await self._engine.call(operation, body, self._context)
         if not isinstance(reply, WholeReply):
             raise GenerationFailed()
@@ -308,10 +252,10 @@ class Writer:
 def _messages(body: Json) -> list[Json]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise InvalidRequest("messages: Input should be a list of messages", param="messages")
+        raise InvalidRequest("messages: it must be a list of messages, each a JSON object.", param="messages")
     if not messages:
-        raise InvalidRequest("messages: There must be at least one", param="messages")
-    return named(messages)
+        raise InvalidRequest("messages: there must be at least one message.", param="messages")
+    return with_image_refs(messages)
 
 
 def _conversation(
@@ -319,12 +263,12 @@ def _conversation(
     template: Json,
     tokens: list[int],
     answered: bool,
-    told: Mapping[int, str] | None = None,
+    fingerprints: Mapping[int, str] | None = None,
 ) -> Conversation:
-    return _kept(messages, template, len(tokens) if answered else None, told)
+    return conversation_from(messages, template, len(tokens) if answered else None, fingerprints)
 
 
-def _overlap(said: list[int], added: list[int]) -> int:
-    """How many tokens the end of what was said and the beginning of what is added share."""
-    longest = min(len(said), len(added), MAX_OVERLAP)
-    return next((count for count in range(longest, 0, -1) if said[-count:] == added[:count]), 0)
+def _overlap(answer: list[int], added: list[int]) -> int:
+    """Return how many tokens the end of the answer and the beginning of what is added share."""
+    longest = min(len(answer), len(added), MAX_OVERLAP)
+    return next((count for count in range(longest, 0, -1) if answer[-count:] == added[:count]), 0)

@@ -1,8 +1,8 @@
 """Recognise the conversation of a handoff where a client sends it again before its new messages.
 
-Agent frameworks send the whole conversation with every request. Written after a handoff's context it would
-stand there twice, so messages that begin with it are recognised and left out. Those that repeat only a part
-of it are refused: nobody can tell which part was meant to be new.
+Agent frameworks send the whole conversation with every request. The handoff's context holds it already, so
+messages that repeat it are left out. Messages that repeat only a part of it are refused, because it is not
+clear which part is new.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from baton.errors import InvalidRequest
 from baton.handoffs.record import Conversation
 
 ANSWER_FIELDS = frozenset({"annotations", "audio", "parsed", "reasoning", "reasoning_content", "refusal"})
-"""Fields of an assistant's message that answers and SDKs add; clients send them back or drop them."""
+"""Fields of an assistant's message that servers and SDKs add; clients may send them back or drop them."""
 INSTRUCTIONS = frozenset({"developer", "system"})
-"""Roles whose messages are no turns: a client may give them anew with every request."""
+"""Roles whose messages are not turns: a client may repeat or change them with every request."""
 DIGEST_CHARS = 32
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message, as far as it is compared.
+    """A message, reduced to what is compared.
 
     Attributes:
-        role: whose message it is.
-        forms: fingerprints it is known by: an answer has one as its client was given it, one as it was read
+        role: the role of its author.
+        fingerprints: its fingerprints; an answer has one as its client received it, and one as it was read
             back from its tokens.
         says: it has content or calls a tool.
     """
 
     role: str
-    forms: frozenset[str]
+    fingerprints: frozenset[str]
     says: bool
 
     def same_as(self, other: Turn) -> bool:
-        """Whether both are the same message: they share a form."""
-        return not self.forms.isdisjoint(other.forms)
+        """Return whether both are the same message, because they share a fingerprint."""
+        return not self.fingerprints.isdisjoint(other.fingerprints)
 
 
 def fingerprint(message: Json) -> str:
-    """The digest of what a message says, the same for every way in which SDKs write it.
+    """Return a digest of what a message says, the same for every way in which SDKs write it.
 
-    A field that is null or an empty list is left out, one text part is its text; of an assistant's message
-    also the fields that only answers have, and white space around its content.
+    Fields that are null or an empty list are ignored, and a single text part equals its text. Of an
+    assistant's message, the fields that only answers have and white space around the content are ignored too.
     """
     said = {key: value for key, value in message.items() if value not in (None, [])}
     said["content"] = _content(message.get("content"))
@@ -63,21 +63,21 @@ def fingerprint(message: Json) -> str:
 
 
 def answer_fingerprint(message: Json) -> str:
-    """The same for an answer, to which some frameworks add the `name` of the agent that gave it."""
+    """Return the fingerprint of an answer, ignoring the agent's `name` that some frameworks add."""
     return fingerprint({key: value for key, value in message.items() if key != "name"})
 
 
 def resent(past: Conversation, messages: Sequence[Json], answer: str | None) -> int:
-    """How many of the messages are the handoff's own conversation, sent again.
+    """Count the messages that repeat the handoff's conversation.
 
     Args:
         past: the handoff's conversation.
-        messages: of the request.
+        messages: the messages of the request.
         answer: the last answer of the handoff's context, read back from its tokens; None: there is none, or
             the messages hold no answer.
 
     Returns:
-        All of the conversation's messages and its last answer, or 0.
+        The number of the conversation's messages with its last answer, or 0.
 
     Raises:
         InvalidRequest: the messages repeat a part of the conversation, or all of it with changes.
@@ -92,46 +92,52 @@ def resent(past: Conversation, messages: Sequence[Json], answer: str | None) -> 
 
 
 def has_answer(messages: Sequence[Json]) -> bool:
-    """Whether any message is an assistant's."""
+    """Return whether any message is an assistant's."""
     return any(message.get("role") == "assistant" for message in messages)
 
 
 def _history(past: Conversation, answer: str | None) -> list[Turn]:
-    turns = [_known(message, past.told.get(index)) for index, message in enumerate(past.messages)]
+    turns = [
+        _known(message, past.answer_fingerprints.get(index)) for index, message in enumerate(past.messages)
+    ]
     if past.answer_from is not None:
         last = {"role": "assistant", "content": answer}
-        turns.append(_known(last, past.told.get(len(past.messages))))
+        turns.append(_known(last, past.answer_fingerprints.get(len(past.messages))))
     return turns
 
 
-def _known(message: Json, told: str | None) -> Turn:
-    """A message of the history; `told` is the fingerprint that its client was given it by."""
-    forms = {fingerprint(message)} | ({told} if told is not None else set())
-    return _turn(message, forms)
+def _known(message: Json, received: str | None) -> Turn:
+    """Return a message of the history as a turn.
+
+    Args:
+        message: the message.
+        received: its fingerprint as its client received it, if that is known.
+    """
+    return _turn(message, {fingerprint(message)} | ({received} if received is not None else set()))
 
 
 def _given(message: Json) -> Turn:
-    """A message of the request; an answer of the history may have a name here."""
+    """Return a message of the request as a turn; clients may have added a name to an answer."""
     answers = message.get("role") == "assistant"
     return _turn(message, {fingerprint(message)} | ({answer_fingerprint(message)} if answers else set()))
 
 
-def _turn(message: Json, forms: set[str]) -> Turn:
+def _turn(message: Json, fingerprints: set[str]) -> Turn:
     says = bool(message.get("content") or message.get("tool_calls"))
-    return Turn(str(message.get("role")), frozenset(forms), says)
+    return Turn(str(message.get("role")), frozenset(fingerprints), says)
 
 
 def _same(history: Sequence[Turn], given: Sequence[Turn]) -> int:
-    """How many turns both begin with."""
+    """Count the turns that both begin with."""
     pairs = enumerate(zip(history, given, strict=False))
     shorter = min(len(history), len(given))
     return next((index for index, (one, other) in pairs if not one.same_as(other)), shorter)
 
 
 def _repeats_beginning(history: Sequence[Turn], given: Sequence[Turn]) -> bool:
-    """Whether messages begin like the history, instructions aside, and are more than one turn.
+    """Return whether several messages begin like the history, instructions aside.
 
-    One turn alone may be a question that is asked a second time.
+    A single turn may be a question that is asked a second time.
     """
     past, now = _without_instructions(history), _without_instructions(given)
     same = _same(past, now)
@@ -139,8 +145,10 @@ def _repeats_beginning(history: Sequence[Turn], given: Sequence[Turn]) -> bool:
 
 
 def _repeats_exchange(history: Sequence[Turn], given: Sequence[Turn]) -> bool:
-    """Whether messages hold an answer of the history after the turn that it answered, or at its place; or
-    begin with the result of a tool that the history holds.
+    """Return whether messages repeat an exchange of the history.
+
+    They do when they hold an answer of the history in its place or after the turn that it answered, or begin
+    with a tool's result that the history holds.
     """
     past, now = _without_instructions(history), _without_instructions(given)
     if now and _is_answer(now[0]) and any(_is_answer(turn) and turn.same_as(now[0]) for turn in past):
@@ -153,14 +161,14 @@ def _repeats_exchange(history: Sequence[Turn], given: Sequence[Turn]) -> bool:
 
 
 def _exchanges(turns: Sequence[Turn]) -> set[tuple[str, str]]:
-    """Every answer with the turn before it, in all of their forms."""
+    """Return every answer with the turn before it, as pairs of their fingerprints."""
     pairs = pairwise(turns)
     return {
         (one, other)
         for before, turn in pairs
         if _is_answer(turn)
-        for one in before.forms
-        for other in turn.forms
+        for one in before.fingerprints
+        for other in turn.fingerprints
     }
 
 
@@ -173,11 +181,11 @@ def _without_instructions(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _changed(whole: int, first: int | None) -> InvalidRequest:
-    where = f", and differ from it at messages[{first}]" if first is not None else ""
+    where = f", but differ from it at messages[{first}]" if first is not None else ""
     return InvalidRequest(
-        f"messages: they repeat a part of the handoff's conversation{where}. Its context holds that already: "
-        f"send the new messages only, or all {whole} messages of the conversation as they were, with the "
-        "assistant's last answer as it was given, and the new messages after them.",
+        f"messages: they repeat a part of the handoff's conversation{where}. The handoff's context holds "
+        f"that already: send only the new messages, or all {whole} messages of the conversation unchanged, "
+        "with the assistant's last answer as it was received, and the new messages after them.",
         param="messages",
     )
 
@@ -204,20 +212,20 @@ def _calls(calls: object) -> object:
 
 
 def _call(call: object) -> object:
-    """A tool's call by its id, name and arguments, however its JSON is spaced."""
+    """Return a tool's call by its id, name and arguments, however its JSON is spaced."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         return call
     return {
         "id": call.get("id"),
         "name": function.get("name"),
-        "arguments": _spaced(function.get("arguments")),
+        "arguments": _normalized(function.get("arguments")),
     }
 
 
-def _spaced(arguments: object) -> object:
-    """A call's arguments as JSON with the same spaces and order for all; what is no JSON stays as it is."""
+def _normalized(arguments: object) -> object:
+    """Return a call's arguments as JSON in one form; what is not valid JSON is returned unchanged."""
     try:
         return json.dumps(json.loads(arguments) if isinstance(arguments, str) else arguments, sort_keys=True)
-    except (ValueError, RecursionError):  # cut short as the answer was, or nested without end
+    except (ValueError, RecursionError):  # cut off with the answer, or nested too deep
         return arguments

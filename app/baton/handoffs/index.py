@@ -1,17 +1,18 @@
-"""The records of one gateway in memory: by id, by tenant in the order they were made, and until when."""
+"""Index the handoffs of one gateway in memory: by id, by tenant, and by when they expire."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-from baton.handoffs.record import HandoffRecord, Holding
+from baton.handoffs.record import HandoffRecord, Usage
 
-GONE_REMEMBERED = 10_000
+FORGOTTEN_IDS = 10_000
+"""Most ids of forgotten handoffs that are remembered, so that a late file does not bring one back."""
 
 
-class Shelf:
-    """Records and their lives.
+class HandoffIndex:
+    """Records with their deadlines.
 
     Args:
         clock: monotonic seconds.
@@ -22,9 +23,9 @@ class Shelf:
         self._records: dict[str, HandoffRecord] = {}
         self._deadlines: dict[str, float] = {}
         self._tenants: dict[str, dict[str, HandoffRecord]] = {}
-        self._beside: Counter[str] = Counter()
+        self._non_kv_bytes: Counter[str] = Counter()
         self._counted: dict[str, int] = {}
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._forgotten: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -32,94 +33,100 @@ class Shelf:
     def __contains__(self, record: HandoffRecord) -> bool:
         return self._records.get(record.id) is record
 
-    def keep(self, record: HandoffRecord, seconds: float) -> None:
-        """Take a record in for so long; one that was forgotten here does not come back."""
-        if record.id in self._gone or record.id in self._records:
+    def add(self, record: HandoffRecord, seconds: float) -> None:
+        """Add a record that expires in `seconds`; one that was forgotten stays out."""
+        if record.id in self._forgotten or record.id in self._records:
             return
         self._records[record.id] = record
         self._tenants.setdefault(record.tenant, {})[record.id] = record
-        self.live(record, seconds)
+        self.expire_in(record, seconds)
         self.count_bytes(record)
 
-    def live(self, record: HandoffRecord, seconds: float) -> None:
-        """Let a record live so long from now, if it is still here."""
+    def expire_in(self, record: HandoffRecord, seconds: float) -> None:
+        """Let a record expire in `seconds`, if it is still in the index."""
         if record in self:
             self._deadlines[record.id] = self._clock() + seconds
 
     def count_bytes(self, record: HandoffRecord) -> None:
-        """Count what a record takes on disk beside its KV, as it is now."""
+        """Update how many bytes a record and its images take on disk."""
         if record in self:
-            size = record.disk_bytes + record.image_bytes if record.kept else 0
-            self._beside[record.tenant] += size - self._counted.get(record.id, 0)
+            size = record.disk_bytes + record.image_bytes if record.on_disk else 0
+            self._non_kv_bytes[record.tenant] += size - self._counted.get(record.id, 0)
             self._counted[record.id] = size
 
     def forget(self, record: HandoffRecord) -> None:
-        """Take a record out, for good."""
-        self._gone[record.id] = None
-        if len(self._gone) > GONE_REMEMBERED:
-            self._gone.popitem(last=False)
+        """Take a record out for good."""
+        self._forgotten[record.id] = None
+        if len(self._forgotten) > FORGOTTEN_IDS:
+            self._forgotten.popitem(last=False)
         self.drop(record)
 
     def drop(self, record: HandoffRecord) -> None:
-        """Take a record out; it may come back from its file."""
+        """Take a record out; it may be added again from its file."""
         if self._records.pop(record.id, None) is None:
             return
         self._deadlines.pop(record.id, None)
-        self._beside[record.tenant] -= self._counted.pop(record.id, 0)
+        self._non_kv_bytes[record.tenant] -= self._counted.pop(record.id, 0)
         mine = self._tenants[record.tenant]
         del mine[record.id]
         if not mine:
-            del self._tenants[record.tenant], self._beside[record.tenant]
+            del self._tenants[record.tenant], self._non_kv_bytes[record.tenant]
 
     def known(self, handoff_id: str) -> HandoffRecord | None:
-        """The record of that id, also when its time has just run out."""
+        """Return the record with an id, even if it has just expired."""
         return self._records.get(handoff_id)
 
     def find(self, handoff_id: str) -> HandoffRecord | None:
-        """The record of that id, if its time is not over."""
+        """Return the record with an id, unless it has expired."""
         record = self._records.get(handoff_id)
         return record if record is not None and self._deadlines[handoff_id] > self._clock() else None
 
-    def over(self) -> list[HandoffRecord]:
-        """Those whose time is over."""
+    def expired(self) -> list[HandoffRecord]:
+        """Return the records that have expired."""
         now = self._clock()
         return [self._records[found] for found, deadline in self._deadlines.items() if deadline <= now]
 
     def of(self, tenant: str) -> list[HandoffRecord]:
-        """A tenant's, the oldest first; also those whose time has just run out."""
+        """Return a tenant's records, the oldest first, also those that have just expired."""
         return sorted(self._tenants.get(tenant, {}).values(), key=lambda record: record.created_at)
 
-    def unkept(self, but: HandoffRecord) -> list[Holding]:
-        """What the others hold that are not on disk, where other gateways would see them."""
-        return [record.holding for record in self._records.values() if not record.kept and record is not but]
-
-    def oldest_beside(self, newest: HandoffRecord | None) -> HandoffRecord | None:
-        """The oldest handoff on disk, and not pinned, of the tenant whose records and images take most;
-        None: there is none.
+    def unsaved_usage(self, but: HandoffRecord) -> list[Usage]:
+        """Return the usage of the records that are in memory only, which other gateways do not see.
 
         Args:
-            newest: the one that room is made for.
+            but: a record that is left out.
         """
-        for tenant, _ in self._beside.most_common():
+        return [record.usage for record in self._records.values() if not record.on_disk and record is not but]
+
+    def oldest_evictable(self, newest: HandoffRecord | None) -> HandoffRecord | None:
+        """Return the oldest unpinned handoff on disk of the tenant whose records and images take most.
+
+        Args:
+            newest: the handoff that space is needed for; it is not evicted.
+
+        Returns:
+            None: no handoff may be evicted.
+        """
+        for tenant, _ in self._non_kv_bytes.most_common():
             mine = self._tenants[tenant].values()
-            loose = [each for each in mine if each.kept and not each.pin and each is not newest]
-            if loose:
-                return min(loose, key=lambda each: each.created_at)
+            evictable = [each for each in mine if each.on_disk and not each.pin and each is not newest]
+            if evictable:
+                return min(evictable, key=lambda each: each.created_at)
         return None
 
-    def loose_bytes(self, newest: HandoffRecord | None) -> int:
-        """Bytes on disk, beside their KV, of all handoffs that may be evicted for `newest`."""
+    def evictable_bytes(self, newest: HandoffRecord | None) -> int:
+        """Return the bytes of records and images of all handoffs that may be evicted for `newest`."""
         return sum(
             self._counted.get(each.id, 0)
             for each in self._records.values()
-            if each.kept and not each.pin and each is not newest
+            if each.on_disk and not each.pin and each is not newest
         )
 
     @property
     def tenants(self) -> list[str]:
-        """Those who have any."""
+        """The tenants that have records."""
         return list(self._tenants)
 
     def count(self, tenant: str) -> int:
-        """How many a tenant has."""
+        """Return how many records a tenant has."""
         return len(self._tenants.get(tenant, {}))

@@ -1,4 +1,4 @@
-"""What a request wants of the relay: its `handoff` field, and the body of `POST /v1/handoffs`."""
+"""Parse and check a request's handoff options: its `handoff` field, or the body of `POST /v1/handoffs`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from baton.engines.port import Engine, Operation
 from baton.errors import InvalidRequest, OperationUnsupported
 
 OPERATIONS = (Operation.COMPLETIONS, Operation.CHAT)
+"""Operations whose requests may have a `handoff` field."""
 Label = Annotated[str, Field(max_length=200)]
 Seconds = Annotated[int, Field(ge=1)]
 Steps = Annotated[int, Field(ge=0)]
 HandoffId = Annotated[str, Field(min_length=1, max_length=64)]
-Wish = TypeVar("Wish", bound=BaseModel)
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class Closed(BaseModel):
-    """Fields of a request: read-only, and closed to names it does not know."""
+    """Base of request models: read-only, and unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class SaveOptions(Closed):
-    """`handoff.save` as an object."""
+    """How the request's context is saved: `handoff.save` as an object."""
 
     ttl_s: Seconds | None = None
     pin: bool = False
@@ -34,26 +35,26 @@ class SaveOptions(Closed):
 
 
 class HandoffOptions(Closed):
-    """The `handoff` field of a request."""
+    """The `handoff` field of a request: `save` a handoff, continue one (`from`), or both."""
 
     save: SaveOptions | Literal[True, False] = False
     source: HandoffId | None = Field(None, alias="from")
 
     @property
     def saving(self) -> SaveOptions | None:
-        """What is to be left behind, if anything is."""
+        """How the context is saved; None: it is not."""
         if self.save is True:
             return SaveOptions()
         return self.save or None
 
     @property
     def latent_steps(self) -> int:
-        """How many latent steps follow the prompt."""
+        """Number of latent steps after the prompt."""
         return self.saving.latent_steps if self.saving is not None else 0
 
 
 class NewHandoff(Closed):
-    """The body of `POST /v1/handoffs`, but for the fields of a chat that decide how it is written."""
+    """The body of `POST /v1/handoffs`. Fields of a chat that its template reads may stand beside these."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -72,12 +73,12 @@ class NewHandoff(Closed):
         if (self.prompt is None) is (self.messages is None):
             raise ValueError("give either 'prompt' or 'messages'")
         if self.images and self.prompt is None:
-            raise ValueError("'images' are a plain prompt's; a message's stand among its parts")
+            raise ValueError("'images' go with 'prompt'; images of a chat are parts of its messages")
         return self
 
 
-class Changes(Closed):
-    """The body of `PATCH /v1/handoffs/{id}`; what is left out stays as it is."""
+class HandoffChanges(Closed):
+    """The body of `PATCH /v1/handoffs/{id}`; fields that are left out do not change."""
 
     ttl_s: Seconds | None = None
     pin: bool = False
@@ -86,23 +87,28 @@ class Changes(Closed):
 
 FIELDS = frozenset(
     field.alias or name
-    for kind in (SaveOptions, HandoffOptions, NewHandoff, Changes)
+    for kind in (SaveOptions, HandoffOptions, NewHandoff, HandoffChanges)
     for name, field in kind.model_fields.items()
 )
 
 
-def parsed(kind: type[Wish], given: object, where: str = "") -> Wish:
-    """What a client sent, as `kind`.
+def parse_options(kind: type[Model], given: object, where: str = "") -> Model:
+    """Parse what a client sent.
+
+    Args:
+        kind: the model to parse it as.
+        given: what the client sent.
+        where: the field that it stands in; empty: it is the whole body.
 
     Raises:
-        InvalidRequest: it is not one; `param` names the field.
+        InvalidRequest: it does not fit the model; `param` names the field.
     """
     try:
         return kind.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         names = [where] if where else []
-        names += [str(part) for part in first["loc"] if part in FIELDS]  # beside them stand types
+        names += [str(part) for part in first["loc"] if part in FIELDS]  # the rest names types
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             message = f"There is no field '{str(first['loc'][-1])[:40]}' here"
@@ -111,123 +117,142 @@ def parsed(kind: type[Wish], given: object, where: str = "") -> Wish:
 
 
 def take_options(body: dict[str, Any], engine: Engine, operation: Operation) -> HandoffOptions | None:
-    """Take the `handoff` field out of a body.
+    """Remove the `handoff` field from a body and parse it; returns None if there is none.
 
     Raises:
-        InvalidRequest: it is not one, or does not fit the rest of the body.
-        OperationUnsupported: this route or this engine does not hand over.
+        InvalidRequest: the field is not valid, or does not go with the rest of the body.
+        OperationUnsupported: the operation, or the engine, does not support handoffs.
     """
     given = body.pop("handoff", None)
     if given is None:
         return None
     if operation not in OPERATIONS:
         raise OperationUnsupported(
-            "Nothing is handed over here: use /v1/completions or /v1/chat/completions.", param="handoff"
+            "This operation does not support handoffs: use /v1/completions or /v1/chat/completions.",
+            param="handoff",
         )
-    require_relay(engine)
-    wish = parsed(HandoffOptions, given, "handoff")
-    _require_one_context(body, wish)
+    require_handoffs(engine)
+    options = parse_options(HandoffOptions, given, "handoff")
+    _require_one_context(body, options)
     if operation is Operation.COMPLETIONS:
-        require_one_prompt(body, "a handoff", may_be_left_out=wish.source is not None)
+        require_one_prompt(body, "a handoff", may_be_left_out=options.source is not None)
     else:
         _require_chat(body)
-    return wish
+    return options
 
 
-def require_relay(engine: Engine) -> None:
-    """Refuse an engine that does not hand over.
+def require_handoffs(engine: Engine) -> None:
+    """Refuse an engine that does not support handoffs.
 
     Raises:
-        OperationUnsupported: it is one.
+        OperationUnsupported: the engine was configured without `handoff`.
     """
-    if not engine.relays:
+    if not engine.supports_handoffs:
         raise OperationUnsupported(
-            f"The engine '{engine.name}' does not hand over: its settings lack `handoff = true`.",
+            f"The engine '{engine.name}' does not support handoffs: set `handoff = true` in its settings.",
             param="model",
         )
 
 
 def require_latent(engine: Engine, steps: int, most: int) -> None:
-    """Refuse latent steps where they cannot be had, and more than there may be.
+    """Refuse latent steps that the engine cannot compute, or more than are allowed.
+
+    Args:
+        engine: the engine that would compute them.
+        steps: number of steps asked for.
+        most: most steps of a request.
 
     Raises:
-        OperationUnsupported: the engine takes none.
-        InvalidRequest: there are too many.
+        OperationUnsupported: the engine was configured without `latent`.
+        InvalidRequest: `steps` is greater than `most`.
     """
     if steps and engine.placeholder is None:
         raise OperationUnsupported(
-            f"The engine '{engine.name}' takes no latent steps: its settings lack `latent = true`.",
+            f"The engine '{engine.name}' does not support latent steps: set `latent = true` in its settings.",
             param="latent_steps",
         )
     if steps > most:
         raise InvalidRequest(
-            f"'latent_steps' is {steps}, and at most {most} are allowed.", param="latent_steps"
+            f"'latent_steps' is {steps}; at most {most} are allowed (setting handoffs.latent_steps_max).",
+            param="latent_steps",
         )
 
 
-def _require_one_context(body: dict[str, Any], wish: HandoffOptions) -> None:
+def _require_one_context(body: dict[str, Any], options: HandoffOptions) -> None:
     several = body.get("n") not in (None, 1)
-    if several and wish.saving is not None and wish.saving.scope != "prompt":
+    if several and options.saving is not None and options.saving.scope != "prompt":
         raise InvalidRequest(
-            "'n' must be 1 to save a context; with scope \"prompt\" it may be more.", param="n"
+            "'n' must be 1 to save a context with its answer; it may be more with handoff.save.scope "
+            '"prompt".',
+            param="n",
         )
     _refuse_rewriting(body, "a handoff")
 
 
 def _refuse_rewriting(body: dict[str, Any], beside: str) -> None:
-    """Where we write the whole prompt, nothing else may."""
+    """Refuse fields that change the prompt after the gateway has written it."""
     for name in ("use_beam_search", "truncate_prompt_tokens", "echo"):
         if not (body.get(name) is None or body[name] is False):
-            raise InvalidRequest(f"'{name}' does not go with {beside}.", param=name)
+            raise InvalidRequest(f"'{name}' cannot be used with {beside}: leave it out.", param=name)
 
 
 def require_one_prompt(body: dict[str, Any], beside: str, *, may_be_left_out: bool = False) -> None:
-    """Refuse a completion that is not of one prompt, text or token ids, taken as it is.
+    """Refuse a completion of several prompts, or one whose prompt the engine would change.
 
     Args:
-        body: of the request.
-        beside: what goes with one prompt only, for the error.
-        may_be_left_out: there is a context without it.
+        body: the body of the request.
+        beside: the feature that needs one prompt, for the error's message.
+        may_be_left_out: a request without a prompt is allowed.
 
     Raises:
-        InvalidRequest: it is one.
+        InvalidRequest: `prompt` is neither one text nor one list of token ids, or a field of the body would
+            change it.
     """
     _refuse_rewriting(body, beside)
     prompt = body.get("prompt", "" if may_be_left_out else None)
     if not isinstance(prompt, str) and not (
         isinstance(prompt, list) and all(type(token) is int for token in prompt)
     ):
-        raise InvalidRequest(f"With {beside} 'prompt' is one text, or one list of token ids.", param="prompt")
+        raise InvalidRequest(
+            f"With {beside}, 'prompt' must be one text or one list of token ids.", param="prompt"
+        )
     if body.get("prompt_embeds") is not None:
-        raise InvalidRequest(f"'prompt_embeds' does not go with {beside}.", param="prompt_embeds")
+        raise InvalidRequest(
+            f"'prompt_embeds' cannot be used with {beside}: send 'prompt' instead.", param="prompt_embeds"
+        )
 
 
 def _require_chat(body: dict[str, Any]) -> None:
     require_known_parts(body)
     if body.get("continue_final_message") or body.get("add_generation_prompt") is False:
         raise InvalidRequest(
-            "A chat with a handoff ends with a message that the model answers.",
+            "A chat with a handoff must end with a message that the model answers: leave out "
+            "'continue_final_message' and 'add_generation_prompt'.",
             param="continue_final_message",
         )
 
 
 TEXT_KEYS = {"type", "text"}
-"""A part with any other key, null or not, is taken for an image by vLLM, which then forgets our token ids."""
+"""Keys of a text part. vLLM takes a part with any other key for an image, and then ignores our token ids."""
 IMAGE_KEYS = {"type", "image_url", "uuid", "detail"}
 
 
 def require_known_parts(body: dict[str, Any]) -> None:
-    """A context is handed over as its token ids and its images; what is neither has no place in either.
+    """Refuse message parts that a handoff cannot store: it has token ids and images only.
 
     Raises:
-        InvalidRequest: it holds sound, video, embeddings, or parts that say more than they should.
+        InvalidRequest: a message holds audio, video, embeddings, or a part with unknown fields.
     """
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():
             if isinstance(part, dict) and not _is_known(part):
-                raise InvalidRequest("Only a context of text and images is handed over.", param="messages")
+                raise InvalidRequest(
+                    "messages: with a handoff, their parts may only be texts and images, with no other "
+                    "fields.",
+                    param="messages",
+                )
 
 
 def _is_known(part: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Say where the KV of a handoff's tokens came from in the end."""
+"""Report where the KV of a handoff's tokens came from: loaded, resident in the engine, or recomputed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from baton.handoffs.replies import prefix_hits
 from baton_kv.contract import TransferFailure
 
 KV_IS_GONE = (TransferFailure.MISSING, TransferFailure.CORRUPT)
-"""Reasons after which the handoff is its token ids alone."""
+"""Reasons after which a handoff has its token ids only, and is prefilled."""
 REASONS = {
     TransferFailure.MISSING: "kv_gone",
     TransferFailure.CORRUPT: "kv_corrupt",
     TransferFailure.INCOMPATIBLE: "kv_incompatible",
     TransferFailure.DEVICE: "store_unreadable",
 }
-"""`handoff.source.reason` where an entry was looked at in vain."""
+"""`handoff.source.reason` by why the entry could not be used."""
 
 
 def source_outcome(
     source: HandoffRecord, report: TransferReport, decision: Decision | None
 ) -> dict[str, Any]:
-    """Return the fields of `handoff.source` that tell where the source's tokens came from."""
+    """Return `handoff.source`: how many of its tokens were loaded, resident or recomputed, and why."""
     loaded = report.loaded or 0
     resident = max(0, prefix_hits(report) - loaded)
     recompute = decision is not None and decision.choice is Choice.RECOMPUTE

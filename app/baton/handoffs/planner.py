@@ -1,4 +1,4 @@
-"""Whether starting from a handoff's KV beats computing it again, by what the engine did lately."""
+"""Decide whether to load a handoff's KV or to prefill it again, by the engine's measured throughput."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from baton.engines.port import Engine
 from baton.handoffs.record import HandoffRecord
 
 MEASURE_EVERY = 2
-"""One in so many requests that had better compute loads a little, to see whether that still holds."""
+"""Every so many recomputed requests, one loads a little, so that the loading rate stays measured."""
 MEASURE_BYTES = 1024 * 1024
+"""Bytes of KV that such a request loads."""
 
 
 class Choice(StrEnum):
+    """Whether KV is loaded from the store or prefilled again."""
+
     LOAD = "load"
     RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What one request does about a handoff's KV.
+    """The planner's decision on one handoff's KV.
 
     Attributes:
-        choice: load it, or compute it again.
-        limit: load at most so many tokens; None: all.
-        load_s: what loading all of it would take, in seconds; None: not known yet.
-        prefill_s: what computing all of it would take.
+        choice: load it, or prefill it again.
+        limit: most tokens to load; None: all.
+        load_s: estimated seconds to load all of it; None: not measured yet.
+        prefill_s: estimated seconds to prefill all of it; None: not measured yet.
     """
 
     choice: Choice
@@ -41,7 +44,7 @@ class Decision:
         return self.limit != 0
 
     def public(self) -> dict[str, object]:
-        """What the client is shown."""
+        """Return the fields of `handoff.source` that show the decision."""
         return {
             "decision": self.choice.value,
             "estimated_load_ms": _ms(self.load_s),
@@ -54,17 +57,17 @@ def _ms(seconds: float | None) -> float | None:
 
 
 class Planner:
-    """Decides request by request. What is resident in the engine is used whatever is decided here."""
+    """Decides for each request. KV that is resident in the engine is used whatever the decision."""
 
     def __init__(self) -> None:
         self._recomputed: Counter[str] = Counter()
 
     def decide(self, engine: Engine, record: HandoffRecord) -> Decision:
-        """Load or compute one handoff's KV on one engine."""
-        load_s = engine.speed.load_s(record.bytes) if record.bytes else None
-        prefill_s = engine.speed.prefill_s(len(record.tokens), record.latent_steps)
-        thought = record.latent_steps > 0  # anew it may be another thought
-        if load_s is None or prefill_s is None or thought:
+        """Decide whether an engine loads a handoff's KV or prefills it."""
+        load_s = engine.throughput.load_s(record.bytes) if record.bytes else None
+        prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)
+        latent = record.latent_steps > 0  # recomputed latent steps may differ
+        if load_s is None or prefill_s is None or latent:
             return Decision(Choice.LOAD, None, load_s, prefill_s)
         if load_s <= prefill_s:
             self._recomputed[engine.name] = 0

@@ -1,6 +1,6 @@
 """Write the whole prompt of a request with a handoff: the handoff's token ids, then the request's own.
 
-The prompt is the whole truth. An entry only brings KV for the tokens that it shares with the prompt.
+The prompt alone decides the answer. Stored KV is only loaded for the tokens that it shares with the prompt.
 """
 
 from __future__ import annotations
@@ -9,42 +9,45 @@ from dataclasses import dataclass, field, replace
 
 from baton.engines.port import Json, Operation, PlacedImage
 from baton.errors import InvalidRequest
-from baton.handoffs.conversation import AFTER_THE_PROMPT, Chat, Writer, conversation_of, with_text
+from baton.handoffs.conversation import Chat, Writer
+from baton.handoffs.messages import AFTER_THE_PROMPT, conversation_of, with_text
 from baton.handoffs.record import Conversation, HandoffRecord
 from baton_latent.contract import prepare_latent_prompt
 
 
 @dataclass(frozen=True)
 class ContextPrompt:
-    """A prompt, and what it is as a conversation.
+    """A prompt with its images and its conversation.
 
     Attributes:
-        tokens: every token id; None: the engine makes them of the request's body.
+        tokens: every token id; None: the engine makes them from the request's body.
         images: the images that the tokens stand for, in order.
-        conversation: the messages, if it is a chat.
-        rests_at: how many of the tokens are saved where the answer is not; None: all.
-        resent: how many of the request's messages were the handoff's own, and were not written again.
+        conversation: its messages, if it is a chat.
+        saved_tokens: number of tokens that are saved when the answer is not; None: all.
+        resent: number of the request's messages that repeat the handoff's, and were not written again.
     """
 
     tokens: list[int] | None = None
     images: list[PlacedImage] = field(default_factory=list)
     conversation: Conversation | None = None
-    rests_at: int | None = None
+    saved_tokens: int | None = None
     resent: int = 0
 
     def with_latent_steps(self, steps: int, placeholder: int | None) -> ContextPrompt:
         """Return the prompt with the placeholders of latent steps after it.
 
         Args:
-            steps: how many, at least one.
-            placeholder: the token id that stands for one.
+            steps: number of steps, at least one.
+            placeholder: token id of a step.
 
         Raises:
-            InvalidRequest: there is no prompt to think about.
+            InvalidRequest: the prompt is empty.
         """
         assert placeholder is not None  # see `require_latent`
         if not self.tokens:
-            raise InvalidRequest("Latent steps follow a prompt of at least one token.", param="prompt")
+            raise InvalidRequest(
+                "prompt: latent steps need a prompt of at least one token before them.", param="prompt"
+            )
         conversation = self.conversation
         if conversation is not None and conversation.answer_from == len(self.tokens):
             conversation = conversation.model_copy(update={"answer_from": len(self.tokens) + steps})
@@ -63,30 +66,32 @@ async def write_prompt(
     latent: bool,
     answered: bool = True,
 ) -> ContextPrompt:
-    """Write the whole prompt, where the body alone does not say it.
+    """Write the whole prompt of a request, unless the engine makes the same one from the body.
 
     Args:
-        writer: writes in the engine's words.
-        source: the handoff it starts from.
+        writer: writes with the engine's template and tokenizer.
+        source: the handoff that the request continues.
         seen: the images of that handoff's context.
         operation: completions or chat.
-        body: of the request.
+        body: the body of the request.
         prompt_only: the answer is not saved.
         latent: latent steps follow the prompt.
-        answered: an answer follows; else a chat rests after its last message.
+        answered: an answer follows; otherwise the context ends with the last message.
 
     Raises:
-        BatonError: the request does not go on from the handoff.
+        BatonError: the request cannot continue the handoff.
     """
     if operation is Operation.COMPLETIONS:
         return await _completion(writer, source, seen, body, written=latent or not answered)
     if not answered:
         return _of_chat(await _chat(writer, source, seen, body, answered=False))
-    if source is None and not (prompt_only or latent or writer.pictures):
-        return ContextPrompt(conversation=conversation_of(body, AFTER_THE_PROMPT))  # as every other chat
+    if source is None and not (prompt_only or latent or writer.client_images):
+        return ContextPrompt(
+            conversation=conversation_of(body, AFTER_THE_PROMPT)
+        )  # the engine writes it, as for every other chat
     prompt = _of_chat(await _chat(writer, source, seen, body, answered=True))
-    if prompt_only and not latent:  # latent steps come after the prompt, where the answer begins
-        return await _resting(prompt, writer, source, seen, body)
+    if prompt_only and not latent:  # the placeholders of latent steps must follow the whole prompt
+        return await _without_answer(prompt, writer, source, seen, body)
     return prompt
 
 
@@ -98,7 +103,7 @@ async def _completion(
         own, images = await writer.plain(prompt, special=False, after=len(source.tokens))
         conversation = with_text(source.conversation)
         return ContextPrompt([*source.tokens, *own], [*seen, *images], conversation)
-    if not (written or writer.pictures):
+    if not (written or writer.client_images):
         return ContextPrompt()
     special = body.get("add_special_tokens") is not False
     return ContextPrompt(*await writer.plain(prompt, special=special))
@@ -108,19 +113,19 @@ async def _chat(
     writer: Writer, source: HandoffRecord | None, seen: list[PlacedImage], body: Json, *, answered: bool
 ) -> Chat:
     if source is None:
-        return await writer.begun(body, answered=answered)
-    return await writer.continued(source, seen, body, answered=answered)
+        return await writer.write_chat(body, answered=answered)
+    return await writer.continue_chat(source, seen, body, answered=answered)
 
 
 def _of_chat(chat: Chat) -> ContextPrompt:
     return ContextPrompt(chat.tokens, chat.images, chat.conversation, resent=chat.resent)
 
 
-async def _resting(
+async def _without_answer(
     prompt: ContextPrompt, writer: Writer, source: HandoffRecord | None, seen: list[PlacedImage], body: Json
 ) -> ContextPrompt:
-    """End the saved context after the last message, where the template writes that as a prefix."""
-    resting = await _chat(writer, source, seen, body, answered=False)
-    if prompt.tokens is None or prompt.tokens[: len(resting.tokens)] != resting.tokens:
+    """Let the saved context end after the last message, if that is a prefix of the prompt."""
+    unanswered = await _chat(writer, source, seen, body, answered=False)
+    if prompt.tokens is None or prompt.tokens[: len(unanswered.tokens)] != unanswered.tokens:
         return prompt
-    return replace(prompt, rests_at=len(resting.tokens), conversation=resting.conversation)
+    return replace(prompt, saved_tokens=len(unanswered.tokens), conversation=unanswered.conversation)

@@ -1,4 +1,4 @@
-"""The handoff object as its owner is shown it. The OpenAPI document and the docs are made of these models."""
+"""The handoff object as clients see it. The OpenAPI document and the docs are made from these models."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from baton.handoffs.state import HandoffState
 
 
 class HandoffObject(BaseModel):
-    """One handoff. Its token ids are not shown: they can be long."""
+    """A handoff. Its token ids are not shown, because they can be long."""
 
     model_config = ConfigDict(title="BatonHandoffObject")
 
-    id: str = Field(description="Its name in requests: `handoff.from`, and the path of its routes.")
+    id: str = Field(description="Identifies the handoff in `handoff.from` and in the path of its routes.")
     object: Literal["handoff"] = Field("handoff", description="The kind of object.")
-    state: HandoffState = Field(description="`pending` until the request that saves it is over.")
-    model: str = Field(description="The engine that saved it.")
-    tokens: int = Field(description="Tokens of its context.")
-    images: int = Field(description="Images of its context.")
-    latent_steps: int = Field(description="How many of the tokens stand for latent steps.")
-    bytes: int = Field(description="Size of its KV in the store; 0: there is none, and it is prefilled.")
-    pin: bool = Field(description="Whether its KV stays when others' is evicted.")
-    created_at: int = Field(description="Seconds since the epoch.")
-    expires_at: int = Field(description="Seconds since the epoch.")
-    parent: str | None = Field(description="The handoff that it goes on from.")
-    label: str | None = Field(description="The client's own label.")
+    state: HandoffState = Field(description="`pending` until the request that saves it has ended.")
+    model: str = Field(description="Name of the engine that saved it.")
+    tokens: int = Field(description="Number of tokens in its context.")
+    images: int = Field(description="Number of images in its context.")
+    latent_steps: int = Field(description="Number of those tokens that stand for latent steps.")
+    bytes: int = Field(description="Size of its KV in the store; 0: its KV is not stored, and is recomputed.")
+    pin: bool = Field(description="Whether its KV is exempt from eviction.")
+    created_at: int = Field(description="When it was created, in seconds since the epoch.")
+    expires_at: int = Field(description="When it expires, in seconds since the epoch.")
+    parent: str | None = Field(description="Id of the handoff that it continues.")
+    label: str | None = Field(description="The label that the client gave it.")
 
 
 class HandoffList(BaseModel):
@@ -36,6 +36,8 @@ class HandoffList(BaseModel):
 
     object: Literal["list"] = Field("list", description="The kind of object.")
     data: list[HandoffObject] = Field(description="The handoffs of this page.")
-    has_more: bool = Field(description="Whether older ones follow; ask with `after` set to `last_id`.")
-    first_id: str | None = Field(description="The first handoff of the page.")
-    last_id: str | None = Field(description="The last handoff of the page.")
+    has_more: bool = Field(
+        description="Whether older ones follow; request them with `after` set to `last_id`."
+    )
+    first_id: str | None = Field(description="Id of the first handoff of the page.")
+    last_id: str | None = Field(description="Id of the last handoff of the page.")

@@ -1,4 +1,4 @@
-"""What is known of one handoff."""
+"""The record of one handoff: its token ids, images, conversation and state, as written to disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
 
 from baton.engines.port import PlacedImage
 from baton.handoffs.public import HandoffObject
@@ -22,7 +22,7 @@ def _token_ids(value: Any) -> array[int]:
         return value
     try:
         return array("i", value)
-    except (TypeError, OverflowError):  # of a damaged record, or another version's
+    except (TypeError, OverflowError):  # a damaged record, or one of another version
         raise ValueError("token ids are a list of 32-bit integers") from None
 
 
@@ -31,77 +31,81 @@ if TYPE_CHECKING:
 else:
     Ids = array  # of Python 3.11 takes no parameter
 TokenIds = Annotated[Ids, PlainValidator(_token_ids), PlainSerializer(list)]
-"""Four bytes a token: a gateway remembers many long contexts."""
+"""Four bytes a token, because a gateway holds many long contexts in memory."""
 
 
 Bytes = bytes
-"""A record has a field of that name."""
 Size = int
-
+"""Names for these types within `HandoffRecord`, whose field `bytes` hides the builtin."""
 
 MAX_CONVERSATION_BYTES = 2 * 1024 * 1024
-"""Of a conversation as UTF-8 JSON; a handoff with more is gone on from as plain text only."""
+"""Largest conversation, as UTF-8 JSON; a handoff with a larger one can only be continued as plain text."""
+SCOPE_LENGTH = 32
+"""Characters of a tenant in the store's keys."""
 
 
-class Holding(NamedTuple):
-    """What a handoff holds of the store.
+class Usage(NamedTuple):
+    """How much of the store's budget a handoff takes.
 
     Attributes:
-        tenant: whose it is.
-        pin: its KV stays when others' goes for the budget.
-        bytes: of its KV, its images and its record.
-        beside: of these, bytes of its images and its record.
+        tenant: the owner.
+        pin: its KV is exempt from eviction.
+        bytes: size of its KV, images and record.
+        non_kv_bytes: size of its images and record.
     """
 
     tenant: str
     pin: bool
     bytes: int
-    beside: int = 0
+    non_kv_bytes: int = 0
 
 
 class Conversation(BaseModel):
-    """The messages that a handoff's token ids are, so that a chat can go on from them.
+    """The messages that a handoff's token ids were written from, so that a chat can continue them.
 
     Attributes:
-        messages: as the requests sent them, the assistant's answers between them.
-        template: the requests' fields that decide how the model's template writes them.
+        messages: the messages of the requests, with the assistant's answers between them.
+        template: fields of the requests that decide how the model's template writes the messages.
         answer_from: index of the first token of the assistant's last answer, which is not among the
-            messages yet; None: the last message is over.
-        ended: the last answer's last token is one that ends answers.
-        told: fingerprints of the assistant's answers as their clients were given them, by their index among
-            the messages; that of the last answer is the number of messages.
+            messages yet; None: the context ends with a message.
+        ended: the last answer ends with the token that ends answers.
+        answer_fingerprints: fingerprints of the assistant's answers as clients received them, by index among
+            the messages; the last answer has the number of messages. Older records call it `told`.
         weight: bytes of the messages and the template's fields as JSON.
-        torn: text follows that is no message, or the messages were too large to keep: none can follow.
+        text_only: no message can follow, because the context ends with plain text or its messages were too
+            large to save. Older records call it `torn`.
     """
 
-    model_config = ConfigDict(extra="ignore")  # another version's record may know more
+    model_config = ConfigDict(extra="ignore")  # a record of another version may have more fields
 
     messages: list[dict[str, Any]]
     template: dict[str, Any] = {}
     answer_from: int | None = None
     ended: bool = False
-    told: dict[int, str] = {}
-    torn: bool = False
+    answer_fingerprints: dict[int, str] = Field(
+        {}, validation_alias=AliasChoices("answer_fingerprints", "told")
+    )
+    text_only: bool = Field(False, validation_alias=AliasChoices("text_only", "torn"))
     weight: int = 0
 
 
 class StoredImage(BaseModel):
-    """One image of a handoff's context; see `baton.engines.port.PlacedImage`.
+    """An image of a handoff's context, as its record describes it; see `baton.engines.port.PlacedImage`.
 
     Attributes:
-        digest: SHA-256 of its bytes, which lie in a file of their own.
-        media_type: of the file.
-        width: pixels.
-        height: pixels.
+        digest: SHA-256 of its bytes, which are in a file of their own.
+        media_type: media type of the file.
+        width: in pixels.
+        height: in pixels.
         bytes: size of the file.
         offset: index of the first of the tokens that stand for it.
-        length: how many there are.
-        target: the tokens that the template had in their place.
+        length: number of these tokens.
+        target: the placeholder tokens that the template wrote in their place.
     """
 
-    model_config = ConfigDict(extra="ignore")  # as above
+    model_config = ConfigDict(extra="ignore")
 
-    digest: str = Field(pattern=r"^[0-9a-f]{64}$")  # it names a file
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")  # it is part of a file's name
     media_type: str
     width: int
     height: int
@@ -112,30 +116,30 @@ class StoredImage(BaseModel):
 
 
 class HandoffRecord(BaseModel):
-    """One handoff: its token ids are the truth, its KV may or may not still be there.
+    """One handoff. Its token ids define it; its KV may have been evicted.
 
     Attributes:
-        id: what clients call it; 192 random bits, no meaning.
-        tenant: whose it is.
-        model: the engine that left it behind.
-        weights: that engine's; engines of the same weights understand it.
+        id: its public name, 192 random bits.
+        tenant: the owner.
+        model: name of the engine that saved it.
+        weights: fingerprint of that engine's weights; engines of the same weights can continue it.
         tokens: every token id of its context, in order.
-        images: the images that they stand for, in order.
-        conversation: what they are as messages; None: they were never a chat.
-        latent_steps: how many of its tokens stand for latent steps.
-        placeholder: the token id that does; None where there are none.
-        state: pending until the request that leaves it behind is over.
-        bytes: size of its entry; 0: there is none, and who starts from it prefills.
+        images: the images that the tokens stand for, in order.
+        conversation: the messages that the tokens were written from; None: it was never a chat.
+        latent_steps: number of its tokens that stand for latent steps.
+        placeholder: token id of a latent step; None: it has none.
+        state: pending until the request that saves it has ended.
+        bytes: size of its KV in the store; 0: its KV is not stored, and is prefilled.
         created_at: seconds since the epoch.
-        ttl_s: seconds it lives.
+        ttl_s: lifetime in seconds.
         expires_at: seconds since the epoch.
-        pin: its KV stays when others' goes for the budget.
-        parent: the handoff it started from.
-        label: the client's own words.
-        revision: how often it was written; of two versions the one with more is the later.
+        pin: its KV is exempt from eviction.
+        parent: id of the handoff that it continues.
+        label: the client's label.
+        revision: number of times it was written; the greater of two is the later.
     """
 
-    model_config = ConfigDict(extra="ignore")  # as above
+    model_config = ConfigDict(extra="ignore")
 
     id: str = Field(default_factory=lambda: secrets.token_urlsafe(24))
     tenant: str
@@ -155,39 +159,39 @@ class HandoffRecord(BaseModel):
     parent: str | None = None
     label: str | None = None
     revision: int = 0
-    _kept: bool = PrivateAttr(False)
+    _on_disk: bool = PrivateAttr(False)
     _stamp: tuple[int, int, int] | None = PrivateAttr(None)
     _disk_bytes: Size = PrivateAttr(0)
-    _said_bytes: Size = PrivateAttr(0)
+    _conversation_bytes: Size = PrivateAttr(0)
     _guard: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
-    _pictures: dict[str, Bytes] = PrivateAttr(default_factory=dict)
+    _image_data: dict[str, Bytes] = PrivateAttr(default_factory=dict)
 
     def steps_within(self, count: int) -> int:
-        """How many of its first so many tokens stand for latent steps."""
+        """Return how many of its first `count` tokens stand for latent steps."""
         return self.tokens[:count].count(self.placeholder) if self.placeholder is not None else 0
 
     @property
-    def kept(self) -> bool:
-        """Whether it lies on disk, where other gateways see it."""
-        return self._kept
+    def on_disk(self) -> bool:
+        """Whether it is saved on disk, where other gateways see it."""
+        return self._on_disk
 
-    @kept.setter
-    def kept(self, kept: bool) -> None:
-        self._kept = kept
+    @on_disk.setter
+    def on_disk(self, on_disk: bool) -> None:
+        self._on_disk = on_disk
 
     @property
-    def pictures(self) -> dict[str, Bytes]:
-        """The bytes of its images by digest, until they lie on disk."""
-        return self._pictures
+    def image_data(self) -> dict[str, Bytes]:
+        """The bytes of its images by digest, until they are written to disk."""
+        return self._image_data
 
     @property
     def image_bytes(self) -> int:
-        """Bytes its images take on disk, each once."""
+        """Bytes that its images take on disk, each counted once."""
         return sum({image.digest: image.bytes for image in self.images}.values())
 
     @property
     def stamp(self) -> tuple[int, int, int] | None:
-        """What tells the file it was read from or written to from a later one; None: there is none."""
+        """Identifies the version of its file that was last read or written; None: it has no file."""
         return self._stamp
 
     @stamp.setter
@@ -196,7 +200,7 @@ class HandoffRecord(BaseModel):
 
     @property
     def disk_bytes(self) -> int:
-        """Size of its file; of one that is not kept yet, what it will be."""
+        """Size of its file, or the size that its file will have."""
         return self._disk_bytes
 
     @disk_bytes.setter
@@ -205,52 +209,55 @@ class HandoffRecord(BaseModel):
 
     @property
     def guard(self) -> asyncio.Lock:
-        """Held in this process by who changes it."""
+        """The lock to hold while changing it in this process."""
         return self._guard
 
     @property
-    def holding(self) -> Holding:
-        """What it holds of the store."""
-        beside = self.image_bytes + self._disk_bytes
-        return Holding(self.tenant, self.pin, self.bytes + beside, beside)
+    def usage(self) -> Usage:
+        """How much of the store's budget it takes."""
+        non_kv = self.image_bytes + self._disk_bytes
+        return Usage(self.tenant, self.pin, self.bytes + non_kv, non_kv)
 
     @property
     def weight(self) -> int:
-        """Bytes it takes in memory, about."""
-        said = self.conversation.weight if self.conversation else 0
+        """Bytes that it takes in memory, about."""
+        messages = self.conversation.weight if self.conversation else 0
         return (
-            1024 + 4 * len(self.tokens) + max(said, self._said_bytes) + sum(map(len, self._pictures.values()))
+            1024
+            + 4 * len(self.tokens)
+            + max(messages, self._conversation_bytes)
+            + sum(map(len, self._image_data.values()))
         )
 
     def measure(self) -> None:
-        """Count what its messages take in memory."""
+        """Measure the memory that its messages take."""
         if self.conversation is not None:
-            self._said_bytes = _memory_of([self.conversation.messages, self.conversation.template])
+            self._conversation_bytes = _memory_of([self.conversation.messages, self.conversation.template])
 
     def prepare(self) -> None:
-        """Count what it will take on disk; of messages that take too much only their being is kept."""
+        """Measure the size that its file will have; a conversation that is too large is dropped."""
         if self.conversation is not None:
             try:
                 written = len(self.conversation.model_dump_json().encode())
-            except ValueError:  # half of a surrogate pair is no text
+            except ValueError:  # half of a surrogate pair cannot be written as UTF-8
                 written = MAX_CONVERSATION_BYTES + 1
             if written > MAX_CONVERSATION_BYTES:
-                self.conversation = Conversation(messages=[], torn=True)
+                self.conversation = Conversation(messages=[], text_only=True)
         self.measure()
         self._disk_bytes = len(self.model_dump_json().encode())
 
-    def show(self, images: Iterable[PlacedImage]) -> None:
-        """Take in the images of its context."""
+    def add_images(self, images: Iterable[PlacedImage]) -> None:
+        """Add the images of its context."""
         for image in images:
-            picture = image.picture
-            self._pictures[image.digest] = picture.data
+            client_image = image.image
+            self._image_data[image.digest] = client_image.data
             self.images.append(
                 StoredImage(
                     digest=image.digest,
-                    media_type=picture.media_type,
-                    width=picture.width,
-                    height=picture.height,
-                    bytes=len(picture.data),
+                    media_type=client_image.media_type,
+                    width=client_image.width,
+                    height=client_image.height,
+                    bytes=len(client_image.data),
                     offset=image.offset,
                     length=image.length,
                     target=list(image.target),
@@ -259,11 +266,11 @@ class HandoffRecord(BaseModel):
 
     @property
     def key(self) -> str:
-        """The key of its entry."""
+        """The key of its KV in the store."""
         return f"{scope_of(self.tenant)}/{self.id}"
 
     def public(self) -> dict[str, object]:
-        """Return what its owner is shown."""
+        """Return the handoff object that clients see."""
         shown = HandoffObject(
             id=self.id,
             state=self.state,
@@ -282,7 +289,7 @@ class HandoffRecord(BaseModel):
 
 
 def _memory_of(value: object) -> int:
-    """Bytes a JSON value takes in memory, with the values in it."""
+    """Return the bytes that a JSON value takes in memory, with the values in it."""
     total, waiting = 0, [value]
     while waiting:
         current = waiting.pop()
@@ -295,13 +302,10 @@ def _memory_of(value: object) -> int:
 
 
 def scope_of(tenant: str) -> str:
-    """A tenant's part of a store's keys."""
+    """Return the part of a store's keys that stands for a tenant."""
     return hashlib.sha256(tenant.encode()).hexdigest()[:SCOPE_LENGTH]
 
 
-def is_ours(key: str) -> bool:
-    """Whether a store's key is of a handoff, not of an engine that somebody runs without a gateway."""
+def is_handoff_key(key: str) -> bool:
+    """Return whether a store's key is a handoff's, not that of a plain vLLM without a gateway."""
     return len(key.partition("/")[0]) == SCOPE_LENGTH
-
-
-SCOPE_LENGTH = 32

@@ -1,4 +1,4 @@
-"""Rewrite an engine's replies to requests with handoffs: true usage, and no transfer parameters."""
+"""Rewrite an engine's replies to requests with handoffs: correct the usage, drop transfer parameters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ DONE = "data: [DONE]\n\n"
 def correct_reply(answer: Json, report: TransferReport) -> bool:
     """Correct an answer, or a chunk of one, in place; returns whether anything changed.
 
-    The engine's own transfer parameters name the store's key, which is not the client's business.
+    The engine's transfer parameters are dropped: they hold the store's key, which clients must not see.
     """
     stripped = answer.pop("kv_transfer_params", None) is not None
     return correct_usage(answer.get("usage"), report) or stripped
 
 
 def correct_usage(usage: object, report: TransferReport) -> bool:
-    """Correct `cached_tokens`: the engine counts what a failed load promised as cached; it was prefilled."""
+    """Correct `cached_tokens`: the engine counts tokens of a failed load as cached, but prefilled them."""
     if not report.lost or not isinstance(usage, dict):
         return False
     details = usage.get("prompt_tokens_details") or {}
@@ -29,7 +29,7 @@ def correct_usage(usage: object, report: TransferReport) -> bool:
 
 
 def prefix_hits(report: TransferReport) -> int:
-    """Return how many tokens were not prefilled."""
+    """Return how many tokens came from the cache and were not prefilled."""
     return max(0, report.cached - report.lost)
 
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class HandoffState(StrEnum):
-    """`pending -> ready`, or `pending -> failed`. An expired or deleted handoff has no state: it is gone."""
+    """A state: `pending -> ready` or `pending -> failed`. An expired or deleted handoff has no state."""
 
     PENDING = "pending"
     READY = "ready"

@@ -1,4 +1,4 @@
-"""What a handoff has outside this process: its record, its images, its KV. Everything here blocks."""
+"""Read, write and remove everything a handoff has on disk: record, images, KV. All calls block."""
 
 from __future__ import annotations
 
@@ -7,66 +7,78 @@ from dataclasses import dataclass
 import structlog
 
 from baton.engines.port import PlacedImage
-from baton.handoffs.image_files import ImageFiles
-from baton.handoffs.record import HandoffRecord, is_ours
-from baton.handoffs.repository import Edit, News, RecordFiles
+from baton.handoffs.image_store import ImageStore
+from baton.handoffs.record import HandoffRecord, is_handoff_key
+from baton.handoffs.repository import Edit, HandoffRepository, News
 from baton_kv.stores.base import EntryMissing, Store, StoreError
 
 ORPHANED_AFTER_S = 600.0
-"""An entry that has no record this long after its last use belongs to nobody."""
+"""An entry without a record is removed this long after its last use."""
 
 log = structlog.get_logger("baton.handoffs")
 
 
 @dataclass(frozen=True)
 class HandoffStorage:
-    """The three of them, so that what goes goes whole.
+    """Joins records, images and KV, so that a handoff is removed as a whole.
 
     Attributes:
-        store: the KV, which the connector writes; this side looks, pins and deletes.
-        files: the records.
+        store: the KV, which the connector writes; the gateway only looks, pins and deletes.
+        records: the records.
         images: the images of the contexts.
     """
 
     store: Store
-    files: RecordFiles
-    images: ImageFiles
+    records: HandoffRepository
+    images: ImageStore
 
     def find(self, handoff_id: str) -> HandoffRecord | None:
-        """A record that another gateway over the same store, or an earlier run, may have left."""
-        return self.files.read(handoff_id)
+        """Read a record that another gateway over the same store, or an earlier run, may have written."""
+        return self.records.read(handoff_id)
 
     def reread(self, record: HandoffRecord) -> HandoffRecord | None:
-        """A kept record as it is now: the same object if nobody changed it, None if it is gone."""
-        return self.files.reread(record)
+        """Read a saved record again.
+
+        Returns:
+            The same object if it did not change on disk; None if it was deleted.
+        """
+        return self.records.reread(record)
 
     def refresh(self) -> News:
-        """What other gateways over the store did since the last look."""
-        return self.files.refresh()
+        """Return what other gateways over the store changed since the last call."""
+        return self.records.refresh()
 
     def create(self, record: HandoffRecord, edit: Edit) -> bool:
-        """Keep a record as `edit` leaves it; whether it is kept."""
+        """Apply an edit to a new record and save it.
+
+        Returns:
+            Whether it was saved; if not, it exists in memory only.
+        """
         try:
             self.store.make_room(record.disk_bytes)
         except StoreError as error:
             log.warning("handoff_not_kept", reason=str(error))
-            self.files.alone(record, edit)
+            self.records.edit_unsaved(record, edit)
             return False
-        return self.files.create(record, edit)
+        return self.records.create(record, edit)
 
     def change(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
-        """Change a record, on disk if it is kept; as it is now, or None: another gateway deleted it."""
+        """Apply an edit to a record, on disk too if it is saved there.
+
+        Returns:
+            The record as it is then; None: another gateway deleted it.
+        """
         try:
-            if record.kept:
-                return self.files.update(record.id, edit)
-            self.files.alone(record, edit)
+            if record.on_disk:
+                return self.records.update(record.id, edit)
+            self.records.edit_unsaved(record, edit)
         except OSError as error:
             log.warning("handoff_not_kept", reason=error.strerror)
             edit(record, list)
         return record
 
     def kv_bytes(self, record: HandoffRecord) -> int:
-        """0: it is not there, or the store cannot be read."""
+        """Return the size of a handoff's KV; 0: it is not stored, or the store cannot be read."""
         try:
             with self.store.open(record.key) as reader:
                 return len(reader)
@@ -74,15 +86,15 @@ class HandoffStorage:
             return 0
 
     def all_bytes(self) -> int:
-        """Of every entry in the store.
+        """Return the bytes of all entries in the store.
 
         Raises:
-            StoreError: it cannot be read.
+            StoreError: the store cannot be read.
         """
         return self.store.size()
 
     def pin(self, record: HandoffRecord, pin: bool) -> bool:
-        """Pin the KV or unpin it; whether it is pinned then."""
+        """Pin a handoff's KV or unpin it; returns whether it is pinned then."""
         try:
             self.store.pin(record.key, pin)
         except StoreError as error:
@@ -91,45 +103,50 @@ class HandoffStorage:
         return pin
 
     def read_images(self, record: HandoffRecord) -> list[PlacedImage]:
-        """The images of a context, in order.
+        """Return the images of a handoff's context, in order.
 
         Raises:
-            HandoffImagesLost: one is not there any more, or not as it was.
+            HandoffImagesLost: an image is missing or has changed.
         """
         return self.images.read(record)
 
-    def beside_bytes(self) -> int:
-        """Bytes of all records and images, which are not KV.
+    def non_kv_bytes(self) -> int:
+        """Return the bytes of all records and images.
 
         Raises:
-            StoreError: they cannot be looked at.
+            StoreError: their folders cannot be read.
         """
         try:
-            return self.images.size() + self.files.size()
+            return self.images.size() + self.records.size()
         except OSError as error:
             raise StoreError(f"listing: {error.strerror}") from None
 
-    def keep_images(self, record: HandoffRecord) -> None:
-        """Put a context's images on disk. Where there is no room its life ends with this process."""
+    def save_images(self, record: HandoffRecord) -> None:
+        """Write a handoff's images to disk; without space for them the handoff ends with this process."""
         try:
             self.store.make_room(record.image_bytes)
         except StoreError as error:
             log.warning("handoff_images_not_kept", reason=str(error))
             return
-        self.images.keep(record)
+        self.images.save(record)
 
     def remove(self, record: HandoffRecord) -> None:
+        """Remove a handoff's record, images and KV."""
         try:
-            self.files.remove(record)
+            self.records.remove(record)
             self.images.remove(record)
             self.store.delete(record.key)
         except (OSError, StoreError) as error:
             log.warning("handoff_not_removed", reason=type(error).__name__)
 
     def remove_expired(self, record: HandoffRecord) -> HandoffRecord | None:
-        """Remove what is over here, unless another gateway gave it more: then as it is now."""
+        """Remove an expired handoff, unless another gateway has extended its lifetime.
+
+        Returns:
+            The extended record; None: the handoff was removed.
+        """
         try:
-            left = self.files.remove_expired(record)
+            left = self.records.remove_expired(record)
         except OSError as error:
             log.warning("handoff_not_removed", reason=type(error).__name__)
             return None
@@ -138,12 +155,12 @@ class HandoffStorage:
         return left
 
     def sweep_orphans(self) -> None:
-        """Take away what has no record."""
+        """Remove KV and images that have no record."""
         self.store.sweep(
-            wanted=lambda key: not is_ours(key) or self._is_kept(key.partition("/")[2]),
+            wanted=lambda key: not is_handoff_key(key) or self._is_saved(key.partition("/")[2]),
             older_than_s=ORPHANED_AFTER_S,
         )
-        self.images.sweep(wanted=self._is_kept, older_than_s=ORPHANED_AFTER_S)
+        self.images.sweep(wanted=self._is_saved, older_than_s=ORPHANED_AFTER_S)
 
-    def _is_kept(self, handoff_id: str) -> bool:
-        return self.files.exists(handoff_id)
+    def _is_saved(self, handoff_id: str) -> bool:
+        return self.records.exists(handoff_id)

@@ -1,1 +1,1 @@
-"""HTTP: the routes, and what stands between a socket and them. Nothing here imports vLLM."""
+"""HTTP: routes, middleware, validation and the pipeline of a request. Nothing here imports vLLM."""

@@ -1,4 +1,4 @@
-"""What kind of answer a client wants, by its `Accept` header (RFC 9110, section 12.5.1)."""
+"""Choose the media type of an answer by the `Accept` header (RFC 9110, section 12.5.1)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ JSON = "application/json"
 ZIP = "application/zip"
 ANYTHING = "*/*"
 Wanted: TypeAlias = list[tuple[str, float]]
-"""Media ranges with their weights, as they stand in the header."""
+"""Media ranges with their weights, in the order of the header."""
 
 
 def wanted_types(headers: Headers) -> Wanted:
-    """The media ranges of `Accept` without their parameters; none given: anything."""
+    """Return the media ranges of `Accept` without parameters; without the header, `*/*`."""
     parts = ",".join(headers.getlist("accept")).split(",")
     return [(name, weight) for name, weight in map(_weighed, parts) if name] or [(ANYTHING, 1.0)]
 
 
 def names_of(wanted: Wanted) -> list[str]:
-    """The ranges that are wanted at all, the favourite first."""
+    """Return the media ranges with a weight above 0, the most wanted first."""
     return [name for name, weight in sorted(wanted, key=lambda item: -item[1]) if weight > 0]
 
 
@@ -38,8 +38,16 @@ def _weighed(part: str) -> tuple[str, float]:
 
 
 def chosen(wanted: Wanted, offered: Sequence[str]) -> str | None:
-    """The offered media type with the greatest weight; among equals what the header names first, then what is
-    offered first. None: none is wanted.
+    """Choose the offered media type with the greatest weight.
+
+    Among equals, the first of the header wins, then the first that is offered.
+
+    Returns:
+        None: the client accepts none of them.
+
+    Example:
+        >>> chosen([("image/*", 1.0), ("application/json", 0.5)], ["application/json", "image/tiff"])
+        'image/tiff'
     """
     ranked = [(*_rank(wanted, media_type), media_type) for media_type in offered]
     best = min(ranked, key=lambda item: (-item[0], item[1]), default=None)
@@ -47,7 +55,7 @@ def chosen(wanted: Wanted, offered: Sequence[str]) -> str | None:
 
 
 def _rank(wanted: Wanted, media_type: str) -> tuple[float, int]:
-    """Weight and place of the range that says most precisely what `media_type` is worth."""
+    """Return the weight and position of the most specific range that matches `media_type`."""
     main = media_type.partition("/")[0]
     for precise in (media_type, f"{main}/*", ANYTHING):
         for place, (name, weight) in enumerate(wanted):

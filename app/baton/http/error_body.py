@@ -1,4 +1,4 @@
-"""Write an error as clients read it: an answer, its JSON body, or the last event of a stream."""
+"""Write an error for the client: as a response, its JSON body, or the last event of a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANTHROPIC_PATHS = ("/v1/messages",)
 
 
 def error_response(error: BatonError, scope: Scope) -> Response:
-    """Return the answer to an error, and note the error for metrics and log."""
+    """Return the response to an error, and note the error for metrics and log."""
     state_of(scope).error = error
     response = JSONResponse(error_body(error, scope), status_code=error.status)
     if error.retry_after_s is not None:
@@ -30,7 +30,7 @@ def error_body(error: BatonError, scope: Scope) -> dict[str, object]:
     """Return the JSON body of an error, with this request's id."""
     body: dict[str, object] = error.body(state_of(scope).context.request_id)
     if scope["path"].startswith(ANTHROPIC_PATHS):
-        # Anthropic's SDKs look for this; the rest of the shape is the same.
+        # Anthropic's SDKs need this field; the rest of the shape is the same.
         body = {"type": "error", **body}
     return body
 

@@ -1,7 +1,7 @@
-"""`then` of `POST /pooling`: a chat model is shown what a plugin made of the data, and asked about it.
+"""The `follow_up` of `POST /pooling`: ask a chat model about what a plugin made of the data.
 
-One request, two results. The plugin says what there is to see, in words and, if it likes, with a picture; a
-model that takes no images gets the words alone.
+One request, two results. The plugin describes its result in text and, if it likes, with a picture; a model
+that takes no images gets the text alone.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from baton.http.error_body import error_body
 from baton.http.pipeline import ask
 from baton.http.request_body import in_a_thread
 from baton.http.state import Gateway
-from baton.pooling.processor import Exhibit
+from baton.pooling.values import Description
 
-FIELD = "then"
+FIELD = "follow_up"
+OLD_FIELD = "then"
 
 
 @dataclass(frozen=True)
-class Then:
-    """What is to be asked when the plugin is done.
+class FollowUp:
+    """A chat request that is sent when the plugin is done.
 
     Attributes:
-        engine: of the chat.
-        body: of the chat request, without what will be shown.
+        engine: the chat model's engine.
+        body: the chat request, without the description of the plugin's result.
     """
 
     engine: Engine
@@ -40,84 +41,115 @@ class Then:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What came of it: the chat's answer or its error, and the headers that belong to it."""
+class FollowUpAnswer:
+    """The answer to a follow-up.
+
+    Attributes:
+        body: the chat's answer, or its error.
+        headers: the `x-` headers of that answer.
+    """
 
     body: Json
     headers: Mapping[str, str]
 
 
-def take_then(gateway: Gateway, body: Json) -> Then | None:
-    """Take the `then` field out of a body.
+def refuse_old_name(body: Json) -> None:
+    """Refuse a body that uses the field's former name.
 
     Raises:
-        InvalidRequest: it is no chat request; `param` names the field.
-        ModelNotFound: there is no such model.
-        OperationUnsupported: its model belongs to a plugin.
+        InvalidRequest: the body has `then`.
     """
+    if OLD_FIELD in body:
+        raise InvalidRequest(f"'{OLD_FIELD}' is called '{FIELD}' now: rename the field.", param=OLD_FIELD)
+
+
+def take_follow_up(gateway: Gateway, body: Json) -> FollowUp | None:
+    """Remove the `follow_up` field from a body and check it.
+
+    Returns:
+        The follow-up; None where the body has none.
+
+    Raises:
+        InvalidRequest: the field is no chat request, which `param` places, or has its former name.
+        ModelNotFound: no engine has the name that `follow_up.model` gives.
+        OperationUnsupported: the model of the follow-up belongs to a plugin.
+    """
+    refuse_old_name(body)
     given = body.pop(FIELD, None)
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise InvalidRequest("'then' must be an object: the body of a chat request.", param=FIELD)
-    if given.get("stream"):
-        raise InvalidRequest("Both results come back as one: 'then' cannot stream.", param="then.stream")
-    if _first_of_user(given) is None:
-        raise InvalidRequest(
-            "'then.messages' must be a list with a message of the user's.", param="then.messages"
-        )
-    _require_content(given["messages"])
-    if not isinstance(given.get("model"), str):
-        raise InvalidRequest("'then.model' must name the model to ask.", param="then.model")
+        raise InvalidRequest(f"'{FIELD}' must be an object: the body of a chat request.", param=FIELD)
+    _require_chat(given)
     engine = gateway.fleet.pick(given["model"])
     if engine.plugin is not None:
         raise OperationUnsupported(
-            f"The model '{engine.name}' belongs to the plugin '{engine.plugin.name}' and chats with nobody.",
-            param="then.model",
+            f"'{FIELD}.model' must name a chat model: '{engine.name}' belongs to the plugin "
+            f"'{engine.plugin.name}'.",
+            param=f"{FIELD}.model",
         )
-    return Then(engine, given)
+    return FollowUp(engine, given)
 
 
-async def tell(request: Request, then: Then, exhibit: Exhibit) -> Told:
-    """Ask the chat model about what the plugin shows.
+def _require_chat(given: Json) -> None:
+    if given.get("stream"):
+        raise InvalidRequest(
+            f"'{FIELD}' cannot stream, because both results come back in one answer: leave "
+            f"'{FIELD}.stream' out.",
+            param=f"{FIELD}.stream",
+        )
+    if _first_of_user(given) is None:
+        raise InvalidRequest(
+            f"'{FIELD}.messages' must be a list with at least one message of the role 'user'.",
+            param=f"{FIELD}.messages",
+        )
+    _require_content(given["messages"])
+    if not isinstance(given.get("model"), str):
+        raise InvalidRequest(f"'{FIELD}.model' must name the model to ask.", param=f"{FIELD}.model")
 
-    Its failure is not the plugin's: the result that is there already comes back beside the error.
+
+async def ask_follow_up(request: Request, follow_up: FollowUp, description: Description) -> FollowUpAnswer:
+    """Ask the chat model about the plugin's result.
+
+    A chat that fails does not fail the request: its error comes back beside the plugin's result.
     """
+    takes_images = follow_up.engine.images.limit > 0
     body = await in_a_thread(
-        request, partial(shown, then.body, exhibit, pictures=then.engine.images.limit > 0)
+        request, partial(with_description, follow_up.body, description, takes_images=takes_images)
     )
     try:
-        response = await ask(request, then.engine, Operation.CHAT, body)
+        response = await ask(request, follow_up.engine, Operation.CHAT, body)
     except BatonError as error:
-        return Told(error_body(error, request.scope), {})
+        return FollowUpAnswer(error_body(error, request.scope), {})
     answer: Json = json.loads(bytes(response.body))
-    return Told(answer, {name: value for name, value in response.headers.items() if name.startswith("x-")})
+    headers = {name: value for name, value in response.headers.items() if name.startswith("x-")}
+    return FollowUpAnswer(answer, headers)
 
 
-def shown(body: Json, exhibit: Exhibit, *, pictures: bool) -> Json:
-    """The chat request with what the plugin shows before the user's first message.
+def with_description(body: Json, description: Description, *, takes_images: bool) -> Json:
+    """Return the chat request with the description before the user's first message.
 
     Args:
-        body: of the chat request; not changed.
-        exhibit: what is shown.
-        pictures: the model takes them.
+        body: the chat request; not changed.
+        description: of the plugin's result.
+        takes_images: whether the chat model takes images; its picture is left out otherwise.
     """
     place = _first_of_user(body)
-    assert place is not None  # `take_then` has seen to it
+    assert place is not None  # `take_follow_up` has checked it
     messages = list(body["messages"])
-    content = messages[place].get("content")
-    messages[place] = messages[place] | {"content": _with_exhibit(content, exhibit, pictures=pictures)}
+    content = _described(messages[place].get("content"), description, takes_images=takes_images)
+    messages[place] = messages[place] | {"content": content}
     return body | {"messages": messages}
 
 
-def _with_exhibit(content: Any, exhibit: Exhibit, *, pictures: bool) -> Any:
-    words = exhibit.words + "\n"
-    picture = exhibit.picture if pictures else None
+def _described(content: Any, description: Description, *, takes_images: bool) -> Any:
+    text = description.text + "\n"
+    picture = description.picture if takes_images else None
     if picture is None and not isinstance(content, list):
-        return words + (content or "")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": words + (content or "")}]
+        return text + (content or "")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": text + (content or "")}]
     if isinstance(content, list):
-        parts = [{"type": "text", "text": words}, *parts]
+        parts = [{"type": "text", "text": text}, *parts]
     if picture is not None:
         media_type, data = picture
         url = f"data:{media_type};base64,{base64.b64encode(data).decode('ascii')}"
@@ -129,7 +161,7 @@ def _require_content(messages: list[Any]) -> None:
     for number, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else 0
         if not isinstance(content, str | list | None):
-            where = f"then.messages[{number}]"
+            where = f"{FIELD}.messages[{number}]"
             raise InvalidRequest(
                 f"'{where}' must be a message whose content is text or a list of parts.", param=where
             )

@@ -1,4 +1,4 @@
-"""The media types of request bodies."""
+"""Recognise the media types of request bodies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UPLOAD_TYPES = frozenset(
         "image/webp",
     }
 )
-"""Bodies of `POST /pooling` that are a file as it is, not JSON."""
+"""Media types of `POST /pooling` whose body is a file, not JSON."""
 
 
 def media_type_of(request: Request) -> str:

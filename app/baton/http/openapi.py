@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, with vLLM's full schemas in the operations that vLLM answers."""
+"""Build the OpenAPI document: FastAPI's, with vLLM's full schemas for the operations that engines answer."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from baton.http.routes.forwarded import FORWARDED
 
 PATHS = {route.path: route.operation for route in FORWARDED} | {"/pooling": Operation.POOLING}
 PACKED = (Operation.EMBEDDINGS, Operation.POOLING)
-"""These may answer in bytes."""
+"""Operations that may answer in bytes."""
 STREAMING = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES)
 OPERATION_ERRORS = {
     "400": "The request, or an image in it, is not valid; `param` names the field.",
-    "404": "No such model.",
-    "408": "The body came too slowly.",
+    "404": "There is no such model, or no handoff with this id.",
+    "408": "The request came too slowly.",
     "413": "The body is too large.",
-    "415": "The body is not sent as JSON, or compressed.",
+    "415": "The body is not JSON, or is compressed.",
     "422": "A part of the request could not be processed.",
-    "429": "The tenant asks too much; see `Retry-After`.",
+    "429": "The tenant's limit is reached; see `Retry-After`.",
     "500": "The engine failed on this request.",
-    "503": "The engine is starting, overloaded or down, or memory is short; see `Retry-After`.",
+    "503": "The engine is starting, overloaded or down, or the server is short of memory; see `Retry-After`.",
 }
-HANDOFF_ERRORS = {"409": "The handoff is pending or of another model, or too much is pinned."}
+HANDOFF_ERRORS = {"409": "The handoff is pending or of another model, or too much is pinned already."}
 HANDOFF_MODELS: dict[str, type[BaseModel]] = {
     "BatonHandoffObject": HandoffObject,
     "BatonHandoffList": HandoffList,
     "BatonHandoff": options.HandoffOptions,
     "BatonNewHandoff": options.NewHandoff,
-    "BatonHandoffChanges": options.Changes,
+    "BatonHandoffChanges": options.HandoffChanges,
 }
 ANSWERS = (HandoffObject, HandoffList)
 HANDOFF_BODIES = {"post": "BatonNewHandoff", "patch": "BatonHandoffChanges"}
@@ -50,13 +50,13 @@ UPLOAD_PARAMETERS = [
     {
         "name": "model",
         "in": "query",
-        "description": "Of a file sent as it is: the model; the plugin's own options stand beside it.",
+        "description": "For a body that is a file: the model. The plugin's options are further parameters.",
         "schema": {"type": "string"},
     },
     {
         "name": "priority",
         "in": "query",
-        "description": "As in vLLM; taken, and not acted on.",
+        "description": "Accepted as in vLLM, and ignored.",
         "schema": {"type": "integer"},
     },
 ]
@@ -66,35 +66,38 @@ PLUGIN_ANSWER: dict[str, Any] = {
     "properties": {
         "request_id": {"type": "string"},
         "created_at": {"type": "integer"},
-        "data": {"description": "The plugin's own."},
-        "then": {"type": "object", "description": "What the chat model of `then` answered, or its error."},
+        "data": {"description": "The plugin's result."},
+        "follow_up": {
+            "type": "object",
+            "description": "The answer of the chat model that `follow_up` names, or its error.",
+        },
     },
 }
-THEN = {
+FOLLOW_UP = {
     "type": "object",
     "properties": {
-        "then": {"type": "object", "description": "A chat request about what the plugin's result shows."}
+        "follow_up": {"type": "object", "description": "A chat request about the plugin's result."}
     },
 }
 PROMPT_IMAGES: dict[str, Any] = {
     "type": "object",
     "properties": {
         "images": {
-            "description": "The images of the prompt, which has a place for each.",
+            "description": "The images of the prompt, which has one placeholder for each.",
             "type": "array",
-            "items": {"type": "string", "description": "A data: URL, or an address that may be fetched."},
+            "items": {"type": "string", "description": "A data: URL, or a URL that may be fetched."},
         }
     },
 }
 PLUGIN_ERRORS = {
-    "406": "The plugin makes nothing of a kind that `Accept` names.",
+    "406": "The plugin cannot answer with a media type that `Accept` names.",
     "504": "The plugin took too long.",
 }
 REFUSALS = {
     "401": "A valid API key is needed.",
-    "421": "The gateway is not known as the host that the request names.",
+    "421": "The gateway does not answer under the host that the request names.",
 }
-FOREIGN_PAGE = {"403": "A gateway without keys: a page of another site sent the request."}
+FOREIGN_PAGE = {"403": "The gateway has no API keys, and a web page of another site sent the request."}
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -113,7 +116,7 @@ ERROR_SCHEMA: dict[str, Any] = {
     },
 }
 EVENT_SCHEMA: dict[str, Any] = {
-    "description": "One server-sent event; `data` is a chunk as JSON, or `[DONE]`.",
+    "description": "A server-sent event; `data` is a chunk as JSON, or `[DONE]`.",
     "type": "object",
     "required": ["data"],
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -127,7 +130,7 @@ def _vllm_schemas() -> dict[str, Any]:
 
 
 def install(app: FastAPI) -> None:
-    """Let `app` answer `/openapi.json` with the full document, made at the first question."""
+    """Let `app` serve the full document at `/openapi.json`; it is built at the first request."""
 
     @cache
     def document() -> dict[str, Any]:
@@ -164,7 +167,7 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
             if path in PATHS:
                 _describe(operation, PATHS[path], vllm["operations"][PATHS[path].value])
             elif "{" in path:
-                _add_errors(responses, {"404": "There is none."})
+                _add_errors(responses, {"404": "There is nothing with this name or id."})
             if path.startswith("/v1/handoffs"):
                 _describe_handoffs(path, method, operation)
 
@@ -190,13 +193,13 @@ def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any
 
 
 def _describe_plugins(operation: dict[str, Any], content: dict[str, Any]) -> None:
-    """What `/pooling` takes and gives where an IO processor plugin does the work."""
+    """Describe requests and answers of `/pooling` with an IO processor plugin."""
     content["application/json"] = {
         "schema": {"anyOf": [content["application/json"]["schema"], PLUGIN_ANSWER]}
     }
     content |= dict.fromkeys(("image/*", "application/zip"), BINARY)
     taken = operation["requestBody"]["content"]
-    taken["application/json"] = {"schema": {"allOf": [taken["application/json"]["schema"], THEN]}}
+    taken["application/json"] = {"schema": {"allOf": [taken["application/json"]["schema"], FOLLOW_UP]}}
     taken |= dict.fromkeys(sorted(UPLOAD_TYPES), BINARY)
     operation["parameters"] = UPLOAD_PARAMETERS
     _add_errors(operation["responses"], PLUGIN_ERRORS)
@@ -204,11 +207,11 @@ def _describe_plugins(operation: dict[str, Any], content: dict[str, Any]) -> Non
 
 def _describe_handoffs(path: str, method: str, operation: dict[str, Any]) -> None:
     responses = operation["responses"]
-    _add_errors(responses, {"400": OPERATION_ERRORS["400"], "404": "There is no such handoff."})
+    _add_errors(responses, {"400": OPERATION_ERRORS["400"], "404": "There is no handoff with this id."})
     name = "BatonHandoffList" if method == "get" and "{" not in path else "BatonHandoffObject"
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     if method == "post":
-        responses["202"] = {"description": "Not there yet; ask `GET` for its state."}
+        responses["202"] = {"description": "The handoff is still pending; `GET` returns its state."}
     for status in ("200", "201", "202"):
         if status in responses:
             responses[status]["content"] = content

@@ -1,4 +1,4 @@
-"""One request, from its body to its answer: the same few steps for every operation."""
+"""Carry out a request, from its body to its answer, in the same steps for every operation."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from baton.engines.port import Engine, Operation, StreamReply
 from baton.errors import BatonError
 from baton.handoffs.options import require_latent, take_options
 from baton.http.request_body import in_a_thread, off_the_loop, read_json
-from baton.http.request_images import completed, take_pictures
+from baton.http.request_images import completed, take_images
 from baton.http.request_state import context_of, state_of
 from baton.http.sse import event_stream
 from baton.http.state import Gateway, gateway_of
 from baton.http.validation.constraints import require_moderate
-from baton.http.validation.field_limits import check_caps
+from baton.http.validation.field_limits import check_field_limits
 from baton.http.validation.steering import ARGUMENTS, strip_arguments, strip_steering
 from baton.telemetry.ids import RequestContext
 
 GENERATING = frozenset({Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES})
-"""What an engine compiles schemas for."""
+"""Operations for which an engine compiles schemas."""
 SMALL_SCHEMAS = 8 * 1024
-"""Bytes of a body whose schemas are counted on the event loop; counting costs more than parsing."""
+"""Largest body, in bytes, whose schemas are measured on the event loop; larger ones go to a thread."""
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]
-"""What one route alone does to a body before an engine sees it; raises `InvalidRequest`."""
+"""Changes a body before an engine sees it, for one route; raises `InvalidRequest`."""
 
 
 def unchanged(body: dict[str, Any]) -> dict[str, Any]:
-    """Prepare nothing."""
+    """Return the body unchanged."""
     return body
 
 
 async def answer(request: Request, operation: Operation, prepare: Prepare = unchanged) -> Response:
-    """Read the body, pick the engine its `model` names, let it work, send what comes.
+    """Read the body, call the engine that its `model` names, and return the answer.
 
-    A client that goes away before the answer begins ends the work; after that the answer's own
-    stream watches for it.
+    The engine's work is cancelled when the client disconnects: here until the answer begins, and by the
+    response itself after that.
     """
     admit(request)
     body = await read_json(request, gateway_of(request).settings.limits)
@@ -49,10 +49,10 @@ async def answer(request: Request, operation: Operation, prepare: Prepare = unch
 
 
 def admit(request: Request) -> None:
-    """Count a request for its tenant, before its body is read.
+    """Count a request against its tenant's limits, before its body is read.
 
     Raises:
-        RateLimited: the tenant has too many requests under way, or made too many lately.
+        RateLimited: the tenant has too many requests at once, or in the last minute.
     """
     state = state_of(request.scope)
     gateway_of(request).admission.admit(state.ticket, state.context.tenant)
@@ -62,7 +62,7 @@ async def take_place(request: Request, engine: Engine) -> Ticket:
     """Wait for a place at an engine; the returned ticket holds it.
 
     Raises:
-        EngineOverloaded: too many requests wait already, or the turn did not come in time.
+        EngineOverloaded: too many requests wait already, or the wait took too long.
     """
     state = state_of(request.scope)
     await gateway_of(request).admission.enter(state.ticket, state.context.tenant, engine.name)
@@ -70,15 +70,15 @@ async def take_place(request: Request, engine: Engine) -> Ticket:
 
 
 async def check(request: Request, body: dict[str, Any]) -> None:
-    """Drop the fields that would steer an engine, and refuse a body that asks for too much of anything.
+    """Drop the fields that would steer an engine, and refuse a body above a field's limit.
 
     Raises:
-        InvalidRequest: it asks for too much; `param` names the field.
+        InvalidRequest: a field is above its limit; `param` names it.
     """
     strip(request, body)
     gateway = gateway_of(request)
     limits = gateway.settings.limits
-    await off_the_loop(request, partial(check_caps, body, limits))
+    await off_the_loop(request, partial(check_field_limits, body, limits))
     if dropped := strip_arguments(body, limits.xargs):
         gateway.metrics.stripped.labels(ARGUMENTS).inc(dropped)
 
@@ -92,7 +92,7 @@ def strip(request: Request, body: dict[str, Any]) -> None:
 async def operate(
     request: Request, operation: Operation, body: dict[str, Any], prepare: Prepare = unchanged
 ) -> Response:
-    """The same for a request that counts for its tenant, and whose body has been read."""
+    """Answer a request that was admitted and whose body has been read."""
     gateway = gateway_of(request)
     await check(request, body)
     body = prepare(body)
@@ -103,7 +103,7 @@ async def operate(
 
 
 async def ask(request: Request, engine: Engine, operation: Operation, body: dict[str, Any]) -> Response:
-    """Ask a second engine within a request, one whose body came inside that of another.
+    """Call a second engine within a request, for a body that came inside the request's own.
 
     Raises:
         BatonError: as for a request of its own.
@@ -122,29 +122,28 @@ async def _respond(
     context: RequestContext,
 ) -> Response:
     if operation in GENERATING:
-        judge = partial(require_moderate, body, gateway.settings.limits)
+        measure = partial(require_moderate, body, gateway.settings.limits)
         small = len(await request.body()) <= SMALL_SCHEMAS
-        constraints = judge() if small else await in_a_thread(request, judge)
+        constraints = measure() if small else await in_a_thread(request, measure)
         await gateway.compiler.require(constraints, context.tenant)
     options = take_options(body, engine, operation)
-    pictures = await take_pictures(request, engine, operation, body)
+    images = await take_images(request, engine, operation, body)
     source = None
     if options is not None:
         require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
-    if (
-        options is not None and options.source
-    ):  # waited for before there is a place: its own request may need one
+    # A pending source is waited for before this request takes a place: its own request may need the place.
+    if options is not None and options.source:
         source = await gateway.handoffs.source(options.source, engine, context.tenant)
     ticket = await take_place(request, engine)
     if options is not None:
-        session = await gateway.sessions.open(engine, operation, body, context, options, source, pictures)
+        session = await gateway.sessions.open(engine, operation, body, context, options, source, images)
         reply = await session.run(operation, body)
-    elif operation is Operation.COMPLETIONS and pictures:
-        reply = await completed(engine, body, context, pictures)
+    elif operation is Operation.COMPLETIONS and images:
+        reply = await completed(engine, body, context, images)
     else:
         reply = await engine.call(operation, body, context)
     if not isinstance(reply, StreamReply):
-        ticket.leave_engine()  # however slowly the client reads
+        ticket.leave_engine()  # a slow reader need not hold it
         return Response(reply.body, media_type=reply.media_type, headers=dict(reply.headers))
     seconds = gateway.settings.edge.keep_alive_s
     return await event_stream(
@@ -153,7 +152,7 @@ async def _respond(
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Do the work, and end it when the client goes away. The body has been read by now."""
+    """Do the work, and cancel it when the client disconnects. The body must have been read before."""
     working = asyncio.current_task()
     assert working is not None
     gone = False
@@ -171,7 +170,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> 
     except (asyncio.CancelledError, BatonError):
         if not gone:
             raise
-        working.uncancel()  # it was ours, and has done its work; vLLM may have swallowed it
+        working.uncancel()  # the cancellation was ours, and is done; vLLM may have swallowed it
         raise ClientDisconnect() from None
     finally:
         watching.cancel()

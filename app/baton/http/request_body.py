@@ -1,4 +1,4 @@
-"""Read a request's body, and do work that takes as long as a body is large outside the event loop."""
+"""Read a request's body as JSON; work on large bodies runs in threads."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from baton.telemetry.queues import QueueMetrics
 Done = TypeVar("Done")
 
 THREADS = 4
-"""They share one interpreter, so more of them would do no more."""
+"""More would not be faster, because they share one interpreter lock."""
 RETRY_AFTER_S = 5
 
 
 def body_threads(metrics: QueueMetrics, wait_s: float) -> FairThreads:
-    """The threads of one gateway for large bodies.
+    """Create the threads of one gateway for large bodies.
 
     Args:
-        metrics: counts who waits.
-        wait_s: seconds a body may wait for one.
+        metrics: counts waiting requests.
+        wait_s: seconds a body may wait for a thread.
     """
     limits = QueueLimits(THREADS, wait_s=wait_s)
     return FairThreads(watched_queue(limits, _no_thread, metrics, "bodies"), "baton-body")
@@ -40,9 +40,9 @@ async def read_json(request: Request, limits: LimitSettings) -> dict[str, Any]:
     """Return the body as a JSON object.
 
     Raises:
-        UnsupportedMediaType: it is not sent as JSON.
-        InvalidJson: it is no JSON by RFC 8259, or no object.
-        InvalidRequest: it holds too much, or is nested too deep.
+        UnsupportedMediaType: the media type is not JSON.
+        InvalidJson: the body is not JSON by RFC 8259, or not an object.
+        InvalidRequest: the body holds too many values, or is nested too deep.
     """
     media_type = media_type_of(request)
     if media_type != "application/json" and not media_type.endswith("+json"):
@@ -52,10 +52,10 @@ async def read_json(request: Request, limits: LimitSettings) -> dict[str, Any]:
 
 
 async def off_the_loop(request: Request, work: Callable[[], Done]) -> Done:
-    """Do what takes as long as the request's body is large: at once for a small one, else in a thread.
+    """Do work on a request's body: at once if the body is small, otherwise in a thread.
 
     Raises:
-        GatewayOverloaded: no thread came free in time.
+        GatewayOverloaded: no thread became free in time.
     """
     if is_small(await request.body()):
         return work()
@@ -63,15 +63,15 @@ async def off_the_loop(request: Request, work: Callable[[], Done]) -> Done:
 
 
 async def in_a_thread(request: Request, work: Callable[[], Done]) -> Done:
-    """Do work whose size the request's body does not tell in one of the threads for large bodies.
+    """Do work in one of the threads for large bodies.
 
     Raises:
-        GatewayOverloaded: no thread came free in time.
+        GatewayOverloaded: no thread became free in time.
     """
     return await gateway_of(request).body_threads.run(context_of(request).tenant, work)
 
 
 def _no_thread(_waited_s: float | None) -> BatonError:
     return GatewayOverloaded(
-        "Too many large bodies wait to be worked on already; try again shortly.", retry_after_s=RETRY_AFTER_S
+        "Too many large request bodies wait already; try again shortly.", retry_after_s=RETRY_AFTER_S
     )

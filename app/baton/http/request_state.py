@@ -1,4 +1,4 @@
-"""What the gateway notes about one request, from its first byte to its line in the access log."""
+"""Define what the gateway knows about one request while it runs, until its line in the access log."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from baton.errors import BatonError
 from baton.telemetry.ids import RequestContext
 
 KEY = "baton"
-"""Where it lies in the ASGI scope; no other file reads it there."""
+"""Its key in the ASGI scope, which no other file reads."""
 
 
 @dataclass(slots=True)
 class RequestState:
-    """The notes on one request.
+    """The state of one request.
 
     Attributes:
-        context: who asks, and under which ids.
-        ticket: the places it was admitted to.
-        model: the engine that works on it, by name; None until one is picked.
-        error: what it was answered with, where that is an error.
+        context: the client and the request's ids.
+        ticket: the places that it holds in the admission queues.
+        model: name of the engine that answers it; None until one is picked.
+        error: the error that it was answered with, if any.
     """
 
     context: RequestContext
@@ -32,17 +32,17 @@ class RequestState:
     error: BatonError | None = None
 
     def attach(self, scope: Scope) -> None:
-        """Make it the state of the request that has this scope."""
+        """Store this state in the scope of its request."""
         scope[KEY] = self
 
 
 def state_of(scope: Scope) -> RequestState:
-    """Return the state of the request that has this scope."""
+    """Return the state of the request with this scope."""
     state = scope[KEY]
     assert isinstance(state, RequestState)
     return state
 
 
 def context_of(request: Request) -> RequestContext:
-    """Return who sent a request, and under which ids."""
+    """Return the client and the ids of a request."""
     return state_of(request.scope).context

@@ -1,4 +1,4 @@
-"""Server-sent events on their way out."""
+"""Stream server-sent events to a client, with keep-alive comments."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from baton.http.error_body import error_event
 from baton.telemetry.metrics import GatewayMetrics
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""No proxy on the way may hold events back."""
+"""Headers that stop proxies from buffering events."""
 KEEP_ALIVE = ": keep-alive\n\n"
-"""A comment: clients skip it (HTML standard, section 9.2.6), proxies see that the answer goes on."""
+"""A comment: clients skip it (HTML standard, section 9.2.6), and proxies do not time out."""
 
 
 async def event_stream(
@@ -27,19 +27,19 @@ async def event_stream(
     *,
     keep_alive_s: float,
 ) -> EventStream:
-    """Wait for the first event, so that a failure before it has its own status; then answer.
+    """Wait for the first event, so that a failure before it is answered with its own status; then stream.
 
-    After `keep_alive_s` without an event the answer begins with a comment, and a failure is its last event.
+    After `keep_alive_s` without an event the response begins with a comment, and a failure is its last event.
 
     Args:
-        events: of the answer; they are ended if it does not come to one.
-        scope: the request's.
-        metrics: where a client that goes away is counted.
-        headers: of this answer.
-        keep_alive_s: seconds of silence before each comment; 0: none is sent.
+        events: the events; they are closed if no response begins.
+        scope: of the request.
+        metrics: where clients that disconnect are counted.
+        headers: of the response.
+        keep_alive_s: seconds of silence before each comment; 0: no comments.
 
     Raises:
-        BatonError: the work failed before its first event.
+        BatonError: the engine failed before the first event.
     """
     first = asyncio.ensure_future(_first_of(events))
     try:
@@ -60,7 +60,7 @@ async def _first_of(events: AsyncIterator[str]) -> str:
 
 
 async def _end(first: asyncio.Future[str], events: AsyncIterator[str]) -> None:
-    """End the work behind the events, wherever it is."""
+    """Cancel the work that makes the events."""
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     close = getattr(events, "aclose", None)
@@ -69,15 +69,15 @@ async def _end(first: asyncio.Future[str], events: AsyncIterator[str]) -> None:
 
 
 class EventStream(StreamingResponse):
-    """The answer to a streaming request.
+    """The response to a streaming request.
 
     Args:
-        first: its first event, which may be yet to come.
+        first: the first event, which may not have come yet.
         rest: the events after it.
-        scope: the request's.
-        metrics: where a client that goes away is counted.
-        headers: of this answer.
-        keep_alive_s: seconds of silence before each comment; 0: none is sent.
+        scope: of the request.
+        metrics: where clients that disconnect are counted.
+        headers: of the response.
+        keep_alive_s: seconds of silence before each comment; 0: no comments.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ async def _events(
 
 
 class KeptAlive:
-    """An answer on its way, and a comment whenever nothing of it was sent for a while.
+    """Sends a response, with a comment whenever nothing was sent for a while.
 
     Args:
-        send: takes the answer's messages.
+        send: sends the response's ASGI messages.
         seconds: of silence before a comment.
     """
 
@@ -143,7 +143,7 @@ class KeptAlive:
         self._comments: asyncio.Task[None] | None = None
 
     async def send(self, message: Message) -> None:
-        """Send a message of the answer; comments go between the first and the last."""
+        """Send a message of the response; comments are sent only between the first and the last one."""
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.close()
         await self._send(message)
@@ -152,7 +152,7 @@ class KeptAlive:
             self._comments = asyncio.create_task(self._comment())
 
     def close(self) -> None:
-        """Send no more comments."""
+        """Stop sending comments."""
         if self._comments is not None:
             self._comments.cancel()
 

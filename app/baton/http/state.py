@@ -1,4 +1,4 @@
-"""The parts of one running gateway, as every route reaches them."""
+"""Give every route access to the services of the running gateway."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet
 from baton.handoffs.service import Handoffs
-from baton.handoffs.session import Sessions
+from baton.handoffs.sessions import Sessions
 from baton.http.middleware.drain import Drain
 from baton.http.validation.trial_compile import TrialCompiler
-from baton.images.reading import ImageReading
-from baton.pooling.runner import Pooling
+from baton.images.reader import ImageReader
+from baton.pooling.service import Pooling
 from baton.telemetry.metrics import GatewayMetrics
 
 
 @dataclass(frozen=True)
 class Gateway:
-    """The parts of one gateway, joined in `server.create_app`."""
+    """The services of one gateway, created in `server.create_app`."""
 
     settings: Settings
     fleet: Fleet
@@ -31,13 +31,13 @@ class Gateway:
     pooling: Pooling
     drain: Drain
     admission: Admission
-    images: ImageReading
+    images: ImageReader
     body_threads: FairThreads
     compiler: TrialCompiler
 
 
 def gateway_of(request: Request) -> Gateway:
-    """Return the gateway that a request came to."""
+    """Return the gateway that a request was sent to."""
     gateway = request.app.state.gateway
     assert isinstance(gateway, Gateway)
     return gateway

@@ -23,7 +23,7 @@ from baton.http.state import Gateway
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address a listening socket answers on."""
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -36,17 +36,17 @@ def _uvicorn_config(app: Any, gateway: Gateway, **options: Any) -> uvicorn.Confi
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # nothing here asks who the client's address is
+        proxy_headers=False,  # nothing here uses the client's address
         **options,
     )
 
 
 class MetricsServer(uvicorn.Server):
-    """A second server in the process; signals belong to the first.
+    """Serves `/metrics` on a second port. Signals are handled by the first server.
 
     Args:
-        app: answers `/metrics`.
-        gateway: the gateway it is of.
+        app: the app that answers `/metrics`.
+        gateway: the gateway whose metrics it serves.
     """
 
     def __init__(self, app: Any, gateway: Gateway) -> None:
@@ -58,16 +58,16 @@ class MetricsServer(uvicorn.Server):
 
 
 class GatewayServer(uvicorn.Server):
-    """The gateway's server: says when it is ready, and ends with a code that says how it went.
+    """Serves the gateway: reports when it is ready, drains on signals, and knows why it failed.
 
     Args:
         app: from `create_app`.
-        settings: its settings.
-        on_ready: called with the URL once every engine answers.
+        settings: the gateway's.
+        on_ready: called with the URL once every engine has started.
 
     Attributes:
-        failure: why the engines could not start, if they could not.
-        handle_signals: end on SIGINT and SIGTERM; off where another part of the process owns them.
+        failure: why the engines failed, if they did.
+        handle_signals: stop on SIGINT and SIGTERM; off where another part of the process handles them.
     """
 
     def __init__(self, app: FastAPI, settings: Settings, on_ready: Callable[[str], None]) -> None:
@@ -88,7 +88,7 @@ class GatewayServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn does, but a stop that was asked for ends the process with 0, not by the signal."""
+        """Handle signals as uvicorn does, but let a requested stop end the process with exit code 0."""
         if not self.handle_signals:
             yield
             return
@@ -103,7 +103,7 @@ class GatewayServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """The first signal lets what runs finish, the second cuts it off."""
+        """Drain at the first signal; end running requests at the second."""
         drain, loop = self._gateway.drain, asyncio.get_running_loop()
         if drain.begun:
             self.should_exit = True
@@ -128,7 +128,7 @@ class GatewayServer(uvicorn.Server):
 
     async def _until_lost(self) -> None:
         await self._gateway.fleet.lost.wait()
-        self.failure = FleetLost("Every engine failed too often; the log lines above say how each was lost.")
+        self.failure = FleetLost("Every engine has failed too often; the log lines above say why.")
         self._log.error("fleet_lost")
         self._gateway.drain.begin()
         self.should_exit = True
@@ -147,14 +147,14 @@ class GatewayServer(uvicorn.Server):
         error = started.exception()
         if error is None:
             gc.collect()
-            gc.freeze()  # what a start leaves lives on; no collection need look at it again
+            gc.freeze()  # objects of the start live as long as the process; collections skip them
             self._on_ready(self.url)
             return
-        self.failure = error if isinstance(error, OperatorError) else _unforeseen()
+        self.failure = error if isinstance(error, OperatorError) else _unexpected_failure()
         if error is not self.failure:
             self._log.error("start_failed", cause=str(error), exc_info=error)
         self.should_exit = True
 
 
-def _unforeseen() -> StartError:
+def _unexpected_failure() -> StartError:
     return StartError("The engines could not start; the log line above says where it went wrong.")

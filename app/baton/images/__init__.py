@@ -1,1 +1,1 @@
-"""Images that clients send: read under limits, checked, upright. Knows no HTTP server and no vLLM."""
+"""Find, fetch, decode and check the images of requests. Imports no HTTP server and no vLLM."""

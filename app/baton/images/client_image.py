@@ -1,4 +1,4 @@
-"""What an image is once it has been read: a value that goes to an engine, into a handoff, or nowhere."""
+"""Define `ClientImage`, the decoded and checked image that engines and handoffs get."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class ClientImage:
-    """One image a client sent, read, checked and upright.
+    """One image of a client, decoded, checked and upright.
 
     Attributes:
-        data: the file's bytes, as the engine is given them.
+        data: the file's bytes, as the engine gets them.
         media_type: `image/png`, `image/jpeg`, `image/webp` or `image/gif`.
         width: pixels.
         height: pixels.
@@ -26,17 +26,18 @@ class ClientImage:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of `data` in hexadecimal: what it is called in caches, stores and handoffs.
+        """Return the SHA-256 of `data` in hexadecimal, which names the image in caches, stores and handoffs.
 
-        Computed once, in the thread that reads the image: a tenth of a second for 128 MiB.
+        Computed once, in the thread that decodes the image: a tenth of a second for 128 MiB.
         """
         return hashlib.sha256(self.data).hexdigest()
 
     @property
     def base64(self) -> str:
+        """Return the file in base64."""
         return base64.b64encode(self.data).decode("ascii")
 
     @property
     def url(self) -> str:
-        """The same bytes as a `data:` URL."""
+        """Return the file as a `data:` URL."""
         return f"data:{self.media_type};base64,{self.base64}"

@@ -1,10 +1,10 @@
-"""Images that a request only names: fetched from the operator's hosts, and from nowhere else."""
+"""Fetch images by URL, from the hosts that the operator allows only."""
 
 from __future__ import annotations
 
 from baton.config.groups import ImageSettings
 from baton.errors import ImageFetchFailed, ImageTooLarge, InvalidRequest, SettingsError
-from baton.images.reading import Fetch
+from baton.images.reader import Fetch
 from baton_fetch.addresses import AllowedHosts
 from baton_fetch.errors import FetchFailed, FetchRefused
 from baton_fetch.fetch import Fetcher, Resolver, system_resolver
@@ -12,12 +12,12 @@ from baton_fetch.fetch import Fetcher, Resolver, system_resolver
 ACCEPT = "image/png, image/jpeg, image/webp, image/gif"
 
 
-class InMemory:
-    """A file as it comes, up to a limit.
+class ImageBuffer:
+    """Collects a fetched file in memory, up to a limit.
 
     Args:
-        limit: most bytes.
-        where: the image's place in the request.
+        limit: bytes at most.
+        where: the image's place in the request, for messages.
     """
 
     def __init__(self, limit: int, where: str) -> None:
@@ -26,9 +26,14 @@ class InMemory:
         self._where = where
 
     def expect(self, size: int) -> None:
+        """Check the size that the file will have.
+
+        Raises:
+            ImageTooLarge: `size` is above the limit.
+        """
         if size > self._limit:
             raise ImageTooLarge(
-                f"{self._where}: the image file at this address has more than {self._limit} bytes "
+                f"{self._where}: the image file at this URL has more than {self._limit} bytes "
                 "(setting images.file_bytes).",
                 param=self._where,
             )
@@ -39,10 +44,12 @@ class InMemory:
 
 
 def fetcher_of(settings: ImageSettings, resolver: Resolver = system_resolver) -> Fetch:
-    """What fetches an image's address; raises `InvalidRequest`, `ImageFetchFailed` or `ImageTooLarge`.
+    """Return the function that fetches an image by its URL.
+
+    It raises `InvalidRequest` (the URL is not allowed), `ImageFetchFailed` or `ImageTooLarge`.
 
     Raises:
-        SettingsError: an allowed host is none.
+        SettingsError: an entry of `images.allowed_hosts` is no host.
     """
     try:
         hosts = AllowedHosts(settings.allowed_hosts, "images.allowed_hosts")
@@ -60,9 +67,9 @@ def fetcher_of(settings: ImageSettings, resolver: Resolver = system_resolver) ->
     async def fetch(url: str, where: str) -> bytes:
         if not hosts:
             raise InvalidRequest(
-                f"{where}: this server fetches no addresses; send the image as a data: URL.", param=where
+                f"{where}: this server fetches no images by URL; send the image as a data: URL.", param=where
             )
-        file = InMemory(int(settings.file_bytes), where)
+        file = ImageBuffer(int(settings.file_bytes), where)
         try:
             await fetcher.fetch(url, file)
         except FetchRefused as error:

@@ -1,4 +1,4 @@
-"""What is told of an image file by its first bytes, and by walking its parts without decoding any."""
+"""Read an image file's format and structure from its headers, without decoding pixels."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from baton.errors import InvalidImage
 
 MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
-"""The formats that are taken, by Pillow's names."""
+"""The media types of the accepted formats, by Pillow's names."""
 
 PARTS = 2048
-"""Chunks, segments or extensions before and between the pixels; more only keep a reader busy."""
+"""Chunks, segments or extensions that a file may have beside its pixels; more only cost time."""
 PIXEL_PARTS = 32_768
-"""Chunks of pixels; encoders write 8 KiB into each, or more."""
+"""Chunks of pixels that a file may have; encoders write at least 8 KiB into each."""
 SCANS = 100
-"""Passes over a progressive JPEG's pixels; usual are ten, and each costs as much as all pixels."""
+"""Scans that a progressive JPEG may have; ten are usual, and each costs as much as all pixels."""
 
 PNG_HEAD = b"\x89PNG\r\n\x1a\n"
 START_OF_SCAN = b"\xff\xda"
@@ -23,7 +23,7 @@ GIF_EXTENSION = b"\x00!"
 
 
 def format_of(data: bytes) -> str | None:
-    """Pillow's name of the format that the first bytes tell; None: none that is taken."""
+    """Return Pillow's name of the format by the first bytes; None: the format is not accepted."""
     if data.startswith(PNG_HEAD):
         return "PNG"
     if data.startswith(b"\xff\xd8\xff"):
@@ -34,7 +34,7 @@ def format_of(data: bytes) -> str | None:
 
 
 def is_lossy(kind: str, data: bytes) -> bool:
-    """Whether the file's pixels were compressed with loss.
+    """Return whether the file's pixels are compressed with loss.
 
     Args:
         kind: Pillow's name of the format.
@@ -44,7 +44,7 @@ def is_lossy(kind: str, data: bytes) -> bool:
 
 
 def _webp_chunks(data: bytes) -> Iterator[bytes]:
-    """The names of a WebP's chunks. Source: RFC 9649, section 2.3."""
+    """Yield the names of a WebP's chunks. Source: RFC 9649, section 2.3."""
     at = len(b"RIFF....WEBP")
     for _ in range(PARTS):
         if at + 8 > len(data):
@@ -55,21 +55,21 @@ def _webp_chunks(data: bytes) -> Iterator[bytes]:
 
 
 def refuse_endless_headers(kind: str, data: bytes, where: str) -> None:
-    """Refuse a file of so many small parts that reading them is the attack.
+    """Refuse a file of so many small parts that reading them takes very long.
 
     Raises:
-        InvalidImage: it is one.
+        InvalidImage: the file has more parts than the limits above allow.
     """
     endless = {"PNG": _png, "JPEG": _jpeg, "GIF": _gif}.get(kind)
     if endless is not None and endless(data):
         raise InvalidImage(
-            f"{where}: the {kind} file is made of too many parts; save the image anew, without metadata.",
+            f"{where}: the {kind} file has too many parts; save the image again, without metadata.",
             param=where,
         )
 
 
 def _png(data: bytes) -> bool:
-    """More chunks than a picture has."""
+    """Return whether a PNG has more chunks than an image needs."""
     at, pixels, others = len(PNG_HEAD), 0, 0
     while at + 8 <= len(data) and others <= PARTS and pixels <= PIXEL_PARTS:
         pixels += data[at + 4 : at + 8] == b"IDAT"
@@ -79,7 +79,7 @@ def _png(data: bytes) -> bool:
 
 
 def _jpeg(data: bytes) -> bool:
-    """More segments before the first scan, or more scans, than a picture has."""
+    """Return whether a JPEG has more segments before its first scan, or more scans, than an image needs."""
     at, seen = data.find(b"\xff", 2), 0
     while 0 <= at <= len(data) - 4 and seen <= PARTS and data[at : at + 2] != START_OF_SCAN:
         seen += 1
@@ -89,5 +89,8 @@ def _jpeg(data: bytes) -> bool:
 
 
 def _gif(data: bytes) -> bool:
-    """More extensions than a still picture has. Pixels look like one about once in 64 KiB."""
+    """Return whether a GIF has more extensions than a still image needs.
+
+    Pixels look like an extension about once in 64 KiB.
+    """
     return data.count(GIF_EXTENSION) > PARTS

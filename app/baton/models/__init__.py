@@ -1,1 +1,1 @@
-"""The models Baton can serve without a download: where they come from and where they are kept."""
+"""The embedded models, served without a download: list, prepare and verify them."""

@@ -1,4 +1,4 @@
-"""The embedded models: real weights that arrive as a Python package."""
+"""List the embedded models, whose weights are installed as Python packages."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A model whose weights travel in an installed package.
+    """A model whose weights are in an installed package.
 
     Attributes:
-        name: the word to write as `model` in the settings.
+        name: the `model` to write in the settings.
         title: the model's own name, as its authors write it.
-        package: import name of the package that holds `source`; never imported, only located.
-        distribution: what to install to have that package.
+        package: import name of the package that holds `source`; it is located, never imported.
+        distribution: what to install to get that package.
         source: the weights' file inside the package.
         source_sha256: digest of that file; another file is refused.
         license: SPDX identifier of the weights.
-        as_is: the folder that holds `source` is the model; nothing is unpacked.
-        text_model: name of the embedded model that `source` gives eyes to; the two are joined into one.
-        runner: what its engine does.
-        args: vLLM's arguments it needs; the settings stand above them.
+        as_is: whether the folder that holds `source` is the model already.
+        text_model: name of the embedded text model that `source`, a vision part, is joined with.
+        runner: of its engine.
+        args: vLLM's arguments that it needs; the settings override them.
     """
 
     name: str
@@ -62,13 +62,13 @@ FLOOD_TINY = EmbeddedModel(
         "dtype": "float32",  # vLLM halves it otherwise
         "skip_tokenizer_init": True,
         "mm_processor_cache_gb": 0,
-        "max_num_seqs": 4,  # a CPU gains nothing by more, and others can be prepared meanwhile
+        "max_num_seqs": 4,  # more gain nothing on a CPU, and meanwhile others are prepared
     },
 )
 
 LOOK_TINY = EmbeddedModel(
     name="look-tiny",
-    title="LLaVA architecture, SmolLM2-135M-Instruct with eyes for simple pictures",
+    title="LLaVA architecture, SmolLM2-135M-Instruct with vision for simple images",
     package="baton_vision",
     distribution="vllm-baton",
     source="look_tiny/model.safetensors",
@@ -77,7 +77,7 @@ LOOK_TINY = EmbeddedModel(
     text_model="smollm2",
     args={
         "max_model_len": 4096,
-        "mm_processor_cache_gb": 0.25,  # a processed picture is 110 kB; vLLM would set 4 GiB aside
+        "mm_processor_cache_gb": 0.25,  # a processed image is 110 kB; vLLM would reserve 4 GiB
     },
 )
 

@@ -1,6 +1,6 @@
 """Unpack a GGUF file into a folder that vLLM serves: `python -m baton.models.convert GGUF FOLDER`.
 
-Runs in a process of its own, so that the memory transformers takes is given back.
+Runs in a process of its own, so that the memory that transformers takes is freed.
 Source of the recipe: transformers' GGUF loader (`gguf_file=`), which dequantizes to float tensors.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write `gguf` to `folder` as bfloat16 safetensors with its tokenizer and chat template."""
-    import torch  # seconds of import, wanted only in this process
+    import torch  # imports take seconds, and only this process needs them
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.quantization_config import GgufConfig
 
@@ -31,7 +31,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def _drop_quantization(config_file: Path) -> None:
-    """The saved weights are plain floats; a left-over entry would make vLLM look for GGUF."""
+    """Remove the quantization entry, which would make vLLM expect GGUF: the saved weights are floats."""
     config = json.loads(config_file.read_text())
     config.pop("quantization_config", None)
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -1,4 +1,4 @@
-"""A text model and the parts that see, joined into one folder in the layout of LLaVA checkpoints.
+"""Join a text model and a vision part into one folder in the layout of LLaVA checkpoints.
 
 The tensors are copied as they are; only their names change, so no tensor library is needed.
 Source of the file format: https://huggingface.co/docs/safetensors/index#format
@@ -11,43 +11,43 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-TEXT_SHARD, EYES_SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+TEXT_SHARD, VISION_SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-# How the parts in the package are described; copied as they are.
+# The package's descriptions, which are copied unchanged.
 DESCRIPTIONS = ("preprocessor_config.json", "processor_config.json", "chat_template.jinja")
 PREFIX = "language_model."
 HEADER_LENGTH_BYTES = 8
 
 
-def join(eyes: Path, text: Path, folder: Path) -> None:
+def join(vision: Path, text: Path, folder: Path) -> None:
     """Write a LLaVA model to `folder`.
 
     Args:
-        eyes: holds tower and projector in model.safetensors, config.json without a `text_config`, and
-            `DESCRIPTIONS`.
-        text: the prepared text model.
-        folder: made here.
+        vision: folder with tower and projector in model.safetensors, a config.json without `text_config`,
+            and `DESCRIPTIONS`.
+        text: folder of the prepared text model.
+        folder: made by this function.
 
     Raises:
         OSError: a file is missing or cannot be written.
-        ValueError: a file is not what it should be.
+        ValueError: a file does not have the expected content.
     """
     folder.mkdir(parents=True)
-    config = _read(eyes / "config.json") | {"text_config": _read(text / "config.json")}
+    config = _read(vision / "config.json") | {"text_config": _read(text / "config.json")}
     _write(folder / "config.json", config)
     for name in DESCRIPTIONS:
-        shutil.copyfile(eyes / name, folder / name)
-    image = _read(eyes / "processor_config.json")["image_token"]
+        shutil.copyfile(vision / name, folder / name)
+    image = _read(vision / "processor_config.json")["image_token"]
     _join_tokenizers(text, folder, int(config["image_token_index"]), str(image))
     shutil.copyfile(text / "generation_config.json", folder / "generation_config.json")
-    shutil.copyfile(eyes / WEIGHTS, folder / EYES_SHARD)
+    shutil.copyfile(vision / WEIGHTS, folder / VISION_SHARD)
     sizes = _renamed(text / WEIGHTS, folder / TEXT_SHARD)
     _write_index(folder, sizes)
 
 
 def _join_tokenizers(text: Path, folder: Path, token: int, image: str) -> None:
-    """The text model's tokenizer, in which one special token is now the image's placeholder."""
+    """Write the text model's tokenizer with one special token renamed to the image placeholder."""
     tokenizer = _read(text / "tokenizer.json")
     (added,) = [entry for entry in tokenizer["added_tokens"] if entry["id"] == token]
     vocabulary = tokenizer["model"]["vocab"]
@@ -72,21 +72,21 @@ def _renamed(source: Path, target: Path) -> int:
         header = json.loads(read.read(int.from_bytes(read.read(HEADER_LENGTH_BYTES), "little")))
         named = {name if name == "__metadata__" else PREFIX + name: entry for name, entry in header.items()}
         text = json.dumps(named, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % HEADER_LENGTH_BYTES)  # the tensors stay aligned
+        text += b" " * (-len(text) % HEADER_LENGTH_BYTES)  # so that the tensors stay aligned
         written.write(len(text).to_bytes(HEADER_LENGTH_BYTES, "little") + text)
         shutil.copyfileobj(read, written, 1 << 22)
     return _bytes_of(header)
 
 
 def _write_index(folder: Path, text_bytes: int) -> None:
-    """Which tensor is in which file, as HuggingFace's loader wants to be told."""
-    with (folder / EYES_SHARD).open("rb") as file:
-        eyes = json.loads(file.read(int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")))
+    """Write which tensor is in which file, for HuggingFace's loader."""
+    with (folder / VISION_SHARD).open("rb") as file:
+        vision = json.loads(file.read(int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")))
     with (folder / TEXT_SHARD).open("rb") as file:
         text = json.loads(file.read(int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")))
-    places = dict.fromkeys(text, TEXT_SHARD) | dict.fromkeys(eyes, EYES_SHARD)
+    places = dict.fromkeys(text, TEXT_SHARD) | dict.fromkeys(vision, VISION_SHARD)
     places.pop("__metadata__", None)
-    total = text_bytes + _bytes_of(eyes)
+    total = text_bytes + _bytes_of(vision)
     _write(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 

@@ -1,4 +1,4 @@
-"""The folder that keeps embedded models: prepared once, verified by digest, never half-written."""
+"""Prepare embedded models in a folder, once, and verify them by digest."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class ModelStore:
     """Embedded models under one folder.
 
     Args:
-        folder: where prepared models are kept; made when it is needed.
+        folder: of the prepared models; made when needed.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def resolve(self, model: str, report: Report = lambda _: None) -> str:
-        """What vLLM gets as its model: an embedded model's folder, or `model` as it is.
+        """Return the model that vLLM gets: the folder of an embedded model, or `model` unchanged.
 
         Raises:
-            StartError: the embedded model cannot be prepared, or a named folder does not exist.
+            StartError: the embedded model cannot be prepared, or the folder `model` does not exist.
         """
         if model in EMBEDDED:
             return str(self.prepare(EMBEDDED[model], report))
@@ -52,10 +52,10 @@ class ModelStore:
         return model
 
     def prepare(self, model: EmbeddedModel, report: Report = lambda _: None) -> Path:
-        """The folder of a verified model; made from its package when it is missing or damaged.
+        """Return the folder of a verified model, made from its package if it is missing or damaged.
 
         Raises:
-            StartError: the package is missing, is not the known one, or cannot be converted.
+            StartError: the package is missing, holds other weights, or cannot be converted.
         """
         target = self.place(model)
         report("checking the files")
@@ -68,18 +68,18 @@ class ModelStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with FileLock(self.folder / f".{model.name}.lock"):
-                if not self.is_ready(model):  # another process may have made it meanwhile
+                if not self.is_ready(model):  # another process may have made it
                     self._sweep(model)
                     self._make(model, target, report)
         except OSError as error:
             raise StartError(
                 f"The models folder {self.folder} cannot be written: {error.strerror or error}. "
-                "Mend that, or set `models_dir`."
+                "Make it writable, or set `models_dir`."
             ) from None
         return target
 
     def place(self, model: EmbeddedModel) -> Path:
-        """The folder vLLM is given."""
+        """Return the folder that vLLM gets."""
         if not model.as_is:
             return self.folder / model.name
         spec = importlib.util.find_spec(model.package)
@@ -87,12 +87,12 @@ class ModelStore:
         return (package / model.source).parent
 
     def _sweep(self, model: EmbeddedModel) -> None:
-        """Remove what a killed preparation left; under the lock, so nobody works in it."""
+        """Remove the scratch folders of killed preparations; the lock is held, so none is in use."""
         for scratch in self.folder.glob(f".{model.name}-*"):
             shutil.rmtree(scratch, ignore_errors=True)
 
     def is_ready(self, model: EmbeddedModel) -> bool:
-        """Whether every file of the model is there with the digest it was written with."""
+        """Return whether every file of the model exists with the digest it was written with."""
         target = self.place(model)
         try:
             if model.as_is:
@@ -103,7 +103,7 @@ class ModelStore:
                 digest(target / name) == expected for name, expected in manifest["files"].items()
             )
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            return False  # whatever is wrong with it, it is made anew
+            return False  # whatever is wrong, it is made again
 
     def _make(self, model: EmbeddedModel, target: Path, report: Report) -> None:
         source = _source(model)
@@ -128,15 +128,17 @@ class ModelStore:
 
 
 def identity(model: str) -> str:
-    """What tells one set of weights and tokenizer from another: of a folder its files' names, sizes and
-    times, of anything else its name.
+    """Return what identifies a model's weights and tokenizer.
+
+    Returns:
+        Of a folder a digest of its files' names, sizes and times, of anything else `model` itself.
     """
     folder = Path(model)
     if not folder.is_dir():
         return model
     files = sorted(path for path in folder.iterdir() if path.is_file())
-    told = [f"{path.name}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+    files_seen = [f"{path.name}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files]
+    return hashlib.sha256("\n".join(files_seen).encode()).hexdigest()
 
 
 def _source(model: EmbeddedModel) -> Path:
@@ -155,10 +157,10 @@ def _source(model: EmbeddedModel) -> Path:
 
 
 def _origin(model: EmbeddedModel) -> str:
-    """What a prepared folder was made from: a digest of the weights, or of all that was joined.
+    """Return a digest of what a prepared folder is made from: the weights, or all files that are joined.
 
     Raises:
-        OSError: a part is not there.
+        OSError: a file is missing.
     """
     if model.text_model is None:
         return model.source_sha256
@@ -171,15 +173,15 @@ def _origin(model: EmbeddedModel) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _join(eyes: Path, text: Path, folder: Path) -> None:
+def _join(vision: Path, text: Path, folder: Path) -> None:
     try:
-        join(eyes, text, folder)
+        join(vision, text, folder)
     except (ValueError, KeyError) as error:
         raise StartError(f"The model's parts do not fit together: {error}") from None
 
 
 def _convert(source: Path, folder: Path) -> None:
-    """Run the conversion in a process of its own; its memory is given back when it ends."""
+    """Run the conversion in a process of its own, so that its memory is freed."""
     command = [sys.executable, "-m", "baton.models.convert", str(source), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -197,6 +199,6 @@ def _write_manifest(model: EmbeddedModel, folder: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,1 +1,1 @@
-"""Pooling through IO processor plugins: their steps around an engine's encode, without stalling anything."""
+"""IO processor plugins around an engine: parse, make prompts, encode, answer; both plugin generations."""

@@ -1,4 +1,4 @@
-"""The prompts of one request in the engine: so many at once, their outputs in the order they come."""
+"""Run the prompts of one pooling request through its engine, a bounded number at once."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from baton.engines.port import Engine
-from baton.errors import BatonError, PluginFailed
+from baton.errors import PluginFailed
 from baton.telemetry.ids import RequestContext
 
 _END = object()
 
 
 class Encoding:
-    """An async iterator of (number of the prompt, `PoolingRequestOutput`).
+    """An async iterator of (number of the prompt, `PoolingRequestOutput`), in the order they finish.
 
-    A prompt is asked for only when there is room for it in the engine, and an output that nobody has taken
-    yet keeps its room: memory stays bounded however many prompts a request has.
+    The next prompt is made only when there is room for it in the engine, and an output that has not been
+    taken yet keeps its room: memory stays bounded however many prompts a request has.
 
     Args:
-        engine: what encodes.
-        prompts: asked for one after the other; closed in the end.
-        params: vLLM's `PoolingParams` for each.
+        engine: encodes the prompts.
+        prompts: made one after the other; closed by `close`.
+        params: vLLM's `PoolingParams` for each prompt.
         context: of the request.
         priority: of each prompt; lower is sooner.
         room: prompts in the engine at once.
 
     Attributes:
-        failure: what went wrong first, if something did; also raised to whoever takes the outputs.
-        count: prompts so far.
+        failure: the first error, if any; it is also raised to the consumer of the outputs.
+        count: prompts made so far.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Encoding:
         self._priority = priority
         self._room = room
         self._running: dict[asyncio.Task[Any], int] = {}
-        self._coming: asyncio.Task[Any] | None = None
+        self._next_prompt: asyncio.Task[Any] | None = None
         self._exhausted = False
         self.failure: BaseException | None = None
         self.count = 0
@@ -59,14 +59,14 @@ class Encoding:
 
     async def __anext__(self) -> tuple[int, Any]:
         while True:
-            self._ask()
-            waited = [*self._running, *([self._coming] if self._coming else [])]
+            self._request_prompt()
+            waited = [*self._running, *([self._next_prompt] if self._next_prompt else [])]
             if not waited:
                 self._require_some()
                 raise StopAsyncIteration
             done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             try:
-                if self._coming in done:
+                if self._next_prompt in done:
                     self._start()
                 finished = next((task for task in done if task in self._running), None)
                 if finished is not None:
@@ -75,15 +75,15 @@ class Encoding:
                 self.failure = self.failure or error
                 raise
 
-    def _ask(self) -> None:
-        """Ask for the next prompt as soon as there is room for it."""
-        if self._coming is None and not self._exhausted and len(self._running) < self._room:
-            self._coming = asyncio.ensure_future(anext(self._prompts, _END))
+    def _request_prompt(self) -> None:
+        """Begin to make the next prompt as soon as there is room for it."""
+        if self._next_prompt is None and not self._exhausted and len(self._running) < self._room:
+            self._next_prompt = asyncio.ensure_future(anext(self._prompts, _END))
 
     def _start(self) -> None:
-        assert self._coming is not None
-        coming, self._coming = self._coming, None
-        prompt = coming.result()
+        assert self._next_prompt is not None
+        made, self._next_prompt = self._next_prompt, None
+        prompt = made.result()
         if prompt is _END:
             self._exhausted = True
             return
@@ -99,15 +99,10 @@ class Encoding:
             raise self.failure
 
     async def close(self) -> None:
-        """Drop what is still in the engine, and the prompts that were never asked for."""
-        tasks = [*self._running, *([self._coming] if self._coming else [])]
+        """Abort the prompts in the engine and close the generator of those not made yet."""
+        tasks = [*self._running, *([self._next_prompt] if self._next_prompt else [])]
         self._exhausted = True
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._prompts.aclose()
-
-    @property
-    def engine_failure(self) -> BatonError | None:
-        """What the engine refused or failed, which stands above whatever a plugin makes of it."""
-        return self.failure if isinstance(self.failure, BatonError) else None

@@ -1,9 +1,9 @@
-"""Where a plugin's own code runs: never on the gateway's event loop.
+"""Run a plugin's own code off the gateway's event loop.
 
-Synchronous hooks run in threads, so many at once; a request that ends early leaves its thread behind.
-Coroutines run on an event loop that the plugin has for itself, in one thread as its author expects. A
-coroutine that blocks holds up that loop, so later requests get a fresh one; a request stays on the loop it
-began on, and a loop goes when its last request has.
+Synchronous hooks run in threads, a bounded number at once; the hook of a request that ends early goes on in
+its thread. Coroutines run on an event loop of the plugin's own, in one thread as its author expects. A
+coroutine that blocks holds up that loop, so later requests get a new one; a request stays on the loop it
+began on, and a loop is closed when its last request is over.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ log = structlog.get_logger("baton.pooling")
 
 HEARTBEAT_S = 0.25
 STALLED_S = 1.0
-"""A plugin's loop that has not come round for so long is blocked."""
+"""A plugin's loop that has not run its heartbeat for so many seconds is blocked."""
 
 
 class HookEscape(Exception):
-    """A plugin raised what means something else to who runs it: `SystemExit`, `StopIteration`, ..."""
+    """Stands for an exception of a plugin that would mean something else to its caller, as `SystemExit`."""
 
 
 def _never(_waited_s: float | None) -> PluginBusy:
-    """Make the error that this queue has no use for: a hook waits as long as its request has time."""
+    """Return the error that `FairQueue` asks for; never raised, for a hook waits without a limit."""
     return PluginBusy()
 
 
@@ -42,11 +42,11 @@ class HookThreads:
     """Threads for one plugin's synchronous code, shared between tenants.
 
     Args:
-        name: of the plugin, for the threads' names.
-        limit: threads at once, of one tenant; None: as many as are asked for.
+        name: the plugin's name, for the threads' names.
+        limit: threads of one tenant at once; None: no limit.
 
     Attributes:
-        left_behind: threads whose request has ended, still at work.
+        left_behind: threads that still run though their request is over.
     """
 
     def __init__(self, name: str, limit: int | None) -> None:
@@ -55,10 +55,10 @@ class HookThreads:
         self.left_behind = 0
 
     async def run(self, tenant: str, hook: Callable[..., Result], *args: Any) -> Result:
-        """Call `hook` in a thread, once it is the tenant's turn.
+        """Call `hook` in a thread, once it is the tenant's turn, and return what it returns.
 
         Raises:
-            Exception: whatever the hook raises.
+            Exception: the hook raised it.
         """
         async with self._places.place(tenant) if self._places else contextlib.nullcontext():
             call = _Call(asyncio.get_running_loop(), hook, args)
@@ -70,17 +70,17 @@ class HookThreads:
                 result: Result = await call.future
                 return result
             except asyncio.CancelledError:
-                if not call.over:
+                if not call.done:
                     self.left_behind += 1
-                    call.when_over = self._one_came_back
+                    call.when_done = self._one_ended
                 raise
 
-    def _one_came_back(self) -> None:
+    def _one_ended(self) -> None:
         self.left_behind -= 1
 
 
 class _Call:
-    """One hook on its way through a thread."""
+    """One call of a hook in a thread."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, hook: Callable[..., Any], args: tuple[Any, ...]
@@ -89,8 +89,8 @@ class _Call:
         self._hook = hook
         self._args = args
         self.future: asyncio.Future[Any] = loop.create_future()
-        self.over = False
-        self.when_over: Callable[[], None] = lambda: None
+        self.done = False
+        self.when_done: Callable[[], None] = lambda: None
 
     def work(self) -> None:
         result: Any = None
@@ -99,18 +99,18 @@ class _Call:
             result = self._hook(*self._args)
         except (StopIteration, StopAsyncIteration) as raised:  # no future can hold one
             error = HookEscape(type(raised).__name__)
-        except Exception as raised:  # noqa: BLE001  # the thread's border: handed to who waits
+        except Exception as raised:  # noqa: BLE001  # the thread's border: raised where the hook is awaited
             error = raised
         except BaseException as raised:  # noqa: BLE001  # a plugin must not end the process
             error = HookEscape(type(raised).__name__)
         try:
             self._loop.call_soon_threadsafe(self._settle, result, error)
-        except RuntimeError:  # the loop has been closed; nobody waits any more
+        except RuntimeError:  # the loop is closed; nobody awaits the call
             log.debug("hook_outlived_gateway")
 
     def _settle(self, result: Any, error: Exception | None) -> None:
-        self.over = True
-        self.when_over()
+        self.done = True
+        self.when_done()
         if self.future.done():
             return
         if error is None:
@@ -120,69 +120,69 @@ class _Call:
 
 
 class HookLoop:
-    """The event loop of one plugin's coroutines.
+    """The event loop of one plugin's coroutines, replaced when it is blocked.
 
     Args:
-        name: of the plugin, for the threads' names.
-        limit: loops that may be stuck; then requests are refused.
+        name: the plugin's name, for the threads' names.
+        limit: blocked loops there may be; with more, requests are refused.
     """
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        self._current: Home | None = None
-        self._retired: list[Home] = []
+        self._current: PluginLoopThread | None = None
+        self._retired: list[PluginLoopThread] = []
 
     @property
     def stuck(self) -> int:
-        """Loops nobody begins anything on any more, whose thread is still there."""
-        self._retired = [home for home in self._retired if home.is_alive()]
+        """Number of replaced loops whose thread still runs."""
+        self._retired = [thread for thread in self._retired if thread.is_alive()]
         return len(self._retired)
 
     @contextlib.contextmanager
-    def borrowed(self) -> Iterator[Home]:
-        """The loop for one request, for as long as that lasts.
+    def borrowed(self) -> Iterator[PluginLoopThread]:
+        """Give one request a loop for as long as the block runs.
 
         Raises:
-            PluginBusy: too many loops are stuck already.
+            PluginBusy: too many loops are blocked.
         """
-        home = self._pick()
-        home.users += 1
+        thread = self._pick()
+        thread.users += 1
         try:
-            yield home
+            yield thread
         finally:
-            home.users -= 1
-            if home is not self._current and home.users == 0:
-                home.end()
+            thread.users -= 1
+            if thread is not self._current and thread.users == 0:
+                thread.end()
 
-    def _pick(self) -> Home:
-        if self._current is not None and not self._current.sound:
+    def _pick(self) -> PluginLoopThread:
+        if self._current is not None and not self._current.responsive:
             log.warning("plugin_blocks_its_loop", plugin=self._name)
             self._retire()
         if self._current is None:
             if self.stuck >= self._limit:
                 raise PluginBusy()
-            self._current = Home(self._name)
+            self._current = PluginLoopThread(self._name)
             self._current.start()
         return self._current
 
     def _retire(self) -> None:
-        home, self._current = self._current, None
-        if home is None:
+        thread, self._current = self._current, None
+        if thread is None:
             return
-        self._retired.append(home)
-        if home.users == 0:
-            home.end()
+        self._retired.append(thread)
+        if thread.users == 0:
+            thread.end()
 
     def close(self) -> None:
         self._retire()
 
 
-class Home(threading.Thread):
-    """A thread that runs one event loop, whatever a plugin does to it, until it is told to end.
+class PluginLoopThread(threading.Thread):
+    """A thread that keeps one event loop running, whatever a plugin does to it, until `end` is called.
 
     Attributes:
-        users: requests under way on it.
+        users: requests that use the loop now.
     """
 
     def __init__(self, name: str) -> None:
@@ -193,7 +193,7 @@ class Home(threading.Thread):
         self.users = 0
 
     @property
-    def sound(self) -> bool:
+    def responsive(self) -> bool:
         return self.is_alive() and time.monotonic() - self._beat <= STALLED_S
 
     def run(self) -> None:
@@ -206,7 +206,7 @@ class Home(threading.Thread):
                 log.error("plugin_task_failed", thread=self.name, cause=type(error).__name__)
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
-        with contextlib.suppress(Exception):  # what a plugin does while its generators are closed
+        with contextlib.suppress(Exception):  # of the plugin's, while its generators are closed
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
@@ -215,13 +215,13 @@ class Home(threading.Thread):
         self._loop.call_later(HEARTBEAT_S, self._pulse)
 
     def end(self) -> None:
-        """Let the thread end, once what blocks it lets go."""
+        """End the thread once no coroutine blocks it."""
         self._ending = True
         with contextlib.suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def run_here(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Await `coroutine` on this loop; cancelled, it is cancelled here."""
+        """Await `coroutine` on this thread's loop; cancelling the caller cancels the coroutine."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_contained(coroutine), self._loop))
 
 

@@ -1,4 +1,4 @@
-"""One plugin behind one interface, whichever vLLM it was written for.
+"""Call the hooks of one IO processor plugin, whichever vLLM it was written for.
 
 | step      | vLLM 0.11 to 0.15              | vLLM 0.32                | ours, optional                    |
 |-----------|--------------------------------|--------------------------|-----------------------------------|
@@ -8,11 +8,11 @@
 | outputs   | `post_process_async`, `post_process` | the same           |                                   |
 | answer    | `output_to_response(output)`   | the output itself        | `output_to_files(output)`         |
 | count     |                                |                          | `amounts(output)`                 |
-| show      |                                |                          | `for_exhibit`, `exhibit(output)`  |
+| describe  |                                |                          | `describe`, `for_description`     |
 | afterwards|                                |                          | `forget(request_id)`              |
 
-A hook that a class has from vLLM's own base does nothing of its own: the base's coroutines call the
-synchronous hook on the loop, so for those the synchronous one runs in a thread.
+A hook that a class inherits from vLLM's base class is not the plugin's: the base's coroutines call the
+synchronous hook on the event loop, so the synchronous one is run in a thread instead.
 """
 
 from __future__ import annotations
@@ -27,75 +27,29 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
-    Sequence,
 )
 from contextlib import aclosing, contextmanager
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
 from baton.engines.port import Json, Plugin
 from baton.errors import OperationUnsupported, PluginBusy, PluginFailed
-from baton.pooling.hooks import Home, HookLoop, HookThreads
+from baton.pooling.hooks import HookLoop, HookThreads, PluginLoopThread
+from baton.pooling.values import Description, ResultFile, Upload
 from baton.telemetry.ids import LOCAL_TENANT
 
 VLLM = "vllm."
 _END = object()
 
 
-@dataclass(frozen=True)
-class Upload:
-    """A file sent as it is.
-
-    Attributes:
-        file: where it was put; whoever made it removes it.
-        media_type: as the client says.
-        query: the request's other parameters.
-        accept: the media types the answer may have, the client's favourite first.
-    """
-
-    file: Path
-    media_type: str
-    query: Mapping[str, str]
-    accept: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class ResultFile:
-    """One file of an answer.
-
-    Attributes:
-        name: for the person who keeps it.
-        media_type: of its content.
-        path: where it is, until `forget`.
-    """
-
-    name: str
-    media_type: str
-    path: Path
-
-
-@dataclass(frozen=True)
-class Exhibit:
-    """What there is to see in an answer, for one who is asked about it.
-
-    Attributes:
-        words: in a line or a few.
-        picture: media type and bytes; None: there is none.
-    """
-
-    words: str
-    picture: tuple[str, bytes] | None = None
-
-
 class Processor:
-    """A plugin's steps, each awaited without touching the gateway's loop.
+    """The steps of one plugin, each run off the gateway's event loop.
 
     Args:
         plugin: the engine's plugin.
-        threads: how many threads its synchronous hooks may take.
+        threads: threads that its synchronous hooks may take.
     """
 
     def __init__(self, plugin: Plugin, threads: int) -> None:
@@ -112,65 +66,67 @@ class Processor:
         self._loop.close()
 
     def of(self, tenant: str) -> Processor:
-        """The same processor, for one tenant's request: its hooks wait for that tenant's turn."""
-        theirs = copy(self)
-        theirs._tenant = tenant
-        return theirs
+        """Return the same processor for one tenant's request: its hooks wait for that tenant's turn."""
+        mine = copy(self)
+        mine._tenant = tenant
+        return mine
 
     @property
     def left_behind(self) -> int:
-        """Threads still in the plugin's code though their request is over."""
+        """Number of threads that still run the plugin's code though their request is over."""
         return self._threads.left_behind + self._loop.stuck
 
     def require_threads(self) -> None:
-        """See to it that there is a thread to work in.
+        """Require a thread for another request.
 
         Raises:
-            PluginBusy: too many are stuck in what ended requests left behind.
+            PluginBusy: too many threads still run hooks of requests that are over.
         """
         if self.left_behind >= self._limit:
             raise PluginBusy()
 
     def require_uploads(self) -> None:
-        """See to it that the plugin takes files sent as they are.
+        """Require that the plugin takes uploaded files.
 
         Raises:
-            OperationUnsupported: it takes JSON only.
+            OperationUnsupported: the plugin has no `parse_upload` hook.
         """
         if not self._own("parse_upload"):
             raise OperationUnsupported(
                 f'The plugin \'{self.name}\' takes JSON only: send {{"model": ..., "data": {{...}}}}.'
             )
 
-    def require_exhibits(self) -> None:
-        """See to it that the plugin can show its answers to a model.
+    def require_description(self) -> None:
+        """Require that the plugin can describe its answers.
 
         Raises:
-            OperationUnsupported: it cannot.
+            OperationUnsupported: the plugin has no `describe` hook.
         """
-        if not self._own("exhibit"):
+        if not self._own("describe"):
             raise OperationUnsupported(
-                f"The plugin '{self.name}' shows its results to no other model.", param="then"
+                f"The plugin '{self.name}' does not describe its results, so no model can be asked about "
+                "them: leave 'follow_up' out.",
+                param="follow_up",
             )
 
     def _own(self, hook: str) -> bool:
-        """Whether the plugin itself defines `hook`, not vLLM's base class for it."""
+        """Return whether the plugin itself defines `hook`, rather than vLLM's base class."""
         for cls in type(self._instance).__mro__:
             if hook in vars(cls):
                 return not cls.__module__.startswith(VLLM)
         return False
 
     @contextmanager
-    def at_home(self) -> Iterator[Home | None]:
-        """The loop that one request's coroutines run on, where the plugin has any."""
+    def loop_thread(self) -> Iterator[PluginLoopThread | None]:
+        """Give one request the loop that its coroutines run on; None where the plugin has no coroutines."""
         if not (self._own("pre_process_async") or self._own("post_process_async")):
             yield None
             return
-        with self._loop.borrowed() as home:
-            yield home
+        with self._loop.borrowed() as thread:
+            yield thread
 
     async def parse(self, body: Json) -> Any:
-        """The plugin's own form of a request's `data`."""
+        """Parse a request's `data` into the plugin's own form."""
         if self._own("parse_data"):
             return await self._threads.run(self._tenant, self._instance.parse_data, body["data"])
         if self._own("parse_request"):
@@ -179,7 +135,7 @@ class Processor:
         raise PluginFailed(f"The plugin '{self.name}' parses no requests.")
 
     async def parse_upload(self, upload: Upload) -> Any:
-        """The plugin's own form of a file sent as it is."""
+        """Parse an uploaded file into the plugin's own form."""
         self.require_uploads()
         hook = self._instance.parse_upload
         return await self._threads.run(
@@ -187,27 +143,29 @@ class Processor:
         )
 
     async def params(self) -> Any:
-        """vLLM's `PoolingParams` for every prompt; None: the plugin says nothing of them."""
+        """Return vLLM's `PoolingParams` for every prompt; None: the plugin gives none."""
         for hook in ("merge_pooling_params", "validate_or_generate_params"):
             if self._own(hook):
                 return await self._threads.run(self._tenant, getattr(self._instance, hook))
         return None
 
-    async def prompts(self, data: Any, request_id: str, home: Home | None) -> AsyncGenerator[Any, None]:
-        """The engine's prompts, each made only when it is asked for where the plugin can."""
-        if home is not None and self._own("pre_process_async"):
+    async def prompts(
+        self, data: Any, request_id: str, thread: PluginLoopThread | None
+    ) -> AsyncGenerator[Any, None]:
+        """Return the engine's prompts, made one by one if the plugin returns an iterator."""
+        if thread is not None and self._own("pre_process_async"):
             hook = partial(self._instance.pre_process_async, prompt=data, request_id=request_id)
-            made = await home.run_here(_called(hook))
+            made = await thread.run_here(_called(hook))
         else:
             made = await self._threads.run(
                 self._tenant, partial(self._instance.pre_process, prompt=data, request_id=request_id)
             )
-        return self._each(made, home)
+        return self._each(made, thread)
 
-    async def _each(self, made: Any, home: Home | None) -> AsyncGenerator[Any, None]:
-        if home is not None and isinstance(made, AsyncIterator):
-            async with aclosing(_each_async(made, home)) as theirs:
-                async for prompt in theirs:
+    async def _each(self, made: Any, thread: PluginLoopThread | None) -> AsyncGenerator[Any, None]:
+        if thread is not None and isinstance(made, AsyncIterator):
+            async with aclosing(_each_async(made, thread)) as prompts:
+                async for prompt in prompts:
                     yield prompt
         elif _is_one_prompt(made):
             yield made
@@ -215,8 +173,8 @@ class Processor:
             for prompt in made:
                 yield prompt
         elif isinstance(made, Iterable):
-            async with aclosing(self._each_in_threads(made)) as theirs:
-                async for prompt in theirs:
+            async with aclosing(self._each_in_threads(made)) as prompts:
+                async for prompt in prompts:
                     yield prompt
         else:
             raise TypeError(f"pre_process of '{self.name}' returned no prompts")
@@ -231,13 +189,13 @@ class Processor:
                 await self._last_threads.run(self._tenant, prompts.close)
 
     async def answer(
-        self, outputs: AsyncIterator[tuple[int, Any]], request_id: str, home: Home | None
+        self, outputs: AsyncIterator[tuple[int, Any]], request_id: str, thread: PluginLoopThread | None
     ) -> Any:
-        """What the plugin makes of the outputs, handed to it as they come."""
-        if home is not None and self._own("post_process_async"):
+        """Return the plugin's result of the outputs, which a coroutine hook gets as they finish."""
+        if thread is not None and self._own("post_process_async"):
             pulled = _pulled(outputs, asyncio.get_running_loop())
             hook = partial(self._instance.post_process_async, pulled, request_id=request_id)
-            return await home.run_here(_called(hook))
+            return await thread.run_here(_called(hook))
         in_order = sorted([item async for item in outputs], key=lambda item: item[0])
         collected = [output for _, output in in_order]
         return await self._threads.run(
@@ -245,45 +203,45 @@ class Processor:
         )
 
     async def data(self, output: Any) -> Any:
-        """What stands in `data` of the answer."""
+        """Return the `data` of the JSON answer."""
         if not self._own("output_to_response"):
             return output
         response = await self._threads.run(self._tenant, self._instance.output_to_response, output)
         return getattr(response, "data", response)
 
     async def files(self, output: Any) -> list[ResultFile]:
-        """The answer as files; none: the plugin makes none.
+        """Return the answer as files; an empty list: the plugin makes none.
 
         Raises:
-            Exception: whatever the plugin raises, or it names a file that is not there.
+            Exception: the plugin raised it, or named a file that does not exist.
         """
         if not self._own("output_to_files"):
             return []
         return await self._threads.run(self._tenant, _result_files, self._instance.output_to_files, output)
 
-    async def for_exhibit(self, data: Any) -> Any:
-        """What was parsed, made such that its answer can be shown."""
-        if not self._own("for_exhibit"):
+    async def for_description(self, data: Any) -> Any:
+        """Return the parsed request, changed so that its answer can be described."""
+        if not self._own("for_description"):
             return data
-        return await self._threads.run(self._tenant, self._instance.for_exhibit, data)
+        return await self._threads.run(self._tenant, self._instance.for_description, data)
 
-    async def exhibit(self, output: Any) -> Exhibit:
-        """What there is to see in the answer.
+    async def describe(self, output: Any) -> Description:
+        """Return the plugin's description of its answer.
 
         Raises:
-            Exception: whatever the plugin raises, or it gives something else.
+            Exception: the plugin raised, or returned something else.
         """
-        return await self._threads.run(self._tenant, _exhibit, self._instance.exhibit, output)
+        return await self._threads.run(self._tenant, _description, self._instance.describe, output)
 
     async def amounts(self, output: Any) -> dict[str, float]:
-        """What the plugin says the answer amounts to, by unit; nothing: it does not count."""
+        """Return what the plugin counts of the answer, by unit; empty: the plugin has no `amounts` hook."""
         if not self._own("amounts"):
             return {}
         counted = await self._threads.run(self._tenant, self._instance.amounts, output)
         return {str(unit): float(amount) for unit, amount in counted.items()}
 
     async def forget(self, request_id: str) -> None:
-        """Let go of whatever the plugin keeps for a request; called once, however it ended."""
+        """Have the plugin drop what it keeps for a request; called once, however the request ended."""
         if self._own("forget"):
             await self._last_threads.run(self._tenant, self._instance.forget, request_id)
 
@@ -297,18 +255,18 @@ def _result_files(hook: Callable[[Any], Iterable[tuple[str, str, Path]]], output
     return files
 
 
-def _exhibit(hook: Callable[[Any], tuple[str, tuple[str, Path] | None]], output: Any) -> Exhibit:
-    words, picture = hook(output)
+def _description(hook: Callable[[Any], tuple[str, tuple[str, Path] | None]], output: Any) -> Description:
+    text, picture = hook(output)
     if picture is None:
-        return Exhibit(str(words))
+        return Description(str(text))
     media_type, path = picture
-    return Exhibit(str(words), (str(media_type), Path(path).read_bytes()))
+    return Description(str(text), (str(media_type), Path(path).read_bytes()))
 
 
 async def _called(hook: Callable[[], Any]) -> Any:
-    """Call a hook on the loop this runs on; one that is no coroutine function gives what it gives."""
-    given = hook()
-    return await given if inspect.isawaitable(given) else given
+    """Call a hook on the current loop, and await its result if that is awaitable."""
+    result = hook()
+    return await result if inspect.isawaitable(result) else result
 
 
 def _is_one_prompt(made: Any) -> bool:
@@ -316,13 +274,13 @@ def _is_one_prompt(made: Any) -> bool:
     return isinstance(made, str | bytes | Mapping) or tokens
 
 
-async def _each_async(made: AsyncIterator[Any], home: Home) -> AsyncGenerator[Any, None]:
+async def _each_async(made: AsyncIterator[Any], thread: PluginLoopThread) -> AsyncGenerator[Any, None]:
     try:
-        while (prompt := await home.run_here(_next(made))) is not _END:
+        while (prompt := await thread.run_here(_next(made))) is not _END:
             yield prompt
     finally:
         if isinstance(made, AsyncGenerator):
-            await home.run_here(_closed(made))
+            await thread.run_here(_closed(made))
 
 
 async def _next(iterator: AsyncIterator[Any]) -> Any:
@@ -330,11 +288,11 @@ async def _next(iterator: AsyncIterator[Any]) -> Any:
 
 
 async def _pulled(
-    outputs: AsyncIterator[Any], home: asyncio.AbstractEventLoop
+    outputs: AsyncIterator[Any], owner: asyncio.AbstractEventLoop
 ) -> AsyncGenerator[tuple[int, Any], None]:
-    """`outputs`, which live on the loop `home`, as a generator of the loop that runs this."""
+    """Yield `outputs`, which belong to the event loop `owner`, on the current loop."""
     while True:
-        item = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_next(outputs), home))
+        item = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_next(outputs), owner))
         if item is _END:
             return
         yield item

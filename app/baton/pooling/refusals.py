@@ -1,4 +1,4 @@
-"""From what a plugin raises to what its client is told."""
+"""Turn an exception of a plugin into the error that its client gets."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ CODE = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 def refusal(error: BaseException, *, at_input: bool) -> BatonError:
-    """The `BatonError` for an exception of a plugin.
+    """Return the `BatonError` for an exception of a plugin.
 
-    An exception with an HTTP `status` and a `code` speaks for itself. While the input is looked at, a
-    `ValueError` says what is wrong with it, as vLLM has it. All else is the plugin's own failure, and its
-    text is for nobody outside.
+    An exception with an HTTP `status` and a `code` is answered with these. While the input is read, a
+    `ValueError` is a 400 with its text, as in vLLM. Any other exception is a `plugin_failed` without its
+    text, which may hold paths or another client's data.
 
     Args:
-        error: what was raised.
-        at_input: it was raised while the request was parsed or prepared.
+        error: the exception.
+        at_input: whether it was raised while the request was parsed or prepared.
     """
     if isinstance(error, BatonError):
         return error
     status, code = getattr(error, "status", None), getattr(error, "code", None)
     if isinstance(status, int) and isinstance(code, str) and CODE.fullmatch(code):
-        return _spoken(error, status, code) or PluginFailed()
+        return _with_status(error, status, code) or PluginFailed()
     if at_input and isinstance(error, ValidationError):
         return _validation(error)
     if at_input and isinstance(error, ValueError):
@@ -38,7 +38,7 @@ def refusal(error: BaseException, *, at_input: bool) -> BatonError:
     return PluginFailed()
 
 
-def _spoken(error: BaseException, status: int, code: str) -> BatonError | None:
+def _with_status(error: BaseException, status: int, code: str) -> BatonError | None:
     message = scrub(str(error))
     if status == 503:
         return PluginBusy(message, code=code)
@@ -56,7 +56,7 @@ def _validation(error: ValidationError) -> InvalidRequest:
 
 
 def where(error: BaseException) -> str:
-    """The last places an exception came through, for the log; its text may hold a client's data."""
+    """Return the last frames of an exception for the log. Its text may hold a client's data: left out."""
     frames = traceback.extract_tb(error.__traceback__)[-PLACES:]
     places = [f"{PurePath(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames)]
     return f"{type(error).__name__} at {', from '.join(places)}" if places else type(error).__name__

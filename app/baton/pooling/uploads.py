@@ -1,4 +1,4 @@
-"""Files sent as they are: put aside while they come in, never held in memory, gone with their request."""
+"""Write an uploaded file to a temporary file while it arrives, and remove it with its request."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Spool:
-    """One file on its way in, under a name nobody else gets: what a late reader finds there is nothing.
+    """The temporary file of one upload.
+
+    Its name is used only once, so a plugin that reads it too late finds no file, not another client's.
 
     Args:
-        folder: on the device that has room for it; None: the system's folder for such files.
+        folder: where the file is made; None: the system's temporary folder.
+
+    Attributes:
+        path: of the file, once `fill` was called.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -37,11 +42,11 @@ class Spool:
         self.path = Path()
 
     async def fill(self, chunks: AsyncIterator[bytes]) -> None:
-        """Write what comes.
+        """Write the chunks to the file.
 
         Raises:
-            InvalidRequest: nothing came.
-            PluginBusy: there is no room for it.
+            InvalidRequest: the body is empty.
+            PluginBusy: the disk is full.
         """
         try:
             await self._opened()
@@ -59,7 +64,7 @@ class Spool:
             raise InvalidRequest("The request has no body: send the file's bytes.")
 
     async def _opened(self) -> None:
-        """Make the file, to its end also where the request is cancelled: `close` is to find it."""
+        """Make the file, completely also when the request is cancelled, so that `close` removes it."""
         opening = asyncio.ensure_future(asyncio.to_thread(self._open))
         try:
             await asyncio.shield(opening)
@@ -84,13 +89,13 @@ class Spool:
         return size
 
     def _append(self, data: bytes) -> None:
-        with self._guard:  # or it may be closed meanwhile, and its number be another file's
+        with self._guard:  # else the descriptor may be closed, and its number another file's, by now
             rest = memoryview(data if self._made is not None else b"")
             while rest and self._made is not None:
                 rest = rest[os.write(self._made.descriptor, rest) :]
 
     async def close(self) -> None:
-        """Remove the file; a second call does nothing. Freeing a large one takes its time, in a thread."""
+        """Remove the file, in a thread, for freeing a large one takes long; a second call does nothing."""
         if self._made is not None:
             await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(self._remove)))
 
@@ -102,18 +107,20 @@ class Spool:
 
 
 def sweep(folder: Path | None) -> Swept:
-    """Remove what gateways left behind which were killed: nobody holds its lock."""
+    """Remove the files of killed gateways, which nobody holds a lock on."""
     return baton_spool.sweep(folder, UPLOADS, RESULTS)
 
 
 def require_folder(folder: Path | None) -> None:
-    """Check that files can be put in a folder, and remove what killed gateways left there.
+    """Check that files can be made in a folder, and remove those of killed gateways.
 
-    Entries that are named like ours and are not this user's files (links, pipes, files of others) are left
-    alone and told in one line: in a folder that all may write, they must not keep a gateway from starting.
+    Entries that are named like ours and are not this user's files (links, pipes, other users' files) are
+    left alone and logged in one line: in a folder that everyone may write, they must not keep a gateway from
+    starting.
 
     Raises:
-        SettingsError: it is no folder, a link, another user's, open to all, or cannot be written.
+        SettingsError: the path is no folder, is a link, belongs to another user, is open to all, or cannot
+            be written.
     """
     try:
         baton_spool.require_folder(folder)

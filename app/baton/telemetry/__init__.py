@@ -1,1 +1,1 @@
-"""What the gateway tells about itself: metrics, logs, and the ids that join them."""
+"""Logs, metrics, request ids, memory and progress: what the gateway reports about itself."""

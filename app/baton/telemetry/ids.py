@@ -1,4 +1,4 @@
-"""The ids that join a client's request, our log lines and the engine's work."""
+"""Read and make the ids that connect a client's request with our log lines and the engine's work."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9
 MAX_TRACESTATE = 512
 
 LOCAL_TENANT = "local"
-"""The tenant of everyone when the gateway runs without keys."""
+"""The tenant of every request on a gateway without keys."""
 
 NO_TENANT = ""
-"""Nobody's: the gateway has keys, and none has said yet who asks."""
+"""The tenant of a request whose key has not been checked yet."""
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """Who asks, and under which ids.
+    """The ids, the tenant and the token counts of one request.
 
     Attributes:
-        request_id: our own id, unique; it names the request in the engine too.
-        client_request_id: what the client sent as `X-Request-Id`, if it is well formed.
+        request_id: our own id, unique; the engine uses it too.
+        client_request_id: the `X-Request-Id` header, if it is well formed.
         traceparent: W3C trace context, if it is well formed.
         tracestate: passed on only together with a valid `traceparent`.
         tenant: the owner of the API key; `local` on a gateway without keys.
-        prompt_tokens: tokens its engine was given, so far.
-        generated_tokens: tokens its engine generated, so far.
-        images: the names of the images that were read of it; its engine is given no others. None: vLLM
-            names them by itself.
+        prompt_tokens: prompt tokens so far.
+        generated_tokens: generated tokens so far.
+        images: digests of the request's images, the only ones that its engine may get. None: vLLM names
+            them itself.
     """
 
     request_id: str
@@ -44,14 +44,16 @@ class RequestContext:
 
 
 def new_request_id() -> str:
-    """128 random bits as 32 hexadecimal digits."""
+    """Return 128 random bits as 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
 def context_from_headers(headers: list[tuple[bytes, bytes]], tenant: str = LOCAL_TENANT) -> RequestContext:
-    """Read the ids a client may send; whatever is malformed is as if it had not been sent.
+    """Read the ids that a client may send; malformed ones are ignored.
 
-    `tenant` is whose request it is until a key says more.
+    Args:
+        headers: of the request.
+        tenant: the request's tenant until its key has been checked.
 
     Source of the formats: W3C Trace Context, sections 3.2 and 3.3.
     """

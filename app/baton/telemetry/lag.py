@@ -1,4 +1,4 @@
-"""How late the event loop is: what every request feels when something holds the loop."""
+"""Measure how late the event loop is, which delays every request."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from prometheus_client import Histogram
 
 EVERY_S = 0.1
 STALL_S = 0.5
-"""A single delay above this is worth a line in the log."""
+"""A delay above this is logged."""
 
 
 async def watch_lag(lag: Histogram) -> None:
-    """Sleep again and again, and note how late the loop comes back; ends when it is cancelled."""
+    """Sleep repeatedly and record how late the loop resumes, until cancelled."""
     loop = asyncio.get_running_loop()
     log = structlog.get_logger("baton.loop")
     while True:

@@ -1,10 +1,10 @@
-"""Logs: one JSON object a line, or colours for a person at a terminal.
+"""Write logs: one JSON object a line, or coloured text on a terminal.
 
 Whatever a client sends, a line stays one line, its values are cut to a readable length, and an exception's
-own text, which may quote a request, shows at level debug only.
+text, which may quote a request, is logged at level debug only.
 
-Every line goes through one structlog pipeline, also those of uvicorn and of vLLM in this process.
-What the engines' own processes print is read from a pipe and logged the same way (`EngineOutput`).
+Every line goes through one structlog pipeline, also those of uvicorn and of vLLM in this process. What engine
+processes print is read from a pipe and logged the same way (`EngineOutput`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 MAX_LINE = 4000
 MAX_VALUE = 512
 LONGER_VALUES = {"event": MAX_LINE, "line": MAX_LINE, "exception": 16_000}
-"""Keys whose values may be longer: what others log, what engines print, and tracebacks."""
+"""Keys with longer values: messages of other libraries, output of engines, tracebacks."""
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in b"\n\t"}
 MAX_CAUSES = 8
 READ_WITHIN_S = 5.0
-"""What engines have printed by the end of the gateway is read and logged; seconds that may take."""
+"""Seconds that reading the engines' last output may take when the gateway ends."""
 LogFormat = Literal["auto", "json", "console"]
 
 
@@ -81,22 +81,22 @@ def _whole_traceback(exc_info: ExcInfo) -> str:
 
 
 def _places(exc_info: ExcInfo) -> str:
-    """The kinds of an exception and of its causes, and where they came through. Not their texts: those of
-    foreign code quote requests.
+    """Return the classes and frames of an exception and its causes, without their texts, which may quote
+    requests.
     """
-    told: list[str] = []
+    lines: list[str] = []
     error: BaseException | None = exc_info[1]
     for _ in range(MAX_CAUSES):
         if error is None:
             break
-        told.append(f"{type(error).__module__}.{type(error).__qualname__}")
-        told += [line.rstrip() for line in traceback.format_tb(error.__traceback__)]
+        lines.append(f"{type(error).__module__}.{type(error).__qualname__}")
+        lines += [line.rstrip() for line in traceback.format_tb(error.__traceback__)]
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return "\n".join(told)
+    return "\n".join(lines)
 
 
 def cap_values(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """No value of a line is longer than a person reads, whoever wrote it."""
+    """Cut long values of a log line."""
     for key, value in event.items():
         if value is None or isinstance(value, bool | int | float) or key.startswith("_"):
             continue
@@ -108,7 +108,7 @@ def cap_values(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> M
 
 
 def show_controls(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """A terminal is not told what to do by what is logged: its control characters are spelled out."""
+    """Escape control characters, so that logged text cannot control a terminal."""
     for key, value in event.items():
         if isinstance(value, str):
             event[key] = value.translate(CONTROLS)
@@ -116,11 +116,15 @@ def show_controls(_logger: Any, _method: str, event: MutableMapping[str, Any]) -
 
 
 class EngineOutput:
-    """Reads what this process and its engines print, line by line, and keeps the last of it.
+    """Reads what this process and its engines print, line by line, and keeps the last lines.
 
-    Installed on file descriptors 1 and 2, because engine processes inherit those; the gateway's own
-    logs and progress go to `terminal`, the real one. vLLM prints much that nobody can act on: an error
-    of an engine process is shown by its first line, everything else only at log level debug.
+    Installed on file descriptors 1 and 2, because engine processes inherit those; the gateway's own logs and
+    progress go to `terminal`, the former stderr. vLLM prints much that nobody can act on: of an engine
+    process's error the first line is logged, everything else only at level debug.
+
+    Attributes:
+        last_lines: the last `KEPT_LINES` lines.
+        terminal: the process's original stderr.
     """
 
     KEPT_LINES = 400
@@ -129,7 +133,7 @@ class EngineOutput:
         self.last_lines: deque[str] = deque(maxlen=self.KEPT_LINES)
         self.terminal: TextIO = sys.stderr
         self._saved: tuple[int, int] | None = None
-        self._last_line = f"{secrets.token_hex(16)}\n"  # nobody else can print it
+        self._last_line = f"{secrets.token_hex(16)}\n"  # no other process can print it
         self._end = -1
         self._reader: threading.Thread | None = None
 
@@ -159,7 +163,7 @@ class EngineOutput:
         self._stop_reading()
 
     def _stop_reading(self) -> None:
-        """End the reader after what has been printed so far; processes that outlive us hold the pipe open."""
+        """End the reader after the output so far; a process that outlives us would keep the pipe open."""
         with contextlib.suppress(BrokenPipeError), os.fdopen(self._end, "w", encoding="ascii") as pipe:
             pipe.write(f"\n{self._last_line}")
         if self._reader is not None:
@@ -184,7 +188,7 @@ class EngineOutput:
                 last_place = found["place"] if found else None
 
     def root_cause(self) -> str | None:
-        """The last line that looks like the end of a traceback: what made an engine fail."""
+        """Return the last line that ends a traceback, the likely cause of an engine's failure."""
         for line in reversed(self.last_lines):
             prefixed = VLLM_LINE.match(line)
             text = prefixed["text"] if prefixed else line
@@ -195,5 +199,5 @@ class EngineOutput:
 
 
 def _is_engine_error(line: re.Match[str]) -> bool:
-    """What goes wrong in this process is told by our own lines."""
+    """Return whether an engine process logged an error; this process logs its own."""
     return line["level"] in ("ERROR", "CRITICAL") and line["process"] != "MainProcess"

@@ -1,7 +1,7 @@
-"""How much memory this process can still get: what its cgroups allow, and what the machine has.
+"""Measure the memory that this process can still get, by its cgroups and by the machine.
 
-What only caches files counts as free, as in the kernel's own `MemAvailable`: it is given up before
-anything is killed. Without that, a container that has read its models would look full for ever.
+The page cache counts as free, as in the kernel's own `MemAvailable`, for it is reclaimed before a process is
+killed. Otherwise a container that has read its models would look full for ever.
 Sources: the kernel's cgroup-v2.rst and cgroup-v1/memory.rst, proc_meminfo(5).
 """
 
@@ -23,7 +23,7 @@ UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class Layout:
-    """What one version of cgroups calls its files, and the fields of `memory.stat` that can be given up."""
+    """The file names of one version of cgroups, and the reclaimable fields of its `memory.stat`."""
 
     limit: str
     used: str
@@ -35,12 +35,12 @@ V1 = Layout("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_fil
 
 
 class MemoryReader:
-    """Reads what is available.
+    """Reads the memory that is available.
 
     Args:
-        cgroups: where cgroups are mounted.
-        membership: names the cgroups of this process.
-        meminfo: of the machine.
+        cgroups: folder where cgroups are mounted.
+        membership: file that names the cgroups of this process.
+        meminfo: file of the machine's memory.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class MemoryReader:
         self._meminfo = meminfo
 
     def available(self) -> int | None:
-        """Bytes; None: nothing here tells."""
+        """Return the bytes that this process can still get; None: unknown."""
         found = [bytes_ for bytes_ in (*self._in_cgroups(), self._in_machine()) if bytes_ is not None]
         return min(found, default=None)
 
     def total(self) -> int | None:
-        """Bytes that this process could get if nothing else used any; None: nothing here tells."""
+        """Return the bytes that this process could get if no other used any; None: unknown."""
         kibibytes = _fields(self._meminfo).get("MemTotal:")
         machine = None if kibibytes is None else kibibytes * 1024
         limits = [_limit(folder, layout) for folder, layout in self._folders()]
@@ -97,11 +97,11 @@ class MemoryReader:
 
 
 def _left(folder: Path, layout: Layout) -> int | None:
-    """What one cgroup leaves; None: it limits nothing."""
+    """Return the bytes that a cgroup leaves; None: it has no limit."""
     limit = _limit(folder, layout)
     try:
         used = int((folder / layout.used).read_text())
-    except (OSError, ValueError):  # not there
+    except (OSError, ValueError):  # missing
         return None
     if limit is None:
         return None
@@ -110,16 +110,16 @@ def _left(folder: Path, layout: Layout) -> int | None:
 
 
 def _limit(folder: Path, layout: Layout) -> int | None:
-    """What one cgroup allows; None: it limits nothing."""
+    """Return a cgroup's limit in bytes; None: it has none."""
     try:
         limit = int((folder / layout.limit).read_text())
-    except (OSError, ValueError):  # not there, or "max"
+    except (OSError, ValueError):  # missing, or "max"
         return None
     return None if limit >= UNLIMITED else limit
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """The lines of a file that hold a name and a number."""
+    """Return the lines of a file that hold a name and a number."""
     try:
         rows = [line.split() for line in path.read_text().splitlines()]
     except OSError:
@@ -128,15 +128,15 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 class MemoryWatch:
-    """Knows whether there is memory for new work.
+    """Watches whether there is memory for new work.
 
     Args:
-        reader: what is available.
-        reserve: bytes below which there is none for new work.
-        gauge: where to show what is available.
+        reader: measures the available memory.
+        reserve: bytes below which no new work is taken.
+        gauge: shows the available memory.
 
     Attributes:
-        short: there is none.
+        short: whether less than `reserve` is available.
     """
 
     def __init__(self, reader: MemoryReader, reserve: int, gauge: Gauge) -> None:
@@ -148,7 +148,7 @@ class MemoryWatch:
         self.look()
 
     def look(self) -> None:
-        """Read once more."""
+        """Measure once."""
         available = self._reader.available()
         self._gauge.set(math.nan if available is None else available)
         short = available is not None and available < self._reserve
@@ -159,7 +159,7 @@ class MemoryWatch:
         self.short = short
 
     async def run(self) -> None:
-        """Read every second; ends when it is cancelled."""
+        """Measure every second, until cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
             self.look()

@@ -1,44 +1,35 @@
-"""Every metric the gateway keeps of its own, in one list; `page.py` shows them."""
+"""The metrics of one gateway: requests, tenants, engines, handoffs and their transfers.
+
+Those of images, plugins and queues stand in files of their own; `page.py` writes the page for all.
+"""
 
 from __future__ import annotations
 
-import math
 import platform
-import re
-from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from baton import __version__
+from baton.telemetry.image_metrics import ImageMetrics
+from baton.telemetry.pooling_metrics import PoolingMetrics
 from baton.telemetry.queues import AdmissionMetrics, QueueMetrics
+from baton.telemetry.series import OTHER, SECONDS
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 
-OTHER = "other"
-NOBODY = "none"
-"""In a tenant's place: the request came without a valid key."""
-"""The label value for what is not in a closed list: labels never grow with traffic."""
-
 FAILURES = tuple(kind for kind in TransferFailure if kind is not TransferFailure.GIVEN_UP)
-"""What counts as a failed transfer; a client that went away does not."""
+"""Failures that are counted as errors; a client that disconnected is none."""
 
 MAX_TENANTS = 256
-"""More are counted together, as `other`."""
-
-UNIT = re.compile(r"[a-z][a-z_]{0,31}")
-MAX_UNITS = 8
-"""What one engine's plugin may count in; more units are not counted."""
-
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Tenants above this number are counted together, as `other`."""
 
 LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+"""Upper bounds of the buckets of event loop lag, in seconds."""
 
 
-class GatewayMetrics:
-    """The `baton_*` series of one gateway, in a registry of their own."""
+class RequestMetrics:
+    """The series of requests over HTTP."""
 
-    def __init__(self) -> None:
-        registry = CollectorRegistry()
-        self.registry = registry
+    def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "baton_http_requests_total",
             "Requests answered, by route template and class of status.",
@@ -66,7 +57,7 @@ class GatewayMetrics:
         )
         self.disconnects = Counter(
             "baton_client_disconnects_total",
-            "Clients that went away before their answer ended.",
+            "Clients that disconnected before their answer ended.",
             ("phase",),
             registry=registry,
         )
@@ -76,23 +67,32 @@ class GatewayMetrics:
             ("field",),
             registry=registry,
         )
+
+
+class GatewayMetrics(RequestMetrics):
+    """The `baton_*` series of one gateway, in a registry of their own."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        super().__init__(registry)
+        self.registry = registry
         self.engines = FleetMetrics(registry)
         self.admission = AdmissionMetrics(registry)
         self.bodies = Gauge(
             "baton_bodies_bytes",
-            "Bytes that the bodies of requests under way hold.",
+            "Bytes that the bodies of running requests hold.",
             ("place",),
             registry=registry,
         )
         self.queues = QueueMetrics(registry)
         self.memory = Gauge(
             "baton_memory_available_bytes",
-            "Memory this process can still get; NaN where that cannot be known.",
+            "Memory that this process can still get; NaN where that is unknown.",
             registry=registry,
         )
         self.loop_lag = Histogram(
             "baton_event_loop_lag_seconds",
-            "How late the event loop came back to a task that had slept.",
+            "Seconds that the event loop was late to resume a sleeping task.",
             buckets=LAGS,
             registry=registry,
         )
@@ -100,15 +100,13 @@ class GatewayMetrics:
         self.handoffs = HandoffMetrics(registry)
         self.pooling = PoolingMetrics(registry)
         self.images = ImageMetrics(registry)
-        Info("baton_build", "What is running.", registry=registry).info(
+        Info("baton_build", "Version of Baton and of Python.", registry=registry).info(
             {"version": __version__, "python": platform.python_version()}
         )
 
 
 class TenantMetrics:
-    """The series of who asks. Tenants are the operator's: there are as many as have keys, and at most so many
-    are told apart.
-    """
+    """The series by tenant, for at most `MAX_TENANTS` of them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._known: set[str] = set()
@@ -120,13 +118,13 @@ class TenantMetrics:
         )
         self._tokens = Counter(
             "baton_tenant_tokens_total",
-            "Tokens engines were given as prompts, and generated.",
+            "Prompt tokens and generated tokens.",
             ("tenant", "kind"),
             registry=registry,
         )
 
     def count(self, tenant: str, code_class: str, *, prompt_tokens: int, generated_tokens: int) -> None:
-        """One request that is over."""
+        """Count a request that is over."""
         if tenant not in self._known:
             if len(self._known) >= MAX_TENANTS:
                 tenant = OTHER
@@ -138,7 +136,7 @@ class TenantMetrics:
 
 
 class FleetMetrics:
-    """The series of the engines' lives."""
+    """The series of the engines' states, starts and restarts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.up = Gauge("baton_engine_up", "1 while the engine answers.", ("engine",), registry=registry)
@@ -150,13 +148,13 @@ class FleetMetrics:
         )
         self.restarts = Counter(
             "baton_engine_restarts_total",
-            "Attempts to start an engine anew, by what it was lost to.",
+            "Attempts to restart an engine, by the reason it was lost.",
             ("engine", "reason"),
             registry=registry,
         )
         self.stalled = Gauge(
             "baton_engine_last_progress_seconds",
-            "Seconds since an engine with work last got on with it; 0 without work.",
+            "Seconds since an engine with work last made progress; 0 without work.",
             ("engine",),
             registry=registry,
         )
@@ -169,10 +167,10 @@ class FleetMetrics:
 
 
 class HandoffMetrics:
-    """The relay's series."""
+    """The series of handoffs."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.created = Counter("baton_handoff_created_total", "Handoffs left behind.", registry=registry)
+        self.created = Counter("baton_handoff_created_total", "Handoffs created.", registry=registry)
         self.consumed = Counter(
             "baton_handoff_consumed_total",
             "Requests that started from a handoff, by where its KV came from.",
@@ -186,114 +184,27 @@ class HandoffMetrics:
         )
         self.saved_prefill = Counter(
             "baton_handoff_saved_prefill_seconds_total",
-            "Prefill time that starting from handoffs saved, estimated by each engine's own rate.",
+            "Prefill time that handoffs saved, estimated by each engine's own prefill rate.",
             registry=registry,
         )
         self.decisions = Counter(
             "baton_handoff_decisions_total",
-            "What the planner decided about a handoff's KV.",
+            "Decisions of the planner to load or recompute a handoff's KV.",
             ("decision",),
             registry=registry,
         )
-        self.expired = Counter(
-            "baton_handoff_expired_total", "Handoffs whose time was over.", registry=registry
-        )
-        self.kept = Gauge("baton_handoffs", "Handoffs there are.", registry=registry)
+        self.expired = Counter("baton_handoff_expired_total", "Handoffs that expired.", registry=registry)
+        self.kept = Gauge("baton_handoffs", "Handoffs that exist now.", registry=registry)
         self.store_bytes = Gauge(
-            "baton_store_bytes", "Bytes all entries, images and records take.", registry=registry
+            "baton_store_bytes", "Bytes that all entries, images and records take.", registry=registry
         )
         self.store_budget = Gauge(
             "baton_store_budget_bytes", "Bytes that all entries may take.", registry=registry
         )
 
 
-class ImageMetrics:
-    """The series of images in requests."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.images = Counter(
-            "baton_images_total",
-            "Images in requests, by whether they could be read, and as what they were refused.",
-            ("outcome",),
-            registry=registry,
-        )
-        for outcome in ("read", "invalid_image", "image_too_large", "image_fetch_failed", OTHER):
-            self.images.labels(outcome)
-        self.rewritten = Counter(
-            "baton_images_rewritten_total",
-            "Images that were turned upright or given another mode; the others go on as they came.",
-            registry=registry,
-        )
-        self.bytes = Counter("baton_image_bytes_total", "Bytes of the images read.", registry=registry)
-        self.seconds = Histogram(
-            "baton_image_read_seconds",
-            "Seconds from an image's turn until it was read or refused, fetching included.",
-            buckets=SECONDS,
-            registry=registry,
-        )
-
-
-class PoolingMetrics:
-    """The series of requests that go through an IO processor plugin."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
-            "baton_pooling_requests_total",
-            "Requests through an IO processor plugin, by how they ended.",
-            ("engine", "outcome"),
-            registry=registry,
-        )
-        self.running = Gauge(
-            "baton_pooling_requests_running",
-            "Requests a plugin works on now.",
-            ("engine",),
-            registry=registry,
-        )
-        self.seconds = Histogram(
-            "baton_pooling_step_duration_seconds",
-            "Seconds a request spent in one step; encode is with what the plugin does to outputs.",
-            ("engine", "step"),
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.prompts = Counter(
-            "baton_pooling_prompts_total",
-            "Prompts that plugins made of requests.",
-            ("engine",),
-            registry=registry,
-        )
-        self._units: dict[str, set[str]] = {}
-        self._amounts = Counter(
-            "baton_pooling_amounts_total",
-            "What answers amounted to, as their plugin counts it; pixels, for scenes.",
-            ("engine", "unit"),
-            registry=registry,
-        )
-        self.left_behind = Gauge(
-            "baton_pooling_threads_left_behind",
-            "Threads still in a plugin's code though their request is over.",
-            ("engine",),
-            registry=registry,
-        )
-
-    def count_amounts(self, engine: str, amounts: Mapping[str, float]) -> None:
-        """Add what one answer amounts to.
-
-        Raises:
-            ValueError: a unit that is no plain word, one too many, or an amount that is no size.
-        """
-        units = self._units.setdefault(engine, set())
-        for unit, amount in amounts.items():
-            if not UNIT.fullmatch(unit) or not math.isfinite(amount) or amount < 0:
-                raise ValueError("an amount is not a plain word and a number from zero up")
-            if unit not in units and len(units) >= MAX_UNITS:
-                raise ValueError(f"amounts in more than {MAX_UNITS} units")
-            units.add(unit)
-            self._amounts.labels(engine, unit).inc(amount)
-
-
 class TransferMetrics:
-    """What one engine moves to and from the store, as its connector reports it."""
+    """The series of one engine's loads and saves, as its connector reports them."""
 
     def __init__(self, registry: CollectorRegistry, engine: str) -> None:
         self._engine = engine
@@ -309,17 +220,17 @@ class TransferMetrics:
         )
         self._given_up = Counter(
             "baton_handoff_loads_given_up_total",
-            "Loads whose request was gone before they ended.",
+            "Loads whose request was aborted before they ended.",
             ("engine",),
             registry=registry,
         )
         self._errors = Counter(
             "baton_store_errors_total",
-            "Loads and saves that failed; what they were for was computed instead.",
+            "Loads and saves that failed; the KV of a failed load is recomputed.",
             ("engine", "op", "kind"),
             registry=registry,
         )
-        for operation in Transfer:  # from zero: a first failure is a rise then, and seen
+        for operation in Transfer:  # at zero, so that the first failure is an increase that alerts see
             for kind in FAILURES:
                 self._errors.labels(engine, operation.value, kind.value)
 
@@ -339,16 +250,16 @@ class TransferMetrics:
         self._encoded.labels(engine)
 
     def encoded(self, images: int) -> None:
-        """So many images more went through the model's encoder: they were in no cache, and not loaded."""
+        """Count images that the model's encoder ran for, as they were neither cached nor loaded."""
         self._encoded.labels(self._engine).inc(images)
 
     def thought(self, steps: int, seconds: float) -> None:
-        """Latent steps that were computed, of several requests at once too, and how long they took."""
+        """Count computed latent steps, possibly of several requests, and the seconds they took."""
         self._latent_steps.labels(self._engine).inc(steps)
         self._latent_seconds.labels(self._engine).inc(seconds)
 
     def count(self, outcome: TransferOutcome) -> None:
-        """Count how one transfer ended."""
+        """Count the outcome of one transfer."""
         operation = outcome.kind.value
         if outcome.failure is TransferFailure.GIVEN_UP:
             self._given_up.labels(self._engine).inc()

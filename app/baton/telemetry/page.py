@@ -1,7 +1,7 @@
-"""The page of metrics: the gateway's own and every engine's.
+"""Write the `/metrics` page: the gateway's own series and those of every engine.
 
-vLLM's `vllm:*` series come from the engines' registries and pass through unchanged; families of the
-same name are merged, because Prometheus refuses a page that names one twice.
+vLLM's `vllm:*` series come from the engines' registries and pass through unchanged; families of the same name
+are merged, because Prometheus refuses a page that names one twice.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class MergedRegistry:
     """Several registries read as one: families of the same name become one family.
 
     Attributes:
-        registries: what is read.
-        prefixes: of the families that are shown.
+        registries: the registries to read.
+        prefixes: of the names of the families to show.
     """
 
     registries: tuple[CollectorRegistry, ...]
@@ -40,7 +40,7 @@ class MergedRegistry:
                     yield metric
 
     def page(self) -> bytes:
-        """The text page a Prometheus server reads."""
+        """Return the page in Prometheus' text format."""
         return generate_latest(self)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while something long goes on."""
+"""Show the progress of long work in a terminal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 
 
 class PhaseProgress:
-    """A line per thing under way, with its phase and the time it has taken.
+    """One line for each task, with its phase and the time it has taken.
 
-    On a terminal the lines live; elsewhere each phase is printed once.
+    On a terminal the lines are updated in place; elsewhere each phase is printed once.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -36,11 +36,11 @@ class PhaseProgress:
         self.close()
 
     def close(self) -> None:
-        """Stop drawing; safe to call twice."""
+        """Stop drawing; a second call does nothing."""
         self._live.stop()
 
     def phase(self, name: str, text: str) -> None:
-        """`name` is now at `text`."""
+        """Show that the task `name` is in the phase `text`."""
         self._began.setdefault(name, time.monotonic())
         if not self.console.is_terminal:
             seconds = time.monotonic() - self._began[name]
@@ -51,7 +51,7 @@ class PhaseProgress:
             self._tasks[name] = self._live.add_task(text, total=None, name=name)
 
     def done(self, name: str, text: str = "ready") -> None:
-        """`name` has arrived."""
+        """Show that the task `name` is done."""
         self.phase(name, text)
         if name in self._tasks:
             self._live.update(self._tasks[name], total=1, completed=1)

@@ -1,5 +1,5 @@
-"""How `flood-tiny` came to be: made-up scenes of floods, the baselines it is measured beside, its training.
+"""Draw synthetic satellite scenes of floods, to try the model out and to train it.
 
-None of it is needed to serve the model. `scenes.make_scene` draws a scene, `baselines` measures the simple
-methods, `train` makes the weights in `baton_geo/flood_tiny`, `scene` writes one scene as a GeoTIFF.
+`scenes.make_scene` draws a scene and its truth; `python -m baton_geo.flood.scene` writes one as a GeoTIFF.
+Serving the model needs neither.
 """

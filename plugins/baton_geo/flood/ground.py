@@ -1,4 +1,4 @@
-"""The lie of the land and where the water stands: a valley with a river, its flood plain, lakes and hills."""
+"""Draw terrain and water: a valley with a river, its flood plain, lakes and hills."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton_geo.flood.chance import Chance
 from baton_geo.flood.noise import Field, Shape, covered, fractal, grid, shrink, smoothstep
+from baton_geo.flood.random_streams import RandomStreams
 
-FINE = 2  # shores are drawn this much finer than the scene, then averaged
+FINE = 2  # shores are drawn at this many times the scene's resolution, then averaged
 WET_FILM_M = 0.04  # less water than this on the ground is mud, not water
 
 
@@ -19,9 +19,9 @@ class Ground:
 
     Attributes:
         water: share of the pixel that is open water seen from above, 0..1.
-        plants: share that is plants standing in water, 0..1.
+        plants: share of the pixel that is plants standing in water, 0..1.
         depth: of the water, metres.
-        above: how far the dry ground is above the water nearby, metres.
+        above: height of the dry ground above the water nearby, metres.
         relief: height of the terrain, metres.
         plain: 1 in the flood plain, 0 in the hills.
     """
@@ -34,10 +34,10 @@ class Ground:
     plain: Field
 
 
-def draw_ground(chance: Chance, shape: Shape) -> Ground:
-    """Terrain and water of a scene of `shape` (height, width)."""
+def draw_ground(streams: RandomStreams, shape: Shape) -> Ground:
+    """Draw terrain and water of a scene of `shape` (height, width)."""
     fine = (shape[0] * FINE, shape[1] * FINE)
-    rng = chance.of("ground")
+    rng = streams.stream("ground")
     middle = _winding_line(rng, fine)
     half_plain = rng.uniform(50, 160)
     hills = smoothstep(np.abs(middle), half_plain, 2.2 * half_plain)
@@ -48,10 +48,10 @@ def draw_ground(chance: Chance, shape: Shape) -> Ground:
     level = np.maximum(np.maximum(_river(rng, fine, middle), lakes), flood)
     share = covered(level)
     water = shrink(share, FINE)
-    if "mixed" in chance.without:
+    if "mixed" in streams.without:
         water = np.asarray((water >= 0.5).astype(np.float64))
     depth = shrink(np.where(level > 0, level + WET_FILM_M, 0) * share, FINE) / (shrink(share, FINE) + 1e-6)
-    standing = _plants(chance, shape, depth)
+    standing = _plants(streams, shape, depth)
     return Ground(
         water=water * (1 - standing),
         plants=water * standing,
@@ -63,9 +63,9 @@ def draw_ground(chance: Chance, shape: Shape) -> Ground:
 
 
 def _winding_line(rng: np.random.Generator, fine: Shape) -> Field:
-    """Signed distance in scene pixels from a winding line through the scene.
+    """Return each pixel's signed distance from a winding line through the scene, in scene pixels.
 
-    The line is where a tilted plane and smooth noise add up to 0; the value over the slope is near enough
+    The line is where a tilted plane and smooth noise add up to 0. The value divided by the slope approximates
     the distance (the first-order estimate of Taubin 1994).
     """
     rows, columns = grid(fine, 1 / FINE)
@@ -77,14 +77,14 @@ def _winding_line(rng: np.random.Generator, fine: Shape) -> Field:
 
 
 def _hills(rng: np.random.Generator, fine: Shape, hills: Field) -> Field:
-    """Terrain height in metres; about none in the valley."""
+    """Draw terrain height in metres; nearly 0 in the valley."""
     ridges = 2.5 - np.abs(fractal(rng, fine, largest=FINE * 140, smallest=FINE * 10, slope=4.0))
     rough = fractal(rng, fine, largest=FINE * 40, smallest=FINE * 4, slope=3.4)
     return np.asarray(hills * (rng.uniform(15, 140) * np.maximum(ridges, 0) + 3 * rough))
 
 
 def _river(rng: np.random.Generator, fine: Shape, middle: Field) -> Field:
-    """Depth of the river in metres, with bars and narrows; negative beyond its banks."""
+    """Draw the river's depth in metres, with bars and narrows; negative beyond its banks."""
     if rng.random() < 0.12:
         return np.full(fine, -9.0)
     width = rng.uniform(5, 16) * np.exp(
@@ -95,19 +95,19 @@ def _river(rng: np.random.Generator, fine: Shape, middle: Field) -> Field:
 
 
 def _lakes(rng: np.random.Generator, fine: Shape) -> Field:
-    """Depth of lakes and ponds in metres; negative on land."""
+    """Draw the depth of lakes and ponds in metres; negative on land."""
     hollows = fractal(rng, fine, largest=FINE * rng.uniform(80, 220), smallest=FINE * 22, slope=4.4)
     shore = np.quantile(hollows, 1 - rng.uniform(0.01, 0.08))
     return np.asarray((hollows - shore) * rng.uniform(3, 10))
 
 
 def _flood(rng: np.random.Generator, fine: Shape, across: Field, relief: Field) -> Field:
-    """Depth of the flood on the plain in metres; it covers the lowest share of the scene.
+    """Draw the depth of the flood on the plain in metres; it covers the lowest part of the scene.
 
     Args:
-        rng: chance.
+        rng: source of random numbers.
         fine: (height, width).
-        across: distance from the valley's middle in half widths of the plain.
+        across: distance from the valley's middle, in half widths of the plain.
         relief: terrain height, metres.
     """
     uneven = fractal(rng, fine, largest=FINE * 140, smallest=FINE * 16, slope=4.2)
@@ -115,11 +115,11 @@ def _flood(rng: np.random.Generator, fine: Shape, across: Field, relief: Field) 
     return np.asarray(np.quantile(surface, rng.uniform(0.15, 0.36)) - surface)
 
 
-def _plants(chance: Chance, shape: Shape, depth: Field) -> Field:
-    """Share of the water hidden by plants standing in it, where it is shallow; 0..1."""
-    if not chance.strikes("emergent", 0.5):
+def _plants(streams: RandomStreams, shape: Shape, depth: Field) -> Field:
+    """Draw the share of the water hidden by plants standing in it, where it is shallow; 0..1."""
+    if not streams.occurs("emergent", 0.5):
         return np.zeros(shape)
-    rng = chance.of("emergent")
+    rng = streams.stream("emergent")
     patches = fractal(rng, shape, largest=80, smallest=14, slope=4.0)
     start = float(np.quantile(patches, rng.uniform(0.92, 0.98)))
     return np.asarray(0.9 * smoothstep(patches, start, start + 0.25) * (1 - smoothstep(depth, 0.5, 1.0)))

@@ -1,6 +1,6 @@
-"""Random fields and the few filters the scenes are drawn with. All of it float64.
+"""Make random fields and filter them, in float64.
 
-float64, because two processors may differ in the last bit of a sine: that never reaches an int16 pixel here.
+Two processors may differ in the last bit of a sine; in float64 that never reaches an int16 pixel.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Shape: TypeAlias = tuple[int, int]
 def fractal(
     rng: np.random.Generator, shape: Shape, *, largest: float, smallest: float, slope: float = 3.0
 ) -> Field:
-    """A Gaussian random field with features between two sizes; mean 0, standard deviation 1, periodic.
+    """Make a periodic Gaussian random field with features between two sizes; mean 0, standard deviation 1.
 
     Args:
-        rng: where the noise comes from.
+        rng: source of the noise.
         shape: (height, width), pixels.
         largest: size of the largest features, pixels.
         smallest: size of the smallest, pixels; softly cut off.
@@ -36,37 +36,37 @@ def fractal(
 
 
 def blur(field: Field, sigma: float) -> Field:
-    """A Gaussian blur over the last two axes, periodic; `sigma` in pixels."""
+    """Blur the last two axes with a periodic Gaussian; `sigma` in pixels."""
     shape = (field.shape[-2], field.shape[-1])
     response = np.exp(-2 * (np.pi * sigma * _frequencies(shape)) ** 2)
     return np.asarray(np.fft.irfft2(np.fft.rfft2(field) * response, s=shape))
 
 
 def smoothstep(field: Field, low: float, high: float) -> Field:
-    """0 below `low`, 1 above `high`, a smooth rise between."""
+    """Return 0 below `low`, 1 above `high`, a smooth rise between."""
     ramp = np.clip((field - low) / (high - low), 0, 1)
     return np.asarray(ramp * ramp * (3 - 2 * ramp))
 
 
 def covered(level: Field) -> Field:
-    """The share of each pixel where a smooth field is above 0, from its value and slope; 0..1."""
+    """Estimate the share of each pixel where a smooth field is above 0, from its value and slope; 0..1."""
     down, right = np.gradient(level)
     return np.asarray(np.clip(0.5 + level / (np.hypot(down, right) + 1e-9), 0, 1))
 
 
 def shrink(field: Field, factor: int) -> Field:
-    """The mean of each block of `factor` x `factor` pixels, over the last two axes."""
+    """Average blocks of `factor` x `factor` pixels over the last two axes."""
     *lead, height, width = field.shape
     blocks = field.reshape(*lead, height // factor, factor, width // factor, factor)
     return np.asarray(blocks.mean(axis=(-3, -1)))
 
 
 def grid(shape: Shape, spacing: float = 1.0) -> tuple[Field, Field]:
-    """Row and column of each pixel's centre from the middle of the scene, in pixels / `spacing`."""
+    """Return row and column of each pixel's centre from the middle of the scene, in pixels / `spacing`."""
     rows, columns = np.indices(shape, dtype=np.float64)
     return (rows + 0.5) * spacing - shape[0] * spacing / 2, (columns + 0.5) * spacing - shape[1] * spacing / 2
 
 
 def _frequencies(shape: Shape) -> Field:
-    """Cycles a pixel of each coefficient of `rfft2`."""
+    """Return the cycles per pixel of each coefficient of `rfft2`."""
     return np.asarray(np.hypot(np.fft.fftfreq(shape[0])[:, None], np.fft.rfftfreq(shape[1])[None, :]))

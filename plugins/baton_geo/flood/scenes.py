@@ -1,9 +1,9 @@
-"""Made-up satellite scenes of floods, with the truth: six bands as Prithvi takes them, 10 m pixels.
+"""Draw synthetic satellite scenes of floods with their truth: six bands as Prithvi takes them, 10 m pixels.
 
 The truth is what an interpreter of the image could know. A pixel is water where open water is at least half
-of what is seen of its surface from above: water under standing plants is land, and so is water under a cloud
-that hides at least half of the light, since no water is seen there. Haze, cloud shadow and terrain shade
-change nothing. Nothing is known outside the swath.
+of its surface seen from above: water under standing plants is land, and so is water under a cloud that hides
+at least half of the light, since no water is seen there. Haze, cloud shadow and terrain shade do not change
+the truth. Outside the swath it is unknown.
 """
 
 from __future__ import annotations
@@ -16,18 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from baton_geo.flood import sky
-from baton_geo.flood.chance import Chance, Phenomenon
 from baton_geo.flood.cover import surface_reflectance
 from baton_geo.flood.ground import draw_ground
+from baton_geo.flood.random_streams import Phenomenon, RandomStreams
 from baton_geo.flood.sensor import beyond_swath, digital, seams, seen_by_sensor
 
 LAND, WATER, UNKNOWN = 0, 1, 255
 PHENOMENA: Final[tuple[Phenomenon, ...]] = get_args(Phenomenon)
-
-# Scenes the generator was drawn up with are of other seeds (below 1000): nothing below was looked at before.
-TRAINING_SEEDS: Final = range(1000, 1240)
-VALIDATION_SEEDS: Final = range(5000, 5008)
-HELD_OUT_SEEDS: Final = range(9100, 9124)
 
 
 @dataclass(frozen=True)
@@ -36,7 +31,7 @@ class Scene:
 
     Attributes:
         pixels: int16 (6, height, width), reflectance x 10000; -9999 where there is no data.
-        label: uint8 (height, width): 0 land, 1 water, 255 nothing known.
+        label: uint8 (height, width): 0 land, 1 water, 255 unknown.
     """
 
     pixels: npt.NDArray[np.int16]
@@ -52,22 +47,22 @@ def make_scene(
         seed: not negative.
         height: at least 16, pixels.
         width: at least 16, pixels.
-        without: what to leave out; everything else of the scene stays as it is.
+        without: phenomena to leave out; the rest of the scene stays the same.
 
     Raises:
-        ValueError: a negative seed, a smaller scene, or an unknown phenomenon.
+        ValueError: the seed is negative, the scene too small, or a phenomenon unknown.
     """
     if seed < 0 or min(height, width) < 16 or not set(without) <= set(PHENOMENA):
         raise ValueError("a scene needs a seed of 0 or more, 16 pixels a side, and known phenomena")
-    chance = Chance(seed, frozenset(without))
-    ground, sun = draw_ground(chance, (height, width)), sky.draw_sun(chance)
-    light = surface_reflectance(chance, ground)
-    if chance.strikes("shade"):
+    streams = RandomStreams(seed, frozenset(without))
+    ground, sun = draw_ground(streams, (height, width)), sky.draw_sun(streams)
+    light = surface_reflectance(streams, ground)
+    if streams.occurs("shade"):
         light = sky.shade(light, ground.relief, sun)
-    opacity = sky.cloud_opacity(chance, (height, width))
-    light = sky.haze(chance, sky.cloud_shadow(chance, light, opacity, sun))
-    light = seams(chance, seen_by_sensor(chance, sky.cloud(chance, light, opacity)))
-    missing = beyond_swath(chance, (height, width))
+    opacity = sky.cloud_opacity(streams, (height, width))
+    light = sky.haze(streams, sky.cloud_shadow(streams, light, opacity, sun))
+    light = seams(streams, seen_by_sensor(streams, sky.cloud(streams, light, opacity)))
+    missing = beyond_swath(streams, (height, width))
     water = (ground.water >= 0.5) & (opacity < 0.5)
     label = np.where(missing, UNKNOWN, np.where(water, WATER, LAND)).astype(np.uint8)
     return Scene(digital(light, missing), label)

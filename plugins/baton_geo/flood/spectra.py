@@ -1,6 +1,6 @@
-"""What things reflect in the six bands: blue, green, red, narrow near infrared, short-wave infrared 1 and 2.
+"""Spectra of surfaces, water and air in six bands: blue, green, red, narrow NIR, SWIR 1 and SWIR 2.
 
-Round figures set by hand, with the shapes of the USGS Spectral Library version 7 (doi:10.3133/ds1035) and,
+Round figures chosen by hand, with the shapes of the USGS Spectral Library version 7 (doi:10.3133/ds1035) and,
 for water, of Case 1 and Case 2 waters (IOCCG report 3, 2000): none is sampled from them, and none is exact.
 """
 
@@ -43,11 +43,11 @@ CLEAR_WATER = _bands(0.035, 0.028, 0.013, 0.006, 0.003, 0.002)
 MUDDY_WATER = _bands(0.075, 0.120, 0.150, 0.11, 0.018, 0.010)
 ALGAE_WATER = _bands(0.022, 0.060, 0.030, 0.06, 0.008, 0.004)
 GLINT = _bands(0.035, 0.034, 0.033, 0.032, 0.029, 0.026)
-# Attenuation on the way down and up, a metre: water alone, and what sediment adds.
+# Attenuation down and up per metre: of water alone, and what sediment adds.
 CLEAR_ATTENUATION = _bands(0.1, 0.15, 0.8, 8.0, 60.0, 90.0)
 MUDDY_ATTENUATION = _bands(3.0, 2.4, 2.0, 3.0, 5.0, 5.0)
 
-# Of the light that falls on a place out of the sun, what the sky still sends, as a share of full light.
+# Skylight on a shaded place, as a share of full light.
 SKYLIGHT = _bands(0.40, 0.31, 0.24, 0.16, 0.10, 0.08)
 HAZE_PATH = _bands(0.120, 0.095, 0.075, 0.050, 0.020, 0.012)
 CIRRUS_PATH = _bands(0.075, 0.075, 0.075, 0.075, 0.055, 0.045)

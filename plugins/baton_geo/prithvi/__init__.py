@@ -1,4 +1,4 @@
-"""The Prithvi-EO family in plain torch: configuration, encoder, FCN decoder, checkpoints."""
+"""The Prithvi-EO family of models in plain torch: configuration, encoder, FCN decoder, checkpoints."""
 
 from baton_geo.prithvi.checkpoint import load, read_checkpoint
 from baton_geo.prithvi.config import DecoderConfig, PrithviConfig

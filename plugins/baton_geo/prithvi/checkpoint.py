@@ -1,8 +1,8 @@
-"""Weights under their published names, from `.safetensors` and `.pt` files, into a model.
+"""Load published weights from `.safetensors` and `.pt` files into a model.
 
-Our parameters have the published names, so what is left is wrapping: `state_dict` tables as Lightning saves
-them, prefixes such as `module.` and `model.`, 1.0's encoder without its `encoder.`, and the pre-training's
-own decoder, which is dropped.
+Our parameters have the published names. What differs between checkpoints is wrapping: `state_dict` tables as
+Lightning saves them, prefixes such as `module.` and `model.`, 1.0's encoder without its `encoder.`, and the
+pre-training's own decoder, which is dropped.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ WRAPPERS = ("module.", "model.", "_orig_mod.")
 TIMM_WRAPPER = "_timm_module."  # between `encoder.` and the rest of the name
 ENCODER = "encoder."
 OF_A_SEGMENTER = (ENCODER, "decoder.", "head.", "skip.")
-# The pre-training's decoder, in 2.0's names and in 1.0's; then what is no weight of the model but of its
-# training.
+# The pre-training's decoder, with the names of 2.0 and of 1.0; then weights that only training uses.
 DROPPED = (
     "decoder.decoder_", "decoder.mask_token", "decoder.temporal_embed_dec.", "decoder.location_embed_dec.",
     "decoder_", "mask_token", "temporal_embed_dec.", "location_embed_dec.",
@@ -36,13 +35,13 @@ LISTED = 5
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """The tensors of a `.safetensors` or a `.pt` (`.pth`, `.ckpt`, `.bin`) file, on the CPU, names unchanged.
+    """Read the tensors of a `.safetensors` or `.pt` (`.pth`, `.ckpt`, `.bin`) file to the CPU.
 
     A `.pt` file is unpickled with `weights_only`: no code in it is run.
 
     Raises:
-        ValueError: another kind of file, damaged, holds more than weights, or holds none.
-        OSError: not there, or not readable.
+        ValueError: the file is of another kind, is damaged, has more than weights, or has none.
+        OSError: the file is missing or not readable.
     """
     if path.suffix == ".safetensors":
         held = _read(path, load_file)
@@ -74,7 +73,7 @@ def _tensors(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]
 
 
 def own_name(name: str) -> str | None:
-    """Our name of a published checkpoint's tensor; None: not a part of a segmentation model."""
+    """Return our name of a published checkpoint's tensor; None if a segmentation model does not have it."""
     while name.startswith(WRAPPERS):
         name = name.partition(".")[2]
     name = name.replace(TIMM_WRAPPER, "")
@@ -86,22 +85,22 @@ def own_name(name: str) -> str | None:
 def load(
     model: PrithviSegmenter | PrithviEncoder, weights: Iterable[tuple[str, Tensor | Mapping[str, Any]]]
 ) -> set[str]:
-    """Copies a checkpoint's weights into a model, in the model's dtype and on its device.
+    """Copy a checkpoint's weights into a model, in the model's dtype and on its device.
 
-    Every parameter must be there, once, in its shape, and nothing else. Position tables are taken where they
-    fit and kept where they are for another number of time steps or another size, as published. A
-    `PrithviEncoder` takes what belongs to it out of a larger checkpoint.
+    The checkpoint must have every parameter once, in its shape, and nothing else. A position table that does
+    not fit the model's time steps and size is not loaded, as in the published code: the model keeps its own.
+    For a `PrithviEncoder` only the encoder's weights of a larger checkpoint are used.
 
     Args:
-        model: what is loaded into.
-        weights: names and tensors; a table under `state_dict` counts as its entries (so a `.pt` file's come
-            from vLLM).
+        model: the model to load into.
+        weights: names and tensors; a table under `state_dict` counts as its entries (vLLM passes a `.pt` file
+            like that).
 
     Returns:
-        The names of the model's own that were loaded.
+        The names of the model's tensors that were loaded.
 
     Raises:
-        ValueError: parameters missing, unknown, given twice or of another shape; names them.
+        ValueError: parameters are missing, unknown, given twice or of a wrong shape; the message names them.
     """
     prefix = ENCODER if isinstance(model, PrithviEncoder) else ""
     targets = {prefix + name: tensor for name, tensor in model.state_dict(keep_vars=True).items()}

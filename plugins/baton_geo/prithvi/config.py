@@ -1,4 +1,4 @@
-"""What a Prithvi-EO model is made of, read from a config.json."""
+"""Read the configuration of a Prithvi-EO model from a config.json."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class DecoderConfig(Frozen):
     """The FCN segmentation decoder.
 
     Attributes:
-        num_classes: scores for each pixel.
-        channels: one number for each doubling of the resolution; the published decoder has four equal ones.
-        head_channels: 3 x 3 convolutions before the scores; published name `head_channel_list`.
-        skip: ours, not in the published models: a convolution over the raw pixels joins the decoder's
-            features before the head, for edges sharper than a patch.
-        skip_channels: how many channels that convolution gives.
+        num_classes: scores per pixel.
+        channels: width after each doubling of the resolution; the published decoder has four equal ones.
+        head_channels: widths of the 3 x 3 convolutions before the scores; published as `head_channel_list`.
+        skip: whether a convolution over the raw pixels joins the decoder's features before the head, for
+            edges sharper than a patch; not in the published models.
+        skip_channels: width of that convolution.
     """
 
     num_classes: int = Field(ge=1, le=1024)
@@ -43,7 +43,7 @@ class PrithviConfig(Frozen):
     """A model of the Prithvi-EO family; keys as in the published `pretrained_cfg`.
 
     Attributes:
-        img_size: height and width the position table is for, pixels; other sizes are interpolated.
+        img_size: height and width of the position table, pixels; other sizes are interpolated.
         num_frames: time steps.
         patch_size: time steps, rows and columns of one patch.
         in_chans: bands.
@@ -51,13 +51,13 @@ class PrithviConfig(Frozen):
         depth: transformer blocks.
         num_heads: attention heads.
         mlp_ratio: width of a block's hidden layer over `embed_dim`.
-        coords_encoding: what the encoder can be told beside the pixels.
-        coords_scale_learn: the weight of those encodings is a parameter.
+        coords_encoding: coordinates that the encoder takes beside the pixels.
+        coords_scale_learn: whether the weight of those encodings is a parameter.
         norm_eps: of the encoder's layer norms; 1e-5 in all published models.
-        bands: names of the bands, in order, if told.
-        mean: of each band, subtracted by whoever prepares the pixels; empty if not told.
-        std: of each band, divided by; empty if not told.
-        decoder: None: an encoder alone.
+        bands: names of the bands, in order; empty if not given.
+        mean: of each band, subtracted before the model; empty if not given.
+        std: of each band, divided by before the model; empty if not given.
+        decoder: None for an encoder alone.
     """
 
     img_size: tuple[int, int]
@@ -78,10 +78,10 @@ class PrithviConfig(Frozen):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> PrithviConfig:
-        """Reads a config.json: any of the layouts that `layouts` describes.
+        """Parse a config.json in any of the layouts that `layouts` describes.
 
         Raises:
-            ValueError: a key is missing or wrong, or the model is of another kind; names the key.
+            ValueError: a key is missing or wrong, or the model is of another kind; the message names the key.
         """
         try:
             made = cls.model_validate(read_layout(config))
@@ -101,19 +101,20 @@ class PrithviConfig(Frozen):
 
     @property
     def has_time(self) -> bool:
-        """Whether the encoder can be told dates."""
+        """Whether the encoder takes dates."""
         return "time" in self.coords_encoding
 
     @property
     def has_location(self) -> bool:
-        """Whether the encoder can be told the place."""
+        """Whether the encoder takes the place."""
         return "location" in self.coords_encoding
 
     def grid_of(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Patches in time, rows and columns of pixels of a shape (B, C, T, H, W).
+        """Return the patches in time, rows and columns for pixels of a shape (B, C, T, H, W).
 
         Raises:
-            ValueError: not five dimensions, another number of bands, or a size the patches do not divide.
+            ValueError: the shape has not five dimensions, a wrong number of bands, or a size that is not a
+                multiple of the patch size.
         """
         if len(shape) != 5 or shape[1] != self.in_chans:
             wanted = f"(batch, {self.in_chans} bands, time, height, width)"

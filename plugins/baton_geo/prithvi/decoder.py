@@ -1,7 +1,7 @@
-"""The FCN segmentation decoder: tokens to a feature map, up to full resolution, to classes.
+"""The FCN segmentation decoder: from tokens to a feature map, to full resolution, to class scores.
 
-Written after TerraTorch's `ReshapeTokensToImage` neck, `FCNDecoder` and `SegmentationHead` (IBM, Apache-2.0);
-parameter names are theirs. What `skip` and a list of channels add is ours.
+Written after TerraTorch's `ReshapeTokensToImage` neck, `FCNDecoder` and `SegmentationHead` (IBM, Apache-2.0),
+with their parameter names. `skip` and a list of channels are our extensions.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Norm2d(nn.Module):
         self.ln = nn.LayerNorm(channels, eps=NORM_EPS)
 
     def forward(self, image: Tensor) -> Tensor:
-        """(B, C, H, W) to the same."""
+        """Map (B, C, H, W) to the same shape."""
         out: Tensor = self.ln(image.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         return out
 
 
 def tokens_to_image(tokens: Tensor, grid: tuple[int, int, int]) -> Tensor:
-    """The neck: (B, 1 + t * h * w, D) to (B, t * D, h, w), without the class token, time as channels."""
+    """Map tokens (B, 1 + t * h * w, D) to an image (B, t * D, h, w): no class token, time as channels."""
     times, rows, columns = grid
     batch, _, dim = tokens.shape
     patches = tokens[:, 1:].reshape(batch, times, rows, columns, dim)
@@ -47,7 +47,7 @@ def _doubling(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class FCNDecoder(nn.Module):
-    """Doubles the resolution once for each number in `channels`."""
+    """A decoder that doubles the resolution once per number in `channels`."""
 
     def __init__(self, inputs: int, channels: Sequence[int]) -> None:
         super().__init__()
@@ -55,13 +55,13 @@ class FCNDecoder(nn.Module):
         self.convs = nn.Sequential(*(_doubling(a, b) for a, b in pairwise(widths)))
 
     def forward(self, image: Tensor) -> Tensor:
-        """(B, inputs, h, w) to (B, channels[-1], h * 2 ** n, w * 2 ** n)."""
+        """Map (B, inputs, h, w) to (B, channels[-1], h * 2 ** n, w * 2 ** n)."""
         out: Tensor = self.convs(image)
         return out
 
 
 class SegmentationHead(nn.Module):
-    """A 3 x 3 convolution for each number in `channels`, then one score for each class."""
+    """A 3 x 3 convolution per number in `channels`, then one score per class."""
 
     def __init__(self, inputs: int, channels: Sequence[int], classes: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class SegmentationHead(nn.Module):
         self.head = nn.Sequential(before, nn.Identity(), nn.Conv2d(widths[-1], classes, kernel_size=1))
 
     def forward(self, image: Tensor) -> Tensor:
-        """(B, inputs, H, W) to (B, classes, H, W)."""
+        """Map (B, inputs, H, W) to (B, classes, H, W)."""
         out: Tensor = self.head(image)
         return out
 
@@ -91,11 +91,11 @@ class Skip(nn.Module):
         )
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """(B, C, T, H, W) to (B, channels, H, W)."""
+        """Map (B, C, T, H, W) to (B, channels, H, W)."""
         out: Tensor = self.stem(pixels.transpose(1, 2).flatten(1, 2))
         return out
 
 
 def head_inputs(config: DecoderConfig) -> int:
-    """Channels that reach the head."""
+    """Return the number of channels that the head takes."""
     return config.channels[-1] + (config.skip_channels if config.skip else 0)

@@ -1,7 +1,7 @@
 """The Prithvi encoder: a vision transformer over patches of space and time.
 
-Written after the published `prithvi_mae.py` and timm's vision transformer block; parameter names are theirs.
-The masking of the pre-training is left out: every patch is encoded.
+Written after the published `prithvi_mae.py` and timm's vision transformer block, with their parameter names.
+There is no masking as in the pre-training: every patch is encoded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton_geo.prithvi.positions import CoordinateEncoder, grid_positions, resiz
 
 
 class PatchEmbed(nn.Module):
-    """Cuts a series of images into patches, each a token."""
+    """The embedding of a series of images as patches, one token each."""
 
     def __init__(self, config: PrithviConfig) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class PatchEmbed(nn.Module):
         nn.init.xavier_uniform_(self.proj.weight.view(config.embed_dim, -1))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """(B, C, T, H, W) to (B, patches, D), by time, row and column."""
+        """Map (B, C, T, H, W) to (B, patches, D), by time, row and column."""
         tokens: Tensor = self.proj(pixels).flatten(2).transpose(1, 2)
         return tokens
 
@@ -39,7 +39,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, N, D) to (B, N, D)."""
+        """Map (B, N, D) to (B, N, D)."""
         batch, count, dim = tokens.shape
         qkv = self.qkv(tokens).reshape(batch, count, 3, self.heads, dim // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -62,7 +62,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block, normalised before each half."""
+    """A transformer block with layer norms before attention and perceptron."""
 
     def __init__(self, config: PrithviConfig) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class PrithviEncoder(nn.Module):
-    """Images, and where and when they were taken, to tokens."""
+    """The encoder: images with their dates and place to tokens."""
 
     pos_embed: Tensor
 
@@ -102,22 +102,22 @@ class PrithviEncoder(nn.Module):
     def forward(
         self, pixels: Tensor, temporal_coords: Tensor | None = None, location_coords: Tensor | None = None
     ) -> Tensor:
-        """Encodes.
+        """Encode a batch.
 
         Args:
             pixels: (B, C, T, H, W), normalised, in the dtype of the parameters. Any T, H and W that the
                 patch size divides: positions are interpolated for sizes other than `img_size`.
-            temporal_coords: (B, T, 2) float32: year, day of the year (1 is 1 January). None, or a model
-                without time encoding: not used.
-            location_coords: (B, 2) float32: latitude, longitude in degrees. None, or a model without
-                location encoding: not used.
+            temporal_coords: (B, T, 2) float32: year, day of the year (1 is 1 January). Not used if None, or
+                if the model has no time encoding.
+            location_coords: (B, 2) float32: latitude, longitude in degrees. Not used if None, or if the model
+                has no location encoding.
 
         Returns:
             (B, 1 + t * h * w, D) in the dtype of `pixels`: the class token, then the patches by time, row,
             column.
 
         Raises:
-            ValueError: a shape that does not fit.
+            ValueError: a shape does not fit the configuration.
         """
         grid = self.config.grid_of(pixels.shape)
         tokens = self.patch_embed(pixels)

@@ -1,12 +1,12 @@
-"""The layouts of config.json the Prithvi-EO family has been published with, each brought to one.
+"""Read the layouts of config.json with which Prithvi-EO models were published.
 
 1. The models' own (1.0 and 2.0): `pretrained_cfg` holds `img_size`, `num_frames`, `patch_size`, `embed_dim`
-   and so on. A decoder is told by our table beside them, `pretrained_cfg.segmentation`:
+   and so on. A decoder is given by our table beside them, `pretrained_cfg.segmentation`:
    `{"decoder": "FCNDecoder", "num_classes": 2, "channels": 256, "num_convs": 4, "head_channels": [],
    "skip": false}`. (Not `decoder` at the top: transformers would take that for a text model's configuration.)
 2. TerraTorch's fine-tuned models: `pretrained_cfg.model_args`, or `pretrained_cfg.model.init_args.model_args`
    as its vLLM guide has it: `backbone` is a published model's name, `backbone_*` change it, `decoder`,
-   `decoder_*`, `head_*`, `necks` and `num_classes` tell the rest.
+   `decoder_*`, `head_*`, `necks` and `num_classes` are the rest.
 3. The first release of 1.0 (`Prithvi_100M_config.yaml`): `model_args` holds sizes, with an integer
    `patch_size` and `tubelet_size`; `train_params` holds bands, means and deviations.
 """
@@ -48,10 +48,10 @@ SEGMENTATION_KEYS = frozenset(
 
 
 def read_layout(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `PrithviConfig`, unchecked, from a config.json of any layout above.
+    """Return the values of `PrithviConfig`, unchecked, from a config.json of any layout above.
 
     Raises:
-        ValueError: none of the layouts, or a model of another kind.
+        ValueError: config.json has none of the layouts, or the model is of another kind.
     """
     held, finetuned = _held(config)
     if "backbone" in finetuned:
@@ -64,15 +64,15 @@ def read_layout(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_necks(config: Mapping[str, Any], *, depth: int, times: int) -> None:
-    """Refuses TerraTorch necks other than those the FCN decoder has here: the last block, as an image.
+    """Refuse TerraTorch necks other than the FCN decoder's here, which takes the last block as an image.
 
     Args:
-        config: the config.json.
-        depth: the encoder's blocks.
-        times: time steps among its patches.
+        config: contents of config.json.
+        depth: number of the encoder's blocks.
+        times: patches in time.
 
     Raises:
-        ValueError: another neck; names it.
+        ValueError: a neck is not supported; the message names it.
     """
     necks = _listed(_held(config)[1].get("necks") or [], "model_args.necks")
     for place, neck in enumerate(necks):
@@ -92,7 +92,7 @@ def check_necks(config: Mapping[str, Any], *, depth: int, times: int) -> None:
 
 
 def _held(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What describes the model, and TerraTorch's or the first release's table in it."""
+    """Return the table that describes the model, and TerraTorch's or the first release's table in it."""
     held = _table(config, "pretrained_cfg") or config
     task = _table(_table(held, "model"), "init_args")
     return held, _table(task, "model_args") or _table(held, "model_args")

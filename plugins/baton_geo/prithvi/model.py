@@ -1,4 +1,4 @@
-"""Prithvi encoder and FCN decoder in one: images to class scores for each pixel."""
+"""The Prithvi segmentation model: encoder and FCN decoder, from images to class scores per pixel."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from baton_geo.prithvi.encoder import PrithviEncoder
 
 
 class PrithviSegmenter(nn.Module):
-    """A Prithvi-EO segmentation model. Its parameters have the names TerraTorch gives them.
+    """A Prithvi-EO segmentation model, with TerraTorch's parameter names.
 
     Args:
-        config: what `PrithviConfig.from_hf` made of a config.json; with a decoder.
+        config: with a decoder, e.g. from `PrithviConfig.from_hf`.
 
     Raises:
         ValueError: the configuration has no decoder.
@@ -38,7 +38,7 @@ class PrithviSegmenter(nn.Module):
         temporal_coords: Tensor | None = None,
         location_coords: Tensor | None = None,
     ) -> Tensor:
-        """The encoder's tokens: (B, 1 + t * h * w, D); see `PrithviEncoder.forward`."""
+        """Return the encoder's tokens, (B, 1 + t * h * w, D); see `PrithviEncoder.forward`."""
         tokens: Tensor = self.encoder(pixel_values, temporal_coords, location_coords)
         return tokens
 
@@ -48,7 +48,7 @@ class PrithviSegmenter(nn.Module):
         temporal_coords: Tensor | None = None,
         location_coords: Tensor | None = None,
     ) -> Tensor:
-        """Scores each pixel.
+        """Compute the class scores of each pixel.
 
         Args:
             pixel_values: (B, C, T, H, W), normalised, in the dtype of the parameters; T is `num_frames`, H
@@ -60,7 +60,7 @@ class PrithviSegmenter(nn.Module):
             (B, classes, H, W) in the dtype of `pixel_values`: logits.
 
         Raises:
-            ValueError: a shape that does not fit.
+            ValueError: a shape does not fit the configuration.
         """
         grid = self.config.grid_of(pixel_values.shape)
         if grid[0] != self.config.grid[0]:
@@ -77,7 +77,7 @@ class PrithviSegmenter(nn.Module):
 
 
 def _sized(image: Tensor, size: torch.Size) -> Tensor:
-    """The published model's last step where doubling does not give the input's size (14-pixel patches)."""
+    """Resize to the input's size, as the published model does where doubling misses it (14-pixel patches)."""
     if image.shape[-2:] == size:
         return image
     return functional.interpolate(image, size=size, mode="bilinear")

@@ -1,4 +1,4 @@
-"""Client rasters, read and written in child processes; the gateway's side needs no raster library.
+"""Read client rasters and write masks in child processes; the gateway's side needs no raster library.
 
-`Decoders.open` gives a `Scene`; `ask` holds the messages that cross to the child.
+`Decoders.open` returns an `OpenScene`; `messages` defines what it exchanges with the child.
 """

@@ -1,4 +1,4 @@
-"""What a pixel covers on the ground."""
+"""Compute the area of pixels on the ground."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HECTARE = 10_000.0  # square metres
 
 
 class PixelArea(Protocol):
-    """Hectares of one pixel in each row of the scene; None where the scale is not known."""
+    """The area of one pixel in each row of the scene, hectares."""
 
     def row(self, row: int) -> float: ...
 
 
 class PlaneArea:
-    """Pixels of a projected grid: all alike, |det| of the transform times the square of the unit.
+    """Pixels of a projected grid: all have |det| of the transform times the square of the unit.
 
     Args:
         transform: of the scene.
@@ -34,14 +34,14 @@ class PlaneArea:
 
 
 class EllipsoidArea:
-    """Cells of a latitude-longitude grid: those of one row alike.
+    """Pixels of a latitude-longitude grid: those of one row have the same area.
 
     The area between two parallels is that of the authalic sphere: a**2 * (q2 - q1) * longitudes / 2, with q
-    of J. P. Snyder, Map Projections: A Working Manual (USGS Professional Paper 1395, 1987), equation 3-12.
+    from J. P. Snyder, Map Projections: A Working Manual (USGS Professional Paper 1395, 1987), equation 3-12.
 
     Args:
         transform: of the scene, not rotated.
-        radians: size of one unit of the CRS.
+        radians: size of one unit of the CRS, radians.
         semi_major: of the ellipsoid, metres.
         inverse_flattening: of the ellipsoid; 0 for a sphere.
     """
@@ -69,6 +69,6 @@ class EllipsoidArea:
 
 
 def ellipsoid(wkt: str) -> tuple[float, float] | None:
-    """Semi-major axis in metres and inverse flattening in a CRS's WKT 1, if it says them."""
+    """Read the semi-major axis in metres and the inverse flattening from a CRS's WKT 1, if it has them."""
     found = re.search(r'SPHEROID\["[^"]*",([0-9.eE+]+),([0-9.eE+]+)', wkt)
     return (float(found[1]), float(found[2])) if found else None

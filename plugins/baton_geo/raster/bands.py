@@ -1,4 +1,4 @@
-"""Which bands of the file the model's bands are."""
+"""Find the model's bands among the bands of a file."""
 
 from __future__ import annotations
 
@@ -9,32 +9,37 @@ from baton_geo.card import Card
 from baton_geo.errors import RasterUnusable, RequestInvalid
 
 Names = Sequence[str | None]
-LISTED = 16  # bands a message names before it says "and so on"
+LISTED = 16  # bands that a message names before "and so on"
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Numbers from 0 of the file's bands in the model's order, frame after frame, and what to tell of it."""
+class BandChoice:
+    """The bands to read.
+
+    Attributes:
+        bands: indices from 0 of the file's bands in the model's order, one time step after the other.
+        notes: assumptions, one sentence each.
+    """
 
     bands: tuple[int, ...]
     notes: tuple[str, ...] = ()
 
 
-def choose_bands(names: Names, card: Card, indices: tuple[int, ...] | None) -> Choice:
-    """The bands to read.
+def choose_bands(names: Names, card: Card, indices: tuple[int, ...] | None) -> BandChoice:
+    """Choose the bands to read.
 
-    The request's `indices` win. Else names decide, if the file has one for each band of the model. Else, if
-    no name of the file is one of the model's, the order decides, when the file has as many bands as the model
-    takes.
+    The request's `indices` decide. Without them names decide, if the file has a band for each of the model's.
+    If no name of the file is one of the model's, the order decides, provided that the file has as many bands
+    as the model.
 
     Args:
-        names: of the file's bands, None for a band without.
+        names: of the file's bands; None for a band without a name.
         card: of the model.
-        indices: from 0; None: not asked for.
+        indices: of the request, from 0; None: not given.
 
     Raises:
-        RequestInvalid: `indices` is not as long as the model's list.
-        RasterUnusable: a band is missing, or it cannot be told which is which.
+        RequestInvalid: `indices` has not as many entries as the model has bands.
+        RasterUnusable: a band is missing, or the bands cannot be told apart.
     """
     if indices is not None:
         return _by_index(names, card, indices)
@@ -47,7 +52,7 @@ def choose_bands(names: Names, card: Card, indices: tuple[int, ...] | None) -> C
     return _by_order(names, card)
 
 
-def _by_index(names: Names, card: Card, indices: tuple[int, ...]) -> Choice:
+def _by_index(names: Names, card: Card, indices: tuple[int, ...]) -> BandChoice:
     wanted = len(card.bands) * card.frames
     if len(indices) != wanted:
         raise RequestInvalid(
@@ -61,20 +66,20 @@ def _by_index(names: Names, card: Card, indices: tuple[int, ...]) -> Choice:
                 f"band {index + 1}, which indices asks for as '{band}', is missing; {_file_bands(names)}",
                 param="indices",
             )
-    return Choice(indices)
+    return BandChoice(indices)
 
 
-def _by_name(names: Names, card: Card, found: list[list[int]]) -> Choice:
+def _by_name(names: Names, card: Card, found: list[list[int]]) -> BandChoice:
     for band, matches in zip(card.bands, found, strict=True):
         if len(matches) != card.frames:
             raise RasterUnusable(
                 f"band '{band.name}' is in the file {len(matches)} times, the model takes it "
                 f"{card.frames} times; {_file_bands(names)}; say which with indices"
             )
-    return Choice(tuple(matches[frame] for frame in range(card.frames) for matches in found))
+    return BandChoice(tuple(matches[frame] for frame in range(card.frames) for matches in found))
 
 
-def _by_order(names: Names, card: Card) -> Choice:
+def _by_order(names: Names, card: Card) -> BandChoice:
     wanted = len(card.bands) * card.frames
     if len(names) < wanted:
         raise RasterUnusable(_missing(card, len(names), names))
@@ -84,9 +89,9 @@ def _by_order(names: Names, card: Card) -> Choice:
             f"{_file_bands(names)}; name them as the model does, or say which with indices"
         )
     if not any(names):
-        return Choice(tuple(range(wanted)))
+        return BandChoice(tuple(range(wanted)))
     note = f"no band has a name the model knows, so they are taken in order as {_model_bands(card)}"
-    return Choice(tuple(range(wanted)), (note,))
+    return BandChoice(tuple(range(wanted)), (note,))
 
 
 def _matches(names: Names, name: str, aliases: tuple[str, ...]) -> list[int]:
@@ -109,7 +114,7 @@ def _model_bands(card: Card) -> str:
 
 
 def _file_bands(names: Names) -> str:
-    """E.g. "the file has 2 bands: 1 'BLUE', 2 (no name)"."""
+    """List the file's bands, e.g. "the file has 2 bands: 1 'BLUE', 2 (no name)"."""
     plural = "band" if len(names) == 1 else "bands"
     if not any(names):
         return f"the file has {len(names)} {plural} without names"
@@ -122,6 +127,6 @@ def _file_bands(names: Names) -> str:
 
 
 def _short(name: str) -> str:
-    """A name from the file as one printable line."""
+    """Shorten a name from the file to one printable line."""
     text = "".join(letter if letter.isprintable() else " " for letter in name)
     return text if len(text) <= 40 else f"{text[:37]}..."

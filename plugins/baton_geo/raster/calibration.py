@@ -1,8 +1,8 @@
-"""Find the line, `number * times + plus`, from a file's numbers to the units the model was trained in.
+"""Find the conversion `number * times + plus` from a file's numbers to the units of the model's means.
 
-Said by the request, else by the file, else by the model's card alone. A card knows two units: the one that
-integer files hold (`Card.scale`, for instance reflectance x 10000) and the one that float files hold
-(`Card.float_scale`, for instance reflectance). What `number * scale + offset` gives may be in either.
+The request decides, else the file, else the model's card alone. A card has two units: that of integer files
+(`Card.scale`, for instance reflectance x 10000) and that of float files (`Card.float_scale`, for instance
+reflectance). The result of `number * scale + offset` may be in either.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy.typing as npt
 from baton_geo.card import OFFSET_LIMIT, SCALE_LIMITS, Card
 from baton_geo.errors import RasterUnusable, RequestInvalid
 
-UNIT_FACTOR = 100.0  # a scale that ends further than this from both units of the card leads to neither
-SAY = "give scale and offset in the request: a number of the file times scale plus offset is its value"
-FELT = 0.01  # deviations of a band: an offset that moves none of them by as much changes no answer
+UNIT_FACTOR = 100.0  # a scale that is off by more than this from both units of the card leads to neither
+ADVICE = "give scale and offset in the request: a number of the file times scale plus offset is its value"
+EFFECT = 0.01  # standard deviations: an offset that moves no band by as much changes no answer
 
 
 @dataclass(frozen=True)
 class Linear:
-    """number * scale + offset, as GDAL defines them."""
+    """A scale and an offset as GDAL defines them: value = number * scale + offset."""
 
     scale: float = 1.0
     offset: float = 0.0
@@ -36,12 +36,12 @@ class Linear:
 
 @dataclass(frozen=True)
 class Stated:
-    """What a file says of its numbers.
+    """The scales and offsets that a file states.
 
     Attributes:
-        bands: of each of the file's bands; `Linear()` where the file says nothing.
-        shifted: the product that the file names itself and whose numbers are known to hold an offset, which a
-            band without one in `bands` leaves unsaid; None: no such product is named.
+        bands: of each of the file's bands; `Linear()` where the file states nothing.
+        shifted: the product that the file names itself, if its numbers are known to contain an offset; a band
+            without an offset in `bands` then lacks it. None: no such product is named.
     """
 
     bands: tuple[Linear, ...]
@@ -50,12 +50,12 @@ class Stated:
 
 @dataclass(frozen=True)
 class Conversion:
-    """number * times + plus is the value in the units of the card's `mean`.
+    """The conversion to the units of the card's `mean`: number * times + plus.
 
     Attributes:
-        times: float64, one for each band used.
-        plus: float64, one for each band used.
-        notes: what the client should know of it.
+        times: factors, float64, one per band used.
+        plus: summands, float64, one per band used.
+        notes: assumptions, one sentence each.
     """
 
     times: npt.NDArray[np.float64]
@@ -72,37 +72,38 @@ def conversion(
     scale: float | None = None,
     offset: float | None = None,
 ) -> Conversion:
-    """Decide by the request, else by the file, else by the card alone.
+    """Find the conversion by the request, else by the file, else by the card alone.
 
     Args:
         card: of the model.
         dtype: of the file.
-        bands: numbers from 0 of the bands used, in the model's order.
-        stated: by the file.
+        bands: indices from 0 of the bands used, in the model's order.
+        stated: scales and offsets of the file.
         scale: of the request.
         offset: of the request.
 
     Raises:
-        RequestInvalid: an offset too small to change anything.
-        RasterUnusable: the file states what cannot be, or has an offset that nobody says.
+        RequestInvalid: the offset is too small to change anything.
+        RasterUnusable: the file states an impossible scale or offset, or is known to need an offset that
+            neither the file nor the request has.
     """
     own = _unit_of_type(card, dtype)
     lines = [stated.bands[band] for band in bands]
     if offset is None:
-        _check_nothing_is_unsaid(lines, stated, dtype, scale)
+        _check_offset_is_given(lines, stated, dtype, scale)
     if scale is not None or offset is not None:
-        asked = Linear(1.0 if scale is None else scale, offset or 0.0)
-        _check_is_felt(card, asked, own)
-        return _conversion(card, own, [asked] * len(bands), f"the request says {asked}")
+        requested = Linear(1.0 if scale is None else scale, offset or 0.0)
+        _check_has_effect(card, requested, own)
+        return _conversion(card, own, [requested] * len(bands), f"the request says {requested}")
     if any(line != Linear() for line in lines):
         return _by_file(card, own, lines)
     return _conversion(card, own, lines)
 
 
-def _check_nothing_is_unsaid(
+def _check_offset_is_given(
     lines: list[Linear], stated: Stated, dtype: np.dtype[Any], scale: float | None
 ) -> None:
-    """Refuse a request without `offset` where the file's numbers hold one that would be lost."""
+    """Refuse a request without `offset` where the file's numbers contain one that would be ignored."""
     odd = next((line for line in lines if line.offset), None)
     if scale is not None and odd is not None:
         raise RasterUnusable(
@@ -111,7 +112,9 @@ def _check_nothing_is_unsaid(
             param="offset",
         )
     silent = scale is not None or any(line.offset == 0 for line in lines)
-    if stated.shifted is not None and silent and dtype.itemsize > 1:  # of 8 bits are pictures made of it
+    if (
+        stated.shifted is not None and silent and dtype.itemsize > 1
+    ):  # files of 8 bits are images made of the product
         raise RasterUnusable(_offset_is_missing(stated.shifted, dtype, scale), param="offset")
 
 
@@ -119,29 +122,29 @@ def _by_file(card: Card, own: float, lines: list[Linear]) -> Conversion:
     odd = next(line for line in lines if line != Linear())
     for line in lines:
         if not (SCALE_LIMITS[0] <= line.scale <= SCALE_LIMITS[1] and abs(line.offset) <= OFFSET_LIMIT):
-            raise RasterUnusable(f"the file states {line}, which cannot be; {SAY}", param="scale")
-    said = f"the file states {odd}"
+            raise RasterUnusable(f"the file states {line}, which cannot be; {ADVICE}", param="scale")
+    origin = f"the file states {odd}"
     if len(set(lines)) > 1:
-        said += " for some bands, others for others"
+        origin += " for some bands, others for others"
     if all(_leads_to_a_unit(card, own, line) for line in lines):
-        return _conversion(card, own, lines, said)
+        return _conversion(card, own, lines, origin)
     if any(line.offset for line in lines):
-        raise RasterUnusable(f"{said}, which do not lead to the model's units; {SAY}", param="scale")
+        raise RasterUnusable(f"{origin}, which do not lead to the model's units; {ADVICE}", param="scale")
     plain = _conversion(card, own, [Linear()] * len(lines))
-    note = f"{said}; that is not the model's unit, so the numbers are used as they are"
+    note = f"{origin}; that is not the model's unit, so the numbers are used as they are"
     return Conversion(plain.times, plain.plus, (note,))
 
 
-def _conversion(card: Card, own: float, lines: list[Linear], said: str = "") -> Conversion:
+def _conversion(card: Card, own: float, lines: list[Linear], origin: str = "") -> Conversion:
     units = [_unit(card, own, line.scale) for line in lines]
     pairs = list(zip(lines, units, strict=True))
     times = np.array([line.scale * unit for line, unit in pairs])
     plus = np.array([line.offset * unit + card.offset for line, unit in pairs])
-    return Conversion(times, plus, (f"{said}; they are used, {_told(card, units)}",) if said else ())
+    return Conversion(times, plus, (f"{origin}; they are used, {_unit_note(card, units)}",) if origin else ())
 
 
-def _told(card: Card, units: Iterable[float]) -> str:
-    """What the values are taken to be, in words."""
+def _unit_note(card: Card, units: Iterable[float]) -> str:
+    """Describe the unit that the values are taken to be in."""
     if card.scale == card.float_scale:
         return "and give values in the model's own units"
     files = {"integer" if unit == card.scale else "float" for unit in units}
@@ -153,11 +156,11 @@ def _unit_of_type(card: Card, dtype: np.dtype[Any]) -> float:
 
 
 def _unit(card: Card, own: float, scale: float) -> float:
-    """The unit that a scale leads to, as a factor to the units of `mean`.
+    """Return the unit that a scale leads to, as a factor to the units of `mean`.
 
-    A scale of 1 stays in the unit of the file's type. Any other leads to whichever of the two units leaves
-    the file's numbers nearer to what a file of its type holds: 0.0001 of integers x 10000 to what floats
-    hold, 10000 of floats from 0 to 1 to what integers hold. Of equals it is the other type's.
+    A scale of 1 stays in the unit of the file's type. Any other leads to the unit that leaves the file's
+    numbers nearer to those of a usual file of its type: 0.0001 of integers x 10000 to the unit of floats,
+    10000 of floats from 0 to 1 to the unit of integers. On a tie it is the other type's unit.
     """
     if scale == 1:
         return own
@@ -172,17 +175,17 @@ def _leads_to_a_unit(card: Card, own: float, line: Linear) -> bool:
 
 
 def _apart(one: float, other: float) -> float:
-    """How many times one factor is the other, as the logarithm."""
+    """Return the distance of two factors: the absolute logarithm of their ratio."""
     return abs(math.log(abs(one / other))) if one and other else math.inf
 
 
-def _check_is_felt(card: Card, asked: Linear, own: float) -> None:
-    """Refuse an offset in the unit that a scale would have led to, where there is no scale."""
-    largest = abs(asked.offset * own) / min(band.std for band in card.bands)
-    if asked.scale == 1 and asked.offset and largest < FELT:
+def _check_has_effect(card: Card, requested: Linear, own: float) -> None:
+    """Refuse an offset without a scale that is in the unit after a scale, as -0.1 with integers."""
+    largest = abs(requested.offset * own) / min(band.std for band in card.bands)
+    if requested.scale == 1 and requested.offset and largest < EFFECT:
         raise RequestInvalid(
-            f"offset: {asked.offset:g} is too small to change anything: without a scale it is added to the "
-            "file's own numbers; give scale too, as in scale=0.0001 and offset=-0.1",
+            f"offset: {requested.offset:g} is too small to change anything: without a scale it is added to "
+            "the file's own numbers; give scale too, as in scale=0.0001 and offset=-0.1",
             param="offset",
         )
 

@@ -1,4 +1,4 @@
-"""A child's side of the socket: answers one scene's questions, then ends."""
+"""Answer the gateway's questions about one scene, in the child process."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import numpy as np
 
 from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster import sandbox, wire
-from baton_geo.raster.ask import SceneAsk
 from baton_geo.raster.grid import Floats
-from baton_geo.raster.job import Job
+from baton_geo.raster.job import SceneJob
+from baton_geo.raster.messages import SceneRequest
 
-BYTES_EACH = 4  # of a pixel and class, generously: what is written holds one
+BYTES_EACH = 4  # per pixel and class, generously: a product has one
 
 
 class Child:
-    """One scene's process.
+    """The child's side of the socket.
 
     Args:
-        sock: to the gateway.
+        sock: socket to the gateway.
         raster: descriptor of the file.
     """
 
     def __init__(self, sock: socket.socket, raster: int) -> None:
         self._sock, self._raster = sock, raster
-        self._failure: GeoError | None = None  # of a write, told at the next question
+        self._failure: GeoError | None = None  # of a write; sent as the answer to the next question
         self._scores: Floats = np.empty(0, np.float32)
 
     def serve(self) -> None:
-        """Answer until the gateway hangs up."""
+        """Answer until the gateway closes the socket."""
         warnings.simplefilter("ignore")
         try:
             job = self._open()
@@ -43,25 +43,25 @@ class Child:
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
 
-    def _open(self) -> Job | None:
+    def _open(self) -> SceneJob | None:
         header, _ = wire.receive(self._sock, self._room)
-        ask = SceneAsk.model_validate_json(header["ask"])
-        card = ask.card
+        request = SceneRequest.model_validate_json(header["request"])
+        card = request.card
         self._scores = np.empty((len(card.classes), card.tile, card.tile), np.float32)
         folder = Path(header["folder"])
         try:
-            sandbox.limit_resources(ask.limits)
-            sandbox.limit_writing(ask.limits.pixels, len(card.classes) * BYTES_EACH)
+            sandbox.limit_resources(request.limits)
+            sandbox.limit_writing(request.limits.pixels, len(card.classes) * BYTES_EACH)
             sandbox.confine_files(self._raster, folder)
-            with sandbox.limit_opening(ask.limits.open_seconds):
-                job = Job(self._raster, folder, ask)
-        except Exception as error:  # noqa: BLE001  # the process's border: whatever a hostile file provokes is told
+            with sandbox.limit_opening(request.limits.open_seconds):
+                job = SceneJob(self._raster, folder, request)
+        except Exception as error:  # noqa: BLE001  # the process's border: any error that a hostile file provokes is sent
             self._refuse(error)
             return None
         wire.send(self._sock, {"info": job.info.model_dump_json()})
         return job
 
-    def _answer(self, job: Job, header: dict[str, Any]) -> None:
+    def _answer(self, job: SceneJob, header: dict[str, Any]) -> None:
         try:
             match header["do"]:
                 case "write":
@@ -78,8 +78,8 @@ class Child:
         except Exception as error:  # noqa: BLE001  # as above
             self._refuse(error)
 
-    def _write(self, job: Job, tile: int) -> None:
-        """Has no answer, so that the gateway need not wait for it."""
+    def _write(self, job: SceneJob, tile: int) -> None:
+        """Blend a tile's scores; sends no answer, so that the gateway need not wait."""
         try:
             job.write(tile, self._scores)
         except Exception as error:  # noqa: BLE001  # as above

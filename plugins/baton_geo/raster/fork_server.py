@@ -1,9 +1,10 @@
-"""The process that raster children are forked from: `python -m baton_geo.raster.fork_server <descriptor>`.
+"""Fork, watch and reap raster children: `python -m baton_geo.raster.fork_server <descriptor>`.
 
-It has one thread and the raster libraries loaded, so that a child starts in milliseconds. It reads no raster.
-Each request on its control socket is one byte with three descriptors: the child's socket, the raster, and a
-leash. When the gateway lets go of the leash the child is killed; when the child has ended, its wait status
-(`<i`) is sent on the leash. When the gateway lets go of the control socket all ends.
+The process has one thread and has loaded the raster libraries, so that a child starts in milliseconds. It
+reads no raster. Each request on its control socket is one byte with three descriptors: the child's socket,
+the raster, and a lifeline. When the gateway closes its end of the lifeline, the child is killed; when the
+child has ended, its wait status (`<i`) is sent on the lifeline. When the gateway closes the control socket,
+the children are killed and the process ends.
 """
 
 from __future__ import annotations
@@ -31,25 +32,28 @@ READY = b"R"
 
 
 @dataclass(frozen=True)
-class Charge:
-    """A child under way.
+class ForkedChild:
+    """A child that was not reaped yet.
 
     Attributes:
-        pid: of the child.
-        pulse: read end of a pipe the child alone holds the other end of: it closes when the child ends.
-        leash: to the gateway.
+        pid: process id of the child.
+        alive: read end of a pipe whose write end only the child holds; it becomes readable when the child
+            ends.
+        lifeline: socket to the gateway.
     """
 
     pid: int
-    pulse: int
-    leash: socket.socket
+    alive: int
+    lifeline: socket.socket
 
 
 def drop_drivers() -> None:
-    """Leave GDAL the drivers we use, and no others.
+    """Remove all of GDAL's drivers but those of `sandbox.DRIVERS`.
 
-    Drivers are skipped while they are registered, and that happens once in a process; so another one is asked
-    which there are.
+    GDAL skips drivers only while it registers them, once in a process, so a forked process lists them first.
+
+    Raises:
+        RuntimeError: other drivers are left.
     """
     reading, writing = os.pipe()
     pid = os.fork()
@@ -67,26 +71,26 @@ def drop_drivers() -> None:
             raise RuntimeError("GDAL's other drivers could not be removed")
 
 
-class Nursery:
-    """Forks, watches and buries children.
+class ForkServer:
+    """The loop that forks, watches and reaps children.
 
     Args:
-        control: to the gateway.
+        control: socket to the gateway.
     """
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._poll = select.poll()
         self._on_event: dict[int, Callable[[], None]] = {}
-        self._charges: dict[int, Charge] = {}
+        self._children: dict[int, ForkedChild] = {}
         self._pid = os.getpid()
 
     def run(self) -> None:
         """Serve until the control socket closes."""
-        self._watch(self._control.fileno(), self._give_birth)
+        self._watch(self._control.fileno(), self._fork_child)
         try:
             self._control.sendall(READY)
-        except BrokenPipeError:  # the gateway has no use for us any more
+        except BrokenPipeError:  # the gateway has closed it already
             return
         while True:
             for descriptor, _ in self._poll.poll():
@@ -102,70 +106,70 @@ class Nursery:
         if self._on_event.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
 
-    def _give_birth(self) -> None:
+    def _fork_child(self) -> None:
         try:
             byte, descriptors, _, _ = socket.recv_fds(self._control, 1, 3)
-        except ConnectionResetError:  # the gateway let go before it had read that we are ready
+        except ConnectionResetError:  # the gateway closed it before it read READY
             self._end()
         if not byte:
             self._end()
         if len(descriptors) != 3:
-            raise RuntimeError("a request without its descriptors")
-        sock, raster, leash = descriptors
-        pulse, beating = os.pipe()
+            raise RuntimeError("a request must have three descriptors")
+        sock, raster, lifeline = descriptors
+        alive, held_by_child = os.pipe()
         try:
             pid = os.fork()
-        except OSError:  # no room for another process: the gateway sees the sockets close
-            for descriptor in (*descriptors, pulse, beating):
+        except OSError:  # too many processes: the gateway sees the sockets close
+            for descriptor in (*descriptors, alive, held_by_child):
                 os.close(descriptor)
             return
         if not pid:
-            self._live(sock, raster, beating)
-        for descriptor in (sock, raster, beating):
+            self._run_child(sock, raster, held_by_child)
+        for descriptor in (sock, raster, held_by_child):
             os.close(descriptor)
-        charge = Charge(pid, pulse, socket.socket(fileno=leash))
-        self._charges[pid] = charge
-        self._watch(pulse, lambda: self._bury(charge))
-        self._watch(leash, lambda: self._kill(charge))
+        child = ForkedChild(pid, alive, socket.socket(fileno=lifeline))
+        self._children[pid] = child
+        self._watch(alive, lambda: self._reap(child))
+        self._watch(lifeline, lambda: self._kill(child))
 
     def _end(self) -> NoReturn:
-        """Kill and reap: nobody else may do it where process 1 is no init."""
-        for charge in self._charges.values():
-            os.kill(charge.pid, signal.SIGKILL)
-        for charge in self._charges.values():
-            os.waitpid(charge.pid, 0)
+        """Kill and reap all children: nobody else does where process 1 is not an init."""
+        for child in self._children.values():
+            os.kill(child.pid, signal.SIGKILL)
+        for child in self._children.values():
+            os.waitpid(child.pid, 0)
         sys.exit(0)
 
-    def _kill(self, charge: Charge) -> None:
-        """The gateway let go; the child is not reaped yet, so its number is still its own."""
-        self._unwatch(charge.leash.fileno())
-        os.kill(charge.pid, signal.SIGKILL)
+    def _kill(self, child: ForkedChild) -> None:
+        """Kill a child whose lifeline was closed; until it is reaped, its process id is not reused."""
+        self._unwatch(child.lifeline.fileno())
+        os.kill(child.pid, signal.SIGKILL)
 
-    def _bury(self, charge: Charge) -> None:
-        os.kill(charge.pid, signal.SIGKILL)  # a child that closed its end of the pipe need not have ended
-        _, status = os.waitpid(charge.pid, 0)
-        del self._charges[charge.pid]
-        self._unwatch(charge.pulse)
-        self._unwatch(charge.leash.fileno())
-        os.close(charge.pulse)
-        with contextlib.suppress(OSError):  # nobody may want to know any more
-            charge.leash.send(STATUS.pack(status), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        charge.leash.close()
+    def _reap(self, child: ForkedChild) -> None:
+        os.kill(child.pid, signal.SIGKILL)  # a child may close its end of the pipe and not end
+        _, status = os.waitpid(child.pid, 0)
+        del self._children[child.pid]
+        self._unwatch(child.alive)
+        self._unwatch(child.lifeline.fileno())
+        os.close(child.alive)
+        with contextlib.suppress(OSError):  # the gateway may have closed it
+            child.lifeline.send(STATUS.pack(status), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        child.lifeline.close()
 
-    def _live(self, sock: int, raster: int, beating: int) -> None:
-        """The child's whole life; never returns."""
+    def _run_child(self, sock: int, raster: int, held_by_child: int) -> None:
+        """Run the child until it ends; never returns."""
         try:
             sandbox.die_with_parent(self._pid)
-            _close_all_but({sock, raster, beating})
-            with socket.socket(fileno=sock) as line:
-                Child(line, raster).serve()
+            _close_all_but({sock, raster, held_by_child})
+            with socket.socket(fileno=sock) as gateway:
+                Child(gateway, raster).serve()
         finally:
             os._exit(0)
 
 
 def _close_all_but(kept: set[int]) -> None:
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 2)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 2)
     last = 2
     for descriptor in sorted(kept):
         os.closerange(last + 1, descriptor)
@@ -174,11 +178,11 @@ def _close_all_but(kept: set[int]) -> None:
 
 
 def main() -> None:
-    """Run the nursery on the descriptor named on the command line."""
+    """Run the fork server on the control socket whose descriptor the command line names."""
     drop_drivers()
-    gc.freeze()  # what is loaded stays shared between the children
+    gc.freeze()  # keep the memory of loaded modules shared between the children
     with socket.socket(fileno=int(sys.argv[1])) as control:
-        Nursery(control).run()
+        ForkServer(control).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The gateway's hold on the nursery: starts it, asks it for children, starts it anew when it died."""
+"""Start the fork server from the gateway, request children from it, and restart it when it has died."""
 
 from __future__ import annotations
 
@@ -18,86 +18,90 @@ from baton_geo.raster.sandbox import QUIET_LIBRARIES
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 60.0  # half a second as a rule; a loaded machine may take long
-BURIAL_SECONDS = 10.0
+START_SECONDS = 60.0  # usually half a second; longer on a loaded machine
+REAP_SECONDS = 10.0
 STATUS = struct.Struct("<i")
 
 
-class NurseryLost(Exception):
-    """The nursery, or a child of it that was not at fault, is gone."""
+class ForkServerLost(Exception):
+    """The fork server died, and its children with it."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """A child as the gateway holds it.
+class ChildHandle:
+    """A child, as the gateway controls it.
 
     Attributes:
-        sock: to talk to it.
-        leash: let go of, and it is killed; its wait status arrives here.
+        sock: carries questions and answers; see `wire`.
+        lifeline: kills the child when it is closed; receives the child's wait status.
     """
 
     sock: socket.socket
-    leash: socket.socket
+    lifeline: socket.socket
 
-    def status(self, seconds: float = BURIAL_SECONDS) -> int | None:
-        """The child's wait status, once it has ended; None: the nursery is gone, and the child with it."""
-        self.leash.settimeout(seconds)
+    def status(self, seconds: float = REAP_SECONDS) -> int | None:
+        """Return the child's wait status once it has ended; None if the fork server died.
+
+        Args:
+            seconds: how long to wait for it.
+        """
+        self.lifeline.settimeout(seconds)
         try:
-            data = self.leash.recv(STATUS.size)
+            data = self.lifeline.recv(STATUS.size)
         except OSError:
             return None
         return int(STATUS.unpack(data)[0]) if len(data) == STATUS.size else None
 
-    def hang_up(self) -> None:
-        """End the child, whatever it is doing; wakes a thread that waits for it. May be called again.
+    def kill(self) -> None:
+        """Kill the child and wake a thread that waits for its answer. May be called again.
 
-        Sockets are shut down, not only closed: a process forked off the gateway may hold copies.
+        Sockets are shut down, not only closed: a process forked from the gateway may hold copies.
         """
-        for sock in (self.sock, self.leash):
+        for sock in (self.sock, self.lifeline):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR if sock is self.sock else socket.SHUT_WR)
 
     def close(self) -> None:
         """Wait until the child is reaped, and free the sockets."""
-        self.hang_up()
+        self.kill()
         self.status()
         self.sock.close()
-        self.leash.close()
+        self.lifeline.close()
 
 
-class NurseryProcess:
-    """A nursery that is there when it is needed. Safe to use from several threads."""
+class ForkServerProcess:
+    """A fork server that is restarted when it has died. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
-        self._running = _Running()
-        self._finalizer = weakref.finalize(self, _Running.stop, self._running)
+        self._server = _Server()
+        self._finalizer = weakref.finalize(self, _Server.stop, self._server)
 
-    def child(self, raster: int) -> Line:
+    def start_child(self, raster: int) -> ChildHandle:
         """Start a child on a file.
 
         Args:
-            raster: descriptor, open for reading; stays the caller's.
+            raster: descriptor, open for reading; the caller closes it.
 
         Raises:
-            NurseryLost: it died, and so did another one.
-            RuntimeError: closed.
+            ForkServerLost: the fork server died, and its replacement too.
+            RuntimeError: this object was closed.
         """
         with self._lock:
             if self._closed:
                 raise RuntimeError("the decoders are closed")
             try:
-                return self._running.ask(raster)
+                return self._server.start_child(raster)
             except (OSError, EOFError):
                 self._renew()
             try:
-                return self._running.ask(raster)
+                return self._server.start_child(raster)
             except (OSError, EOFError):
-                raise NurseryLost from None
+                raise ForkServerLost from None
 
     def close(self) -> None:
-        """End the nursery and its children."""
+        """End the fork server and its children."""
         with self._lock:
             self._closed = True
             self._finalizer()
@@ -105,14 +109,14 @@ class NurseryProcess:
     def _renew(self) -> None:
         self._finalizer()
         logger.warning(
-            "the raster nursery ended with code %s; starting another", self._running.process.returncode
+            "the raster fork server ended with code %s; starting another", self._server.process.returncode
         )
-        self._running = _Running()
-        self._finalizer = weakref.finalize(self, _Running.stop, self._running)
+        self._server = _Server()
+        self._finalizer = weakref.finalize(self, _Server.stop, self._server)
 
 
-class _Running:
-    """One nursery process, started at once, ready a little later."""
+class _Server:
+    """One fork server process; starting it does not wait until it is ready."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair()
@@ -125,8 +129,8 @@ class _Running:
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # A terminal's interrupt is the gateway's to act on. No session of its own: the kernel weighs
-                # sessions as wholes (autogroup, sched(7)), and an engine in another one starved the children.
+                # Only the gateway acts on a terminal's interrupt. No session of its own: the kernel divides
+                # time between sessions (autogroup, sched(7)), and an engine in another one starved children.
                 process_group=0,
             )
         self._ready = False
@@ -141,29 +145,34 @@ class _Running:
         self._control.settimeout(None)
         self._ready = True
 
-    def ask(self, raster: int) -> Line:
-        """A child; EOFError or OSError if the nursery died, TimeoutError if it takes too long to start."""
+    def start_child(self, raster: int) -> ChildHandle:
+        """Start a child on an open raster.
+
+        Raises:
+            EOFError, OSError: the fork server died.
+            TimeoutError: the fork server did not start in time.
+        """
         self._wait_until_ready()
         ours, theirs = socket.socketpair()
-        leash, their_leash = socket.socketpair()
-        with theirs, their_leash:
+        lifeline, their_lifeline = socket.socketpair()
+        with theirs, their_lifeline:
             try:
-                socket.send_fds(self._control, [b"c"], [theirs.fileno(), raster, their_leash.fileno()])
+                socket.send_fds(self._control, [b"c"], [theirs.fileno(), raster, their_lifeline.fileno()])
             except OSError:
                 ours.close()
-                leash.close()
+                lifeline.close()
                 raise
-        return Line(ours, leash)
+        return ChildHandle(ours, lifeline)
 
     def stop(self) -> None:
-        """End it; not from a process forked off the gateway, which only seems to own it."""
+        """End the process; does nothing in a process forked from the gateway, which is not its parent."""
         if os.getpid() != self._owner:
             return
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
-            self.process.wait(BURIAL_SECONDS)
+            self.process.wait(REAP_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -1,4 +1,4 @@
-"""A GeoTIFF, through GDAL and its GTiff driver only, from a file descriptor."""
+"""Read a GeoTIFF from a file descriptor, with GDAL's GTiff driver only."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ from rasterio.windows import Window
 
 from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.areas import EllipsoidArea, PixelArea, PlaneArea, ellipsoid
-from baton_geo.raster.ask import SceneAsk
 from baton_geo.raster.calibration import Linear, Stated
 from baton_geo.raster.headers import UNCOMPRESSED, check_tiff
+from baton_geo.raster.messages import SceneRequest
 from baton_geo.raster.source import Georeference
 from baton_geo.raster.stated import read_stated
 from baton_geo.raster.tiff import TiffHeader
 from baton_geo.raster.values import Pixels, Valid
 
-# Not TIFFTAG_DATETIME: that is when the file was written.
+# Not TIFFTAG_DATETIME, which is when the file was written.
 DATE_TAGS = (
     "ACQUISITION_DATE", "ACQUISITIONDATE", "ACQUISITION_DATETIME", "ACQUISITIONDATETIME", "DATE_ACQUIRED",
     "SENSING_TIME", "PRODUCT_START_TIME", "DATATAKE_SENSING_START",
 )  # fmt: skip
 DATE = re.compile(r"(\d{4})[:-](\d\d)[:-](\d\d)(?:[T ](\d\d):(\d\d):(\d\d))?")
-BROKEN = (RasterioError, CPLE_BaseError, ValueError, OSError)  # what rasterio raises of a damaged file
+BROKEN = (RasterioError, CPLE_BaseError, ValueError, OSError)  # rasterio's errors for damaged files
 
 
 def _iso(*parts: str | None) -> str | None:
-    """Year to second as ISO 8601; None: there is no such day or hour, as in `0000:00:00`."""
+    """Join year to second as ISO 8601; None if there is no such day or hour, as in `0000:00:00`."""
     numbers = [part for part in parts if part is not None]
-    said = "-".join(numbers[:3]) + ("T" + ":".join(numbers[3:]) if numbers[3:] else "")
+    text = "-".join(numbers[:3]) + ("T" + ":".join(numbers[3:]) if numbers[3:] else "")
     try:
-        datetime.fromisoformat(said)
-        return said
+        datetime.fromisoformat(text)
+        return text
     except ValueError:
         return None
 
 
 class GeoTiff:
-    """See `Source`.
+    """A GeoTIFF as a `Source`.
 
     Args:
         fd: the file, kept open by the caller.
-        ask: what is wanted.
+        request: outputs, limits and card of the request.
 
     Raises:
-        RasterBroken: damaged or truncated.
-        RasterTooLarge: beyond the limits.
-        RasterUnusable: stored in a way that is not taken.
+        RasterBroken: the file is damaged or truncated.
+        RasterTooLarge: the raster is beyond the limits.
+        RasterUnusable: the type or storage of the pixels is not supported.
     """
 
-    def __init__(self, fd: int, ask: SceneAsk) -> None:
+    def __init__(self, fd: int, request: SceneRequest) -> None:
         size = os.fstat(fd).st_size
         header = TiffHeader(fd, size)
-        self.dtype: np.dtype[Any] = np.dtype(check_tiff(header, size, ask))
+        self.dtype: np.dtype[Any] = np.dtype(check_tiff(header, size, request))
         try:
             self._dataset = rasterio.open(f"/proc/self/fd/{fd}", driver="GTiff", sharing=False)
         except BROKEN as error:
@@ -119,10 +119,10 @@ class GeoTiff:
         self._dataset.close()
 
     def _block(self, header: TiffHeader) -> tuple[int, int]:
-        """See `block_height` and `first_look` of `Source`.
+        """Return `block_height` and `first_look` of `Source`.
 
-        GDAL calls one compressed strip of the whole image many of one row, and decodes it anew from its top
-        for each turn to another band.
+        GDAL reports one compressed strip of the whole image as many strips of one row, and decodes it again
+        from its top for each change of band.
         """
         rows, columns = self._dataset.block_shapes[0]
         if header.compression != UNCOMPRESSED:
@@ -130,14 +130,14 @@ class GeoTiff:
         return int(rows), int(rows) * int(columns) * self.dtype.itemsize * header.samples
 
     def _check_agreement(self, header: TiffHeader) -> None:
-        """What was checked is what GDAL sees."""
+        """Refuse a file that GDAL reads differently from the header that was checked."""
         data = self._dataset
         agreed = (header.width, header.height, header.samples) == (data.width, data.height, data.count)
         if not agreed or set(data.dtypes) != {str(self.dtype)}:
             raise RasterBroken("the TIFF header contradicts itself, or its colours are stored in a rare way")
 
     def _find_alpha(self) -> int | None:
-        """Number from 1 of the alpha band, if it is not the only one."""
+        """Find the alpha band's number from 1; None if there is none, or no other band."""
         found = [n for n, kind in enumerate(self._dataset.colorinterp, 1) if kind.name == "alpha"]
         return found[0] if found and self._dataset.count > 1 else None
 
@@ -151,8 +151,8 @@ class GeoTiff:
         tags = {str(key).upper(): str(value) for key, value in self._dataset.tags().items()}
         for name in DATE_TAGS:
             found = DATE.search(tags.get(name, ""))
-            if found and (said := _iso(*found.groups())) is not None:
-                return said
+            if found and (text := _iso(*found.groups())) is not None:
+                return text
         return None
 
     def _georeference(self) -> Georeference:
@@ -232,7 +232,7 @@ def _undecodable(top: int, rows: int) -> str:
 
 
 def _refusal(error: BaseException, message: str) -> GeoError:
-    """GDAL's own words name paths of ours and are not passed on."""
+    """Make a refusal with our message: GDAL's messages contain paths of the server."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, CPLE_OutOfMemoryError):

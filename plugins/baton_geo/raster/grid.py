@@ -1,4 +1,4 @@
-"""Where tiles lie, and what each weighs where they overlap."""
+"""Place tiles over a scene, and weight their pixels where they overlap."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Floats = npt.NDArray[np.float32]
 
 
 def starts(length: int, tile: int, overlap: int) -> list[int]:
-    """First pixels of the tiles along one axis: `tile - overlap` apart, the last one moved back to the edge.
+    """Return the first pixels of the tiles along one axis: `tile - overlap` apart, the last at the edge.
 
-    An axis shorter than a tile has one, which is padded.
+    An axis shorter than a tile has one tile, which is padded.
     """
     if length <= tile:
         return [0]
@@ -19,10 +19,10 @@ def starts(length: int, tile: int, overlap: int) -> list[int]:
 
 
 def weights(length: int, tile: int, overlap: int) -> list[Floats]:
-    """For each tile along an axis what its pixels weigh: shape (min(tile, length),), float32, above 0.
+    """Return the weights of each tile's pixels along an axis: shape (min(tile, length),), float32, above 0.
 
     A linear ramp over the overlap at both ends, divided by the sum over all tiles, so that the weights of a
-    pixel add up to 1; where one tile lies alone its weight is exactly 1.
+    pixel add up to 1; where tiles do not overlap the weight is exactly 1.
     """
     size = min(tile, length)
     rise = np.arange(1, size + 1, dtype=np.float64)
@@ -41,8 +41,8 @@ class Grid:
         width: of the scene, pixels.
         height: of the scene, pixels.
         tile: side of a tile, pixels.
-        xs: first columns of the tiles of one row.
-        ys: first rows.
+        xs: first columns of the tiles in a row of tiles.
+        ys: first rows of the rows of tiles.
     """
 
     def __init__(self, width: int, height: int, tile: int, overlap: int) -> None:
@@ -53,12 +53,12 @@ class Grid:
         return len(self.xs) * len(self.ys)
 
     def place(self, tile: int) -> tuple[int, int]:
-        """Row and column of a tile in the grid of tiles."""
+        """Return row and column of a tile in the grid of tiles."""
         return divmod(tile, len(self.xs))
 
 
 def count_tiles(width: int, height: int, tile: int, overlap: int) -> int:
-    """`len(Grid(...))`, without building it: the size may be a lie of the header."""
+    """Count the tiles like `len(Grid(...))` in constant memory: the header's size may be false."""
 
     def along(length: int) -> int:
         return 1 if length <= tile else -(-(length - tile) // (tile - overlap)) + 1

@@ -1,4 +1,4 @@
-"""What is judged before a single pixel is decoded."""
+"""Check size, type, storage and memory of a raster by its header, before any pixel is decoded."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 
 from baton_geo.card import Card
 from baton_geo.errors import RasterBroken, RasterTooLarge, RasterUnusable
-from baton_geo.raster.ask import SceneAsk
 from baton_geo.raster.grid import count_tiles
+from baton_geo.raster.messages import SceneRequest
 from baton_geo.raster.tiff import TiffHeader
 
-# (sample format, bits) of TIFF: numpy's name
+# TIFF's (sample format, bits): numpy's name
 TYPES = {
     (1, 8): "uint8",
     (2, 8): "int8",
@@ -28,29 +28,29 @@ COMPRESSIONS = {
 UNCOMPRESSED, JPEG = 1, 7
 PALETTE = 3
 PHOTOMETRICS = {0, 1, 2, 6}  # grey, grey, RGB, YCbCr
-FREE_TILES = 64  # a sound small scene of one value is only a header long
-MEMORY_SHARE = 0.7  # of a decoder's memory that the rows at work may take
-SLACK = 1024 * 1024  # bytes a compressed block may be longer than what it holds
+FREE_TILES = 64  # a small scene of one value is hardly longer than its header
+MEMORY_SHARE = 0.7  # of a decoder's memory, for the rows it works on
+SLACK = 1024 * 1024  # bytes that a compressed block may be longer than its pixels
 
 
-def check_file(file_bytes: int, ask: SceneAsk) -> None:
-    """Refuse a file that is too large, whatever is in it.
-
-    Raises:
-        RasterTooLarge: it is.
-    """
-    if file_bytes > ask.limits.file_bytes:
-        raise RasterTooLarge(f"{file_bytes} bytes; at most {int(ask.limits.file_bytes)} are taken")
-
-
-def check_size(width: int, height: int, file_bytes: int, ask: SceneAsk) -> int:
-    """The number of tiles of a raster of this size.
+def check_file(file_bytes: int, request: SceneRequest) -> None:
+    """Refuse a file that is too large.
 
     Raises:
-        RasterBroken: it has no pixels.
-        RasterTooLarge: more pixels or tiles than the limits allow, or more than such a short file can mean.
+        RasterTooLarge: the file is larger than `limits.file_bytes`.
     """
-    limits, card = ask.limits, ask.card
+    if file_bytes > request.limits.file_bytes:
+        raise RasterTooLarge(f"{file_bytes} bytes; at most {int(request.limits.file_bytes)} are taken")
+
+
+def check_size(width: int, height: int, file_bytes: int, request: SceneRequest) -> int:
+    """Check the size of a raster and return its number of tiles.
+
+    Raises:
+        RasterBroken: the raster has no pixels.
+        RasterTooLarge: it has more pixels or tiles than the limits allow, or than so short a file can hold.
+    """
+    limits, card = request.limits, request.card
     if not width or not height:
         raise RasterBroken(f"the header says {width} x {height} pixels")
     if width * height > limits.pixels:
@@ -69,19 +69,19 @@ def check_size(width: int, height: int, file_bytes: int, ask: SceneAsk) -> int:
     return tiles
 
 
-def check_tiff(header: TiffHeader, file_bytes: int, ask: SceneAsk) -> str:
-    """The type of the pixels, once everything the header says is found acceptable.
+def check_tiff(header: TiffHeader, file_bytes: int, request: SceneRequest) -> str:
+    """Check a TIFF header and return numpy's name of the pixels' type.
 
     Raises:
-        RasterBroken: damaged or truncated.
-        RasterTooLarge: beyond the limits.
-        RasterUnusable: pixels of a type, or stored in a way, that is not taken.
+        RasterBroken: the file is damaged or truncated.
+        RasterTooLarge: the raster is beyond the limits.
+        RasterUnusable: the type or storage of the pixels is not supported.
     """
-    check_size(header.width, header.height, file_bytes, ask)
+    check_size(header.width, header.height, file_bytes, request)
     if header.samples < 1:
         raise RasterBroken("the header says 0 bands")
-    if header.samples > ask.limits.bands:
-        raise RasterTooLarge(f"{header.samples} bands; at most {ask.limits.bands} are taken")
+    if header.samples > request.limits.bands:
+        raise RasterTooLarge(f"{header.samples} bands; at most {request.limits.bands} are taken")
     dtype = _dtype(header.sample_types())
     if header.compression not in COMPRESSIONS:
         taken = ", ".join(sorted(set(COMPRESSIONS.values()), key=str.casefold))
@@ -94,7 +94,7 @@ def check_tiff(header: TiffHeader, file_bytes: int, ask: SceneAsk) -> str:
         raise RasterUnusable(
             f"its colours (TIFF photometric interpretation {header.photometric}) are not taken"
         )
-    _check_blocks(header, file_bytes, np.dtype(dtype).itemsize, ask)
+    _check_blocks(header, file_bytes, np.dtype(dtype).itemsize, request)
     return dtype
 
 
@@ -102,7 +102,7 @@ def _dtype(types: set[tuple[int, int]]) -> str:
     if len(types) > 1:
         raise RasterUnusable("its bands are of different types; all have to be of one")
     kind, bits = next(iter(types))
-    dtype = TYPES.get((1 if kind == 4 else kind, bits))  # 4: the writer did not know
+    dtype = TYPES.get((1 if kind == 4 else kind, bits))  # 4: unspecified
     if dtype is None:
         what = {2: "signed integers", 3: "floats", 5: "complex integers", 6: "complex numbers"}
         raise RasterUnusable(
@@ -112,16 +112,16 @@ def _dtype(types: set[tuple[int, int]]) -> str:
     return dtype
 
 
-def _check_blocks(header: TiffHeader, file_bytes: int, itemsize: int, ask: SceneAsk) -> None:
+def _check_blocks(header: TiffHeader, file_bytes: int, itemsize: int, request: SceneRequest) -> None:
     across, down = header.block
     offsets, counts = header.blocks()
     block_bytes = across * down * itemsize * (1 if header.planar else header.samples)
-    # libtiff cuts uncompressed strips into small ones, however they are declared.
+    # libtiff splits uncompressed strips into small ones, whatever the header says.
     cut = header.compression == UNCOMPRESSED and not header.tiled
-    if block_bytes > ask.limits.block_bytes and not cut:
+    if block_bytes > request.limits.block_bytes and not cut:
         raise RasterTooLarge(
             f"its {'tiles' if header.tiled else 'strips'} hold {block_bytes} bytes each; at most "
-            f"{int(ask.limits.block_bytes)} are taken: write it anew with tiles of 256 or 512 pixels"
+            f"{int(request.limits.block_bytes)} are taken: write it anew with tiles of 256 or 512 pixels"
         )
     size = np.uint64(file_bytes)
     beyond = (counts > 0) & ((offsets > size) | (counts > size) | (offsets + counts > size))
@@ -135,35 +135,35 @@ def _check_blocks(header: TiffHeader, file_bytes: int, itemsize: int, ask: Scene
 
 
 def check_memory(
-    width: int, height: int, block_height: int, itemsize: int, bands: int, ask: SceneAsk
+    width: int, height: int, block_height: int, itemsize: int, bands: int, request: SceneRequest
 ) -> None:
-    """Refuse what needs more rows in memory than a decoder may have.
+    """Refuse a raster whose rows need more memory than a decoder has.
 
     Args:
-        width: of the scene.
-        height: of the scene.
+        width: of the scene, pixels.
+        height: of the scene, pixels.
         block_height: rows that are decoded together.
-        itemsize: bytes of a number.
-        bands: read from the file.
-        ask: what is wanted.
+        itemsize: bytes per pixel and band.
+        bands: number of bands used.
+        request: outputs, limits and card of the request.
 
     Raises:
-        RasterTooLarge: it is too wide, or its strips are too tall.
+        RasterTooLarge: the raster is too wide, or its strips are too tall.
     """
-    rows = min(ask.card.tile + block_height, height + block_height)
-    blended = min(2 * ask.card.tile, height) * len(ask.card.classes) * 4
-    if width * (rows * (bands * itemsize + 1) + blended) > MEMORY_SHARE * ask.limits.memory:
+    rows = min(request.card.tile + block_height, height + block_height)
+    blended = min(2 * request.card.tile, height) * len(request.card.classes) * 4
+    if width * (rows * (bands * itemsize + 1) + blended) > MEMORY_SHARE * request.limits.memory:
         raise RasterTooLarge(
             f"a scene {width} pixels wide in strips or tiles {block_height} rows tall needs more memory than "
             f"a decoder has; cut it into narrower ones, or write it anew with tiles of 256 or 512 pixels"
         )
 
 
-def check_picture_model(card: Card) -> None:
-    """Refuse PNG and JPEG for a model of other than three bands.
+def check_image_model(card: Card) -> None:
+    """Refuse PNG and JPEG for a model that does not take three bands.
 
     Raises:
-        RasterUnusable: it takes others.
+        RasterUnusable: the model takes another number of bands.
     """
     if len(card.bands) * card.frames != 3:
         names = ", ".join(band.name for band in card.bands)

@@ -1,4 +1,4 @@
-"""What a file is by its first bytes."""
+"""Recognise a file's format by its first bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from baton_geo.errors import NotARaster
 
 Kind = Literal["TIFF", "PNG", "JPEG"]
-LOOKED_AT = 64  # bytes
+HEAD_BYTES = 64
 
 TAKEN: tuple[tuple[bytes, Kind], ...] = (
     (b"II*\0", "TIFF"),
@@ -41,13 +41,13 @@ KNOWN: tuple[tuple[bytes, str], ...] = (
 
 
 def recognise(head: bytes) -> Kind:
-    """The kind of a file we take.
+    """Recognise a GeoTIFF, PNG or JPEG.
 
     Args:
-        head: its first `LOOKED_AT` bytes.
+        head: the file's first `HEAD_BYTES` bytes.
 
     Raises:
-        NotARaster: it is something else, and what it looks like.
+        NotARaster: the file is something else; the message names what it looks like.
     """
     for magic, kind in TAKEN:
         if head.startswith(magic):
@@ -64,7 +64,7 @@ def _looks_like(head: bytes) -> str:
         if head.startswith(magic):
             return name
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-        return "a WebP picture"
+        return "a WebP image"
     if head[4:8] == b"ftyp":
         return "an AVIF, HEIC or MP4 file"
     return _looks_like_text(head.removeprefix(b"\xef\xbb\xbf").lstrip())
@@ -74,9 +74,9 @@ def _looks_like_text(head: bytes) -> str:
     if head.startswith(b"<VRTDataset"):
         return "a GDAL virtual raster (VRT), which names other files"
     if head.startswith(b"<"):
-        return "XML or HTML (a GDAL virtual raster, perhaps)"
+        return "XML or HTML (perhaps a GDAL virtual raster)"
     if head[:1] in (b"{", b"["):
         return "JSON"
     if head and all(byte in b"\t\r\n" or 32 <= byte < 127 for byte in head):
         return "text"
-    return "no raster format we know"
+    return "no known raster format"

@@ -1,4 +1,4 @@
-"""Scores of overlapping tiles become rows of class probabilities, with few rows in memory."""
+"""Blend the scores of overlapping tiles into rows of class probabilities, with few rows in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton_geo.raster.grid import Floats, Grid, weights
 
 
 def softmax(scores: Floats) -> Floats:
-    """Probabilities over the first axis: float32, same shape."""
+    """Return probabilities over the first axis: float32, same shape."""
     shifted = scores - scores.max(axis=0)
     np.exp(shifted, out=shifted)
     shifted /= shifted.sum(axis=0)
@@ -18,10 +18,10 @@ def softmax(scores: Floats) -> Floats:
 
 
 class Mosaic:
-    """Adds tiles in any order, gives finished rows from top to bottom.
+    """The blended scene: takes tiles in any order and gives finished rows from top to bottom.
 
-    The rows in memory are those between the first unfinished row of tiles and the last tile added: about two
-    rows of tiles if tiles are added nearly in order.
+    In memory are the rows from the first unfinished row of tiles to the last added tile: about two rows of
+    tiles if tiles are added nearly in order.
     """
 
     def __init__(self, grid: Grid, classes: int) -> None:
@@ -37,28 +37,28 @@ class Mosaic:
         """Blend in one tile.
 
         Args:
-            tile: its number.
+            tile: number of the tile.
             scores: logits, shape (classes, tile, tile), float32.
         """
         row, column = self._grid.place(tile)
         down, across = self._down[row], self._across[column]
-        chances = softmax(scores[:, : len(down), : len(across)])
-        chances *= down[:, None] * across
+        probabilities = softmax(scores[:, : len(down), : len(across)])
+        probabilities *= down[:, None] * across
         y, x = self._grid.ys[row] - self._top, self._grid.xs[column]
         self._make_room(y + len(down))
-        self._sums[y : y + len(down), :, x : x + len(across)] += chances.transpose(1, 0, 2)
+        self._sums[y : y + len(down), :, x : x + len(across)] += probabilities.transpose(1, 0, 2)
         self._left[row] -= 1
 
     def skip(self, tile: int) -> None:
-        """Count a tile as done whose pixels are all nodata."""
+        """Count a tile whose pixels are all nodata as done."""
         row, _ = self._grid.place(tile)
         self._left[row] -= 1
         self._make_room(self._grid.ys[row] - self._top + len(self._down[row]))
 
     def finished(self) -> Iterator[tuple[int, Floats]]:
-        """Rows no further tile will touch: (first row, probabilities of shape (rows, classes, width)).
+        """Yield rows that no later tile changes: (first row, probabilities of shape (rows, classes, width)).
 
-        What is given is overwritten by the next call.
+        The array is overwritten by the next call.
         """
         while self._row < len(self._left) and not self._left[self._row]:
             self._row += 1
@@ -76,7 +76,7 @@ class Mosaic:
             self._sums = grown
 
     def _drop(self, rows: int) -> None:
-        """Move what stays to the front, a few rows at a time so that no copy of it all is made."""
+        """Move the remaining rows to the front, a few at a time, to avoid a copy of them all."""
         keep = len(self._sums) - rows
         for row in range(0, keep, rows):
             stop = min(row + rows, keep)

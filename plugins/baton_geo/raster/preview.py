@@ -1,4 +1,4 @@
-"""The picture a person looks at: classes over the scene, with a legend."""
+"""Draw the preview of a map: classes over the scene, with a legend of their areas."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from baton_geo.card import Card
-from baton_geo.raster.ask import ClassArea
+from baton_geo.raster.messages import ClassCount
 from baton_geo.raster.products import Classes
 from baton_geo.raster.rows import Thumbnail
 
-LONGEST = 1024  # of the whole picture's sides, pixels
+LONGEST = 1024  # side of the preview, pixels
 SMALLEST = 512  # a smaller scene is enlarged, so that the legend has room
-TINT = 0.6  # how much of a pixel is its class's colour
-STRETCH = (2.0, 98.0)  # percent of the pixels between black and white
-FAINT = 0.25  # how much of the picture is lightened
+TINT = 0.6  # weight of the class's colour in a pixel
+STRETCH = (2.0, 98.0)  # percentiles shown as black and white
+FAINT = 0.25  # how much the scene is lightened
 TEXT_SIZE, LINE, MARGIN, SWATCH, COLUMN = 15, 24, 12, 14, 250  # of the legend, pixels
 PAPER, INK, QUIET = (255, 255, 255, 255), (33, 37, 41, 255), (108, 117, 125, 255)
 COLOURS = ("red", "green", "blue")
@@ -25,8 +25,8 @@ COLOURS = ("red", "green", "blue")
 Colours = npt.NDArray[np.uint8]
 
 
-def picture_bands(card: Card) -> tuple[int, ...]:
-    """Places of red, green and blue among the bands of the last time step; none if the model lacks one."""
+def rgb_bands(card: Card) -> tuple[int, ...]:
+    """Return the indices of red, green and blue in the last time step; empty if the model lacks one."""
     known = [{name.casefold() for name in (band.name, *band.aliases)} for band in card.bands]
     places = [
         next((n for n, names in enumerate(known) if colour.casefold() in names), None) for colour in COLOURS
@@ -36,14 +36,16 @@ def picture_bands(card: Card) -> tuple[int, ...]:
     return found if len(found) == len(COLOURS) else ()
 
 
-def draw_preview(card: Card, scene: Thumbnail, classes: Classes, areas: tuple[ClassArea, ...]) -> Image.Image:
-    """The preview, RGBA, at most `LONGEST` pixels on its long side; nodata is transparent.
+def draw_preview(
+    card: Card, scene: Thumbnail, classes: Classes, areas: tuple[ClassCount, ...]
+) -> Image.Image:
+    """Draw the preview: RGBA, at most `LONGEST` pixels on its long side, nodata transparent.
 
     Args:
         card: of the model.
-        scene: small picture of it.
-        classes: the mask in the same size.
-        areas: for the legend.
+        scene: thumbnail of the scene.
+        classes: the mask at the thumbnail's size.
+        areas: of the classes, for the legend.
     """
     colours = np.zeros((256, 3), np.float32)
     colours[: len(card.classes)] = [label.colour for label in card.classes]
@@ -54,13 +56,13 @@ def draw_preview(card: Card, scene: Thumbnail, classes: Classes, areas: tuple[Cl
 
 
 def _backdrop(scene: Thumbnail) -> npt.NDArray[np.float32]:
-    """Shape (height, width, 3), 0 to 255: the scene stretched and lightened; grey if it has no colours."""
+    """Return the stretched and lightened scene, (height, width, 3), 0 to 255; grey if it has no colours."""
     height, bands, width = scene.pixels.shape
     grey = np.full((height, width, 3), 235, np.float32)
     if bands != len(COLOURS) or not scene.valid.any():
         return grey
     values: npt.NDArray[Any] = scene.pixels.transpose(0, 2, 1).astype(np.float32)
-    low, high = np.percentile(values[scene.valid], STRETCH)  # one stretch for the three keeps the hues
+    low, high = np.percentile(values[scene.valid], STRETCH)  # the same stretch for all three keeps the hues
     if not high > low:
         return grey
     shown = np.clip((values - low) / (high - low), 0, 1) ** 0.8
@@ -68,7 +70,7 @@ def _backdrop(scene: Thumbnail) -> npt.NDArray[np.float32]:
     return np.asarray(255 * (FAINT + (1 - FAINT) * shown), np.float32)
 
 
-def _with_legend(map_: Image.Image, card: Card, areas: tuple[ClassArea, ...]) -> Image.Image:
+def _with_legend(map_: Image.Image, card: Card, areas: tuple[ClassCount, ...]) -> Image.Image:
     columns = max(1, min(LONGEST, max(map_.width, SMALLEST)) // COLUMN)
     legend = 2 * MARGIN + LINE * -(-len(areas) // columns)
     legend = min(legend, LONGEST // 2)
@@ -90,7 +92,7 @@ def _with_legend(map_: Image.Image, card: Card, areas: tuple[ClassArea, ...]) ->
 
 
 def _fitted(map_: Image.Image, width: int, height: int) -> Image.Image:
-    """Shrunk to the box; or, if it is tiny, enlarged by a whole factor with its pixels kept sharp."""
+    """Shrink the map to the box; or enlarge a tiny one by a whole factor, without smoothing."""
     ratio = min(width / map_.width, height / map_.height)
     if ratio < 1:
         size = max(1, int(map_.width * ratio)), max(1, int(map_.height * ratio))
@@ -100,7 +102,7 @@ def _fitted(map_: Image.Image, width: int, height: int) -> Image.Image:
 
 
 def _entry(
-    draw: ImageDraw.ImageDraw, font: Any, x: int, y: int, colour: tuple[int, int, int], area: ClassArea
+    draw: ImageDraw.ImageDraw, font: Any, x: int, y: int, colour: tuple[int, int, int], area: ClassCount
 ) -> None:
     top = y + (LINE - SWATCH) // 2
     draw.rounded_rectangle((x, top, x + SWATCH, top + SWATCH), 3, fill=(*colour, 255), outline=QUIET)
@@ -118,8 +120,8 @@ def _shortened(name: str, font: Any, width: int) -> str:
     return name + "…"
 
 
-def _amount(area: ClassArea) -> str:
-    """E.g. "1,254 ha · 20.0 %"."""
+def _amount(area: ClassCount) -> str:
+    """Format an area, e.g. "1,254 ha · 20.0 %"."""
     share = f"{area.share:.1%}".replace("%", " %")
     if area.hectares is None:
         return share

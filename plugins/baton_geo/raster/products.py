@@ -1,7 +1,7 @@
-"""What is written: the class mask and the class probabilities, as Cloud Optimized GeoTIFFs.
+"""Write the class mask and the class probabilities as Cloud Optimized GeoTIFFs.
 
-Rows go into a plain tiled file first; GDAL's COG driver then adds the overviews and puts everything in the
-order the layout asks for (https://github.com/cogeotiff/cog-spec).
+Rows are written to a plain tiled file first; GDAL's COG driver then adds overviews and puts everything into
+the order of the layout (https://github.com/cogeotiff/cog-spec).
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from rasterio.windows import Window
 
 from baton_geo.card import Card
 from baton_geo.errors import DecoderBusy
-from baton_geo.raster.ask import MASK, PROBABILITIES, ClassArea, SceneAsk
 from baton_geo.raster.grid import Floats
+from baton_geo.raster.messages import MASK, PROBABILITIES, ClassCount, SceneRequest
 from baton_geo.raster.rows import Sample
 from baton_geo.raster.source import Georeference
 from baton_geo.raster.values import Valid
 
 BLOCK = 512
-CERTAIN = 250  # a probability of 1 in the file; bytes keep a full scene small, and steps of 0.4 % are enough
+CERTAIN = 250  # stands for a probability of 1: a byte per class keeps files small, and steps of 0.4 % suffice
 NO_PROBABILITY = 255
-LEVEL = 3  # of DEFLATE: four times as fast as 6, and a tenth larger
+LEVEL = 3  # of DEFLATE: four times as fast as 6, files a tenth larger
 AT_ONCE = 64  # rows whose classes are found together
 
 Classes = npt.NDArray[np.uint8]
 
 
-def most_likely(chances: Floats) -> Classes:
-    """Class of the highest probability, the first of equals.
+def most_likely(probabilities: Floats) -> Classes:
+    """Return the class of the highest probability, the first one on a tie.
 
     Args:
-        chances: shape (rows, classes, columns).
+        probabilities: shape (rows, classes, columns).
 
     Returns:
-        shape (rows, columns). Several times faster than `argmax` over a middle axis.
+        shape (rows, columns). (`argmax` over a middle axis is several times slower.)
     """
-    best = chances[:, 0].copy()
+    best = probabilities[:, 0].copy()
     classes = np.zeros(best.shape, np.uint8)
-    for number in range(1, chances.shape[1]):
-        better = chances[:, number] > best
+    for number in range(1, probabilities.shape[1]):
+        better = probabilities[:, number] > best
         np.copyto(classes, np.uint8(number), where=better)
-        np.maximum(best, chances[:, number], out=best)
+        np.maximum(best, probabilities[:, number], out=best)
     return classes
 
 
@@ -59,7 +59,7 @@ class CloudOptimized:
 
     Args:
         path: of the finished file.
-        place: where the scene lies.
+        place: georeference of the scene.
         profile: `width`, `height`, `count`, `nodata`.
     """
 
@@ -80,15 +80,15 @@ class CloudOptimized:
         )
 
     def write(self, top: int, rows: npt.NDArray[np.uint8]) -> None:
-        """Rows from `top` on: shape (bands, rows, width)."""
+        """Write rows from `top` on: shape (bands, rows, width)."""
         window = Window(0, top, rows.shape[2], rows.shape[1])
-        with _told():
+        with _write_errors():
             self.dataset.write(rows, window=window)
 
     def finish(self, resampling: str) -> None:
-        """Write the final file, overviews made by `resampling`."""
+        """Write the final file with overviews made by `resampling`."""
         options = {"compress": "DEFLATE", "level": LEVEL, "blocksize": BLOCK, "bigtiff": "IF_SAFER"}
-        with _told():
+        with _write_errors():
             self.dataset.close()
             copy(self._draft, self._path, driver="COG", overview_resampling=resampling, **options)
             self._draft.unlink()
@@ -99,25 +99,25 @@ class ProductWriter:
 
     Args:
         folder: to write in.
-        ask: what is wanted.
+        request: outputs, limits and card of the request.
         place: where the scene lies.
         size: width and height, pixels.
         sample: the pixels of the thumbnail.
     """
 
     def __init__(
-        self, folder: Path, ask: SceneAsk, place: Georeference, size: tuple[int, int], sample: Sample
+        self, folder: Path, request: SceneRequest, place: Georeference, size: tuple[int, int], sample: Sample
     ) -> None:
-        card = ask.card
+        card = request.card
         self._card, self._place, self._sample = card, place, sample
         self._width, self._height = size
         profile = {"width": self._width, "height": self._height}
         self._mask: CloudOptimized | None = None
-        if ask.mask:
+        if request.mask:
             self._mask = CloudOptimized(folder / MASK, place, count=1, nodata=card.mask_nodata, **profile)
             _describe_mask(self._mask.dataset, card)
         self._probabilities: CloudOptimized | None = None
-        if ask.probabilities:
+        if request.probabilities:
             profile |= {"count": len(card.classes), "nodata": NO_PROBABILITY}
             self._probabilities = CloudOptimized(folder / PROBABILITIES, place, **profile)
             _describe_probabilities(self._probabilities.dataset, card)
@@ -125,32 +125,32 @@ class ProductWriter:
         self._hectares = np.zeros(len(card.classes))
         self.thumbnail: Classes = np.full(sample.shape, card.mask_nodata, np.uint8)
 
-    def write(self, top: int, chances: Floats, valid: Valid) -> None:
-        """Rows from `top` on.
+    def write(self, top: int, probabilities: Floats, valid: Valid) -> None:
+        """Write rows from `top` on.
 
         Args:
-            top: row of the scene.
-            chances: shape (rows, classes, width).
+            top: first row in the scene.
+            probabilities: shape (rows, classes, width).
             valid: shape (rows, width).
         """
-        for row in range(0, len(chances), AT_ONCE):
+        for row in range(0, len(probabilities), AT_ONCE):
             part = slice(row, row + AT_ONCE)
-            self._write(top + row, chances[part], valid[part])
+            self._write(top + row, probabilities[part], valid[part])
 
-    def _write(self, top: int, chances: Floats, valid: Valid) -> None:
-        classes = most_likely(chances)
+    def _write(self, top: int, probabilities: Floats, valid: Valid) -> None:
+        classes = most_likely(probabilities)
         np.copyto(classes, np.uint8(self._card.mask_nodata), where=~valid)
         if self._mask is not None:
             self._mask.write(top, classes[None])
         if self._probabilities is not None:
-            steps = (chances * CERTAIN + 0.5).astype(np.uint8).transpose(1, 0, 2)
+            steps = (probabilities * CERTAIN + 0.5).astype(np.uint8).transpose(1, 0, 2)
             self._probabilities.write(top, np.where(valid, steps, np.uint8(NO_PROBABILITY)))
         self._count(top, classes)
         place, rows = self._sample.among(top, len(classes))
         self.thumbnail[place] = classes[np.ix_(rows, self._sample.columns)]
 
-    def finish(self) -> tuple[tuple[ClassArea, ...], int]:
-        """Write the files; areas by class, and pixels of nodata."""
+    def finish(self) -> tuple[tuple[ClassCount, ...], int]:
+        """Write the files; return the areas of the classes, and the number of nodata pixels."""
         if self._mask is not None:
             self._mask.finish("MODE")
         if self._probabilities is not None:
@@ -158,7 +158,7 @@ class ProductWriter:
         seen = int(self._pixels.sum())
         known = self._place.pixel_area is not None
         areas = tuple(
-            ClassArea(
+            ClassCount(
                 name=label.name,
                 pixels=int(pixels),
                 share=int(pixels) / seen if seen else 0.0,
@@ -179,8 +179,8 @@ class ProductWriter:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """What goes wrong with our own files is no fault of the raster's."""
+def _write_errors() -> Iterator[None]:
+    """Translate errors of writing: they are not the raster's fault."""
     try:
         yield
     except (RasterioError, CPLE_BaseError, OSError):

@@ -1,4 +1,4 @@
-"""Whole rows of a scene, decoded once each, from top to bottom, with few in memory."""
+"""Decode a scene's rows once each, from top to bottom, with few in memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy.typing as npt
 from baton_geo.raster.source import Source
 from baton_geo.raster.values import Pixels, RangeCheck, Valid, find_valid
 
-AT_ONCE = 64  # rows whose nodata and range are looked at together
+AT_ONCE = 64  # rows whose nodata and range are checked together
 
 
 class Sample:
-    """Which pixels of a scene a small picture of it is made of.
+    """The pixels of a scene that make its thumbnail.
 
     Args:
         width: of the scene, pixels.
-        height: of the scene.
-        longest: of the picture's sides.
+        height: of the scene, pixels.
+        longest: longest side of the thumbnail, pixels.
 
     Attributes:
-        shape: height and width of the picture.
-        columns: of the scene, one for each of the picture's.
+        shape: height and width of the thumbnail.
+        columns: the scene's column for each column of the thumbnail.
     """
 
     def __init__(self, width: int, height: int, longest: int) -> None:
@@ -33,21 +33,21 @@ class Sample:
         self.columns = np.arange(self.shape[1]) * width // self.shape[1]
 
     def among(self, top: int, rows: int) -> tuple[slice, npt.NDArray[np.int64]]:
-        """For rows of the scene from `top` on: the picture's rows, and which of the given they are."""
+        """Return the thumbnail's rows among the scene's rows from `top` on, and their indices there."""
         first, last = np.searchsorted(self._rows, (top, top + rows))
         return slice(int(first), int(last)), self._rows[first:last] - top
 
 
 class Thumbnail:
-    """Some pixels of some bands, taken while rows go by.
+    """A small version of some bands of a scene, filled while its rows are read.
 
     Args:
-        sample: which pixels.
-        places: of the bands wanted among those read.
+        sample: the pixels to take.
+        places: indices of the bands among those read.
         dtype: of the file.
 
     Attributes:
-        pixels: shape (height, bands, width) of the thumbnail, the file's numbers.
+        pixels: the file's numbers, shape (height, bands, width).
         valid: shape (height, width).
     """
 
@@ -58,7 +58,7 @@ class Thumbnail:
         self.valid: Valid = np.zeros((height, width), np.bool_)
 
     def take(self, top: int, raw: Pixels, valid: Valid) -> None:
-        """Rows of the scene from `top` on."""
+        """Take pixels from rows of the scene from `top` on."""
         place, rows = self._sample.among(top, len(raw))
         self.valid[place] = valid[np.ix_(rows, self._sample.columns)]
         self.pixels[place] = raw[np.ix_(rows, self._places, self._sample.columns)]
@@ -69,10 +69,10 @@ class Rows:
 
     Args:
         source: the raster.
-        bands: numbers from 0, in the order wanted.
+        bands: indices from 0, in the model's order.
         nodata: of the file or the model.
         check: counts values out of range.
-        thumbnail: to fill on the way.
+        thumbnail: filled while rows are read.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class Rows:
     ) -> None:
         self._source, self._bands, self._nodata = source, bands, nodata
         self._check, self._thumbnail = check, thumbnail
-        self._top = self._end = 0  # rows in _raw
+        self._top = self._end = 0  # the rows in _raw
         self._raw: Pixels = np.empty((0, len(bands), source.width), source.dtype)
         self._valid_top = 0
         self._valid: Valid = np.empty((0, source.width), np.bool_)
 
     def tile(self, y: int, x: int, side: int, keep: int) -> tuple[Pixels, Valid]:
-        """Views of (rows, bands, columns) and (rows, columns), fewer than `side` at the scene's edge.
+        """Return a tile's pixels (rows, bands, columns) and valid pixels (rows, columns), cut at the edge.
 
         Args:
             y: first row.
             x: first column.
             side: of the tile.
-            keep: first row that this or a later call needs; those above are forgotten.
+            keep: first row that this or a later call needs; rows above it are dropped.
 
         Raises:
             RasterBroken: rows cannot be decoded.
@@ -109,13 +109,13 @@ class Rows:
         return raw, self._valid[y - self._valid_top : stop - self._valid_top, x : x + side]
 
     def valid(self, top: int, rows: int) -> Valid:
-        """Shape (rows, width); rows above `top` are forgotten."""
+        """Return the valid pixels (rows, width) from `top` on; rows above it are dropped."""
         self._valid = self._valid[top - self._valid_top :]
         self._valid_top = top
         return self._valid[:rows]
 
     def _advance(self, top: int, stop: int) -> None:
-        """Decode so that `stop` is in memory, whole blocks at a time, and forget what is above `top`."""
+        """Decode rows up to `stop`, whole blocks at a time, and drop rows above `top`."""
         if stop <= self._end:
             return
         height, block = self._source.height, self._source.block_height
@@ -141,13 +141,13 @@ class Rows:
         self._check.judge(self._check.valid if self._end == self._source.height else pixels)
 
     def _shift(self, top: int, end: int) -> None:
-        """Room for rows `top` to `end`, those already decoded at its front."""
+        """Make room for rows `top` to `end`, with the decoded ones at the front."""
         kept = self._raw[top - self._top : self._end - self._top]
         if end - top > len(self._raw):
             grown = np.empty((end - top, *self._raw.shape[1:]), self._raw.dtype)
             grown[: len(kept)] = kept
             self._raw = grown
         else:
-            for row in range(0, len(kept), AT_ONCE):  # overlapping: a few at a time need no copy of all
+            for row in range(0, len(kept), AT_ONCE):  # overlapping: a few rows at a time avoid a copy of all
                 self._raw[row : min(row + AT_ONCE, len(kept))] = kept[row : row + AT_ONCE].copy()
         self._top = top

@@ -1,7 +1,7 @@
-"""What a child may not do: see other files, reach the network, take more memory or time than allowed.
+"""Confine a child: no other files, no network, limited memory and time.
 
 Kernel interfaces: prctl(2); Landlock, https://docs.kernel.org/userspace-api/landlock.html, used where the
-kernel has it, on top of the rest.
+kernel has it, in addition to the rest.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 
 from baton_geo.settings import GeoLimits
 
-# Configuration options of GDAL and PROJ; the nursery's whole environment besides these is ours too.
+# Options of GDAL, PROJ and others: with two more variables, the fork server's whole environment.
 QUIET_LIBRARIES = {
     "CPL_VSIL_CURL_ALLOWED_FILENAME": "",  # no address is allowed
-    "GDAL_CACHEMAX": "32",  # MB; rows are kept by us
+    "GDAL_CACHEMAX": "32",  # MB; `rows` caches rows itself
     "GDAL_DISABLE_READDIR_ON_OPEN": "EMPTY_DIR",  # no file beside the raster is looked for
     "GDAL_GEOREF_SOURCES": "INTERNAL",
     "GDAL_NUM_THREADS": "1",
@@ -36,7 +36,7 @@ QUIET_LIBRARIES = {
 }
 DRIVERS = frozenset({"GTiff", "COG", "MEM"})  # COG writes only
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system calls, the same on every architecture
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system call numbers, the same on every architecture
 VERSION_FLAG, PATH_BENEATH = 1, 1
 EXECUTE, WRITE, READ, READ_FOLDER, REMOVE, MAKE, TRUNCATE = (
     1 << 0,
@@ -47,7 +47,7 @@ EXECUTE, WRITE, READ, READ_FOLDER, REMOVE, MAKE, TRUNCATE = (
     1 << 8,
     1 << 14,
 )
-RIGHTS_BY_VERSION = {1: 13, 2: 14, 3: 15, 5: 16}  # the version that brought it: number of rights over files
+RIGHTS_BY_VERSION = {1: 13, 2: 14, 3: 15, 5: 16}  # Landlock version: number of file rights since then
 CONNECT_AND_BIND, NETWORK_VERSION = 0b11, 4
 SIGNALS_AND_SOCKETS, SCOPE_VERSION = 0b11, 6
 WRITE_SLACK = 64 * 1024 * 1024
@@ -56,7 +56,7 @@ WRITE_SLACK = 64 * 1024 * 1024
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
@@ -68,20 +68,20 @@ def limit_resources(limits: GeoLimits) -> None:
     _limit(resource.RLIMIT_AS, space)
     resource.setrlimit(
         resource.RLIMIT_CPU, (seconds, seconds + 2)
-    )  # SIGXCPU, which can be told apart, comes first
+    )  # SIGXCPU comes first: the gateway recognises it
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_NOFILE, 64)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(min(seconds + 5, 2**31 - 1))
-    with contextlib.suppress(OSError):  # be the first the kernel takes when memory runs out
+    with contextlib.suppress(OSError):  # the kernel kills this process first when memory runs out
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 @contextlib.contextmanager
 def limit_opening(seconds: float) -> Iterator[None]:
-    """End this process by SIGPROF when what is inside takes more processor time than that.
+    """End this process by SIGPROF when the body takes more processor time than `seconds`.
 
-    Not more time on the clock: on a busy machine a sound raster would be refused.
+    Wall time would refuse sound rasters on a busy machine.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -103,14 +103,14 @@ def _limit(what: int, value: int) -> None:
 
 
 def confine_files(raster: int, folder: Path) -> bool:
-    """Leave this process one raster to read, one folder to write in, its own program, and no TCP.
+    """Restrict this process by Landlock to one raster, one folder for writing, its own program, and no TCP.
 
     Args:
         raster: descriptor of the file.
         folder: for the products.
 
     Returns:
-        whether the kernel could be asked; False: it is older than 5.13 or has Landlock switched off.
+        False if the kernel is older than 5.13 or has Landlock switched off.
     """
     call = ctypes.CDLL(None).syscall
     version = int(call(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION_FLAG))
@@ -139,9 +139,9 @@ def confine_files(raster: int, folder: Path) -> bool:
 
 
 def _program_folders() -> list[Path]:
-    """Where modules and libraries are that may be loaded late, and PROJ's tables.
+    """Return the folders of modules and libraries that may be loaded late, and of PROJ's tables.
 
-    A package, or each of its files, may be a link out of its environment, as some installers make them.
+    Some installers make a package, or each of its files, a link to a folder outside of the environment.
     """
     roots = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", *sys.path} - {"", "/"}
     loaded = [module for name, module in tuple(sys.modules.items()) if "." not in name]

@@ -1,4 +1,4 @@
-"""What an opened raster is to the rest, whatever its format."""
+"""Define the interface of an opened raster, whatever its format."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from baton_geo.raster.values import Pixels, Valid
 
 @dataclass(frozen=True)
 class Georeference:
-    """Where a raster lies.
+    """The georeference of a raster; None where it is not known.
 
     Attributes:
-        crs: `EPSG:...` or WKT; None: none is known.
-        transform: a, b, c, d, e, f; None: none is known.
-        latitude: of the centre, degrees on WGS 84, if known.
-        longitude: as latitude.
-        pixel_area: if the scale is known.
-        native: the library's own objects, for the mask to be written with: keywords of `rasterio.open`.
+        crs: `EPSG:...` or WKT.
+        transform: a, b, c, d, e, f.
+        latitude: of the centre, degrees north on WGS 84.
+        longitude: of the centre, degrees east on WGS 84.
+        pixel_area: area of pixels on the ground.
+        native: keywords of `rasterio.open` that give the mask the same georeference.
     """
 
     crs: str | None = None
@@ -34,20 +34,20 @@ class Georeference:
 
 
 class Source(Protocol):
-    """A raster that gives rows.
+    """An opened raster.
 
     Attributes:
         width: pixels.
         height: pixels.
         dtype: of the pixels.
-        names: of the bands that are pictures, not masks.
-        nodata: the file's, None if it says none.
-        stated: what the file says of scales and offsets.
+        names: of the bands without the alpha band.
+        nodata: value stated by the file; None: it states none.
+        stated: scales and offsets stated by the file.
         block_height: rows that are decoded together.
-        first_look: bytes to decode before a single pixel is seen.
-        place: where it lies.
-        acquired: ISO 8601, if known.
-        notes: what the client should know.
+        first_look: bytes to decode for a single pixel.
+        place: georeference.
+        acquired: date or date and time, ISO 8601; None: unknown.
+        notes: assumptions and missing information, one sentence each.
     """
 
     width: int
@@ -63,17 +63,17 @@ class Source(Protocol):
     notes: list[str]
 
     def read(self, top: int, left: int, bands: tuple[int, ...], out: Pixels) -> None:
-        """Fill `out`, of shape (bands, rows, columns), from the row `top` and column `left` on.
+        """Fill `out`, shape (bands, rows, columns), with pixels from row `top` and column `left` on.
 
         Raises:
-            RasterBroken: these rows cannot be decoded.
+            RasterBroken: the rows cannot be decoded.
         """
 
     def hidden(self, top: int, left: int, rows: int, columns: int) -> Valid | None:
-        """Where the file's own mask or alpha band says "nothing": shape (rows, columns); None: it has none.
+        """Return the pixels that the file's mask or alpha band hides, (rows, columns); None: it has neither.
 
         Raises:
-            RasterBroken: these rows cannot be decoded.
+            RasterBroken: the rows cannot be decoded.
         """
 
     def close(self) -> None: ...

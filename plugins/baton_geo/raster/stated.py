@@ -1,4 +1,4 @@
-"""Read from a file's tags its scales and offsets, and whether it is a product known to need an offset."""
+"""Read scales and offsets from a file's tags, and recognise products that are known to need an offset."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from baton_geo.raster.calibration import Linear, Stated
 
 Tags = Mapping[str, str]
-LOOKED_AT = 4096  # letters of a tag's value
+VALUE_CHARACTERS = 4096  # characters of a tag's value
 # Since baseline 04.00 (January 2022) Sentinel-2's numbers are reflectance x 10000 + 1000; ESA calls the
 # offset RADIO_ADD_OFFSET (level 1C) and BOA_ADD_OFFSET (level 2A) in a product's own metadata.
 SHIFTED_SINCE = 4.0
@@ -21,7 +21,7 @@ APPLIED = ("true", "1", "yes")
 
 
 def read_stated(lines: Sequence[Linear], tags: Tags, band_tags: Sequence[Tags], *, integers: bool) -> Stated:
-    """What the file says.
+    """Read the scales and offsets that a file states.
 
     A band's scale and offset as GDAL knows them come first; then the tags `scale_factor` and `add_offset`, of
     the band or of the file; then, of integers, Sentinel-2's `BOA_ADD_OFFSET` and `RADIO_ADD_OFFSET`.
@@ -30,30 +30,30 @@ def read_stated(lines: Sequence[Linear], tags: Tags, band_tags: Sequence[Tags], 
         lines: scale and offset of each band, as GDAL knows them.
         tags: of the file.
         band_tags: of each band.
-        integers: whether the pixels are.
+        integers: whether the pixels are integers.
     """
     whole = _plain(tags)
     each = [whole | _plain(own) for own in band_tags]
-    taken_off = _is_taken_off(whole)
-    shifted = integers and not taken_off  # a provider that took the offset off may have left its tags
+    removed = _is_offset_removed(whole)
+    shifted = integers and not removed  # a provider that removed the offset may have left its tags
     offsets = ("add_offset", *(SENTINEL_OFFSETS if shifted else ()))
     bands = tuple(_of_band(line, known, shifted) for line, known in zip(lines, each, strict=True))
-    without = any(_number(known, name) == 0 for known in each for name in offsets)  # a 0 is said on purpose
-    return Stated(bands, None if without or taken_off else _shifted(whole))
+    without = any(_number(known, name) == 0 for known in each for name in offsets)  # a stated 0 is deliberate
+    return Stated(bands, None if without or removed else _shifted(whole))
 
 
 def _plain(tags: Tags) -> dict[str, str]:
-    """Names in small letters, and without a prefix: GDAL writes `s2:a=b` as a tag `s2` of the value `a=b`."""
+    """Return tags by lower-case names without prefix: GDAL writes `s2:a=b` as tag `s2` with value `a=b`."""
     plain = {}
     for name, value in tags.items():
-        prefixed = PREFIXED.fullmatch(str(value)[:LOOKED_AT])
-        own, text = prefixed.groups() if prefixed else (str(name), str(value)[:LOOKED_AT])
+        prefixed = PREFIXED.fullmatch(str(value)[:VALUE_CHARACTERS])
+        own, text = prefixed.groups() if prefixed else (str(name), str(value)[:VALUE_CHARACTERS])
         plain[own.casefold()] = text
     return plain
 
 
 def _of_band(line: Linear, tags: Tags, shifted: bool) -> Linear:
-    """What GDAL knows, and of the tags what GDAL does not; Sentinel-2's offsets are in the file's numbers."""
+    """Combine GDAL's scale and offset with the tags'; Sentinel-2's offsets are in the file's numbers."""
     if line.offset:
         return line
     scale = line.scale if line.scale != 1 else _number(tags, "scale_factor")
@@ -73,21 +73,21 @@ def _number(tags: Tags, name: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _is_taken_off(tags: Tags) -> bool:
-    """Whether the tags tell of a product made of Sentinel-2's without the offset: by a provider, or HLS."""
+def _is_offset_removed(tags: Tags) -> bool:
+    """Return whether the tags say that a provider, or HLS, has removed Sentinel-2's offset."""
     return tags.get("boa_offset_applied", "").strip().casefold() in APPLIED or "hls_processing_time" in tags
 
 
 def _shifted(tags: Tags) -> str | None:
-    """The product and its baseline, if tags name one whose numbers hold an offset."""
+    """Name the product and its baseline, if the tags name one whose numbers contain an offset."""
     for value in tags.values():
         found = PRODUCT.search(value)
         if found is not None:
             level, major, minor = found.groups()
-            return _told(f"Sentinel-2 L{level}", f"{major}.{minor}")
+            return _shifted_product(f"Sentinel-2 L{level}", f"{major}.{minor}")
     found = BASELINE.fullmatch(tags.get("processing_baseline", ""))
-    return None if found is None else _told("Sentinel-2", found[1])
+    return None if found is None else _shifted_product("Sentinel-2", found[1])
 
 
-def _told(product: str, baseline: str) -> str | None:
+def _shifted_product(product: str, baseline: str) -> str | None:
     return f"{product} of processing baseline {baseline}" if float(baseline) >= SHIFTED_SINCE else None

@@ -1,6 +1,6 @@
-"""The first image's header of a TIFF or BigTIFF, read without a TIFF library and without its pixels.
+"""Read the header of the first image of a TIFF or BigTIFF without a TIFF library.
 
-So that a hostile header is refused before libtiff acts on it. Formats: TIFF 6.0 (Adobe, 1992), sections 2
+A hostile header is so refused before libtiff parses it. Formats: TIFF 6.0 (Adobe, 1992), sections 2
 and 15; BigTIFF (AWare Systems, 2007).
 """
 
@@ -16,21 +16,21 @@ import numpy.typing as npt
 
 from baton_geo.errors import RasterBroken, RasterTooLarge
 
-IMAGES_LIMIT = 256  # overviews and masks of a file are some twenty
+IMAGES_LIMIT = 256  # with overviews and masks; a usual file has about twenty
 ENTRIES_LIMIT = 4096
 BLOCKS_LIMIT = 8_000_000
 
 SUBFILE, WIDTH, HEIGHT, BITS, COMPRESSION, PHOTOMETRIC = 254, 256, 257, 258, 259, 262
 STRIP_OFFSETS, SAMPLES, ROWS_PER_STRIP, STRIP_COUNTS, PLANAR = 273, 277, 278, 279, 284
 TILE_WIDTH, TILE_HEIGHT, TILE_OFFSETS, TILE_COUNTS, SAMPLE_FORMAT = 322, 323, 324, 325, 339
-REDUCED_OR_MASK = 0b101  # of SUBFILE
+REDUCED_OR_MASK = 0b101  # bits of SUBFILE
 # The types whose values are whole numbers: BYTE, SHORT, LONG, IFD, LONG8, IFD8.
 INTEGERS = {1: "u1", 3: "u2", 4: "u4", 13: "u4", 16: "u8", 18: "u8"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tag: the type and count of its values, and where they lie in the file."""
+    """One tag: type and count of its values, and their offset in the file."""
 
     type: int
     count: int
@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """How classic TIFF and BigTIFF write a directory."""
+    """The layout of a directory, in classic TIFF or BigTIFF."""
 
     order: str  # "<" or ">"
     count: str  # struct codes, as are the next
@@ -59,8 +59,8 @@ class TiffHeader:
         images: full-size images in the file, overviews and masks left out.
 
     Raises:
-        RasterBroken: the header lies outside the file, runs in a circle or says nonsense.
-        RasterTooLarge: more images or tags than any raster has.
+        RasterBroken: the header lies outside the file, is cyclic or contradictory.
+        RasterTooLarge: there are more than `IMAGES_LIMIT` images.
     """
 
     def __init__(self, fd: int, size: int) -> None:
@@ -77,13 +77,13 @@ class TiffHeader:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Width and height of one strip or tile."""
+        """Width and height of one strip or tile, pixels."""
         if self.tiled:
             return self._one(TILE_WIDTH, 0), self._one(TILE_HEIGHT, 0)
         return self.width, min(self._one(ROWS_PER_STRIP, self.height), self.height)
 
     def sample_types(self) -> set[tuple[int, int]]:
-        """(sample format, bits) of the samples; formats: 1 unsigned, 2 signed, 3 float, 5 and 6 complex."""
+        """Return (sample format, bits): 1 is unsigned, 2 signed, 3 float, 5 and 6 complex."""
         bits = self._numbers(BITS, self.samples, 1)
         formats = self._numbers(SAMPLE_FORMAT, self.samples, 1)
         if len(bits) != len(formats):
@@ -91,7 +91,12 @@ class TiffHeader:
         return {(int(kind), int(depth)) for kind, depth in zip(formats, bits, strict=True)}
 
     def blocks(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Offsets and byte counts of all strips or tiles; 0, 0 for one that is not stored."""
+        """Return offsets and byte counts of all strips or tiles; 0, 0 for one that is not stored.
+
+        Raises:
+            RasterBroken: the header does not give them.
+            RasterTooLarge: there are more than `BLOCKS_LIMIT`.
+        """
         across, down = self.block
         if not across or not down:
             raise RasterBroken("the TIFF header says that its tiles or strips have no pixels")
@@ -130,7 +135,7 @@ class TiffHeader:
         return data
 
     def _directory(self, place: int) -> tuple[dict[int, Entry], int]:
-        """Tags of the directory at `place`, and where the next one is; 0: there is none."""
+        """Read the tags of the directory at `place`, and the offset of the next one; 0: there is none."""
         layout = self._layout
         count = self._unpack(layout.count, place, layout)
         if not count or count > ENTRIES_LIMIT:
@@ -145,7 +150,7 @@ class TiffHeader:
         return tags, self._unpack(layout.offset, begin + len(data), layout)
 
     def _entry(self, kind: int, count: int, place: int) -> Entry:
-        """Values that fit lie in the entry itself; else the entry says where they lie."""
+        """Return a tag's entry: short values are in the entry itself, others where it points."""
         width = np.dtype(INTEGERS[kind]).itemsize if kind in INTEGERS else 1
         if kind in INTEGERS and count * width > self._layout.inline:
             place = self._unpack(self._layout.offset, place, self._layout)
@@ -169,7 +174,7 @@ class TiffHeader:
         return int(values[0])
 
     def _numbers(self, tag: int, at_most: int, default: int) -> npt.NDArray[np.uint64]:
-        """Values of a tag; one value, the default, if the file has it not."""
+        """Return the values of a tag; a single default if the file does not have the tag."""
         entry = self._tags.get(tag)
         if entry is None or not entry.count:
             return np.array([default], np.uint64)

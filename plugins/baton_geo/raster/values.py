@@ -1,4 +1,4 @@
-"""From the file's numbers to the model's, and whether they can be what the model knows."""
+"""Normalise a file's numbers for the model, find valid pixels, and check the range of values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUTSIDE_LIMIT = 0.01  # share of a band's pixels that may lie outside the card's
 
 
 class Scaling:
-    """raw -> (raw * times + plus - mean) / std, as one multiplication and one addition.
+    """The normalisation (raw * times + plus - mean) / std, as one multiplication and one addition.
 
     Args:
         card: of the model.
@@ -32,12 +32,12 @@ class Scaling:
         self._plus = ((conversion.plus - mean) / std).astype(np.float32)[:, None, None]
 
     def tile(self, raw: Pixels, valid: Valid, side: int) -> npt.NDArray[np.float32]:
-        """What the model sees.
+        """Return the model's input for a tile.
 
         Args:
             raw: shape (rows, frames * bands, columns).
             valid: shape (rows, columns).
-            side: of the tile; what the scene has not is filled by its edge pixels.
+            side: of the tile, pixels; beyond the scene it is filled with the edge pixels.
 
         Returns:
             shape (bands, frames, side, side), contiguous; 0.0 at nodata.
@@ -56,11 +56,11 @@ class Scaling:
 
 
 def find_valid(raw: Pixels, nodata: float | None) -> Valid:
-    """Where no band is nodata, NaN or infinite.
+    """Return the pixels where no band is nodata, NaN or infinite.
 
     Args:
         raw: shape (rows, bands, columns).
-        nodata: of the file; NaN says nothing new.
+        nodata: of the file or the model; NaN has no further effect.
 
     Returns:
         shape (rows, columns).
@@ -79,13 +79,13 @@ def find_valid(raw: Pixels, nodata: float | None) -> Valid:
 
 
 def _holds(dtype: np.dtype[Any], value: float) -> bool:
-    """Whether a type of integers has this number."""
+    """Return whether an integer type can hold this number."""
     limits = np.iinfo(dtype)
     return int(limits.min) <= value <= int(limits.max) and float(value).is_integer()
 
 
 class RangeCheck:
-    """Counts pixels outside the card's `valid_range`, and refuses a scene with too many of them.
+    """Counts pixels outside the card's `valid_range` and refuses a scene with too many of them.
 
     Args:
         card: of the model.
@@ -104,7 +104,7 @@ class RangeCheck:
         self.valid = 0
 
     def count(self, raw: Pixels, valid: Valid) -> None:
-        """Look at some rows: raw of shape (rows, bands, columns), valid of (rows, columns)."""
+        """Count pixels in some rows: raw of shape (rows, bands, columns), valid of (rows, columns)."""
         self.valid += int(np.count_nonzero(valid))
         if self._bounds is None:
             return
@@ -118,16 +118,16 @@ class RangeCheck:
                 self._highest[band] = max(self._highest[band], seen.max())
 
     def judge(self, pixels: int, share: float = OUTSIDE_LIMIT) -> None:
-        """Refuse if a band has more than `share` of `pixels` outside.
+        """Refuse a scene with more than `share` of `pixels` outside in one band.
 
         Raises:
-            RasterUnusable: names the band, what was seen and the scale.
+            RasterUnusable: a band has too many; the message names the band, its values and the scale.
         """
         for band, outside in enumerate(self._outside):
             if outside > share * pixels:
-                raise RasterUnusable(self._complaint(band, int(outside) / pixels))
+                raise RasterUnusable(self._out_of_range(band, int(outside) / pixels))
 
-    def _complaint(self, band: int, share: float) -> str:
+    def _out_of_range(self, band: int, share: float) -> str:
         times, plus = self._conversion.times[band], self._conversion.plus[band]
         ends = sorted((times * self._lowest[band] + plus, times * self._highest[band] + plus))
         low, high = self._range or (0.0, 0.0)
@@ -144,7 +144,7 @@ class RangeCheck:
 def _raw_bounds(
     valid_range: tuple[float, float] | None, dtype: np.dtype[Any], conversion: Conversion
 ) -> list[tuple[Any, Any]] | None:
-    """Lowest and highest number of the file inside the range for each band, of the file's type."""
+    """Return the lowest and highest number inside the range for each band, in the file's type."""
     if valid_range is None:
         return None
     pairs = zip(conversion.times, conversion.plus, strict=True)

@@ -1,4 +1,8 @@
-"""Frames on a child's socket: `<II` lengths of header and body, a JSON object, raw array bytes."""
+"""Send and receive frames on a child's socket.
+
+A frame is `<II` with the lengths of header and body, the header (a JSON object), and the body (raw array
+bytes).
+"""
 
 from __future__ import annotations
 
@@ -30,13 +34,13 @@ def send(
 
     Args:
         sock: blocking, or with a deadline.
-        header: what `json.dumps` takes.
+        header: JSON-serialisable.
         body: contiguous bytes.
-        deadline: on the monotonic clock; None: as long as it takes.
+        deadline: seconds on the monotonic clock; None: no limit.
 
     Raises:
         TimeoutError: the deadline has passed.
-        OSError: the other side is gone.
+        OSError: the other side has closed the socket.
     """
     text = json.dumps(header).encode()
     _arm(sock, deadline)
@@ -47,10 +51,10 @@ def send(
 
 
 def receive_into(sock: socket.socket, target: memoryview, deadline: float | None = None) -> None:
-    """Fill `target`.
+    """Receive exactly the bytes that fill `target`.
 
     Raises:
-        EOFError: the other side is gone.
+        EOFError: the other side has closed the socket.
         TimeoutError: the deadline has passed.
     """
     filled = 0
@@ -65,17 +69,17 @@ def receive_into(sock: socket.socket, target: memoryview, deadline: float | None
 def receive(
     sock: socket.socket, room: Callable[[int], memoryview], deadline: float | None = None
 ) -> tuple[dict[str, Any], int]:
-    """The header of the next frame, and the length of its body, which lies in what `room` gave.
+    """Receive a frame: return its header and the length of its body, which is in the buffer that `room` gave.
 
     Args:
         sock: as in `send`.
-        room: called with the body's length if it has one; raises ValueError for a length nobody expects.
+        room: returns the buffer for a body of a length; raises ValueError for an unexpected length.
         deadline: as in `send`.
 
     Raises:
-        EOFError: the other side is gone.
+        EOFError: the other side has closed the socket.
         TimeoutError: the deadline has passed.
-        ValueError: no such frame is expected.
+        ValueError: the frame is malformed or its body unexpected.
     """
     lengths = bytearray(LENGTHS.size)
     receive_into(sock, memoryview(lengths), deadline)

@@ -6,10 +6,11 @@ import json
 
 import numpy as np
 import pytest
+from training.flood_tiny import baselines
+from training.flood_tiny.measure import figures
+from training.flood_tiny.seeds import HELD_OUT_SEEDS
 
-from baton_geo.flood import baselines
-from baton_geo.flood.measure import figures
-from baton_geo.flood.scenes import HELD_OUT_SEEDS, LAND, UNKNOWN, WATER, Scene, make_scene
+from baton_geo.flood.scenes import LAND, UNKNOWN, WATER, Scene, make_scene
 
 
 def scene(label: list[list[int]], green: int = 1000, nir: int = 500, swir: int = 500) -> Scene:

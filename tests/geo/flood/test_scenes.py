@@ -6,19 +6,11 @@ import hashlib
 
 import numpy as np
 import pytest
+from training.flood_tiny.baselines import everything, ndwi
+from training.flood_tiny.measure import draw_scenes, figures
+from training.flood_tiny.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
 
-from baton_geo.flood.baselines import everything, ndwi
-from baton_geo.flood.measure import draw_scenes, figures
-from baton_geo.flood.scenes import (
-    HELD_OUT_SEEDS,
-    LAND,
-    PHENOMENA,
-    TRAINING_SEEDS,
-    UNKNOWN,
-    VALIDATION_SEEDS,
-    WATER,
-    make_scene,
-)
+from baton_geo.flood.scenes import LAND, PHENOMENA, UNKNOWN, WATER, make_scene
 
 DIGEST = "cc64bf4e25742d99a2cb2fe872bfa956c2fda907b1a6299e387de4519e6e3252"
 SEEDS = range(7, 13)  # between them they have everything

@@ -72,11 +72,11 @@ def main() -> None:
     for scene in sorted(Path().glob("scene*.tif")):
         told["answers"].append(answered(llm, scene))
         told["refusals"].append(refusal(llm, {"data": b"II*\0", "data_format": "bytes"}))
-    nurseries = [
+    servers = [
         child for child in psutil.Process().children() if "baton_geo.raster.fork_server" in child.cmdline()
     ]
-    told["nurseries"] = [nursery.pid for nursery in nurseries]
-    told["children"] = sum(len(nursery.children()) for nursery in nurseries)
+    told["servers"] = [server.pid for server in servers]
+    told["children"] = sum(len(server.children()) for server in servers)
     made = Path(tempfile.gettempdir())
     told["files"] = [path.name for kind in ("scene-*", "baton-geo-*") for path in made.glob(kind)]
     Path("told.json").write_text(json.dumps(told))

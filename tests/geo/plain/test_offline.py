@@ -71,11 +71,11 @@ def assert_right(folder: Path, model: Path, told: dict[str, Any], classes: list[
         assert np.array_equal(mask, torch_mask(model, name.read_bytes()))
     assert told["answers"] == [{"kind": "GeoAnswer", "format": "png", "classes": classes}] * 3
     assert all("truncated or damaged" in refusal for refusal in told["refusals"])
-    assert len(told["nurseries"]) == 1
+    assert len(told["servers"]) == 1
     assert (told["children"], told["files"]) == (0, [])
     assert [path for kind in ("scene-*", "baton-geo-*") for path in (folder / "spool").glob(kind)] == []
     deadline = time.monotonic() + 5
-    while any(psutil.pid_exists(pid) for pid in told["nurseries"]):
+    while any(psutil.pid_exists(pid) for pid in told["servers"]):
         assert time.monotonic() < deadline, "a process is left behind"
         time.sleep(0.05)
 

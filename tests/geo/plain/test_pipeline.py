@@ -18,8 +18,8 @@ from torch_pipeline import torch_chances, torch_mask
 
 from baton_geo.card import Card
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load, read_checkpoint
-from baton_geo.raster.ask import SceneAsk
 from baton_geo.raster.decoders import Decoders
+from baton_geo.raster.messages import SceneRequest
 
 
 def changed(model: Path, folder: Path, **card: Any) -> Path:
@@ -41,7 +41,7 @@ def through_the_product(model_folder: Path, content: bytes, scratch: Path) -> ND
     decoders = Decoders(1, 5, scratch)
     try:
         card = Card.model_validate(config["baton_geo"])
-        with decoders.open(scratch / "scene", SceneAsk(card=card)) as scene, torch.inference_mode():
+        with decoders.open(scratch / "scene", SceneRequest(card=card)) as scene, torch.inference_mode():
             for tile in range(scene.info.tiles):
                 if (pixels := scene.read(tile)) is not None:
                     scene.write(tile, model(torch.from_numpy(pixels)[None])[0].numpy())

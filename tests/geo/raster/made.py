@@ -15,8 +15,8 @@ import rasterio
 from rasterio.errors import NotGeoreferencedWarning
 
 from baton_geo.card import Band, Card, ClassLabel
-from baton_geo.raster.ask import Products
-from baton_geo.raster.decoders import Scene
+from baton_geo.raster.messages import Products
+from baton_geo.raster.open_scene import OpenScene
 
 NORTH_UP = rasterio.Affine(10.0, 0.0, 500_000.0, 0.0, -10.0, 5_000_000.0)
 UTM = "EPSG:32633"
@@ -61,7 +61,7 @@ def read_tiff(path: Path) -> npt.NDArray[Any]:
     return pixels
 
 
-def run(scene: Scene, model: Model) -> Products:
+def run(scene: OpenScene, model: Model) -> Products:
     """Every tile through a model, in order."""
     for tile in range(scene.info.tiles):
         pixels = scene.read(tile)

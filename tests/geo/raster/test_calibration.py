@@ -12,17 +12,18 @@ import pytest
 import rasterio
 import torch
 from geo.raster.made import make_card, read_tiff, write_tiff
+from training.flood_tiny.measure import Figures, draw_scenes, figures
+from training.flood_tiny.predict import SHIPPED, Predictor
+from training.flood_tiny.seeds import HELD_OUT_SEEDS
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import GeoError, RasterUnusable, RequestInvalid
-from baton_geo.flood.measure import Figures, draw_scenes, figures
-from baton_geo.flood.predict import SHIPPED, Predictor
-from baton_geo.flood.scenes import HELD_OUT_SEEDS, Scene, make_scene
+from baton_geo.flood.scenes import Scene, make_scene
 from baton_geo.flood.sensor import NODATA
 from baton_geo.prithvi import PrithviSegmenter
-from baton_geo.raster.ask import SceneAsk, SceneInfo
 from baton_geo.raster.calibration import Linear, Stated, conversion
 from baton_geo.raster.decoders import Decoders
+from baton_geo.raster.messages import SceneInfo, SceneRequest
 from baton_geo.settings import GeoLimits
 
 FLOOD = Card.model_validate(json.loads((SHIPPED / "config.json").read_text())["baton_geo"])
@@ -48,7 +49,7 @@ def seen(
     decoders: Decoders, path: Path, card: Card = REFLECTANCE, **asked: float
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], SceneInfo]:
     """What the model is told of the first row, in the units of the card's mean; and what the scene says of itself."""
-    ask = SceneAsk(card=card, limits=GeoLimits(tile_bytes=0), **asked)
+    ask = SceneRequest(card=card, limits=GeoLimits(tile_bytes=0), **asked)
     with decoders.open(path, ask) as scene:
         tile = scene.read(0)
         assert tile is not None
@@ -82,7 +83,7 @@ def flooded(
     def mask(pixels: Any) -> Any:
         raw = np.where(pixels == NODATA, NODATA, pixels + added).astype(np.int16)
         path = write_tiff(folder / "scene.tif", raw, nodata=NODATA)
-        with decoders.open(path, SceneAsk(card=FLOOD, **asked)) as scene, torch.inference_mode():
+        with decoders.open(path, SceneRequest(card=FLOOD, **asked)) as scene, torch.inference_mode():
             for tile in range(scene.info.tiles):
                 if (values := scene.read(tile)) is not None:
                     scene.write(tile, model(torch.from_numpy(values)[None])[0].numpy())
@@ -211,7 +212,7 @@ def test_each_band_has_its_own(decoders: Decoders, tmp_path: Path) -> None:
     with rasterio.open(path, "r+") as file:
         file.scales, file.offsets = (9.0, 1e-4, 2e-4), (5.0, -0.1, 0.0)
     card = REFLECTANCE.model_copy(update={"bands": REFLECTANCE.bands * 2})
-    ask = SceneAsk(card=card, indices=(2, 1))
+    ask = SceneRequest(card=card, indices=(2, 1))
     with decoders.open(path, ask) as scene:
         tile = scene.read(0)
         assert tile is not None
@@ -272,7 +273,7 @@ def test_a_picture_of_a_product_has_no_offset(decoders: Decoders, tmp_path: Path
 def test_nodata_is_found_before_scaling(decoders: Decoders, tmp_path: Path) -> None:
     """The file's number 0 is nodata and becomes the model's 0, not -0.1; a number that only becomes 0 is a value."""
     path = row(tmp_path / "a.tif", [0, 1000, 6000], "uint16", nodata=0)
-    ask = SceneAsk(card=REFLECTANCE, offset=-1000)
+    ask = SceneRequest(card=REFLECTANCE, offset=-1000)
     with decoders.open(path, ask) as scene:
         tile = scene.read(0)
         assert tile is not None

@@ -6,9 +6,7 @@ import re
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,38 +14,18 @@ import numpy as np
 import pytest
 import rasterio
 from geo.raster.made import make_card, plain_tags, raw_tiff, run, sign_model, write_strips, write_tiff
+from geo.raster.refusals import ASK, LIMITS, refusal, refuse_bytes
 
 from baton_geo.errors import GeoError, NotARaster, RasterBroken, RasterTooLarge, RasterUnusable
-from baton_geo.raster.ask import SceneAsk
 from baton_geo.raster.decoders import Decoders
+from baton_geo.raster.messages import SceneRequest
 from baton_geo.settings import GeoLimits
 
-SECONDS = 2.0
-LIMITS = GeoLimits(tile_bytes=0)
-ASK = SceneAsk(card=make_card(), limits=LIMITS)
-UNSPEAKABLE = re.compile(
-    r"/proc|/tmp|/vsi|0x[0-9a-f]{4}|Error|Exception|Traceback|rasterio|GDAL:|baton|\bself\b"
-)
+pytestmark = pytest.mark.fault("F3")
+
 VRT = """<VRTDataset rasterXSize="40" rasterYSize="30"><VRTRasterBand dataType="Byte" band="1">
 <SimpleSource><SourceFilename relativeToVRT="0">{}</SourceFilename><SourceBand>1</SourceBand></SimpleSource>
 </VRTRasterBand></VRTDataset>"""
-
-
-def refusal(decoders: Decoders, path: Path, ask: SceneAsk = ASK) -> GeoError:
-    """Why a file is refused: at the latest when its tiles are read, in time, in fit words."""
-    started = time.monotonic()
-    with pytest.raises(GeoError) as caught, decoders.open(path, ask) as scene:
-        run(scene, sign_model)
-    assert time.monotonic() - started < SECONDS
-    assert not UNSPEAKABLE.search(caught.value.message), caught.value.message
-    return caught.value
-
-
-def refuse_bytes(decoders: Decoders, tmp_path: Path, data: bytes, ask: SceneAsk = ASK) -> GeoError:
-    """As `refusal`, of a file of these bytes with the name of a TIFF."""
-    path = tmp_path / "scene.tif"
-    path.write_bytes(data)
-    return refusal(decoders, path, ask)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +49,13 @@ def refuse_bytes(decoders: Decoders, tmp_path: Path, data: bytes, ask: SceneAsk 
         (b"<?xml version='1.0'?><WMS_Capabilities/>", "XML"),
         (b'{"type": "FeatureCollection"}', "JSON"),
         (b"ncols 4\nnrows 4\n", "text"),
-        (b"\x80\x02}q\0.", "no raster format we know"),
+        (b"\x80\x02}q\0.", "no known raster format"),
         (b"II", "text"),
     ],
 )
-def test_f3_another_format(decoders: Decoders, tmp_path: Path, data: bytes, looks_like: str) -> None:
+def test_other_formats_are_refused_by_name(
+    decoders: Decoders, tmp_path: Path, data: bytes, looks_like: str
+) -> None:
     """What is no TIFF, PNG or JPEG is refused by its first bytes, and called what it looks like."""
     error = refuse_bytes(decoders, tmp_path, data)
     assert isinstance(error, NotARaster)
@@ -83,7 +63,7 @@ def test_f3_another_format(decoders: Decoders, tmp_path: Path, data: bytes, look
 
 
 @pytest.mark.parametrize("lead", ["", "\n  ", "\ufeff"])
-def test_f3_vrt_in_disguise(decoders: Decoders, tmp_path: Path, lead: str) -> None:
+def test_a_vrt_named_tif_is_refused(decoders: Decoders, tmp_path: Path, lead: str) -> None:
     """A virtual raster named .tif that points at another file is refused; the other file is not shown."""
     canary = write_tiff(tmp_path / "canary.tif", np.full((1, 30, 40), 77, "uint8"))
     error = refuse_bytes(decoders, tmp_path, (lead + VRT.format(canary)).encode())
@@ -115,7 +95,7 @@ def listening() -> Iterator[tuple[int, list[object]]]:
         thread.join()
 
 
-def test_f3_names_inside_tags(decoders: Decoders, tmp_path: Path) -> None:
+def test_names_inside_tags_are_not_opened(decoders: Decoders, tmp_path: Path) -> None:
     """Names of other files and addresses in the tags are only text: nothing is opened, nothing connected to."""
     path = write_tiff(tmp_path / "a.tif", np.ones((1, 30, 40), "uint8"))
     with listening() as (port, seen):
@@ -138,7 +118,7 @@ def test_f3_names_inside_tags(decoders: Decoders, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["GTIFF_DIR:2:x.tif", "GTIFF_RAW:x.tif", "x.vrt", "HTTP:x.tif", "a;b $(c).tif"]
 )
-def test_f3_names_that_gdal_reads_as_orders(decoders: Decoders, tmp_path: Path, name: str) -> None:
+def test_file_names_never_reach_gdal(decoders: Decoders, tmp_path: Path, name: str) -> None:
     """A file's name never reaches GDAL: one that is an order elsewhere is a name here."""
     path = write_tiff(tmp_path / "plain.tif", np.ones((1, 30, 40), "uint8"))
     path = path.rename(tmp_path / name)
@@ -146,7 +126,7 @@ def test_f3_names_that_gdal_reads_as_orders(decoders: Decoders, tmp_path: Path, 
         assert (scene.info.width, scene.info.height) == (40, 30)
 
 
-def test_f3_files_beside_it(decoders: Decoders, tmp_path: Path) -> None:
+def test_files_beside_the_raster_are_ignored(decoders: Decoders, tmp_path: Path) -> None:
     """No .aux.xml, .ovr, .msk, .tfw or .prj beside the raster changes what is seen."""
     path = write_tiff(tmp_path / "a.tif", np.ones((1, 30, 40), "uint8"))
     write_tiff(tmp_path / "a.tif.msk", np.zeros((1, 30, 40), "uint8"))
@@ -159,7 +139,7 @@ def test_f3_files_beside_it(decoders: Decoders, tmp_path: Path) -> None:
         assert run(scene, sign_model).nodata_pixels == 0
 
 
-def test_f3_sparse_bomb(decoders: Decoders, tmp_path: Path) -> None:
+def test_a_sparse_file_of_too_many_pixels_is_refused(decoders: Decoders, tmp_path: Path) -> None:
     """A file of some kilobytes that claims 10 980 x 10 980 pixels is refused by its size, which is told."""
     path = tmp_path / "bomb.tif"
     profile = {
@@ -175,7 +155,7 @@ def test_f3_sparse_bomb(decoders: Decoders, tmp_path: Path) -> None:
     ):
         pass
     size = path.stat().st_size
-    ask = SceneAsk(card=make_card(tile=256, overlap=32))
+    ask = SceneRequest(card=make_card(tile=256, overlap=32))
     error = refusal(decoders, path, ask)
     assert isinstance(error, RasterTooLarge)
     assert error.message == (
@@ -216,7 +196,7 @@ def test_f3_sparse_bomb(decoders: Decoders, tmp_path: Path) -> None:
         (plain_tags(t273=(4, [-1] * 2), t279=(4, [10**9, 10])), RasterBroken, "beyond its end"),
     ],
 )  # fmt: skip
-def test_f3_lying_header(
+def test_a_false_header_is_refused(
     decoders: Decoders,
     tmp_path: Path,
     tags: dict[int, tuple[int, list[int]]],
@@ -229,7 +209,7 @@ def test_f3_lying_header(
     assert re.search(words, error.message), error.message
 
 
-def test_f3_plain_tags_are_sound(decoders: Decoders, tmp_path: Path) -> None:
+def test_the_header_behind_the_false_ones_is_accepted(decoders: Decoders, tmp_path: Path) -> None:
     """The header those lies are made from is itself accepted."""
     path = tmp_path / "a.tif"
     path.write_bytes(raw_tiff(plain_tags(), bytes(range(1, 201)) * 6))
@@ -238,20 +218,20 @@ def test_f3_plain_tags_are_sound(decoders: Decoders, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("following", [8, 10, 2**32 - 1, 100])
-def test_f3_cyclic_or_stray_directories(decoders: Decoders, tmp_path: Path, following: int) -> None:
+def test_cyclic_or_stray_directories_are_refused(decoders: Decoders, tmp_path: Path, following: int) -> None:
     """A list of images that comes back to itself, or leads nowhere, ends."""
     error = refuse_bytes(decoders, tmp_path, raw_tiff(plain_tags(), b"\1" * 1200, following=following))
     assert isinstance(error, RasterBroken)
 
 
-def test_f3_a_circle_of_two(decoders: Decoders, tmp_path: Path) -> None:
+def test_a_cycle_of_two_directories_is_refused(decoders: Decoders, tmp_path: Path) -> None:
     """A circle is found where it closes, not only at the first image."""
     data = raw_tiff(plain_tags(), b"\1" * 1200, following=2000).ljust(2000, b"\0")
     data += struct.pack("<HHHIII", 1, 256, 4, 1, 5, 2000)
     assert "in a circle" in refuse_bytes(decoders, tmp_path, data).message
 
 
-def test_f3_a_thousand_images(decoders: Decoders, tmp_path: Path) -> None:
+def test_a_file_of_a_thousand_images_is_refused(decoders: Decoders, tmp_path: Path) -> None:
     """A file of a thousand tiny images is refused before GDAL lists them."""
     data = raw_tiff(plain_tags(), b"\1" * 1200, following=2000).ljust(2000, b"\0")
     for number in range(1000):
@@ -263,7 +243,7 @@ def test_f3_a_thousand_images(decoders: Decoders, tmp_path: Path) -> None:
     "transform",
     [(float("nan"), 0, 0, 0, -10, 0), (10, 0, float("inf"), 0, -10, 0), (10, 10, 0, 10, 10, 0)],
 )
-def test_f3_geotransform_of_nonsense(
+def test_an_impossible_geotransform_is_refused(
     decoders: Decoders, tmp_path: Path, transform: tuple[float, ...]
 ) -> None:
     """NaN, infinity and pixels without size in the geotransform are refused as such."""
@@ -281,89 +261,31 @@ def test_f3_geotransform_of_nonsense(
     assert "geotransform" in error.message
 
 
-def small_tiff(tmp_path: Path) -> bytes:
-    """A sound GeoTIFF of under a kilobyte: tiled, compressed, with a CRS."""
-    pixels = np.random.default_rng(0).integers(0, 255, (1, 16, 16)).astype("uint8")
-    path = write_tiff(
-        tmp_path / "sound.tif", pixels, tiled=True, blockxsize=16, blockysize=16, compress="deflate"
-    )
-    return path.read_bytes()
-
-
-def outcome(decoders: Decoders, path: Path, ask: SceneAsk = ASK) -> GeoError | None:
-    """None if the file was taken; a refusal of a known kind, in time and in fit words."""
-    started = time.monotonic()
-    try:
-        with decoders.open(path, ask) as scene:
-            run(scene, sign_model)
-        found = None
-    except GeoError as error:
-        found = error
-    assert time.monotonic() - started < 2 * SECONDS  # several at a time on a busy machine
-    assert found is None or not UNSPEAKABLE.search(found.message), found.message
-    return found
-
-
-def test_f3_truncated_at_every_byte(decoders: Decoders, tmp_path: Path) -> None:
-    """Cut anywhere, the file is refused as broken, or as no TIFF when its first bytes are gone."""
-    whole = small_tiff(tmp_path)
-
-    def cut(length: int) -> GeoError | None:
-        path = tmp_path / f"{length}.tif"
-        path.write_bytes(whole[:length])
-        return outcome(decoders, path)
-
-    assert outcome(decoders, tmp_path / "sound.tif") is None
-    with ThreadPoolExecutor(4) as pool:
-        errors = list(pool.map(cut, range(len(whole))))
-    assert {type(error) for error in errors[:4]} == {NotARaster}
-    assert {type(error) for error in errors[4:]} == {RasterBroken}
-
-
-def test_f3_flipped_bytes(decoders: Decoders, tmp_path: Path) -> None:
-    """Any byte of the file changed: taken or refused, never anything else."""
-    whole = small_tiff(tmp_path)
-    random = np.random.default_rng(7)
-
-    def flip(number: int) -> GeoError | None:
-        data = bytearray(whole)
-        for place in random.integers(0, len(whole), random.integers(1, 4)):
-            data[place] = random.integers(0, 256)
-        path = tmp_path / f"flip{number}.tif"
-        path.write_bytes(data)
-        return outcome(decoders, path)
-
-    with ThreadPoolExecutor(4) as pool:
-        outcomes = list(pool.map(flip, range(300)))
-    assert any(outcome is None for outcome in outcomes)
-    assert any(outcome is not None for outcome in outcomes)
-
-
-def test_f3_a_huge_strip(decoders: Decoders, tmp_path: Path) -> None:
+def test_a_huge_strip_is_refused(decoders: Decoders, tmp_path: Path) -> None:
     """A strip of 480 MB uncompressed is refused by its declared size."""
     tags = plain_tags(12_000, 10_000, t259=(3, [8]), t258=(3, [32]), t279=(4, [1200]))
-    ask = SceneAsk(card=make_card(tile=512), limits=LIMITS)
+    ask = SceneRequest(card=make_card(tile=512), limits=LIMITS)
     error = refuse_bytes(decoders, tmp_path, raw_tiff(tags, b"\1" * 1200), ask)
     assert isinstance(error, RasterTooLarge)
     assert "its strips hold 480000000 bytes each; at most 134217728 are taken" in error.message
 
 
-def test_f3_tall_strips(decoders: Decoders, tmp_path: Path) -> None:
+def test_strips_too_tall_for_memory_are_refused(decoders: Decoders, tmp_path: Path) -> None:
     """Strips so tall that the rows do not fit into a decoder are refused, with what to do about it."""
     path = write_strips(tmp_path / "a.tif", np.ones((1, 6000, 6000), "uint8"), 6000)
-    ask = SceneAsk(card=make_card(tile=128, overlap=0), limits=GeoLimits(tile_bytes=0, memory=96_000_000))
+    ask = SceneRequest(card=make_card(tile=128, overlap=0), limits=GeoLimits(tile_bytes=0, memory=96_000_000))
     error = refusal(decoders, path, ask)
     assert isinstance(error, RasterTooLarge)
     assert "write it anew with tiles" in error.message
 
 
-def test_f3_the_file_is_too_large(decoders: Decoders, tmp_path: Path) -> None:
+def test_a_file_over_the_size_limit_is_refused(decoders: Decoders, tmp_path: Path) -> None:
     """A file beyond the limit on files is refused before it is looked into."""
     error = refuse_bytes(
         decoders,
         tmp_path,
         b"II*\0" + bytes(5000),
-        SceneAsk(card=make_card(), limits=GeoLimits(file_bytes=5000)),
+        SceneRequest(card=make_card(), limits=GeoLimits(file_bytes=5000)),
     )
     assert isinstance(error, RasterTooLarge)
     assert error.message == "5004 bytes; at most 5000 are taken"

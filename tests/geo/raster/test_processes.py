@@ -1,15 +1,13 @@
-"""Children, the nursery and their limits: what dies, what is cleaned up, what goes on."""
+"""Children, the fork server and their limits: what dies, what is cleaned up, what goes on."""
 
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,52 +15,13 @@ import numpy as np
 import psutil
 import pytest
 from geo.raster.made import make_card, read_tiff, run, sign_model, write_tiff
+from geo.raster.processes import ASK, children_of, fork_server_of, until, works
 
 from baton_geo.errors import DecoderBusy, GeoError, RasterBroken, RasterTooLarge
-from baton_geo.raster.ask import SceneAsk
-from baton_geo.raster.decoders import Decoders, Scene, SceneClosed
+from baton_geo.raster.decoders import Decoders
+from baton_geo.raster.messages import SceneRequest
+from baton_geo.raster.open_scene import OpenScene, SceneClosed
 from baton_geo.settings import GeoLimits
-
-ASK = SceneAsk(card=make_card(), limits=GeoLimits(open_seconds=20))
-
-
-@pytest.fixture
-def own(folder: Path) -> Iterator[Decoders]:
-    """Two decoders of this test alone."""
-    decoders = Decoders(2, 0.2, folder)
-    yield decoders
-    decoders.close()
-
-
-@pytest.fixture
-def raster(tmp_path: Path) -> Path:
-    """A scene of 200 x 200 pixels, half of them above 0."""
-    pixels = np.ones((1, 200, 200), "int16")
-    pixels[:, :, :100] = -1
-    return write_tiff(tmp_path / "scene.tif", pixels)
-
-
-def nursery_of(decoders: Decoders) -> psutil.Process:
-    return psutil.Process(decoders._nursery._running.process.pid)
-
-
-def children_of(decoders: Decoders) -> list[psutil.Process]:
-    return nursery_of(decoders).children()
-
-
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
-    """Whether something comes true in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def works(decoders: Decoders, raster: Path) -> bool:
-    with decoders.open(raster, ASK) as scene:
-        return run(scene, sign_model).areas[1].pixels == 200 * 100
 
 
 def test_the_gateway_side_loads_no_raster_library() -> None:
@@ -78,7 +37,7 @@ def test_closing_leaves_nothing(own: Decoders, raster: Path, folder: Path) -> No
     works(own, raster)
     before = psutil.Process().num_fds()
     for _ in range(3):
-        with own.open(raster, SceneAsk(card=ASK.card, probabilities=True)) as scene:
+        with own.open(raster, SceneRequest(card=ASK.card, probabilities=True)) as scene:
             scene.read(0)
             assert len(children_of(own)) == 1
             assert len(list(folder.iterdir())) == 1
@@ -173,18 +132,18 @@ def test_a_child_that_dies(
     assert works(own, raster)
 
 
-def run_rest(scene: Scene) -> None:
+def run_rest(scene: OpenScene) -> None:
     for tile in range(1, scene.info.tiles):
         scene.read(tile)
 
 
 def test_too_little_memory(own: Decoders, tmp_path: Path, raster: Path) -> None:
-    """A real allocation beyond the limit is refused as too large; the nursery goes on."""
+    """A real allocation beyond the limit is refused as too large; the fork server goes on."""
     pixels = np.ones((1, 3000, 3000), "uint8")
     big = write_tiff(
         tmp_path / "big.tif", pixels, compress="deflate", tiled=True, blockxsize=1024, blockysize=1024
     )
-    ask = SceneAsk(card=make_card(8, tile=512), indices=(0,) * 8, limits=GeoLimits(memory=60_000_000))
+    ask = SceneRequest(card=make_card(8, tile=512), indices=(0,) * 8, limits=GeoLimits(memory=60_000_000))
     with pytest.raises(RasterTooLarge, match="memory"), own.open(big, ask) as scene:
         run(scene, lambda tile: np.zeros((2, 512, 512), np.float32))
     assert works(own, raster)
@@ -192,7 +151,7 @@ def test_too_little_memory(own: Decoders, tmp_path: Path, raster: Path) -> None:
 
 def test_a_child_that_hangs(own: Decoders, raster: Path) -> None:
     """A request's time ends it, whatever the child does."""
-    ask = SceneAsk(card=ASK.card, limits=GeoLimits(seconds=0.6))
+    ask = SceneRequest(card=ASK.card, limits=GeoLimits(seconds=0.6))
     with own.open(raster, ask) as scene:
         children_of(own)[0].send_signal(signal.SIGSTOP)
         started = time.monotonic()
@@ -204,7 +163,7 @@ def test_a_child_that_hangs(own: Decoders, raster: Path) -> None:
 
 def test_a_child_of_an_absent_gateway(own: Decoders, raster: Path) -> None:
     """Without anybody to answer, a child's own alarm and CPU limit are set."""
-    ask = SceneAsk(card=ASK.card, limits=GeoLimits(seconds=3))
+    ask = SceneRequest(card=ASK.card, limits=GeoLimits(seconds=3))
     with own.open(raster, ask):
         child = children_of(own)[0]
         limits = Path(f"/proc/{child.pid}/limits").read_text()
@@ -218,7 +177,7 @@ def test_a_child_of_an_absent_gateway(own: Decoders, raster: Path) -> None:
 
 
 def test_a_child_holds_what_it_needs(own: Decoders, raster: Path) -> None:
-    """A child's descriptors: nowhere three times, its socket, its pulse, its raster and its drafts."""
+    """A child's descriptors: nowhere three times, its socket, its pipe, its raster and its drafts."""
     with own.open(raster, ASK), own.open(raster, ASK) as scene:
         child = max(children_of(own), key=lambda one: one.create_time())
         held = [os.readlink(entry) for entry in Path(f"/proc/{child.pid}/fd").iterdir()]
@@ -230,41 +189,41 @@ def test_a_child_holds_what_it_needs(own: Decoders, raster: Path) -> None:
         assert strangers == []
 
 
-def test_the_nursery_is_scheduled_with_the_gateway(own: Decoders, raster: Path) -> None:
+def test_the_fork_server_is_scheduled_with_the_gateway(own: Decoders, raster: Path) -> None:
     """In its session, which the kernel schedules as a whole; in a process group that no Ctrl-C reaches."""
     with own.open(raster, ASK):
-        for process in (nursery_of(own), *children_of(own)):
+        for process in (fork_server_of(own), *children_of(own)):
             assert os.getsid(process.pid) == os.getsid(0)
-            assert os.getpgid(process.pid) == nursery_of(own).pid != os.getpgid(0)
+            assert os.getpgid(process.pid) == fork_server_of(own).pid != os.getpgid(0)
 
 
-def test_a_killed_nursery_is_replaced(own: Decoders, raster: Path) -> None:
-    """After SIGKILL of the nursery its children are gone, their scenes say so, and the next scene opens."""
+def test_a_killed_fork_server_is_replaced(own: Decoders, raster: Path) -> None:
+    """After SIGKILL of the fork server its children are gone, their scenes say so, and the next scene opens."""
     scene = own.open(raster, ASK)
-    child, nursery = children_of(own)[0], nursery_of(own)
-    nursery.kill()
+    child, server = children_of(own)[0], fork_server_of(own)
+    server.kill()
     assert until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     with pytest.raises(DecoderBusy):
         scene.read(0)
     scene.close()
     assert works(own, raster)
-    assert nursery_of(own).pid != nursery.pid
+    assert fork_server_of(own).pid != server.pid
 
 
-def test_a_nursery_killed_again_and_again(own: Decoders, raster: Path) -> None:
-    """An opening that races with the nursery's death still opens."""
+def test_a_fork_server_killed_again_and_again(own: Decoders, raster: Path) -> None:
+    """An opening that races with the fork server's death still opens."""
     for _ in range(3):
-        nursery_of(own).kill()
+        fork_server_of(own).kill()
         assert works(own, raster)
 
 
 def test_closing_the_decoders_ends_all(raster: Path, folder: Path) -> None:
-    """Nursery and children end; an open scene fails with a refusal and can still be closed."""
+    """ForkServer and children end; an open scene fails with a refusal and can still be closed."""
     decoders = Decoders(2, 0.1, folder)
     scene = decoders.open(raster, ASK)
-    nursery, child = nursery_of(decoders), children_of(decoders)[0]
+    server, child = fork_server_of(decoders), children_of(decoders)[0]
     decoders.close()
-    assert not nursery.is_running()
+    assert not server.is_running()
     assert until(lambda: not child.is_running())
     with pytest.raises(DecoderBusy):
         scene.read(0)
@@ -274,11 +233,11 @@ def test_closing_the_decoders_ends_all(raster: Path, folder: Path) -> None:
 
 
 def test_the_gateway_dies(tmp_path: Path, raster: Path) -> None:
-    """When the gateway is killed, nursery and child end by themselves."""
+    """When the gateway is killed, fork server and child end by themselves."""
     code = (
-        "import sys, time; from pathlib import Path; from baton_geo.raster.ask import SceneAsk;"
+        "import sys, time; from pathlib import Path; from baton_geo.raster.messages import SceneRequest;"
         "from baton_geo.raster.decoders import Decoders;"
-        "d = Decoders(1, 1); s = d.open(Path(sys.argv[1]), SceneAsk.model_validate_json(sys.argv[2]));"
+        "d = Decoders(1, 1); s = d.open(Path(sys.argv[1]), SceneRequest.model_validate_json(sys.argv[2]));"
         "print('open', flush=True); time.sleep(60)"
     )
     with subprocess.Popen(
@@ -325,96 +284,3 @@ def test_threads_share_a_scene(decoders: Decoders, raster: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(one, range(scene.info.tiles)))
         assert scene.finish().areas[1].pixels == 20_000
-
-
-LINKED = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import whole, by_file
-from pathlib import Path
-from baton_geo.raster.sandbox import confine_files
-if not confine_files(0, Path(sys.argv[2])):
-    sys.exit("old kernel")
-import whole.late, by_file.late
-"""
-
-
-def test_packages_that_are_links_out_of_the_environment_can_be_read(tmp_path: Path) -> None:
-    """As `uv` makes them with symlinks, Bazel and Nix: a whole folder, or each file of it."""
-    elsewhere, environment, out = (tmp_path / name for name in ("elsewhere", "environment", "out"))
-    for package in ("whole", "by_file"):
-        (elsewhere / package).mkdir(parents=True)
-        for name in ("__init__.py", "late.py"):
-            (elsewhere / package / name).write_text("")
-    (environment / "by_file").mkdir(parents=True)
-    out.mkdir()
-    (environment / "whole").symlink_to(elsewhere / "whole")
-    for name in ("__init__.py", "late.py"):
-        (environment / "by_file" / name).symlink_to(elsewhere / "by_file" / name)
-    command = [sys.executable, "-c", LINKED, str(environment), str(out)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if "old kernel" in done.stderr:
-        pytest.skip("no Landlock in this kernel")
-    assert done.returncode == 0, done.stderr
-
-
-CONFINED = """
-import os, socket, sys
-from pathlib import Path
-from baton_geo.raster.sandbox import confine_files
-raster = os.open(sys.argv[1], os.O_RDONLY)
-if not confine_files(raster, Path(sys.argv[2])):
-    sys.exit("old kernel")
-def tried(action):
-    try:
-        action()
-    except PermissionError:
-        return "no"
-    return "yes"
-server = int(sys.argv[3])
-print(
-    tried(lambda: open(f"/proc/self/fd/{raster}", "rb").read(4)),
-    tried(lambda: Path(sys.argv[2], "x").write_text("x")),
-    tried(lambda: __import__("sndhdr" if sys.version_info < (3, 13) else "colorsys")),
-    tried(lambda: open("/etc/passwd").read(1)),
-    tried(lambda: open(sys.argv[1] + ".other").read(1)),
-    tried(lambda: os.symlink("/etc/passwd", sys.argv[2] + "/y")),
-    tried(lambda: socket.create_connection(("127.0.0.1", server), 1)),
-    tried(lambda: os.kill(os.getppid(), 0)),
-)
-"""
-
-
-def test_the_kernel_keeps_a_child_in(tmp_path: Path, raster: Path, folder: Path) -> None:
-    """Confined: its raster, its folder and its program; no other file, link, connection or signal."""
-    import socket
-
-    Path(f"{raster}.other").write_text("secret")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        arguments = [str(raster), str(folder), str(server.getsockname()[1])]
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", CONFINED, *arguments], capture_output=True, text=True
-        )
-    if "old kernel" in done.stderr:
-        pytest.skip("this kernel has no Landlock")
-    assert done.stdout.split() == ["yes", "yes", "yes", "no", "no", "no", "no", "no"], done.stderr
-
-
-def test_no_room_for_the_result(own: Decoders, tmp_path: Path, raster: Path) -> None:
-    """When our own files cannot be written that is a retryable failure of the server, not a fault of the raster."""
-    pixels = np.ones((1, 600, 600), "uint8")
-    with own.open(write_tiff(tmp_path / "a.tif", pixels), ASK) as scene:
-        child = children_of(own)[0]
-        resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (1000, 1000))
-        with pytest.raises(DecoderBusy, match="could not be written"):
-            run(scene, sign_model)
-    assert works(own, raster)
-
-
-def test_a_raster_that_is_slow_to_open(own: Decoders, raster: Path) -> None:
-    """The processor's time is what counts: a busy machine refuses no sound raster."""
-    with pytest.raises(RasterBroken, match=r"could not be read within 0.001 s"):
-        own.open(raster, SceneAsk(card=ASK.card, limits=GeoLimits(open_seconds=0.001)))
-    assert children_of(own) == []
-    with own.open(raster, ASK) as scene:
-        assert scene.info.tiles > 0

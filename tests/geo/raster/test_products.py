@@ -13,8 +13,8 @@ from PIL import Image
 from rasterio.enums import ColorInterp
 
 from baton_geo.card import Band, Card, ClassLabel
-from baton_geo.raster.ask import Products, SceneAsk
 from baton_geo.raster.decoders import Decoders
+from baton_geo.raster.messages import Products, SceneRequest
 from baton_geo.raster.preview import LONGEST
 
 LAND, WATER = ClassLabel(name="land", colour=(200, 180, 140)), ClassLabel(name="water", colour=(20, 110, 220))
@@ -66,7 +66,7 @@ def check_cog(path: Path) -> None:
 
 def make(decoders: Decoders, path: Path, card: Card, check: object, **wanted: bool) -> Products:
     """Products of a scene; `check` looks at them while their files are there."""
-    with decoders.open(path, SceneAsk(card=card, **wanted)) as scene:
+    with decoders.open(path, SceneRequest(card=card, **wanted)) as scene:
         products = run(scene, sign_model)
         if callable(check):
             check(products)
@@ -130,7 +130,7 @@ def test_a_constant_model_has_no_seams(decoders: Decoders, tmp_path: Path) -> No
         update={"bands": CARD.bands, "classes": make_card(1, 3).classes}
     )
     scores = np.broadcast_to(np.array([0.2, 0.9, -1], np.float32)[:, None, None], (3, 64, 64)).copy()
-    with decoders.open(path, SceneAsk(card=card, probabilities=True)) as scene:
+    with decoders.open(path, SceneRequest(card=card, probabilities=True)) as scene:
         products = run(scene, lambda tile: scores)
         assert products.probabilities is not None
         assert products.mask is not None
@@ -194,7 +194,7 @@ class TestPreview:
     )
 
     def picture(self, decoders: Decoders, path: Path, card: Card) -> npt.NDArray[np.uint8]:
-        with decoders.open(path, SceneAsk(card=card, preview=True)) as scene:
+        with decoders.open(path, SceneRequest(card=card, preview=True)) as scene:
             preview = run(scene, sign_model).preview
             assert preview is not None
             with Image.open(preview) as image:
@@ -234,7 +234,7 @@ class TestPreview:
         )
         card = CARD.model_copy(update={"classes": classes})
         path = write_tiff(tmp_path / "a.tif", np.ones((1, 300, 300), "int16"))
-        with decoders.open(path, SceneAsk(card=card, preview=True)) as scene:
+        with decoders.open(path, SceneRequest(card=card, preview=True)) as scene:
             preview = run(scene, lambda tile: np.zeros((200, 256, 256), np.float32)).preview
             assert preview is not None
             with Image.open(preview) as image:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,12 @@ from geo.raster.made import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rasterio.errors import NotGeoreferencedWarning
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import RasterUnusable
-from baton_geo.raster.ask import SceneAsk
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.grid import Grid
+from baton_geo.raster.messages import SceneRequest
 from baton_geo.settings import GeoLimits
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "float32")
@@ -73,7 +71,7 @@ def test_tiles_are_the_file(decoders: Decoders, tmp_path: Path, data: st.DataObj
     path = write_tiff(tmp_path / "scene.tif", pixels, nodata=nodata, **layout)
     grid = Grid(width, height, card.tile, card.overlap)
     valid = np.isfinite(pixels).all(axis=0) & ((pixels != nodata).all(axis=0) if nodata is not None else True)
-    ask = SceneAsk(card=card, limits=GeoLimits(tile_bytes=0))  # many tiles of few bytes are no bomb here
+    ask = SceneRequest(card=card, limits=GeoLimits(tile_bytes=0))  # many tiles of few bytes are no bomb here
     if not valid.any():
         with pytest.raises(RasterUnusable, match="every pixel is nodata"):
             decoders.open(path, ask)
@@ -101,7 +99,7 @@ def test_against_rasterio_on_windows(decoders: Decoders, tmp_path: Path, layout:
     path = write_tiff(tmp_path / "scene.tif", pixels, **layout)
     card = make_card(6, tile=64, overlap=20)
     grid = Grid(330, 200, 64, 20)
-    with decoders.open(path, SceneAsk(card=card)) as scene, rasterio.open(path) as file:
+    with decoders.open(path, SceneRequest(card=card)) as scene, rasterio.open(path) as file:
         for tile in range(scene.info.tiles):
             row, column = grid.place(tile)
             window = rasterio.windows.Window(grid.xs[column], grid.ys[row], 64, 64)
@@ -116,7 +114,7 @@ def test_strips_of_any_height(decoders: Decoders, tmp_path: Path, rows: int) -> 
     pixels = np.random.default_rng(5).integers(-2000, 9000, (2, 333, 90)).astype("int16")
     path = write_strips(tmp_path / "scene.tif", pixels, rows)
     grid = Grid(90, 333, 32, 8)
-    with decoders.open(path, SceneAsk(card=make_card(2), limits=GeoLimits(tile_bytes=0))) as scene:
+    with decoders.open(path, SceneRequest(card=make_card(2), limits=GeoLimits(tile_bytes=0))) as scene:
         for tile in range(scene.info.tiles):
             got, expected = scene.read(tile), plain_tile(pixels, None, grid, tile)
             assert got is not None
@@ -136,7 +134,7 @@ def test_scaling_by_hand(decoders: Decoders, tmp_path: Path) -> None:
     card = Card(
         bands=bands, classes=make_card().classes, tile=16, overlap=4, scale=1e-4, offset=-0.1, nodata=-9999
     )
-    with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneAsk(card=card)) as scene:
+    with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneRequest(card=card)) as scene:
         tile = scene.read(0)
     assert tile is not None
     assert tile.shape == (2, 1, 16, 16)
@@ -150,7 +148,7 @@ def test_float_files_have_a_scale_of_their_own(decoders: Decoders, tmp_path: Pat
     """Floats are taken at `float_scale`, integers at `scale`."""
     card = make_card(scale=1e-4, float_scale=2.0)
     path = write_tiff(tmp_path / "a.tif", np.full((1, 16, 16), 3, "float32"))
-    with decoders.open(path, SceneAsk(card=card)) as scene:
+    with decoders.open(path, SceneRequest(card=card)) as scene:
         tile = scene.read(0)
     assert tile is not None
     assert (tile[0, 0] == 6.0).all()
@@ -160,7 +158,7 @@ def test_time_steps(decoders: Decoders, tmp_path: Path) -> None:
     """A file holds the bands of step after step; the model gets bands first, then steps."""
     pixels = np.arange(6, dtype="uint8")[:, None, None] + np.zeros((6, 32, 32), "uint8")
     card = make_card(3, frames=2)
-    with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneAsk(card=card)) as scene:
+    with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneRequest(card=card)) as scene:
         tile = scene.read(0)
     assert tile is not None
     np.testing.assert_array_equal(tile[:, :, 0, 0], [[0, 3], [1, 4], [2, 5]])
@@ -172,7 +170,7 @@ def test_bands_by_name_and_by_index(decoders: Decoders, tmp_path: Path) -> None:
     path = write_tiff(tmp_path / "a.tif", pixels, names=("b2", "other", "b1"))
     card = make_card(2)
     for indices, expected in ((None, [2, 0]), ((1, 1), [1, 1])):
-        with decoders.open(path, SceneAsk(card=card, indices=indices)) as scene:
+        with decoders.open(path, SceneRequest(card=card, indices=indices)) as scene:
             tile = scene.read(0)
             assert scene.info.names == ("b2", "other", "b1")
         assert tile is not None
@@ -185,7 +183,7 @@ def test_an_alpha_band_is_nodata(decoders: Decoders, tmp_path: Path) -> None:
     pixels[3] = 255
     pixels[3, :10] = 0
     path = write_tiff(tmp_path / "a.tif", pixels, photometric="RGB", alpha="YES")
-    with decoders.open(path, SceneAsk(card=make_card(3))) as scene:
+    with decoders.open(path, SceneRequest(card=make_card(3))) as scene:
         assert scene.info.count == 3
         products = run(scene, sign_model)
     assert products.nodata_pixels == 400
@@ -210,7 +208,7 @@ def test_an_internal_mask_is_nodata(decoders: Decoders, tmp_path: Path) -> None:
     ):
         file.write(np.full((1, 40, 40), 7, "uint8"))
         file.write_mask(mask)
-    with decoders.open(path, SceneAsk(card=make_card())) as scene:
+    with decoders.open(path, SceneRequest(card=make_card())) as scene:
         assert run(scene, sign_model).nodata_pixels == 400
 
 
@@ -218,7 +216,7 @@ def test_an_internal_mask_is_nodata(decoders: Decoders, tmp_path: Path) -> None:
 def test_tiles_in_any_order(decoders: Decoders, tmp_path: Path, order: str) -> None:
     """Tiles read and written out of turn make the same mask."""
     pixels = np.random.default_rng(0).integers(-9, 9, (1, 100, 100)).astype("int16")
-    with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneAsk(card=make_card())) as scene:
+    with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneRequest(card=make_card())) as scene:
         tiles = list(range(scene.info.tiles))
         tiles = tiles[::-1] if order == "backwards" else [tile ^ 4 for tile in tiles if tile ^ 4 < len(tiles)]
         assert sorted(tiles) == list(range(scene.info.tiles))
@@ -234,7 +232,7 @@ def test_tiles_in_any_order(decoders: Decoders, tmp_path: Path, order: str) -> N
 def test_misuse_is_an_error_here(decoders: Decoders, tmp_path: Path) -> None:
     """A tile twice, an unread tile, scores of the wrong shape or NaN, and an early finish never reach the child."""
     pixels = np.ones((1, 40, 40), "uint8")
-    with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneAsk(card=make_card())) as scene:
+    with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneRequest(card=make_card())) as scene:
         scores = np.zeros((2, 32, 32), np.float32)
         with pytest.raises(ValueError, match="not in turn"):
             scene.write(0, scores)
@@ -251,167 +249,10 @@ def test_misuse_is_an_error_here(decoders: Decoders, tmp_path: Path) -> None:
             scene.finish()
 
 
-class TestInfo:
-    """What a scene says of itself."""
-
-    def test_georeference(self, decoders: Decoders, tmp_path: Path) -> None:
-        """CRS, transform and the centre in degrees: 500 km east in zone 33 is 15° east."""
-        pixels = np.ones((1, 200, 2), "uint8")
-        transform = rasterio.Affine(10, 0, 499_990, 0, -10, 5_000_000)
-        path = write_tiff(tmp_path / "a.tif", pixels, transform=transform)
-        with decoders.open(path, SceneAsk(card=make_card())) as scene:
-            info = scene.info
-        assert info.crs == "EPSG:32633"
-        assert list(info.transform or ()) == [10, 0, 499_990, 0, -10, 5_000_000]
-        assert info.longitude == pytest.approx(15.0, abs=1e-9)
-        assert info.latitude == pytest.approx(45.144, abs=1e-3)
-        assert info.notes == ()
-
-    @pytest.mark.parametrize(
-        ("tags", "expected"),
-        [
-            ({"SENSING_TIME": "2024:05:06 10:11:12"}, "2024-05-06T10:11:12"),
-            ({"ACQUISITION_DATE": "2023-01-02", "TIFFTAG_DATETIME": "2024:05:06 10:11:12"}, "2023-01-02"),
-            ({"TIFFTAG_DATETIME": "2024:05:06 10:11:12"}, None),  # when the file was written
-            ({"ACQUISITION_DATE": "0000:00:00 00:00:00"}, None),
-            ({"ACQUISITION_DATE": "yesterday"}, None),
-            ({}, None),
-        ],
-    )
-    def test_date(
-        self, decoders: Decoders, tmp_path: Path, tags: dict[str, str], expected: str | None
-    ) -> None:
-        """The date of acquisition goes before the date the file was written."""
-        path = write_tiff(tmp_path / "a.tif", np.ones((1, 16, 16), "uint8"))
-        with rasterio.open(path, "r+") as file:
-            file.update_tags(**tags)
-        with decoders.open(path, SceneAsk(card=make_card())) as scene:
-            assert scene.info.acquired == expected
-
-    @pytest.mark.parametrize(
-        ("options", "note"),
-        [
-            ({"crs": None}, "the file has no CRS"),
-            ({"crs": None, "transform": None}, "the file has no geotransform"),
-            ({"crs": "EPSG:3857"}, "Web Mercator"),
-            ({"transform": NORTH_UP @ rasterio.Affine.rotation(30)}, "the grid is rotated"),
-            ({"crs": 'LOCAL_CS["site",UNIT["metre",1]]'}, "the CRS is local"),
-        ],
-    )
-    def test_notes(self, decoders: Decoders, tmp_path: Path, options: dict[str, Any], note: str) -> None:
-        """What is odd about the grid is accepted and said; the mask is on the same grid."""
-        path = write_tiff(tmp_path / "a.tif", np.ones((1, 20, 20), "uint8"), **options)
-        with decoders.open(path, SceneAsk(card=make_card())) as scene:
-            assert any(note in said for said in scene.info.notes)
-            products = run(scene, sign_model)
-            assert products.mask is not None
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", NotGeoreferencedWarning)
-                with rasterio.open(path) as before, rasterio.open(products.mask) as after:
-                    assert before.crs == after.crs
-                    assert before.transform.almost_equals(after.transform)
-
-    def test_control_points_are_copied(self, decoders: Decoders, tmp_path: Path) -> None:
-        """A file with ground control points only gives a mask with the same ones."""
-        points = [
-            rasterio.control.GroundControlPoint(row, column, 15 + column, 45 - row)
-            for row, column in ((0, 0), (0, 9), (9, 0), (9, 9))
-        ]
-        path = write_tiff(
-            tmp_path / "a.tif", np.ones((1, 20, 20), "uint8"), crs="EPSG:4326", transform=None, gcps=points
-        )
-        with decoders.open(path, SceneAsk(card=make_card())) as scene:
-            assert any("ground control points" in note for note in scene.info.notes)
-            products = run(scene, sign_model)
-            assert products.mask is not None
-            with rasterio.open(products.mask) as file:
-                copied, crs = file.gcps
-        assert [(point.row, point.col, point.x, point.y) for point in copied] == [
-            (point.row, point.col, point.x, point.y) for point in points
-        ]
-        assert crs.to_epsg() == 4326
-
-    def test_several_images(self, decoders: Decoders, tmp_path: Path) -> None:
-        """Of several images in a file the first is used, and that is said."""
-        first = write_tiff(tmp_path / "two.tif", np.ones((1, 20, 20), "uint8"))
-        with rasterio.open(
-            first,
-            "w",
-            driver="GTiff",
-            width=9,
-            height=9,
-            count=1,
-            dtype="uint8",
-            crs="EPSG:32633",
-            transform=NORTH_UP,
-            APPEND_SUBDATASET="YES",
-        ) as file:
-            file.write(np.full((1, 9, 9), 5, "uint8"))
-        with decoders.open(first, SceneAsk(card=make_card())) as scene:
-            assert any("2 images; the first is used" in note for note in scene.info.notes)
-            assert (scene.info.width, scene.info.height) == (20, 20)
-
-    def test_its_own_scale_is_told(self, decoders: Decoders, tmp_path: Path) -> None:
-        """Of a file that states a scale it is said that this is used."""
-        path = write_tiff(tmp_path / "a.tif", np.ones((1, 20, 20), "uint8"))
-        with rasterio.open(path, "r+") as file:
-            file.scales, file.offsets = (0.5,), (2.0,)
-        with decoders.open(path, SceneAsk(card=make_card())) as scene:
-            assert any("scale of 0.5 and an offset of 2" in note for note in scene.info.notes)
-
-
-class TestRange:
-    """Values the model cannot know."""
-
-    CARD = make_card(scale=1e-4, valid_range=(0.0, 1.5))
-
-    @pytest.mark.parametrize("side", [60, 1500])
-    def test_wrong_units(self, decoders: Decoders, tmp_path: Path, side: int) -> None:
-        """Reflectance x 100 000 is refused at once, with band, range and scale."""
-        pixels = np.random.default_rng(0).integers(20_000, 60_000, (1, side, side)).astype("int32")
-        path = write_tiff(tmp_path / "a.tif", pixels)
-        with pytest.raises(
-            RasterUnusable, match=r"band 'B1': .* outside 0 to 1.5 after multiplying by 0.0001"
-        ):
-            decoders.open(path, SceneAsk(card=self.CARD))
-
-    @pytest.mark.parametrize(("rows", "refused"), [(1, False), (2, True)])
-    def test_one_percent(self, decoders: Decoders, tmp_path: Path, rows: int, refused: bool) -> None:
-        """One percent of the pixels may be outside, more may not."""
-        pixels = np.full((1, 100, 100), 15_000, "uint16")
-        pixels[:, :rows] = 15_001
-        path = write_tiff(tmp_path / "a.tif", pixels)
-        if refused:
-            with pytest.raises(RasterUnusable, match=r"2\.0% of the pixels"):
-                decoders.open(path, SceneAsk(card=self.CARD))
-        else:
-            decoders.open(path, SceneAsk(card=self.CARD)).close()
-
-    def test_found_while_reading(self, decoders: Decoders, tmp_path: Path) -> None:
-        """In a large scene two percent at the very bottom are found when they are read."""
-        pixels = np.zeros((1, 1500, 1500), "uint16")
-        pixels[:, -30:] = 60_000
-        path = write_tiff(tmp_path / "a.tif", pixels)
-        card = self.CARD.model_copy(update={"tile": 512, "overlap": 0})
-        with (
-            decoders.open(path, SceneAsk(card=card)) as scene,
-            pytest.raises(RasterUnusable, match="band 'B1'"),
-        ):
-            run(scene, lambda tile: np.zeros((2, 512, 512), np.float32))
-
-    def test_nodata_is_not_outside(self, decoders: Decoders, tmp_path: Path) -> None:
-        """A scene that is half nodata is judged by the other half."""
-        pixels = np.full((1, 60, 60), 5000, "int16")
-        pixels[:, :30] = -9999
-        decoders.open(write_tiff(tmp_path / "a.tif", pixels, nodata=-9999), SceneAsk(card=self.CARD)).close()
-        with pytest.raises(RasterUnusable, match="nodata value marked"):
-            decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneAsk(card=self.CARD))
-
-
 def test_a_large_scene_of_nodata(decoders: Decoders, tmp_path: Path) -> None:
     """All tiles are None, and `finish` says that there is nothing to classify."""
     path = write_tiff(tmp_path / "a.tif", np.zeros((1, 1500, 1500), "uint8"), nodata=0, compress="deflate")
-    with decoders.open(path, SceneAsk(card=make_card(tile=512))) as scene:
+    with decoders.open(path, SceneRequest(card=make_card(tile=512))) as scene:
         assert all(scene.read(tile) is None for tile in range(scene.info.tiles))
         with pytest.raises(RasterUnusable, match="every pixel is nodata"):
             scene.finish()
@@ -420,7 +261,7 @@ def test_a_large_scene_of_nodata(decoders: Decoders, tmp_path: Path) -> None:
 def test_one_pixel(decoders: Decoders, tmp_path: Path) -> None:
     """A scene of one pixel is one tile, all of it that pixel."""
     path = write_tiff(tmp_path / "a.tif", np.full((1, 1, 1), 7, "uint8"))
-    with decoders.open(path, SceneAsk(card=make_card())) as scene:
+    with decoders.open(path, SceneRequest(card=make_card())) as scene:
         tile = scene.read(0)
         assert tile is not None
         assert (tile == 7).all()
@@ -443,7 +284,7 @@ def test_a_foreign_byte_order(decoders: Decoders, tmp_path: Path) -> None:
     }
     path = tmp_path / "a.tif"
     path.write_bytes(raw_tiff(tags, b"\0\1\0\2\0\3\1\0", order=">"))
-    with decoders.open(path, SceneAsk(card=make_card(), limits=GeoLimits(tile_bytes=0))) as scene:
+    with decoders.open(path, SceneRequest(card=make_card(), limits=GeoLimits(tile_bytes=0))) as scene:
         tile = scene.read(0)
     assert tile is not None
     np.testing.assert_array_equal(tile[0, 0, :2, :2], [[1, 2], [3, 256]])
@@ -453,6 +294,6 @@ def test_a_small_scene_of_one_value(decoders: Decoders, tmp_path: Path) -> None:
     """A sound file of a few hundred bytes and some tens of tiles is no bomb."""
     path = write_tiff(tmp_path / "a.tif", np.ones((1, 180, 180), "uint8"), compress="deflate", tiled=True)
     assert path.stat().st_size < 64 * 49
-    with decoders.open(path, SceneAsk(card=make_card())) as scene:
+    with decoders.open(path, SceneRequest(card=make_card())) as scene:
         assert scene.info.tiles == 64
         assert run(scene, sign_model).areas[1].pixels == 180 * 180

@@ -116,8 +116,9 @@ REFUSED = [
 ]
 
 
+@pytest.mark.fault("F6")
 @pytest.mark.parametrize("url", REFUSED)
-def test_f6_addresses_refused(url: str) -> None:
+def test_addresses_outside_the_list_are_refused(url: str) -> None:
     """Every other scheme, host, port and spelling must be refused, in a short message of plain text."""
     with pytest.raises(SourceRefused) as caught:
         target_of(url, HOSTS, allow_http=True)
@@ -146,21 +147,24 @@ def test_refusals_say_what_to_mend(url: str, said: str) -> None:
     assert said in caught.value.message
 
 
-def test_f6_plain_http_needs_the_operator() -> None:
+@pytest.mark.fault("F6")
+def test_plain_http_needs_the_operator() -> None:
     """Without `allow_http` only https is taken."""
     with pytest.raises(SourceRefused, match="use https"):
         target_of("http://example.org/a", HOSTS, allow_http=False)
 
 
-def test_f6_no_list_no_addresses() -> None:
+@pytest.mark.fault("F6")
+def test_without_allowed_hosts_every_address_is_refused() -> None:
     """A server whose operator lists no host must take no address, and say what to send instead."""
     with pytest.raises(SourceRefused, match="send the raster itself"):
         target_of("https://example.org/a", AllowedHosts([]), allow_http=True)
 
 
+@pytest.mark.fault("F6")
 @given(st.text(st.sampled_from("htps:/\\@#?%[].0x1aexmplorgEVIL\u3002\t -_~;"), max_size=60))
 @example("https://example.org/")
-def test_f6_no_spelling_leads_elsewhere(tail: str) -> None:
+def test_no_spelling_leads_to_another_host(tail: str) -> None:
     """Whatever is written, what comes out must be a host of the list at a port of the list."""
     for url in (tail, "https://" + tail, "https://example.org" + tail):
         try:
@@ -227,8 +231,9 @@ def test_public_addresses(text: str) -> None:
     assert is_public(ipaddress.ip_address(text))
 
 
+@pytest.mark.fault("F6")
 @pytest.mark.parametrize("text", NOT_PUBLIC)
-def test_f6_addresses_that_are_not_public(text: str) -> None:
+def test_addresses_that_are_not_public_are_recognised(text: str) -> None:
     """Loopback, private, shared, link-local, multicast, reserved, and those that hold an IPv4 address."""
     assert not is_public(ipaddress.ip_address(text))
 

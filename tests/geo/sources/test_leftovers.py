@@ -13,14 +13,14 @@ import pytest
 from geo.raster.made import make_card, write_tiff
 from geo.sources.hosts import left
 
-from baton_geo.raster.ask import SceneAsk
 from baton_geo.raster.decoders import Decoders
+from baton_geo.raster.messages import SceneRequest
 from baton_geo.spool import Spool, prepare_folder
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from baton_geo.raster.ask import SceneAsk
+from baton_geo.raster.messages import SceneRequest
 from baton_geo.raster.decoders import Decoders
 from baton_geo.spool import Spool
 folder, raster, ask = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
@@ -30,9 +30,9 @@ kept = finished.finish()
 half = Spool(folder, 100)
 half.write(b"half")
 decoders = Decoders(1, 5.0, folder)
-scene = decoders.open(raster, SceneAsk.model_validate_json(ask))
+scene = decoders.open(raster, SceneRequest.model_validate_json(ask))
 scene.read(0)
-print(decoders._nursery._running.process.pid, flush=True)
+print(decoders._fork_server._server.process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -49,7 +49,7 @@ def at(tmp_path: Path) -> Path:
 def test_what_a_killed_server_left_goes_with_the_next_start(at: Path, tmp_path: Path) -> None:
     """A raster half written, one in use, and a scene's folder with its draft: all of it, and no process is left."""
     raster = write_tiff(tmp_path / "a.tif", np.ones((1, 40, 40), "uint8"))
-    ask = SceneAsk(card=make_card()).model_dump_json()
+    ask = SceneRequest(card=make_card()).model_dump_json()
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(at), str(raster), ask], check=False, capture_output=True, text=True
     )
@@ -70,7 +70,7 @@ def test_what_is_in_use_stays(at: Path, tmp_path: Path) -> None:
         with (
             Spool(at, 100) as half,
             Spool(at, 100) as whole,
-            decoders.open(raster, SceneAsk(card=make_card())),
+            decoders.open(raster, SceneRequest(card=make_card())),
         ):
             whole.write(b"whole")
             with whole.finish() as spooled:

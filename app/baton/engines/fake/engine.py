@@ -1,33 +1,22 @@
-"""An engine without a model: it answers at once, and always the same to the same question.
+"""The `Engine` port without a model, for protocol tests and for trying a client out.
 
-For protocol tests and for trying a client out. It speaks the shapes of the real one, no more: its
-"tokens" are the words of the prompt, and it says them again in order.
+It answers at once, and the same request always alike, in the shapes of the real engine. Its "tokens" are
+words, and its answer repeats the prompt's words in order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.engines.fake.answers import (
-    CHUNK,
-    IMAGE,
-    KINDS,
-    MAX_MODEL_LEN,
-    WHOLE,
-    chat_chunk,
-    deltas_of,
-    event,
-    token_id,
-    with_images,
-)
+from baton.engines.fake.answer import Answer
+from baton.engines.fake.prompt import MAX_MODEL_LEN, POOLING, STREAMS, message_text, with_images
 from baton.engines.port import (
     EngineState,
     ImageInput,
@@ -39,41 +28,31 @@ from baton.engines.port import (
     Report,
     StreamReply,
     TransferRequest,
-    WholeReply,
 )
-from baton.engines.throughput import Speed
-from baton.errors import (
-    BatonError,
-    ContextTooLong,
-    EngineRestarting,
-    InvalidRequest,
-    OperationUnsupported,
-    StartError,
-)
+from baton.engines.throughput import Throughput
+from baton.errors import BatonError, OperationUnsupported, StartError
 from baton.images.client_image import ClientImage
 from baton.telemetry.ids import RequestContext
-
-DEFAULT_TOKENS = 16
 
 
 @dataclass
 class FakeBehaviour:
-    """What a test wants to go wrong, or to take time.
+    """Faults and delays that a test wants.
 
     Attributes:
-        token_seconds: time between two tokens.
-        start_seconds: time the start takes.
+        token_seconds: seconds between two tokens.
+        start_seconds: seconds that the start takes.
         start_error: raised by the start.
         call_error: raised before the first token.
         stream_error: raised after `stream_error_after` tokens of a stream.
-        stream_error_after: see `stream_error`.
-        ends_answers: an answer's last token is one that ends answers.
-        encode_seconds: time one prompt of a plugin takes; a prompt that is a number takes so many.
-        encode_error: raised by every such prompt.
-        stalled_seconds: what it says of how long it has made no progress.
-        forgets_answers: its template leaves earlier answers out, as those of some thinking models do.
-        slots: how many requests it works on at once, the others wait; 0: all.
-        parsed: the message that a tool or reasoning parser makes of a chat's answer, in place of its words.
+        stream_error_after: number of tokens before `stream_error`.
+        ends_answers: whether an answer's last token is an end-of-sequence token.
+        encode_seconds: seconds that a plugin's prompt takes; a prompt that is a float takes that many.
+        encode_error: raised for every plugin's prompt.
+        stalled_seconds: value of `stalled_s`.
+        forgets_answers: whether the chat template drops earlier answers, as those of reasoning models do.
+        slots: number of requests worked on at once, the others wait; 0: all.
+        parsed: message that a tool or reasoning parser puts in place of a chat's answer.
     """
 
     token_seconds: float = 0.0
@@ -93,31 +72,31 @@ class FakeBehaviour:
 
 @dataclass
 class FakeEngine:
-    """The `Engine` port without vLLM.
+    """An engine without a model.
 
     Attributes:
-        name: the word a request's `model` picks it by.
-        aliases: further words that pick it.
-        pooling: it embeds instead of generating.
-        relays: handoffs are on; there is no KV, so they are always tokens only.
-        plugin: what does its pooling, if a plugin does.
-        placeholder: the token id that stands for a latent step, which costs it nothing.
-        weights: what it says of where its weights are.
-        images: what images are to it; a text model's nothing, unless a test says otherwise.
-        behaviour: what is to go wrong or to take time.
-        bodies: every request it got, for tests to look at.
-        transfers: what requests with handoffs were to load and save.
-        active: requests under way now.
-        aborted: requests that were ended from outside.
-        starts: how often it was started.
-        kills: how often it was ended without being asked.
-        longest_step_s: what it says of its longest step.
-        slots: what a request waits for before it is worked on.
+        name: see `Engine.name`.
+        aliases: see `Engine.aliases`.
+        pooling: whether it embeds instead of generating.
+        supports_handoffs: whether handoffs are on; there is no KV, so they only carry tokens.
+        plugin: the plugin that answers `/pooling`, if any.
+        placeholder: token id of a latent step, which takes no time here.
+        weights: see `Engine.weights`.
+        images: how it takes images; by default it takes none.
+        behaviour: faults and delays.
+        bodies: bodies of all requests so far.
+        transfers: transfers that requests with handoffs asked for so far.
+        active: number of requests it works on now.
+        aborted: number of requests that were cancelled.
+        starts: number of starts.
+        kills: number of calls of `kill`.
+        longest_step_s: see `Engine.longest_step_s`.
+        slots: what a request waits for before the engine works on it.
     """
 
     name: str
     pooling: bool = False
-    relays: bool = False
+    supports_handoffs: bool = False
     placeholder: int | None = None
     weights: str = "fake"
     images: ImageInput = field(default_factory=ImageInput)
@@ -125,7 +104,7 @@ class FakeEngine:
     aliases: tuple[str, ...] = ()
     state: EngineState = EngineState.STARTING
     plugin: Plugin | None = None
-    speed: Speed = field(default_factory=Speed)
+    throughput: Throughput = field(default_factory=Throughput)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     bodies: list[Json] = field(default_factory=list)
     transfers: list[TransferRequest] = field(default_factory=list)
@@ -164,7 +143,7 @@ class FakeEngine:
         self.die()
 
     def die(self) -> None:
-        """Be lost: running streams end with the error the real engine's end with."""
+        """Fail, as an engine whose process died: running streams end with `EngineRestarting`."""
         self.state = EngineState.FAILED
         self.behaviour.stalled_seconds = 0.0
 
@@ -172,14 +151,14 @@ class FakeEngine:
         return self.behaviour.stalled_seconds
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+        self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
-        return with_images(prompt, pictures)
+        return with_images(prompt, images)
 
     async def render(self, body: Json) -> str:
-        """One line a message, a system line first as many models' templates have it."""
+        """Render one line a message, and a system line first, as many models' templates do."""
         messages = body["messages"]
-        texts = [_message_text(message) for message in messages]
+        texts = [message_text(message) for message in messages]
         lines = [f"<{message['role']}> {text} <end>" for message, text in zip(messages, texts, strict=True)]
         if messages and messages[0]["role"] != "system":
             lines.insert(0, "<system> be kind <end>")
@@ -228,7 +207,7 @@ class FakeEngine:
     async def encode(
         self, prompt: Any, params: Any, context: RequestContext, *, number: int, priority: int
     ) -> FakeOutput:
-        """The prompt itself is the output."""
+        """Return the prompt itself as the output."""
         self.active += 1
         try:
             if self.behaviour.encode_error is not None:
@@ -243,196 +222,14 @@ class FakeEngine:
             self.active -= 1
 
     def count(self) -> None:
+        """Count one generated token in the engine's metrics."""
         self._tokens.inc()
 
 
 @dataclass(frozen=True)
 class FakeOutput:
-    """What a prompt of a plugin comes back as: `vllm.PoolingRequestOutput`, as far as plugins look at it."""
+    """The output of a plugin's prompt: the attributes of `vllm.PoolingRequestOutput` that plugins read."""
 
     request_id: str
     outputs: Any
     finished: bool = True
-
-
-POOLING = (
-    Operation.EMBEDDINGS,
-    Operation.POOLING,
-    Operation.CLASSIFY,
-    Operation.SCORE,
-    Operation.RERANK,
-)
-STREAMS = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES)
-
-
-class Answer:
-    """One request under way in a fake engine."""
-
-    def __init__(
-        self,
-        engine: FakeEngine,
-        operation: Operation,
-        body: Json,
-        context: RequestContext,
-        transfer: TransferRequest,
-    ) -> None:
-        self._engine = engine
-        self._operation = operation
-        self._body = body
-        self._id = context.request_id
-        self._context = context
-        self._created = int(time.time())
-        self._words = _prompt_words(operation, body, transfer)
-        limit = _limit(operation, body)
-        if len(self._words) + limit > MAX_MODEL_LEN:
-            raise ContextTooLong(
-                f"This model's maximum context length is {MAX_MODEL_LEN} tokens.", param="max_tokens"
-            )
-        said = [self._words[index % len(self._words)] for index in range(limit)]
-        self._said = [word if index == 0 else f" {word}" for index, word in enumerate(said)]
-        self._transfer = transfer
-        if operation in (*STREAMS, *POOLING):
-            context.prompt_tokens += len(self._words)
-        transfer.report.prompt_ids = [token_id(word) for word in self._words]
-        transfer.report.saves = False  # there is no KV
-
-    async def _tokens(self) -> AsyncIterator[str]:
-        engine = self._engine
-        engine.active += 1
-        try:
-            async with engine.slots:
-                for word in self._said:
-                    await asyncio.sleep(engine.behaviour.token_seconds)
-                    if engine.state is EngineState.FAILED:
-                        raise EngineRestarting()
-                    engine.count()
-                    self._context.generated_tokens += 1
-                    self._transfer.report.output_ids.append(token_id(word.strip()))
-                    yield word
-            self._transfer.report.ended_by_token = engine.behaviour.ends_answers
-        except (asyncio.CancelledError, GeneratorExit):
-            engine.aborted += 1
-            raise
-        finally:
-            engine.active -= 1
-
-    async def whole(self) -> WholeReply:
-        shape = WHOLE[self._operation]
-        said = [token async for token in self._tokens()] if self._operation in STREAMS else []
-        text = "".join(said)
-        return WholeReply(json.dumps(shape(self, text) | self.transfer()).encode())
-
-    async def events(self) -> AsyncIterator[str]:
-        shape = CHUNK[self._operation]
-        failure = self._engine.behaviour.stream_error
-        said = 0
-        async for token in self._tokens():
-            if failure is not None and said == self._engine.behaviour.stream_error_after:
-                raise failure
-            said += 1
-            if self.parsed is None:
-                yield shape(self, token)
-        for delta in deltas_of(self.parsed) if self.parsed is not None else ():
-            yield chat_chunk(self, delta)
-        options = self._body.get("stream_options") or {}
-        if self._operation in (Operation.COMPLETIONS, Operation.CHAT):
-            if transfer := self.transfer():
-                yield event(self.head() | {"choices": []} | transfer)
-            if options.get("include_usage"):
-                yield event(self.head() | {"choices": [], "usage": self.usage()})
-            yield "data: [DONE]\n\n"
-
-    def head(self) -> Json:
-        prefix, kind = KINDS[self._operation]
-        return {
-            "id": f"{prefix}-{self._id}",
-            "object": kind,
-            "created": self._created,
-            "model": self._engine.name,
-        }
-
-    def transfer(self) -> Json:
-        """What a connector adds to the answer of a request that loads or saves KV: it names the entry."""
-        if not self._transfer.moves_kv or self._operation not in (Operation.COMPLETIONS, Operation.CHAT):
-            return {}
-        return {
-            "kv_transfer_params": {"baton_kv": {"save": self._transfer.save, "load": self._transfer.load}}
-        }
-
-    @property
-    def parsed(self) -> Json | None:
-        """The message that a parser makes of a chat's answer, if one does."""
-        return self._engine.behaviour.parsed if self._operation is Operation.CHAT else None
-
-    def usage(self) -> Json:
-        prompt, said = len(self._words), len(self._said)
-        return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
-
-    @property
-    def words(self) -> list[str]:
-        return self._words
-
-    @property
-    def body(self) -> Json:
-        return self._body
-
-
-_PROMPT_FIELDS = {
-    Operation.COMPLETIONS: "prompt",
-    Operation.CHAT: "messages",
-    Operation.RESPONSES: "input",
-    Operation.MESSAGES: "messages",
-    Operation.COUNT_TOKENS: "messages",
-    Operation.EMBEDDINGS: "input",
-    Operation.POOLING: "input",
-    Operation.CLASSIFY: "input",
-    Operation.SCORE: "queries",
-    Operation.RERANK: "query",
-    Operation.TOKENIZE: "prompt",
-    Operation.DETOKENIZE: "tokens",
-}
-_LIMIT_FIELDS = {
-    Operation.CHAT: ("max_completion_tokens", "max_tokens"),
-    Operation.RESPONSES: ("max_output_tokens",),
-}
-
-
-def _prompt_words(operation: Operation, body: Json, transfer: TransferRequest) -> list[str]:
-    if transfer.prompt is not None:
-        return [str(token) for token in transfer.prompt]
-    name = _PROMPT_FIELDS[operation]
-    if operation is Operation.TOKENIZE and "messages" in body:
-        name = "messages"
-    prompt = body.get(name)
-    if operation is Operation.TOKENIZE and prompt == "":
-        return []
-    if prompt is None or prompt in ([], ""):
-        raise InvalidRequest(f"{name}: Field required", param=name)
-    if not isinstance(prompt, str | list):
-        raise InvalidRequest(f"{name}: Input should be a text or a list", param=name)
-    if name == "messages":
-        prompt = [_message_text(message) for message in prompt]
-    words = prompt.split() if isinstance(prompt, str) else [str(item) for item in prompt]
-    return [word for part in words for word in part.split()] or ["nothing"]
-
-
-def _message_text(message: Any) -> str:
-    if not isinstance(message, dict) or "role" not in message or "content" not in message:
-        raise InvalidRequest("messages: Input should have a role and a content", param="messages")
-    content = message["content"]
-    if isinstance(content, list) and any(part.get("type") == "image_url" for part in content):
-        return " ".join(IMAGE if part["type"] == "image_url" else part["text"] for part in content)
-    return str(content)
-
-
-def _limit(operation: Operation, body: Json) -> int:
-    if operation not in STREAMS:
-        return 0
-    for name in _LIMIT_FIELDS.get(operation, ("max_tokens",)):
-        value = body.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidRequest(f"{name} must be at least 1.", param=name)
-        return value
-    return DEFAULT_TOKENS

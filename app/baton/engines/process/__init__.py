@@ -1,1 +1,1 @@
-"""The processes of engines: find them, end them, release what they leave behind."""
+"""Engine processes: find them, kill them, and release what they leave behind."""

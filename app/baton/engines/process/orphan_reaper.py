@@ -1,12 +1,14 @@
-"""Sees to it that no engine outlives its gateway, also one that was killed.
+"""Kill the engine processes that a gateway leaves behind when it ends, also when it was killed.
 
-The keeper is a small process of its own. It holds one end of a pipe and looks now and then which processes
-descend from the gateway; when that is gone, so that the pipe ends, it ends them. One that was started since
-the last look carries the gateway's mark in its environment, as vLLM's processes do until they are named.
-They notice the end of their workers, but not that of the process that started them. Then it removes their
-temporary folder: vLLM leaves its sockets behind also when it ends by itself.
+The orphan reaper is a small process of its own. It holds one end of a pipe and lists the gateway's
+descendants every second; when the gateway has ended, the pipe closes, and the reaper kills them. Processes
+started since the last look are found by the gateway's mark in their environment, which vLLM's processes show
+until they set their title. vLLM's processes notice when their workers end, but not when their parent does.
 
-Run as a script in an interpreter without packages, so it imports the standard library alone.
+At last the reaper removes the engines' temporary folder: vLLM leaves its sockets there even when it ends
+by itself.
+
+It runs as a script in an interpreter without packages, so this file imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -26,24 +28,24 @@ from pathlib import Path
 
 MARK = "VLLM_GATEWAY_MARK"
 LONGEST_FOLDER = 50
-"""Characters of `parent`: a socket's whole path may have 107, and its own name has 36."""
+"""Most characters of `parent`: a socket's whole path may have 107, and vLLM's name for it has 36."""
 SPARED = b"resource_tracker"
-"""It gives back shared memory once the others are gone, and then ends."""
+"""Python's resource tracker is not killed: it releases shared memory once the others are gone, then ends."""
 LOOK_EVERY_S = 1.0
-"""Much less than vLLM's processes take from their start to their names."""
+"""Seconds between two looks: much less than vLLM's processes take until they set their title."""
 ROUNDS, ROUND_S = 20, 0.25
-"""A process that is being started when the gateway ends shows up a little later."""
+"""Rounds of killing, and seconds between them: a process that was being started shows up a little later."""
 
 
-class Keeper:
-    """The gateway's side: a context in which engines may be started.
+class OrphanReaper:
+    """The gateway's side of the orphan reaper: a context within which engines may be started.
 
     Args:
-        parent: the folder that the engines' temporary folder is made in; None: the machine's temporary one.
+        parent: folder in which the engines' temporary folder is made; None: the machine's temporary folder.
 
     Attributes:
-        mark: what stands in the environment of everything that is not to outlive the gateway, under `MARK`.
-        scratch: the engines' temporary folder, made when the context is entered and removed at its end.
+        mark: value that `MARK` must have in the environment of all that is not to outlive the gateway.
+        scratch: path of the engines' temporary folder, made on entry and removed on exit.
     """
 
     def __init__(self, parent: str | None = None) -> None:
@@ -52,7 +54,7 @@ class Keeper:
         self._parent = parent or tempfile.gettempdir()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> OrphanReaper:
         short = len(self._parent) <= LONGEST_FOLDER
         self.scratch = tempfile.mkdtemp(prefix="baton-", dir=self._parent if short else "/tmp")
         self._process = subprocess.Popen(
@@ -60,12 +62,12 @@ class Keeper:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C in the terminal is not for it
+            start_new_session=True,  # so that Ctrl-C in the terminal does not end it
         )
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The engines are gone by now; what is not is ended."""
+        """Kill the processes that are left, remove the temporary folder, and wait until that is done."""
         process, self._process = self._process, None
         if process is not None and process.stdin is not None:
             process.stdin.close()
@@ -74,7 +76,7 @@ class Keeper:
 
 
 def marked(mark: str) -> Iterator[int]:
-    """The processes whose environment holds the mark, but for this one and resource trackers."""
+    """Yield the ids of processes whose environment holds the mark, except this one and resource trackers."""
     wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
@@ -85,12 +87,12 @@ def marked(mark: str) -> Iterator[int]:
                 yield int(folder.name)
 
 
-Born = tuple[int, str]
-"""A process and when it began, so that another one with its number is not taken for it."""
+StartedProcess = tuple[int, str]
+"""A process id and its start time, so that a later process with the same id is not mistaken for it."""
 
 
-def parents() -> dict[Born, int]:
-    """Every process and its parent's number."""
+def parents() -> dict[StartedProcess, int]:
+    """Return every process with its parent's id."""
     found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -100,53 +102,53 @@ def parents() -> dict[Born, int]:
     return found
 
 
-def descendants(roots: set[int]) -> set[Born]:
-    """All processes under these."""
-    left, known, found = parents(), set(roots), set[Born]()
-    while under := {born for born, parent in left.items() if parent in known}:
-        found |= under
-        known |= {pid for pid, _ in under}
-        left = {born: parent for born, parent in left.items() if born not in under}
-    return {(pid, begun) for pid, begun in found if pid != os.getpid()}
+def descendants(roots: set[int]) -> set[StartedProcess]:
+    """Return all processes below those with these ids, except this one."""
+    left, known, found = parents(), set(roots), set[StartedProcess]()
+    while below := {process for process, parent in left.items() if parent in known}:
+        found |= below
+        known |= {pid for pid, _ in below}
+        left = {process: parent for process, parent in left.items() if process not in below}
+    return {(pid, started) for pid, started in found if pid != os.getpid()}
 
 
-def end(mark: str, known: set[Born]) -> int:
-    """End these processes, what is under them and what has the mark, until none shows up any more.
+def kill_all(mark: str, known: set[StartedProcess]) -> int:
+    """Kill these processes, their descendants and all with the mark, round by round until none shows up.
 
     Returns:
-        how many there were.
+        The number of processes killed.
     """
-    ended: set[int] = set()
+    killed: set[int] = set()
     for _ in range(ROUNDS):
         alive = {pid for pid, _ in known & parents().keys()}
-        under = {pid for pid, _ in descendants(alive)}
-        victims = {pid for pid in alive | under if not spared(pid)} | set(marked(mark))
+        below = {pid for pid, _ in descendants(alive)}
+        victims = {pid for pid in alive | below if not spared(pid)} | set(marked(mark))
         for pid in victims:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not victims - ended:
+        if not victims - killed:
             break
-        ended |= victims
+        killed |= victims
         time.sleep(ROUND_S)
-    return len(ended)
+    return len(killed)
 
 
 def spared(pid: int) -> bool:
-    """Whether it is a resource tracker, or gone but for its number."""
+    """Return whether a process is not to be killed: it is a resource tracker, or has ended already."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes()
         return SPARED in words or not words
     return True
 
 
-def keep(mark: str, gateway: int, scratch: str) -> None:
-    """Look after the gateway's processes until it is gone; then end them and remove `scratch`."""
-    known: set[Born] = set()
+def watch(mark: str, gateway: int, scratch: str) -> None:
+    """Follow the gateway's processes until it ends; then kill those that are left and remove `scratch`."""
+    known: set[StartedProcess] = set()
     while not select.select([sys.stdin], [], [], LOOK_EVERY_S)[0]:
         known = descendants({gateway}) | (known & parents().keys())
-    end(mark, known)
+    kill_all(mark, known)
     shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    keep(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    watch(sys.argv[1], int(sys.argv[2]), sys.argv[3])

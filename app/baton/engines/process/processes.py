@@ -1,4 +1,4 @@
-"""The processes an engine is made of: find them, kill them, wait until they are gone."""
+"""Find an engine's processes, kill them, and wait until they are gone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LOOK_EVERY_S = 0.02
 
 
 def trees_of(roots: Iterable[int | None]) -> list[psutil.Process]:
-    """List these processes and all below them; those that are gone are left out.
+    """List processes and all their descendants; those that have ended are left out.
 
     Args:
-        roots: process numbers; None is one that was never started.
+        roots: process ids; None stands for a process that was never started.
     """
     found: list[psutil.Process] = []
     for pid in roots:
@@ -29,19 +29,19 @@ def trees_of(roots: Iterable[int | None]) -> list[psutil.Process]:
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """Send SIGKILL to those that still run; a process that is stopped hears nothing else."""
+    """Send SIGKILL to those that still run: a stopped process reacts to no other signal."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def wait_until_gone(processes: Iterable[psutil.Process], within_s: float) -> list[psutil.Process]:
-    """Wait until these processes have ended, and reap those that only we can.
+    """Wait until these processes have ended, and reap those whose parent this process is.
 
-    A process whose parent has not read its exit status yet counts as ended: it holds nothing any more.
+    A zombie counts as ended: it holds no resources any more.
 
     Returns:
-        those that still run after `within_s` seconds.
+        The processes that still run after `within_s` seconds.
     """
     deadline = time.monotonic() + within_s
     left = list(processes)
@@ -59,11 +59,11 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _reap(process: psutil.Process) -> None:
-    """Read the exit status of a worker whose core died first, where this process is the first of a container.
+    """Read the exit status of a worker whose core died first, where this process is a container's init.
 
-    What multiprocessing started it reaps itself.
+    Processes that multiprocessing started are left to it.
     """
-    started = {child.pid for child in multiprocessing.active_children()}  # reaps those of them that ended
+    started = {child.pid for child in multiprocessing.active_children()}  # this reaps its ended ones
     if process.pid not in started and process.ppid() == os.getpid():
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process.pid, os.WNOHANG)

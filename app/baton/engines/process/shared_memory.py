@@ -1,4 +1,4 @@
-"""The shared memory that an engine's processes talk through, and giving it back when they were killed."""
+"""Find the shared memory of an engine's processes, and release it when they were killed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = {"psm_": ("/psm_", "shared_memory"), "sem.mp-": ("/mp-", "semaphore")}
-"""How Python names shared memory and semaphores as files, and what its resource tracker calls them."""
+"""File name prefixes of Python's shared memory and semaphores: prefix and kind in the resource tracker."""
 
 
 def segments_of(processes: Iterable[psutil.Process]) -> Iterator[Path]:
-    """The shared memory that these processes have open, as files."""
+    """Yield the files of shared memory that these processes have open."""
     known: set[Path] = set()
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # gone, or not ours to look at
+        with contextlib.suppress(psutil.Error):  # it has ended, or we may not look at it
             known |= {Path(mapped.path) for mapped in process.memory_maps()}
     for path in sorted(known):
         if path.parent == SHARED_MEMORY and path.name.startswith(tuple(SEGMENTS)):
@@ -26,7 +26,7 @@ def segments_of(processes: Iterable[psutil.Process]) -> Iterator[Path]:
 
 
 def release(segment: Path) -> None:
-    """Give shared memory back whose owner was killed; else it would stay until this process ends."""
+    """Release shared memory whose owner was killed; else it would stay until this process ends."""
     if not segment.exists():
         return
     for prefix, (tracked, kind) in SEGMENTS.items():

@@ -1,17 +1,13 @@
-"""One engine on vLLM: an `AsyncLLM` and vLLM's serving handlers around it."""
+"""The `Engine` port on vLLM: start, stop and call one `AsyncLLM` and vLLM's serving handlers around it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry
-from pydantic import ValidationError
-from starlette.responses import Response
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -26,27 +22,24 @@ from baton.engines.port import (
     Plugin,
     Reply,
     Report,
-    StreamReply,
     TransferRequest,
-    WholeReply,
 )
 from baton.engines.progress import Progress
-from baton.engines.throughput import Speed
+from baton.engines.throughput import Throughput
 from baton.engines.transfers import TransferWatch
 from baton.engines.vllm import arguments, handlers
 from baton.engines.vllm.bodies import for_responses, with_whole_prompt
-from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient, salted
+from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
 from baton.engines.vllm.engine_thread import EngineThread
-from baton.engines.vllm.errors import UNFORESEEN, from_response, scrub, translate
+from baton.engines.vllm.errors import scrub
 from baton.engines.vllm.image_prompts import ImagePrompts
 from baton.engines.vllm.multimodal import confirm_before_reuse, image_input
-from baton.engines.vllm.plugins import chosen_plugin, close_plugin, make_plugin, plugin_params
-from baton.engines.vllm.series import EngineSeries
+from baton.engines.vllm.plugins import chosen_plugin, close_plugin, encode_prompt, make_plugin, plugin_params
+from baton.engines.vllm.replies import ReplyTranslator
+from baton.engines.vllm.series import EngineSeries, StepListeners
 from baton.engines.warm_up import WARM_UPS, prefill
 from baton.errors import (
-    BatonError,
     EngineUnavailable,
-    GenerationFailed,
     OperationUnsupported,
     PluginFailed,
     StartError,
@@ -56,21 +49,19 @@ from baton.models.store import identity
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
 
-CONTENT_HEADERS = ("metadata",)
-"""Headers of vLLM's answers that tell how to read them: packed embeddings' ids, shapes and dtypes."""
 LAST_WORDS_WAIT_S = 0.2
-"""What a dying engine process printed arrives through a pipe."""
+"""Seconds to wait for what a dying engine process printed: it arrives through a pipe."""
 
 
 class VllmEngine:
-    """The `Engine` port on vLLM.
+    """An engine that vLLM runs.
 
     Args:
-        settings: the engine's table.
-        model: where its weights are, already resolved.
-        salt: gives a tenant's prefix-cache salt, or None where there is one tenant only.
-        transfer: vLLM's KV transfer config, where handoffs are on.
-        last_words: the cause that a dead engine process printed, if one can be found.
+        settings: the engine's table of the settings.
+        model: path of its weights.
+        salt: returns a tenant's prefix-cache salt; None where there is only one tenant.
+        transfer: vLLM's KV transfer config; None: the engine is configured without `handoff`.
+        last_words: returns the cause that a dead engine process printed, if one can be found.
     """
 
     def __init__(
@@ -98,11 +89,12 @@ class VllmEngine:
         self._plugin: Plugin | None = None
         self._images = ImageInput()
         self._weights = identity(model)
-        self._speed = Speed()
+        self._throughput = Throughput()
         self._transfers = TransferMetrics(self._series.registry, settings.name)
-        self._watch = TransferWatch(self._speed, self._transfers)
+        self._watch = TransferWatch(self._throughput, self._transfers)
         self._cards: list[Json] = []
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
+        self._translator = ReplyTranslator(self._log)
 
     @property
     def name(self) -> str:
@@ -123,7 +115,7 @@ class VllmEngine:
         return self._state
 
     @property
-    def relays(self) -> bool:
+    def supports_handoffs(self) -> bool:
         return self._settings.handoff
 
     @property
@@ -135,8 +127,8 @@ class VllmEngine:
         return self._weights
 
     @property
-    def speed(self) -> Speed:
-        return self._speed
+    def throughput(self) -> Throughput:
+        return self._throughput
 
     @property
     def images(self) -> ImageInput:
@@ -152,42 +144,28 @@ class VllmEngine:
         if self._client is None:
             raise EngineUnavailable()
         try:
-            parsed, pooling_params = (
-                parse_model_prompt(self._client.model_config, prompt),
-                plugin_params(params),
-            )
-        except Exception as error:  # no client made these
+            parsed = parse_model_prompt(self._client.model_config, prompt)
+            pooling_params = plugin_params(params)
+        except Exception as error:  # the plugin made these, no client
             self._log.error("plugin_prompt_invalid", exc_info=error)
             raise PluginFailed() from error
+        salt = self._salt(context.tenant)
         try:
-            rendered = await self._client.renderer.render_cmpl_async([parsed])
-            outputs = self._client.encode(
-                salted(rendered[0], self._salt(context.tenant)),
-                pooling_params,
-                f"{context.request_id}-{number}",
-                priority=priority,
-                trace_headers=await self._trace_headers(context),
+            return await encode_prompt(
+                self._client, parsed, pooling_params, context, salt=salt, number=number, priority=priority
             )
-            return await _last(outputs)
         except Exception as error:  # the border to vLLM, which raises anything at all
-            raise self._translate(error) from error
-
-    async def _trace_headers(self, context: RequestContext) -> dict[str, str] | None:
-        assert self._client is not None
-        if not await self._client.is_tracing_enabled():
-            return None
-        given = {"traceparent": context.traceparent, "tracestate": context.tracestate}
-        return {name: value for name, value in given.items() if value}
+            raise self._translator.error(error) from error
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+        self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
         if self._image_prompts is None:
             raise EngineUnavailable()
         try:
-            return await self._image_prompts.place(prompt, pictures, begins=begins)
+            return await self._image_prompts.place(prompt, images, begins=begins)
         except Exception as error:  # the border to vLLM's processor, which raises anything at all
-            raise self._translate(error) from error
+            raise self._translator.error(error) from error
 
     async def render(self, body: Json) -> str:
         if self._handlers is None:
@@ -195,7 +173,7 @@ class VllmEngine:
         try:
             return await self._handlers.render(body)
         except Exception as error:  # the border to vLLM's renderer, which raises anything at all
-            raise self._translate(error) from error
+            raise self._translator.error(error) from error
 
     def cards(self) -> list[Json]:
         return self._cards
@@ -214,11 +192,13 @@ class VllmEngine:
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
         logger = self._series.stat_logger(
-            self._watch.transferred,
-            self._watch.prefilled,
-            self._progress.made,
-            self._watch.thought,
-            self._transfers.encoded,
+            StepListeners(
+                transferred=self._watch.transferred,
+                prefilled=self._watch.prefilled,
+                progressed=self._progress.made,
+                latent_computed=self._watch.latent_computed,
+                encoded=self._transfers.encoded,
+            )
         )
         self._thread = EngineThread(self._args, logger, self.name)
         self._thread.start()
@@ -252,7 +232,7 @@ class VllmEngine:
         for operation, body in WARM_UPS:
             if self._handlers is not None and self._handlers.method(operation) is not None:
                 await self.call(operation, body | {"model": self.name}, RequestContext("warm-up"))
-        if self.relays:
+        if self.supports_handoffs:
             assert self._client is not None
             model = self._client.model_config
             reserved = self._images.tokens | {self._placeholder}
@@ -271,8 +251,9 @@ class VllmEngine:
         self._state = EngineState.STOPPED
         thread, self._thread = self._thread, None
         if self._client is not None and self._client.output_handler is not None:
-            self._client.output_handler.cancel()  # or it would log the end of its engine as a failure
-            self._client.output_processor.propagate_error(EngineDeadError())  # which it now does not tell
+            self._client.output_handler.cancel()  # else it logs the engine's end as a failure
+            # The cancelled handler no longer fails the requests that still run.
+            self._client.output_processor.propagate_error(EngineDeadError())
         plugin, self._plugin = self._plugin, None
         self._client = self._handlers = self._image_prompts = None
         if plugin is not None:
@@ -294,7 +275,7 @@ class VllmEngine:
 
     @property
     def longest_step_s(self) -> float:
-        return max(self._progress.longest_s, self._watch.longest_thought_s)
+        return max(self._progress.longest_s, self._watch.longest_latent_s)
 
     async def call(
         self,
@@ -323,79 +304,8 @@ class VllmEngine:
             request = self._handlers.parse(operation, body)
             answer = await method(request, handlers.synthetic_request(context))
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all
-            raise self._translate(error) from error
-        return await self._reply(operation, answer, call)
-
-    def _translate(self, error: Exception) -> BatonError:
-        translated = translate(error)
-        unforeseen = isinstance(error, UNFORESEEN)
-        if unforeseen or (translated.status >= 500 and not translated.retryable):
-            self._log.error("engine_call_failed", exc_info=error)
-        return translated
-
-    async def _reply(self, operation: Operation, answer: Any, call: Call) -> Reply:
-        if isinstance(answer, ErrorResponse):
-            failure = call.failure or from_response(answer)
-            if failure.status >= 500 and not failure.retryable:
-                self._log.error("engine_call_failed", cause=answer.error.message)
-            raise failure
-        if isinstance(answer, handlers.ROUTES[operation].response):
-            body = answer.model_dump_json(**handlers.ROUTES[operation].dump)
-            return WholeReply(body.encode())
-        if isinstance(answer, Response):
-            return await _from_response(answer)
-        return StreamReply(self._stream(operation, answer, call))
-
-    async def _stream(self, operation: Operation, generator: Any, call: Call) -> AsyncIterator[str]:
-        """The handler's events, but our own error in place of the text vLLM would write."""
-        CURRENT_CALL.set(call)
-        async with aclosing(generator):
-            try:
-                async for event in handlers.events(operation, generator):
-                    if call.failure is not None:
-                        raise call.failure
-                    if _is_error(event):
-                        self._log.error("engine_stream_failed", cause=event)
-                        raise GenerationFailed()
-                    yield event
-                    CURRENT_CALL.set(call)  # whoever takes the next event may be another task
-            except BatonError:
-                raise
-            except (
-                ValidationError,
-                *UNFORESEEN,
-            ) as error:  # in the midst of an answer: not the client's fault
-                self._log.error("engine_stream_failed", exc_info=error)
-                raise GenerationFailed() from error
-            except Exception as error:  # the border to vLLM's generators
-                raise self._translate(error) from error
-        if call.failure is not None:
-            raise call.failure
-
-
-async def _last(outputs: AsyncGenerator[Any, None]) -> Any:
-    """The final output; closed early, the engine drops the request."""
-    async with aclosing(outputs):
-        async for output in outputs:
-            if output.error is not None:
-                raise GenerationFailed()
-            if output.finished:
-                return output
-    raise GenerationFailed()
-
-
-def _is_error(event: str) -> bool:
-    return event.startswith(('data: {"error"', "event: error"))
-
-
-async def _from_response(response: Response) -> WholeReply:
-    """A pooling handler answers with a ready Response, sometimes a streaming one with known parts."""
-    media_type = response.headers.get("content-type", "application/json")
-    headers = {name: response.headers[name] for name in CONTENT_HEADERS if name in response.headers}
-    if hasattr(response, "body_iterator"):
-        parts = [part async for part in response.body_iterator]
-        return WholeReply(b"".join(bytes(part) for part in parts), media_type, headers)
-    return WholeReply(bytes(response.body), media_type, headers)
+            raise self._translator.error(error) from error
+        return await self._translator.reply(operation, answer, call)
 
 
 def _first_words(error: Exception) -> str:

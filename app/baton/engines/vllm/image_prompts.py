@@ -47,11 +47,11 @@ class ImagePrompts:
         self._name = name
 
     async def place(
-        self, prompt: list[int], pictures: Sequence[ClientImage], *, begins: bool
+        self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
         """See `Engine.place`. Raises anything at all where vLLM cannot do it."""
-        digests = await asyncio.to_thread(lambda: [picture.digest for picture in pictures])
-        parts = await asyncio.to_thread(_parts, pictures, digests)
+        digests = await asyncio.to_thread(lambda: [image.digest for image in images])
+        parts = await asyncio.to_thread(_parts, images, digests)
         rendered = await self._processed(prompt, parts, cached=False)
         ranges = _ranges(rendered, digests)
         tokens = list(rendered["prompt_token_ids"])
@@ -64,9 +64,9 @@ class ImagePrompts:
                 f"The model '{self._name}' takes images at the beginning of a context only, and this one "
                 "goes on from a handoff.",
             )
-        rows = zip(pictures, digests, ranges, strict=True)
+        rows = zip(images, digests, ranges, strict=True)
         return tokens, [
-            PlacedImage(picture, digest, span.offset, span.length, target) for picture, digest, span in rows
+            PlacedImage(image, digest, span.offset, span.length, target) for image, digest, span in rows
         ]
 
     def _inserted(self, prompt: list[int], tokens: list[int], ranges: Sequence[Any]) -> bool:
@@ -107,10 +107,10 @@ class ImagePrompts:
         cache = self._client.renderer.mm_processor_cache
         new = [cache is None or not cache.is_cached_item(digest) for digest in digests]
         if not all(new):
-            parts = await asyncio.to_thread(_parts, [each.picture for each in placed], digests, new)
+            parts = await asyncio.to_thread(_parts, [each.image for each in placed], digests, new)
             with contextlib.suppress(ValueError):  # one has left the cache just now
                 return await self._processed(prompt, parts, cached=True)
-        parts = await asyncio.to_thread(_parts, [each.picture for each in placed], digests)
+        parts = await asyncio.to_thread(_parts, [each.image for each in placed], digests)
         return await self._processed(prompt, parts, cached=True)
 
     async def _processed(self, prompt: list[int], parts: list[Any], *, cached: bool) -> Any:
@@ -138,18 +138,18 @@ class ImagePrompts:
 
 
 def _parts(
-    pictures: Sequence[ClientImage], digests: Sequence[str], wanted: Sequence[bool] | None = None
+    images: Sequence[ClientImage], digests: Sequence[str], wanted: Sequence[bool] | None = None
 ) -> list[Any]:
     """Images as parts of a chat's message, which is how vLLM reads them. Not for the event loop.
 
     Args:
-        pictures: the images.
+        images: the images.
         digests: their names.
         wanted: which of them are to be looked at; the others are only named. None: all.
     """
     urls = [
-        {"url": picture.url} if look else None
-        for picture, look in zip(pictures, wanted or [True] * len(pictures), strict=True)
+        {"url": image.url} if look else None
+        for image, look in zip(images, wanted or [True] * len(images), strict=True)
     ]
     return [
         {"type": "image_url", "image_url": url, "uuid": digest}

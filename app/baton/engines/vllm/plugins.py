@@ -1,12 +1,12 @@
-"""vLLM's plugins: which are installed, and the one instance of an engine's IO processor."""
+"""Make and close the one instance of an engine's IO processor plugin, and run the prompts it makes."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from pydantic import TypeAdapter, ValidationError
@@ -18,31 +18,38 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from baton.engines.installed_plugins import InstalledPlugin, installed_plugins
 from baton.engines.port import Json, Plugin
 from baton.engines.vllm.classic_plugins import classic_names
+from baton.engines.vllm.client import salted
 from baton.engines.vllm.errors import from_validation
-from baton.errors import StartError
+from baton.errors import GenerationFailed, StartError
+from baton.telemetry.ids import RequestContext
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 PLUGIN_TASK = "plugin"
+RENAMED_HOOKS = {"exhibit": "describe", "for_exhibit": "for_description"}
 _REQUEST: TypeAdapter[Any] = TypeAdapter(IOProcessorRequest[Any])
 
 
 def chosen_plugin(vllm_config: Any) -> str | None:
-    """An engine's plugin, chosen as by vLLM: its argument, else what its model's config.json says."""
+    """Return the name of an engine's plugin, if any: its argument, else what the model's config.json says."""
     model = vllm_config.model_config
     named = model.io_processor_plugin or model.hf_config.to_dict().get("io_processor_plugin")
     return str(named) if named else None
 
 
 def make_plugin(name: str, vllm_config: Any, renderer: Any, *, classic: bool) -> Plugin:
-    """The instance of the plugin `name`.
+    """Make the instance of the plugin `name`.
 
     Args:
-        name: as its entry point is called.
-        vllm_config: of the engine.
-        renderer: of the engine; plugins of older vLLM get none.
-        classic: give the plugin the names of vLLM 0.11 to 0.15 while it is imported.
+        name: name of its entry point.
+        vllm_config: the engine's configuration.
+        renderer: the engine's renderer; plugins written for older vLLM do not take it.
+        classic: supply the import names of vLLM 0.11 to 0.15 while the plugin is imported.
 
     Raises:
-        StartError: it is not installed, is kept out by VLLM_PLUGINS, or fails; with what is installed.
+        StartError: the plugin is not installed, VLLM_PLUGINS leaves it out, or its import or its constructor
+            fails. The message lists what is installed.
     """
     found = {
         plugin.name: plugin for plugin in installed_plugins() if plugin.group == IO_PROCESSOR_PLUGINS_GROUP
@@ -54,6 +61,8 @@ def make_plugin(name: str, vllm_config: Any, renderer: Any, *, classic: bool) ->
     try:
         with names:
             instance = _instance(plugin.load(), vllm_config, renderer)
+    except StartError as error:
+        raise StartError(f"The IO processor plugin '{name}' ({plugin.value}) {error.message}") from None
     except Exception as error:  # the border to the plugin
         hint = "" if classic else _classic_hint(error)
         raise StartError(
@@ -64,11 +73,18 @@ def make_plugin(name: str, vllm_config: Any, renderer: Any, *, classic: bool) ->
 
 def _instance(entry_point: Callable[[], str], vllm_config: Any, renderer: Any) -> Any:
     cls = resolve_obj_by_qualname(entry_point())
+    _refuse_renamed_hooks(cls)
     try:
         inspect.signature(cls).bind(vllm_config, renderer)
     except TypeError:
         return cls(vllm_config)
     return cls(vllm_config, renderer)
+
+
+def _refuse_renamed_hooks(cls: type[Any]) -> None:
+    for old, new in RENAMED_HOOKS.items():
+        if hasattr(cls, old):
+            raise StartError(f"defines the hook '{old}', which is called '{new}' now: rename the method.")
 
 
 def _missing(name: str, plugin: InstalledPlugin | None, found: list[str]) -> str:
@@ -92,7 +108,7 @@ def _request(body: Json) -> Any:
 
 
 async def close_plugin(plugin: Plugin) -> None:
-    """Let go of what the instance holds, where it has a `close` of its own."""
+    """Call the instance's `close`, where it has one; an error in it is only logged."""
     close = getattr(plugin.instance, "close", None)
     if close is None:
         return
@@ -103,8 +119,64 @@ async def close_plugin(plugin: Plugin) -> None:
 
 
 def plugin_params(params: Any) -> PoolingParams:
-    """What goes to the engine with a plugin's prompt; vLLM's own server does the same."""
+    """Return a copy of a plugin's `PoolingParams` with its task filled in, as vLLM's own server does."""
     params = PoolingParams() if params is None else params.clone()
     if params.task is None:
         params.task = PLUGIN_TASK
     return params
+
+
+async def encode_prompt(
+    client: AsyncLLM,
+    parsed: Any,
+    params: PoolingParams,
+    context: RequestContext,
+    *,
+    salt: str | None,
+    number: int,
+    priority: int,
+) -> Any:
+    """Run one prompt of a plugin through the engine.
+
+    Args:
+        client: the engine.
+        parsed: the prompt, parsed by vLLM's `parse_model_prompt`.
+        params: from `plugin_params`.
+        context: our ids for the request.
+        salt: the tenant's prefix-cache salt, if any.
+        number: index of the prompt within its request.
+        priority: lower is sooner.
+
+    Returns:
+        vLLM's `PoolingRequestOutput`.
+
+    Raises:
+        GenerationFailed: the engine reported an error, or ended without a result.
+    """
+    (rendered,) = await client.renderer.render_cmpl_async([parsed])
+    outputs = client.encode(
+        salted(rendered, salt),
+        params,
+        f"{context.request_id}-{number}",
+        priority=priority,
+        trace_headers=await _trace_headers(client, context),
+    )
+    return await _final(outputs)
+
+
+async def _trace_headers(client: AsyncLLM, context: RequestContext) -> dict[str, str] | None:
+    if not await client.is_tracing_enabled():
+        return None
+    given = {"traceparent": context.traceparent, "tracestate": context.tracestate}
+    return {name: value for name, value in given.items() if value}
+
+
+async def _final(outputs: AsyncGenerator[Any, None]) -> Any:
+    """Return the final output. When this is cancelled, the engine drops the request."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            if output.error is not None:
+                raise GenerationFailed()
+            if output.finished:
+                return output
+    raise GenerationFailed()

@@ -32,7 +32,7 @@ STATUS_ERRORS: dict[int, type[BatonError]] = {
 }
 
 
-class FaultsMiddleware:
+class ErrorMiddleware:
     """Answers whatever is raised below it."""
 
     def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics) -> None:

@@ -12,7 +12,8 @@ from structlog.contextvars import bind_contextvars
 
 from baton.http.request_state import RequestState
 from baton.telemetry.ids import RequestContext, context_from_headers
-from baton.telemetry.metrics import NOBODY, OTHER, GatewayMetrics
+from baton.telemetry.metrics import GatewayMetrics
+from baton.telemetry.series import NOBODY, OTHER
 
 PROBES = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 """Asked every few seconds by machines: counted, but logged only at level debug."""
@@ -20,7 +21,7 @@ PROBES = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 
 
-class ObserveMiddleware:
+class RequestContextMiddleware:
     """RED metrics, the access log and the id headers.
 
     Args:

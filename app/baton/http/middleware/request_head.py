@@ -15,7 +15,7 @@ VERSIONS = ("1.0", "1.1")
 HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 
 
-class HeadMiddleware:
+class RequestHeadMiddleware:
     """Refuses heads that servers read in different ways (RFC 9112, sections 3.2 and 6.3), and long ones.
 
     The server's parser takes most of them: it reads more of a head at once than `MAX_HEAD_BYTES` when

@@ -11,18 +11,18 @@ from fastapi import APIRouter, Query, Request, Response
 
 from baton.engines.port import Engine, Json, Operation
 from baton.handoffs.options import (
-    Changes,
+    HandoffChanges,
     NewHandoff,
-    parsed,
+    parse_options,
+    require_handoffs,
     require_known_parts,
     require_latent,
-    require_relay,
 )
 from baton.handoffs.session import ID_HEADER
 from baton.handoffs.state import HandoffState
 from baton.http.pipeline import admit, check, take_place, unless_gone
 from baton.http.request_body import read_json
-from baton.http.request_images import take_pictures
+from baton.http.request_images import take_images
 from baton.http.request_state import context_of, state_of
 from baton.http.state import Gateway, gateway_of
 from baton.images.client_image import ClientImage
@@ -38,14 +38,14 @@ async def create_handoff(request: Request) -> Response:
     body = await read_json(request, gateway.settings.limits)
     await check(request, body)
     require_known_parts(body)
-    options = parsed(NewHandoff, body)
+    options = parse_options(NewHandoff, body)
     engine = gateway.fleet.pick(options.model)
-    require_relay(engine)
+    require_handoffs(engine)
     require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
     state_of(request.scope).model = engine.name
     shape = Operation.CHAT if options.messages is not None else Operation.COMPLETIONS
-    pictures = await take_pictures(request, engine, shape, body)
-    return await unless_gone(request, _create(request, gateway, engine, options, body, pictures))
+    images = await take_images(request, engine, shape, body)
+    return await unless_gone(request, _create(request, gateway, engine, options, body, images))
 
 
 async def _create(
@@ -54,13 +54,13 @@ async def _create(
     engine: Engine,
     options: NewHandoff,
     body: Json,
-    pictures: Sequence[ClientImage],
+    images: Sequence[ClientImage],
 ) -> Response:
     context, source = context_of(request), None
     if options.source:  # waited for before there is a place: its own request may need one
         source = await gateway.handoffs.source(options.source, engine, context.tenant)
     ticket = await take_place(request, engine)
-    session = await gateway.sessions.open_new(engine, body, context, options, source, pictures)
+    session = await gateway.sessions.open_new(engine, body, context, options, source, images)
     target = session.target
     assert target is not None
     work = gateway.handoffs.begin_work(session.compute(options.prompt or ""))
@@ -100,7 +100,7 @@ async def retrieve_handoff(request: Request, handoff_id: str) -> dict[str, Any]:
 async def change_handoff(request: Request, handoff_id: str) -> dict[str, Any]:
     """Pin a handoff's KV or unpin it, let it live so many seconds from now, call it something else."""
     gateway = gateway_of(request)
-    changes = parsed(Changes, await read_json(request, gateway.settings.limits))
+    changes = parse_options(HandoffChanges, await read_json(request, gateway.settings.limits))
     record = await gateway.handoffs.get(handoff_id, context_of(request).tenant)
     await gateway.handoffs.change(record, changes.model_dump(exclude_unset=True))
     return record.public()

@@ -1,4 +1,4 @@
-"""`POST /pooling`: through the engine's IO processor plugin where it has one, else vLLM's own pooling."""
+"""Answer `POST /pooling`: by the engine's IO processor plugin where it has one, else by vLLM's pooling."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from starlette.types import Receive, Scope, Send
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
 from baton.http.accept import JSON, ZIP, Wanted, chosen, names_of, wanted_types
-from baton.http.follow_up import FIELD, Then, take_then, tell
+from baton.http.follow_up import FIELD, FollowUp, ask_follow_up, refuse_old_name, take_follow_up
 from baton.http.media_types import UPLOAD_TYPES, media_type_of
 from baton.http.pipeline import admit, operate, strip, unless_gone
 from baton.http.request_body import read_json
 from baton.http.request_state import context_of, state_of
 from baton.http.state import Gateway, gateway_of
-from baton.pooling.processor import ResultFile, Upload
-from baton.pooling.runner import Answer, Runner
+from baton.pooling.answer import Answer
+from baton.pooling.runner import Runner
 from baton.pooling.uploads import RESULTS, Spool
+from baton.pooling.values import ResultFile, Upload
 from baton.telemetry.ids import RequestContext
 from baton_spool import make
 
@@ -37,9 +38,9 @@ QUERY_OURS = ("model", "priority")
 
 @router.post("/pooling")
 async def create_pooling(request: Request) -> Response:
-    """Pool texts or tokens, or let the model's IO processor plugin work on what is sent."""
+    """Pool texts or tokens, or have the model's IO processor plugin process the data."""
     gateway = gateway_of(request)
-    admit(request)  # places at the engine are the runner's to give
+    admit(request)  # the plugin's runner has a queue of its own
     if media_type_of(request) in UPLOAD_TYPES:
         return await _upload(request)
     body = await read_json(request, gateway.settings.limits)
@@ -47,17 +48,17 @@ async def create_pooling(request: Request) -> Response:
     runner = gateway.pooling.runner(engine)
     if runner is None:
         _refuse_plugin_body(engine, body)
-        _refuse_then(engine, body)
+        _refuse_follow_up(engine, body)
         return await operate(request, Operation.POOLING, body)
     state_of(request.scope).model = engine.name
     _require_priority(body.get("priority", 0))
     strip(request, body)
     _require_data(runner, engine, body)
     wanted = wanted_types(request.headers)
-    if (then := take_then(gateway, body)) is not None:
+    if (follow_up := take_follow_up(gateway, body)) is not None:
         if chosen(wanted, [JSON]) is None:
-            raise _nothing_of_that_kind([JSON])
-        return await unless_gone(request, _told(request, runner, body, then))
+            raise _not_acceptable([JSON])
+        return await unless_gone(request, _with_follow_up(request, runner, body, follow_up))
     return await unless_gone(request, _answered(gateway, runner, body, context_of(request), wanted))
 
 
@@ -69,10 +70,11 @@ def _refuse_plugin_body(engine: Engine, body: Json) -> None:
         )
 
 
-def _refuse_then(engine: Engine, body: Json) -> None:
+def _refuse_follow_up(engine: Engine, body: Json) -> None:
+    refuse_old_name(body)
     if FIELD in body:
         raise InvalidRequest(
-            f"The model '{engine.name}' has no IO processor plugin whose result 'then' could show.",
+            f"The model '{engine.name}' has no IO processor plugin for '{FIELD}' to ask about.",
             param=FIELD,
         )
 
@@ -87,7 +89,7 @@ def _require_data(runner: Runner, engine: Engine, body: Json) -> None:
 
 
 def _require_priority(value: object) -> None:
-    """vLLM's requests have the field, so it must be well-formed; nobody is served sooner for it."""
+    """Require a well-formed `priority`, as vLLM does; it has no effect."""
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise InvalidRequest("'priority' must be a whole number of 64 bits.", param="priority")
 
@@ -137,7 +139,7 @@ async def _answered(
         offered = [*kinds, JSON] if isinstance(work, Upload) else [JSON, *kinds]
         kind = chosen(wanted, [*offered, *([ZIP] if files else [])])
         if kind is None:
-            raise _nothing_of_that_kind([*offered, *([ZIP] if files else [])])
+            raise _not_acceptable([*offered, *([ZIP] if files else [])])
         if kind == JSON:
             return await _as_json(gateway, answer, context)
         return await _as_file(gateway, answer, files, kind, context)
@@ -146,9 +148,11 @@ async def _answered(
         raise
 
 
-def _nothing_of_that_kind(offered: list[str]) -> NotAcceptable:
+def _not_acceptable(offered: list[str]) -> NotAcceptable:
     listed = ", ".join(dict.fromkeys(offered))
-    return NotAcceptable(f"No answer to this request is of a kind that 'Accept' names. There are: {listed}.")
+    return NotAcceptable(
+        f"The answer is available in none of the media types that 'Accept' names. Available are: {listed}."
+    )
 
 
 async def _as_file(
@@ -160,24 +164,24 @@ async def _as_file(
     return LastingFileResponse(file.path, kind, file.name, answer.close, answer.time_limit_s)
 
 
-async def _told(request: Request, runner: Runner, body: Json, then: Then) -> Response:
-    """The plugin's result, and under `then` what a chat model says of it."""
+async def _with_follow_up(request: Request, runner: Runner, body: Json, follow_up: FollowUp) -> Response:
+    """Answer with the plugin's result and, under `follow_up`, the chat model's answer about it."""
     context = context_of(request)
-    answer = await runner.run(body, context, exhibits=True)
+    answer = await runner.run(body, context, describe=True)
     try:
-        data, exhibit = await answer.data(), await answer.exhibit()
+        data, description = await answer.data(), await answer.describe()
     finally:
         await answer.close()
-    told = await tell(request, then, exhibit)
+    follow_up_answer = await ask_follow_up(request, follow_up, description)
     return Response(
-        await _packed(gateway_of(request), context, data, {FIELD: told.body}),
+        await _packed(gateway_of(request), context, data, {FIELD: follow_up_answer.body}),
         media_type=JSON,
-        headers=dict(told.headers),
+        headers=dict(follow_up_answer.headers),
     )
 
 
 async def _as_json(gateway: Gateway, answer: Answer, context: RequestContext) -> Response:
-    """vLLM's `IOProcessorResponse`."""
+    """Answer in the form of vLLM's `IOProcessorResponse`."""
     body = await _packed(gateway, context, await answer.data(), {})
     await answer.close()
     return Response(body, media_type=JSON)
@@ -210,19 +214,19 @@ async def _as_zip(
 
 
 def _pack(target: Path, files: list[ResultFile]) -> None:
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:  # what is inside is compressed already
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:  # the files are compressed already
         for file in files:
             archive.write(file.path, file.name)
 
 
 class LastingFileResponse(FileResponse):
-    """A file that is let go of once it has been sent, or the client has gone or is too slow.
+    """A file response that releases its file once it was sent, or the client disconnected or was too slow.
 
     Args:
         path: of the file.
         media_type: of its content.
-        filename: for the person who keeps it.
-        release: lets it go.
+        filename: the file name that the client is offered.
+        release: called at the end.
         seconds: that sending may take.
     """
 

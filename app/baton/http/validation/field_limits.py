@@ -53,13 +53,13 @@ BEYOND = 2**63
 """Stands for a text of so many digits that it is no float."""
 
 
-def check_caps(body: Mapping[str, Any], limits: LimitSettings) -> None:
+def check_field_limits(body: Mapping[str, Any], limits: LimitSettings) -> None:
     """Refuse a request that asks for too much of something.
 
     Raises:
         InvalidRequest: it does; `param` names the field, the text its limit.
     """
-    for name, check in CAPS.items():
+    for name, check in FIELD_LIMITS.items():
         value = body.get(name)
         if value is not None:
             check(name, value, limits)
@@ -225,7 +225,7 @@ def _repetition(name: str, value: Any, limits: LimitSettings) -> None:
             _refuse_above(number, REPEATED_TOKENS, f"{name}.{key}", None)
 
 
-CAPS: Mapping[str, Check] = {
+FIELD_LIMITS: Mapping[str, Check] = {
     "n": _number("n"),
     "best_of": _number("n"),
     "max_tokens": _number("max_tokens"),

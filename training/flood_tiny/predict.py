@@ -1,4 +1,4 @@
-"""A scene to a mask with plain torch, as it is served: normalised, tiled, blended."""
+"""Compute a scene's mask with plain torch, as the plugin does: normalised, tiled, blended."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from training.flood_tiny.measure import Mask
 
+import baton_geo
 from baton_geo.card import Card
-from baton_geo.flood.measure import Mask
 from baton_geo.flood.scenes import WATER
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load, read_checkpoint
 
-SHIPPED: Final = Path(__file__).parent.parent / "flood_tiny"
+SHIPPED: Final = Path(baton_geo.__file__).parent / "flood_tiny"
 
 
 class Predictor:
-    """A model and the rasters it takes. A `measure.Method` when called.
+    """A model and its card; a `measure.Method` when called.
 
     Args:
         model: with one time step; computes in the dtype of its parameters.
-        card: the rasters it takes; integer files.
+        card: of the model; its integer scale is used.
     """
 
     def __init__(self, model: PrithviSegmenter, card: Card) -> None:
@@ -33,10 +34,10 @@ class Predictor:
 
     @classmethod
     def of_folder(cls, folder: Path = SHIPPED) -> Predictor:
-        """The model whose config.json and model.safetensors lie in a folder, computing in float32.
+        """Load the model of a folder with config.json and model.safetensors, computing in float32.
 
         Raises:
-            ValueError: a configuration or weights that do not fit.
+            ValueError: the configuration is wrong, or the weights do not fit it.
             OSError: a file is missing.
         """
         config = json.loads((folder / "config.json").read_text())
@@ -45,17 +46,17 @@ class Predictor:
         return cls(model, Card.model_validate(config["baton_geo"]))
 
     def __call__(self, pixels: npt.NDArray[np.int16]) -> Mask:
-        """Where water is: (6, height, width) to (height, width)."""
+        """Return the mask of the water: (6, height, width) to (height, width)."""
         return np.asarray(self.probabilities(pixels).argmax(axis=0) == WATER)
 
     def probabilities(self, pixels: npt.NDArray[np.int16]) -> npt.NDArray[np.float32]:
-        """Class probabilities of each pixel: the mean over the tiles it is in, weighted by ramps.
+        """Return class probabilities of each pixel: the mean over the tiles it is in, weighted by ramps.
 
         Args:
-            pixels: (bands, height, width), at least a tile high and wide.
+            pixels: (bands, height, width), at least one tile high and wide.
 
         Returns:
-            (classes, height, width); adds up to 1 over the classes.
+            (classes, height, width); the sum over the classes is 1.
         """
         tile, overlap = self.card.tile, self.card.overlap
         image = normalised(pixels, self.card)
@@ -70,18 +71,18 @@ class Predictor:
         return np.asarray((total / weight).numpy())
 
     def _tile(self, tile: Tensor) -> Tensor:
-        """Probabilities (classes, height, width) of one tile (bands, height, width)."""
+        """Return probabilities (classes, height, width) of one tile (bands, height, width)."""
         with torch.inference_mode():
             scores: Tensor = self.model(tile[None, :, None])
         return scores.softmax(dim=1)[0]
 
 
 def normalised(pixels: npt.NDArray[np.int16], card: Card) -> Tensor:
-    """Digital numbers as the model sees them: each band's mean 0 and deviation 1, and 0 where nodata.
+    """Normalise digital numbers: each band to mean 0 and standard deviation 1, nodata to 0.
 
     Args:
         pixels: (bands, height, width).
-        card: says scale, means and deviations.
+        card: has the scale, the means and the deviations.
 
     Returns:
         float32 of the same shape.
@@ -94,13 +95,13 @@ def normalised(pixels: npt.NDArray[np.int16], card: Card) -> Tensor:
 
 
 def _starts(length: int, tile: int, overlap: int) -> list[int]:
-    """Where tiles start along one axis; the last ends with the scene."""
+    """Return the first pixel of each tile along one axis; the last tile ends with the scene."""
     starts = list(range(0, length - tile, tile - overlap))
     return [*starts, length - tile]
 
 
 def _ramp(tile: int, overlap: int) -> Tensor:
-    """Weights of a tile's pixels, (tile, tile): 1 inside, falling in a line to its edges over `overlap`."""
+    """Return the weights of a tile's pixels, (tile, tile): 1 inside, falling linearly to its edges."""
     rise = torch.arange(1, tile + 1) / (overlap + 1)
     line = torch.minimum(rise, rise.flip(0)).clamp(max=1)
     return line[:, None] * line[None, :]

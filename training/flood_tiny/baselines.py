@@ -1,6 +1,8 @@
-"""The simple methods `flood-tiny` is measured beside.
+"""Fit and measure the simple methods that `flood-tiny` is compared with.
 
-python -m baton_geo.flood.baselines    prints their figures on the held-out scenes, writes baselines.json
+    python -m training.flood_tiny.baselines
+
+Prints their figures on the held-out scenes and writes baselines.json.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from training.flood_tiny.measure import Figures, Mask, Method, Scenes, draw_scenes, figures
+from training.flood_tiny.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
 
-from baton_geo.flood.measure import Figures, Mask, Method, Scenes, draw_scenes, figures
-from baton_geo.flood.scenes import HELD_OUT_SEEDS, TRAINING_SEEDS, UNKNOWN, WATER
+from baton_geo.flood.scenes import UNKNOWN, WATER
 from baton_geo.flood.sensor import UNIT
 
 RECORD: Final = Path(__file__).with_name("baselines.json")
@@ -32,34 +35,39 @@ Index = npt.NDArray[np.float64]
 
 
 def everything(pixels: npt.NDArray[np.int16]) -> Mask:
-    """Water everywhere: what intersection over union gives for nothing."""
+    """Call every pixel water: the least that a method has to beat."""
     return np.ones(pixels.shape[1:], dtype=np.bool_)
 
 
 def ndwi(pixels: npt.NDArray[np.int16]) -> Mask:
-    """NDWI above 0: (green - NIR) / (green + NIR), McFeeters 1996 (doi:10.1080/01431169608948714)."""
+    """Call NDWI above 0 water: (green - NIR) / (green + NIR).
+
+    McFeeters 1996 (doi:10.1080/01431169608948714).
+    """
     return np.asarray(_difference(pixels[1], pixels[3]) > 0)
 
 
 def tuned_mndwi(scenes: Scenes) -> tuple[Method, float]:
-    """MNDWI, (green - SWIR 1) / (green + SWIR 1), Xu 2006 (doi:10.1080/01431160600589179), above a threshold.
+    """Fit the threshold of MNDWI: (green - SWIR 1) / (green + SWIR 1).
+
+    Xu 2006 (doi:10.1080/01431160600589179).
 
     Returns:
-        The method, and the threshold: the one of best pooled intersection over union on `scenes`.
+        The method, and the threshold with the best pooled intersection over union on `scenes`.
     """
     water, land = np.zeros(len(THRESHOLDS) - 1), np.zeros(len(THRESHOLDS) - 1)
     for scene in scenes.values():
         index = np.clip(_difference(scene.pixels[1], scene.pixels[4]), -1, 1)
         water += np.histogram(index[scene.label == WATER], THRESHOLDS)[0]
         land += np.histogram(index[(scene.label != WATER) & (scene.label != UNKNOWN)], THRESHOLDS)[0]
-    # From the right: what lies above each threshold.
+    # Summed from the right: the pixels above each threshold.
     hits, wrong = water[::-1].cumsum()[::-1], land[::-1].cumsum()[::-1]
     threshold = float(THRESHOLDS[np.argmax(hits / (water.sum() + wrong))])
     return lambda pixels: np.asarray(_difference(pixels[1], pixels[4]) >= threshold), threshold
 
 
 def pixel_mlp(scenes: Scenes, *, steps: int = 4000, batch: int = 8192) -> Method:
-    """A perceptron of two hidden layers that sees one pixel's six bands, trained on pixels of `scenes`."""
+    """Train a perceptron with two hidden layers on single pixels of `scenes`, six bands each."""
     values, truth = _pixels(scenes)
     mean, std = values.mean(dim=0), values.std(dim=0)
     torch.manual_seed(SEED)
@@ -85,7 +93,7 @@ def pixel_mlp(scenes: Scenes, *, steps: int = 4000, batch: int = 8192) -> Method
 
 
 def all_baselines(scenes: Scenes) -> dict[str, Method]:
-    """Every method by name, those with something to learn fitted on `scenes`."""
+    """Return every method by name; MNDWI and the perceptron are fitted on `scenes`."""
     mndwi, threshold = tuned_mndwi(scenes)
     return {
         "water everywhere": everything,
@@ -96,7 +104,7 @@ def all_baselines(scenes: Scenes) -> dict[str, Method]:
 
 
 def print_figures(rows: dict[str, Figures]) -> None:
-    """A table on the terminal."""
+    """Print a table of figures."""
     table = Table("method", "pooled IoU", "worst scene")
     for name, row in rows.items():
         table.add_row(name, f"{row.pooled:.4f}", f"{row.worst:.4f}")
@@ -104,7 +112,7 @@ def print_figures(rows: dict[str, Figures]) -> None:
 
 
 def main(progress: Callable[[str], None] = print) -> None:
-    """Fit on training scenes, measure on the held-out ones, write the record."""
+    """Fit on the training scenes, measure on the held-out ones, write baselines.json."""
     torch.set_num_threads(2)
     progress(f"drawing {len(FITTED_ON)} training and {len(HELD_OUT_SEEDS)} held-out scenes")
     methods = all_baselines(draw_scenes(FITTED_ON))
@@ -116,14 +124,14 @@ def main(progress: Callable[[str], None] = print) -> None:
 
 
 def _difference(one: npt.NDArray[np.int16], other: npt.NDArray[np.int16]) -> Index:
-    """Normalised difference; 0 where both are 0."""
+    """Return the normalised difference; 0 where both are 0."""
     a, b = one.astype(np.float64), other.astype(np.float64)
     total = a + b
     return np.asarray((a - b) / np.where(total == 0, 1, total))
 
 
 def _pixels(scenes: Scenes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reflectances (n, 6) and truth (n,), both float32, of some known pixels of each scene."""
+    """Return reflectances (n, 6) and truth (n,), both float32, of random known pixels of each scene."""
     rng = np.random.default_rng(SEED)
     values, truth = [], []
     for scene in scenes.values():

@@ -197,7 +197,7 @@ def test_one_tenant_s_bodies_leave_room_for_another_s() -> None:
     with shared.lease("acme") as first, shared.lease("acme") as second, shared.lease("globex") as other:
         first.take(400)
         second.take(200)
-        with pytest.raises(RateLimited, match=r"share of limits\.bodies_bytes"):
+        with pytest.raises(RateLimited, match=r"share \(setting limits\.bodies_bytes\)"):
             second.take(1)
         other.take(300)
         with pytest.raises(RateLimited):

@@ -1,4 +1,4 @@
-"""Chance with names: one random stream for each thing drawn, so that leaving one out moves no other."""
+"""Draw random numbers from one named stream per feature, so that leaving one out changes no other."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ Phenomenon: TypeAlias = Literal[
 
 
 @dataclass(frozen=True)
-class Chance:
+class RandomStreams:
     """The random streams of one scene.
 
     Attributes:
         seed: of the scene.
-        without: what is left out of it.
+        without: phenomena to leave out.
     """
 
     seed: int
     without: frozenset[Phenomenon] = frozenset()
 
-    def of(self, name: str) -> np.random.Generator:
-        """A fresh stream for `name`; the same seed and name give the same numbers."""
+    def stream(self, name: str) -> np.random.Generator:
+        """Return a fresh stream for `name`; the same seed and name give the same numbers."""
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())])
 
-    def strikes(self, phenomenon: Phenomenon, probability: float = 1.0) -> bool:
-        """Whether the scene has it."""
-        drawn = self.of(f"whether {phenomenon}").random() < probability
+    def occurs(self, phenomenon: Phenomenon, probability: float = 1.0) -> bool:
+        """Decide whether the scene has a phenomenon."""
+        drawn = self.stream(f"whether {phenomenon}").random() < probability
         return bool(drawn) and phenomenon not in self.without

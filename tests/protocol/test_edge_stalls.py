@@ -75,7 +75,8 @@ def test_the_shipped_deadlines_are_the_promised_ones() -> None:
     assert edge.body_bytes_per_s == 64 * 1024
 
 
-def test_e5_thousands_of_idle_connections_leave_room_for_others() -> None:
+@pytest.mark.fault("E5")
+def test_thousands_of_idle_connections_leave_room_for_others() -> None:
     wanted = 9_900
     room_for(wanted)  # of descriptors; as much as this machine gives
     wanted = min(wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500)
@@ -98,7 +99,8 @@ def test_e5_thousands_of_idle_connections_leave_room_for_others() -> None:
         assert p99() < 1000
 
 
-def test_e4_slow_headers_are_closed_with_408() -> None:
+@pytest.mark.fault("E4")
+def test_slow_headers_are_closed_with_408() -> None:
     with run_fake(FakeEngine("a"), edge={"header_s": 0.5}) as gateway:
         answer, seconds = drip(gateway, HEAD * 20)
         assert statuses(answer) == [408]
@@ -109,7 +111,8 @@ def test_e4_slow_headers_are_closed_with_408() -> None:
 
 
 @pytest.mark.chaos
-def test_e4_the_shipped_deadline_of_a_head_holds() -> None:
+@pytest.mark.fault("E4")
+def test_the_default_deadline_of_a_request_head_holds() -> None:
     with run_fake(FakeEngine("a")) as gateway, connect(gateway, timeout=20) as connection:
         began = time.monotonic()
         connection.sendall(HEAD)
@@ -120,7 +123,8 @@ def test_e4_the_shipped_deadline_of_a_head_holds() -> None:
     print(f"E4: shipped deadline, a head that stops: closed after {seconds:.1f} s")
 
 
-def test_e4_a_connection_that_says_nothing_is_closed_silently() -> None:
+@pytest.mark.fault("E4")
+def test_a_connection_that_says_nothing_is_closed_silently() -> None:
     with run_fake(FakeEngine("a"), edge={"header_s": 0.3}) as gateway, connect(gateway) as connection:
         began = time.monotonic()
         assert rest_of(connection) == b""
@@ -128,7 +132,8 @@ def test_e4_a_connection_that_says_nothing_is_closed_silently() -> None:
         wait_for(lambda: open_connections(gateway) == 0, "it is still there")
 
 
-def test_e4_the_second_head_on_a_connection_has_a_deadline_too() -> None:
+@pytest.mark.fault("E4")
+def test_the_second_request_head_on_a_connection_has_a_deadline_too() -> None:
     with run_fake(FakeEngine("a"), edge={"header_s": 0.5}) as gateway, connect(gateway) as connection:
         for _ in range(3):
             connection.sendall(request())
@@ -140,7 +145,8 @@ def test_e4_the_second_head_on_a_connection_has_a_deadline_too() -> None:
         assert time.monotonic() - began < 2
 
 
-def test_e4_a_request_within_its_deadlines_outlives_them() -> None:
+@pytest.mark.fault("E4")
+def test_a_request_within_its_deadlines_outlives_them() -> None:
     engine = FakeEngine("a")
     engine.behaviour.token_seconds = 0.4
     edge = {"header_s": 0.3, "body_s": 0.3, "send_s": 0.3}
@@ -150,7 +156,8 @@ def test_e4_a_request_within_its_deadlines_outlives_them() -> None:
 
 
 @pytest.mark.parametrize("head", [b"Content-Length: 4000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
-def test_e4_slow_bodies_are_closed_with_408(head: bytes) -> None:
+@pytest.mark.fault("E4")
+def test_slow_bodies_are_closed_with_408(head: bytes) -> None:
     edge = {"body_s": 0.5, "body_bytes_per_s": 1000}
     with run_fake(FakeEngine("a"), edge=edge) as gateway, connect(gateway) as connection:
         began = time.monotonic()
@@ -165,7 +172,8 @@ def test_e4_slow_bodies_are_closed_with_408(head: bytes) -> None:
         assert gateway.engine("a").bodies == []
 
 
-def test_e4_a_large_body_that_keeps_its_pace_has_the_time_it_takes() -> None:
+@pytest.mark.fault("E4")
+def test_a_large_body_that_keeps_its_pace_has_the_time_it_takes() -> None:
     """8 KB at 8 KB/s take longer than `body_s`, and may."""
     body = json.dumps(TEXT | {"user": "u" * 8000}).encode()
     edge = {"body_s": 0.4, "body_bytes_per_s": 4000}
@@ -179,7 +187,8 @@ def test_e4_a_large_body_that_keeps_its_pace_has_the_time_it_takes() -> None:
         assert statuses(rest_of(connection)) == [200]
 
 
-def test_e4_a_body_nobody_waits_for_is_not_awaited_for_ever() -> None:
+@pytest.mark.fault("E4")
+def test_the_rest_of_a_refused_body_is_not_awaited_for_ever() -> None:
     """A refusal is out before the body is in: what dribbles in after it must not hold the connection."""
     with run_fake(FakeEngine("a"), edge={"header_s": 0.5}) as gateway:
         sent = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
@@ -191,7 +200,8 @@ def test_e4_a_body_nobody_waits_for_is_not_awaited_for_ever() -> None:
             assert time.monotonic() - began < 3
 
 
-def test_e4_a_thousand_slow_clients_are_gone_at_the_deadline() -> None:
+@pytest.mark.fault("E4")
+def test_a_thousand_slow_clients_are_gone_at_the_deadline() -> None:
     with run_fake(FakeEngine("a"), edge={"header_s": 2, "body_s": 2}) as gateway:
         slow = [connect(gateway) for _ in range(1000)]
         try:
@@ -214,7 +224,8 @@ def test_e4_a_thousand_slow_clients_are_gone_at_the_deadline() -> None:
         assert p99() < 2000 + 3 * idle_p99()
 
 
-def test_e3_slow_readers_are_cut_off_and_their_engine_requests_freed() -> None:
+@pytest.mark.fault("E3")
+def test_slow_readers_are_cut_off_and_their_engine_requests_freed() -> None:
     streams = 100
     endless = {"prompt": "w" * 2000, "max_tokens": 150, "stream": True}  # the fake engine holds it all
     with run_fake(FakeEngine("a"), edge={"send_s": 1.5}) as gateway:
@@ -243,7 +254,8 @@ def test_e3_slow_readers_are_cut_off_and_their_engine_requests_freed() -> None:
         assert p99() < 2000 + 3 * idle_p99()
 
 
-def test_e3_what_is_left_of_a_finished_answer_is_not_kept_for_ever() -> None:
+@pytest.mark.fault("E3")
+def test_the_unread_rest_of_a_finished_answer_is_not_kept_for_ever() -> None:
     """The answer is smaller than asyncio's buffer: nothing pauses, yet the connection cannot end."""
     with run_fake(FakeEngine("a"), edge={"send_s": 0.5}) as gateway:
         small_buffers(gateway)
@@ -277,7 +289,8 @@ def read_slowly(send_s: float) -> tuple[bytes, float, float]:
     return answer, read - began, longest
 
 
-def test_e3_a_reader_that_keeps_reading_is_let_finish() -> None:
+@pytest.mark.fault("E3")
+def test_a_slow_reader_that_keeps_reading_may_finish() -> None:
     """Where the machine keeps the reader from it for a good part of the deadline, a longer one is tried."""
     for send_s in (0.4, 1.6, 6.4):
         answer, seconds, longest = read_slowly(send_s)
@@ -289,7 +302,8 @@ def test_e3_a_reader_that_keeps_reading_is_let_finish() -> None:
     assert answer.count(LONG_WORD.encode()) == 100
 
 
-def test_e5_connections_above_the_limit_get_a_503_and_others_go_on() -> None:
+@pytest.mark.fault("E5")
+def test_connections_above_the_limit_get_a_503_and_others_go_on() -> None:
     with run_fake(FakeEngine("a"), edge={"connections": 20}) as gateway:
         with connect(gateway) as kept:
             kept.sendall(request())
@@ -314,7 +328,8 @@ def test_e5_connections_above_the_limit_get_a_503_and_others_go_on() -> None:
         print(f"E5: above the limit 503 after {each * 1000:.1f} ms")
 
 
-def test_e5_fewer_descriptors_than_connections_mean_fewer_connections() -> None:
+@pytest.mark.fault("E5")
+def test_fewer_descriptors_than_connections_mean_fewer_connections() -> None:
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}));"
         "from baton.http.protocol import room_for;"
@@ -331,7 +346,8 @@ def test_e5_fewer_descriptors_than_connections_mean_fewer_connections() -> None:
     assert room(100, 100) == ["50", "100", "100"]
 
 
-def test_e4_the_metrics_port_has_the_same_deadlines() -> None:
+@pytest.mark.fault("E4")
+def test_the_metrics_port_has_the_same_deadlines() -> None:
     auth = {"allow_unauthenticated": True}
     metrics = {"port": 0}
     options = {"host": "0.0.0.0", "auth": auth, "metrics": metrics, "edge": {"header_s": 0.3}}

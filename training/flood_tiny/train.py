@@ -1,8 +1,8 @@
-"""Trains `flood-tiny` and writes `baton_geo/flood_tiny`: config.json, model.safetensors, training.json.
+"""Train `flood-tiny` and write `plugins/baton_geo/flood_tiny`: config.json, model.safetensors, training.json.
 
-    python -m baton_geo.flood.train
+    python -m training.flood_tiny.train
 
-No held-out scene is seen before the weights are written.
+The held-out scenes are drawn only after the weights are written.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from safetensors.torch import save as serialised
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from training.flood_tiny.architecture import TILE, card, config_json
+from training.flood_tiny.measure import Scenes, draw_scenes
+from training.flood_tiny.predict import SHIPPED, normalised
+from training.flood_tiny.record import write_record
+from training.flood_tiny.seeds import TRAINING_SEEDS
 
 from baton_geo.card import Card
-from baton_geo.flood.design import TILE, card, config_json
-from baton_geo.flood.measure import Scenes, draw_scenes
-from baton_geo.flood.predict import SHIPPED, normalised
-from baton_geo.flood.record import write_record
-from baton_geo.flood.scenes import TRAINING_SEEDS, UNKNOWN, WATER
+from baton_geo.flood.scenes import UNKNOWN, WATER
 from baton_geo.flood.sensor import NODATA, UNIT
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter
 
@@ -38,16 +39,16 @@ THREADS = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train.
+    """The settings of a training run.
 
     Attributes:
-        seed: of the weights, the crops and their changes.
-        steps: of the optimiser.
-        batch: crops a step.
+        seed: of the initial weights, the crops and their augmentation.
+        steps: number of optimiser steps.
+        batch: crops per step.
         rate: the highest learning rate; it rises over the first 5 % of the steps, then falls as a cosine.
-        matrix_rate: the same for the transformer's matrices.
+        matrix_rate: the highest learning rate of the transformer's matrices.
         decay: weight decay.
-        memory: of the moving average of the weights, which is what is kept.
+        memory: decay of the moving average of the weights; the average is what is saved.
         tile: height and width of the crops, pixels.
     """
 
@@ -62,7 +63,7 @@ class Recipe:
 
 
 def band_statistics(scenes: Scenes) -> tuple[list[float], list[float]]:
-    """Mean and deviation of each band in reflectance over the pixels that hold data, to five places."""
+    """Return each band's mean and standard deviation in reflectance, without nodata, to five places."""
     count, total, squares = 0, np.zeros(6), np.zeros(6)
     for scene in scenes.values():
         values = scene.pixels[:, scene.pixels[0] != NODATA].astype(np.float64) / UNIT
@@ -75,9 +76,10 @@ def band_statistics(scenes: Scenes) -> tuple[list[float], list[float]]:
 
 
 def crops(scenes: Scenes, rasters: Card, recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches without end: float32 (batch, 6, 1, tile, tile), normalised, and int64 (batch, tile, tile).
+    """Yield batches without end: float32 (batch, 6, 1, tile, tile) and int64 (batch, tile, tile).
 
-    Each crop is turned, mirrored, and made a little brighter or darker, as a whole and by band.
+    Pixels are normalised. Each crop is rotated, mirrored, and made slightly brighter or
+    darker, as a whole and by band.
     """
     rng = np.random.default_rng(recipe.seed)
     seeds = list(scenes)
@@ -91,17 +93,17 @@ def crops(scenes: Scenes, rasters: Card, recipe: Recipe) -> Iterator[tuple[Tenso
             pixels, label = scene.pixels[where], scene.label[where]
             brighter = np.where(pixels == NODATA, NODATA, np.rint(pixels * gain)).astype(np.int16)
             quarter, mirrored = int(rng.integers(4)), bool(rng.integers(2))
-            images.append(_turned(normalised(brighter, rasters), quarter, mirrored))
-            labels.append(_turned(torch.from_numpy(label.astype(np.int64)), quarter, mirrored))
+            images.append(_rotated(normalised(brighter, rasters), quarter, mirrored))
+            labels.append(_rotated(torch.from_numpy(label.astype(np.int64)), quarter, mirrored))
         yield torch.stack(images).unsqueeze(2), torch.stack(labels)
 
 
 def loss_of(scores: Tensor, label: Tensor) -> Tensor:
-    """Cross-entropy, and a soft Dice loss of the water (Milletari et al. 2016), over the known pixels.
+    """Return cross-entropy plus a soft Dice loss of the water (Milletari et al. 2016) over the known pixels.
 
     Args:
         scores: (batch, 2, height, width).
-        label: int64 (batch, height, width); 255 counts for nothing.
+        label: int64 (batch, height, width); pixels of 255 are ignored.
     """
     entropy = nn.functional.cross_entropy(scores, label, ignore_index=UNKNOWN)
     known = (label != UNKNOWN).float()
@@ -110,10 +112,10 @@ def loss_of(scores: Tensor, label: Tensor) -> Tensor:
 
 
 def optimisers(model: PrithviSegmenter, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the transformer's matrices, AdamW for the rest.
+    """Return Muon for the transformer's matrices and AdamW for the other parameters.
 
-    Muon is of Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), with the step size of Liu et
-    al. 2025 (arXiv:2502.16982). In short trials it had AdamW's loss in about half of the steps.
+    Muon is by Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), with the step size of Liu et
+    al. 2025 (arXiv:2502.16982). In short trials it reached AdamW's loss in about half of the steps.
     """
     inside = model.encoder.blocks.parameters()
     matrices = {id(parameter): parameter for parameter in inside if parameter.ndim == 2}
@@ -132,10 +134,10 @@ def optimisers(model: PrithviSegmenter, recipe: Recipe) -> list[torch.optim.Opti
 def train(
     model: PrithviSegmenter, batches: Iterator[tuple[Tensor, Tensor]], recipe: Recipe
 ) -> tuple[PrithviSegmenter, list[float]]:
-    """Trains a model; computes in bfloat16 where that loses little.
+    """Train a model, with automatic mixed precision in bfloat16.
 
     Returns:
-        The moving average of the weights as a model, and the loss of each step.
+        A model with the moving average of the weights, and the loss of each step.
     """
     chosen = optimisers(model, recipe)
     schedules = [LambdaLR(optimiser, lambda step: _rate(step, recipe.steps)) for optimiser in chosen]
@@ -150,17 +152,17 @@ def train(
                 schedule.step()
             average.update_parameters(model)
             progress.update(task, advance=1, loss=float(np.mean(losses[-20:])))
-            if len(losses) % 50 == 0:  # stays, where the bar does not, in a log
+            if len(losses) % 50 == 0:  # a log keeps these lines, but not the progress bar
                 progress.console.print(f"step {len(losses)}: loss {np.mean(losses[-50:]):.4f}")
     return average.module, losses
 
 
 def save(model: PrithviSegmenter, rasters: Card, folder: Path) -> None:
-    """Writes config.json, and the weights as float16 in model.safetensors."""
+    """Write config.json, and the weights as float16 in model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_json(rasters), indent=1) + "\n")
     weights = {name: tensor.to(torch.float16).contiguous() for name, tensor in model.state_dict().items()}
-    # Not `save_file`: what that writes only its owner may read.
+    # Not `save_file`: it writes files that only their owner may read.
     (folder / "model.safetensors").write_bytes(serialised(weights, metadata={"format": "pt"}))
 
 
@@ -169,7 +171,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the weights and the crops.")] = Recipe.seed,
     steps: Annotated[int, typer.Option(help="Of the optimiser.")] = Recipe.steps,
 ) -> None:
-    """Draw the scenes, train, write, then measure on the held-out scenes."""
+    """Draw the training scenes, train, write the model, then measure it on the held-out scenes."""
     torch.set_num_threads(THREADS)
     torch.manual_seed(seed)
     recipe = Recipe(seed=seed, steps=steps)
@@ -199,16 +201,16 @@ def _step(
 
 
 def _rate(step: int, steps: int) -> float:
-    """Share of the highest learning rate."""
+    """Return the learning rate of a step as a share of the highest one."""
     rise = max(steps // 20, 1)
     if step < rise:
         return (step + 1) / rise
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(steps - rise, 1)))
 
 
-def _turned(image: Tensor, quarter: int, mirrored: bool) -> Tensor:
-    turned = torch.rot90(image, quarter, (-2, -1))
-    return turned.flip(-1) if mirrored else turned
+def _rotated(image: Tensor, quarter: int, mirrored: bool) -> Tensor:
+    rotated = torch.rot90(image, quarter, (-2, -1))
+    return rotated.flip(-1) if mirrored else rotated
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How well a mask agrees with the truth: intersection over union (Jaccard) of the water."""
+"""Measure how well masks agree with the truth, by intersection over union (Jaccard) of the water."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from baton_geo.flood.scenes import UNKNOWN, WATER, Scene, make_scene
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Method: TypeAlias = Callable[[npt.NDArray[np.int16]], Mask]
-"""From digital numbers (6, height, width) to where water is, (height, width)."""
+"""Maps digital numbers (6, height, width) to a mask of the water (height, width)."""
 Scenes: TypeAlias = Mapping[int, Scene]
-"""By seed."""
+"""Scenes by their seeds."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Figures:
 
     Attributes:
         pooled: over the pixels of all scenes together.
-        worst: of the scene it does worst on.
+        worst: of the scene where it is lowest.
         scenes: of each scene, by seed.
     """
 
@@ -35,7 +35,7 @@ class Figures:
 
 
 def draw_scenes(seeds: Iterable[int], *, size: int = 512, processes: int = 2) -> dict[int, Scene]:
-    """The scenes of these seeds, `size` x `size` pixels, drawn by several processes."""
+    """Draw the scenes of these seeds, `size` x `size` pixels each, in several processes."""
     seeds = list(seeds)
     with ProcessPoolExecutor(processes) as pool:
         drawn = pool.map(make_scene, seeds, [size] * len(seeds), [size] * len(seeds))
@@ -43,10 +43,10 @@ def draw_scenes(seeds: Iterable[int], *, size: int = 512, processes: int = 2) ->
 
 
 def figures(method: Method, scenes: Scenes) -> Figures:
-    """What a method reaches; pixels of which nothing is known are left out.
+    """Measure a method; pixels whose truth is unknown are left out.
 
     Raises:
-        ValueError: no scenes.
+        ValueError: there are no scenes.
     """
     if not scenes:
         raise ValueError("no scenes to measure on")
@@ -57,6 +57,6 @@ def figures(method: Method, scenes: Scenes) -> Figures:
 
 
 def _agreement(mask: Mask, label: npt.NDArray[np.uint8]) -> tuple[int, int]:
-    """Pixels of water in both, and in either."""
+    """Count the pixels that are water in both, and in either."""
     known, water = label != UNKNOWN, label == WATER
     return int((mask & water & known).sum()), int(((mask | water) & known).sum())

@@ -15,14 +15,16 @@ from PIL import Image
 
 from baton_geo.card import Band
 from baton_geo.errors import RasterBroken, RasterTooLarge, RasterUnusable
-from baton_geo.raster.ask import SceneAsk
 from baton_geo.raster.decoders import Decoders
+from baton_geo.raster.messages import SceneRequest
 from baton_geo.settings import GeoLimits
+
+pytestmark = pytest.mark.fault("F4")
 
 RGB = make_card().model_copy(
     update={"bands": tuple(Band(name=name, mean=0, std=1) for name in ("RED", "GREEN", "BLUE"))}
 )
-ASK = SceneAsk(card=RGB, limits=GeoLimits(tile_bytes=0))
+ASK = SceneRequest(card=RGB, limits=GeoLimits(tile_bytes=0))
 
 
 def rows(width: int, height: int, pixel: bytes = b"\x01\x02\x03") -> bytes:
@@ -49,7 +51,7 @@ def first_tile(
         return tile[:, 0]
 
 
-def test_f4_png_and_jpeg_are_read(decoders: Decoders, tmp_path: Path) -> None:
+def test_png_and_jpeg_are_read(decoders: Decoders, tmp_path: Path) -> None:
     """Red, green and blue arrive by name; the mask has the picture's pixel grid and no CRS, which is said."""
     pixels = np.zeros((20, 50, 3), "uint8")
     pixels[:, 25:] = (200, 100, 50)
@@ -67,36 +69,36 @@ def test_f4_png_and_jpeg_are_read(decoders: Decoders, tmp_path: Path) -> None:
         assert (mask[:, 30:] == 1).all()
 
 
-def test_f4_not_for_models_of_other_bands(decoders: Decoders, tmp_path: Path) -> None:
+def test_models_of_other_bands_take_no_images(decoders: Decoders, tmp_path: Path) -> None:
     """A model of six bands says why it takes no PNG."""
-    ask = SceneAsk(card=make_card(6), limits=GeoLimits(tile_bytes=0))
+    ask = SceneRequest(card=make_card(6), limits=GeoLimits(tile_bytes=0))
     error = refuse_bytes(decoders, tmp_path, raw_png(20, 20, rows=rows(20, 20)), ask)
     assert isinstance(error, RasterUnusable)
     assert "models of three bands; this one takes 6: B1, B2" in error.message
 
 
-def test_f4_png_bomb(decoders: Decoders, tmp_path: Path) -> None:
+def test_a_png_of_too_many_pixels_is_refused(decoders: Decoders, tmp_path: Path) -> None:
     """A PNG that claims 50 000 x 50 000 pixels is refused by its header."""
     error = refuse_bytes(decoders, tmp_path, raw_png(50_000, 50_000, rows=rows(1, 1)), ASK)
     assert isinstance(error, RasterTooLarge)
     assert "50000 x 50000 pixels; at most" in error.message
 
 
-def test_f4_png_that_does_not_fit(decoders: Decoders, tmp_path: Path) -> None:
+def test_a_png_that_does_not_fit_into_memory_is_refused(decoders: Decoders, tmp_path: Path) -> None:
     """A picture that is decoded whole has to fit into a decoder."""
-    ask = SceneAsk(card=RGB.model_copy(update={"tile": 512}), limits=GeoLimits(tile_bytes=0))
+    ask = SceneRequest(card=RGB.model_copy(update={"tile": 512}), limits=GeoLimits(tile_bytes=0))
     error = refuse_bytes(decoders, tmp_path, raw_png(12_000, 12_000, rows=rows(1, 1)), ask)
     assert isinstance(error, RasterTooLarge)
     assert "send a GeoTIFF" in error.message
 
 
-def test_f4_small_file_of_many_tiles(decoders: Decoders, tmp_path: Path) -> None:
+def test_a_small_image_of_many_tiles_is_refused(decoders: Decoders, tmp_path: Path) -> None:
     """The rule on bytes for each tile holds for pictures too."""
-    error = refuse_bytes(decoders, tmp_path, raw_png(2000, 2000, rows=b""), SceneAsk(card=RGB))
+    error = refuse_bytes(decoders, tmp_path, raw_png(2000, 2000, rows=b""), SceneRequest(card=RGB))
     assert "claim to hold 2000 x 2000 pixels" in error.message
 
 
-def test_f4_iccp_bomb(decoders: Decoders, tmp_path: Path) -> None:
+def test_a_large_colour_profile_is_not_unpacked(decoders: Decoders, tmp_path: Path) -> None:
     """A colour profile that unpacks to 200 MB is not unpacked."""
     packer = zlib.compressobj(9)
     bomb = b"".join(packer.compress(bytes(1 << 20)) for _ in range(200)) + packer.flush()
@@ -105,7 +107,7 @@ def test_f4_iccp_bomb(decoders: Decoders, tmp_path: Path) -> None:
     assert error is None or isinstance(error, RasterBroken)
 
 
-def test_f4_text_bomb(decoders: Decoders, tmp_path: Path) -> None:
+def test_large_png_texts_are_not_unpacked(decoders: Decoders, tmp_path: Path) -> None:
     """Nor are texts."""
     bomb = zlib.compress(bytes(100 << 20), 9)
     chunks = [png_chunk(b"zTXt", b"x\0\0" + bomb), png_chunk(b"iTXt", b"x\0\1\0\0\0" + bomb)]
@@ -119,7 +121,7 @@ def outcome_of(decoders: Decoders, tmp_path: Path, data: bytes) -> Exception | N
     return outcome(decoders, path, ASK)
 
 
-def test_f4_apng_of_many_frames(decoders: Decoders, tmp_path: Path) -> None:
+def test_the_first_frame_of_an_animated_png_is_used(decoders: Decoders, tmp_path: Path) -> None:
     """Of an animated PNG that claims 100 000 frames the first is used, at once, and that is said."""
     path = tmp_path / "a.png"
     frame = struct.pack(">IIIIIHHBB", 0, 20, 20, 0, 0, 1, 10, 0, 0)
@@ -132,7 +134,7 @@ def test_f4_apng_of_many_frames(decoders: Decoders, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_f4_exif_rotation(decoders: Decoders, tmp_path: Path, orientation: int, kind: str) -> None:
+def test_exif_orientation_is_applied(decoders: Decoders, tmp_path: Path, orientation: int, kind: str) -> None:
     """The model sees a picture the way a viewer shows it, whichever of the eight ways it is stored."""
     upright = np.zeros((16, 30, 3), "uint8")
     upright[:8, :15], upright[:8, 15:], upright[8:, :15] = 250, 170, 90
@@ -148,7 +150,7 @@ def test_f4_exif_rotation(decoders: Decoders, tmp_path: Path, orientation: int, 
 
 
 @pytest.mark.parametrize("colour", ["alpha", "tRNS", "palette"])
-def test_f4_transparency_is_nodata(decoders: Decoders, tmp_path: Path, colour: str) -> None:
+def test_transparency_is_nodata(decoders: Decoders, tmp_path: Path, colour: str) -> None:
     """Transparent pixels are nodata, however the PNG says so."""
     if colour == "alpha":
         data = raw_png(20, 20, colour=6, rows=rows(10, 20, b"\1\2\3\xff\1\2\3\0"))
@@ -176,7 +178,7 @@ def test_f4_transparency_is_nodata(decoders: Decoders, tmp_path: Path, colour: s
         encode(Image.new("L", (20, 20)), "JPEG"),
     ],
 )
-def test_f4_other_pixels(decoders: Decoders, tmp_path: Path, data: bytes) -> None:
+def test_images_of_other_pixels_are_refused(decoders: Decoders, tmp_path: Path, data: bytes) -> None:
     """Sixteen bits, grey and CMYK are refused, not turned into something else."""
     error = refuse_bytes(decoders, tmp_path, data, ASK)
     assert isinstance(error, RasterUnusable)
@@ -184,7 +186,7 @@ def test_f4_other_pixels(decoders: Decoders, tmp_path: Path, data: bytes) -> Non
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_f4_truncated_anywhere(decoders: Decoders, tmp_path: Path, kind: str) -> None:
+def test_an_image_truncated_anywhere_is_refused(decoders: Decoders, tmp_path: Path, kind: str) -> None:
     """Cut anywhere before its last pixel, a picture is refused as broken, or as no picture; never half read."""
     noise = np.random.default_rng(0).integers(0, 255, (16, 16, 3)).astype("uint8")
     whole = encode(Image.fromarray(noise), kind)

@@ -1,4 +1,4 @@
-"""PNG and JPEG, through Pillow: for models of three bands."""
+"""Read a PNG or JPEG with Pillow, for models of three bands."""
 
 from __future__ import annotations
 
@@ -10,50 +10,57 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from baton_geo.errors import RasterBroken, RasterTooLarge, RasterUnusable
-from baton_geo.raster.ask import SceneAsk
 from baton_geo.raster.calibration import Linear, Stated
-from baton_geo.raster.headers import MEMORY_SHARE, check_picture_model, check_size
+from baton_geo.raster.headers import MEMORY_SHARE, check_image_model, check_size
 from baton_geo.raster.magic import Kind
+from baton_geo.raster.messages import SceneRequest
 from baton_geo.raster.source import Georeference
 from baton_geo.raster.values import Pixels, Valid
 
-COPIES = 4  # bytes of a pixel times this are in memory while a picture is turned and its alpha split off
-BROKEN = (UnidentifiedImageError, OSError, SyntaxError, ValueError, struct.error, EOFError)  # Pillow's list
+COPIES = 4  # of an image in memory while it is rotated and its alpha band separated
+BROKEN = (
+    UnidentifiedImageError,
+    OSError,
+    SyntaxError,
+    ValueError,
+    struct.error,
+    EOFError,
+)  # Pillow's errors for damaged files
 MODES = {"RGB", "RGBA", "P", "PA"}
 TRANSVERSE = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 ORIENTATION = 0x0112
-UNDECODABLE = "the picture could not be decoded: damaged or truncated data"
+UNDECODABLE = "the image could not be decoded: its data are damaged or truncated"
 
 
-class Picture:
-    """See `Source`; pixels are decoded whole, and no earlier than they have to be.
+class ImageSource:
+    """A PNG or JPEG as a `Source`; the whole image is decoded at the first read.
 
-    Pillow and not GDAL: it applies EXIF orientation and tRNS, caps text and profile chunks, and reads the
-    first frame of an animated PNG without looking at the others.
+    Pillow is used instead of GDAL because it applies EXIF orientation and tRNS, limits text and profile
+    chunks, and reads the first frame of an animated PNG without the others.
 
     Args:
         fd: the file, kept open by the caller.
-        kind: what its first bytes say.
-        ask: what is wanted.
+        kind: PNG or JPEG.
+        request: outputs, limits and card of the request.
 
     Raises:
-        RasterBroken: damaged or truncated.
-        RasterTooLarge: beyond the limits.
-        RasterUnusable: not three colours of 8 bits, or not for this model.
+        RasterBroken: the file is damaged or truncated.
+        RasterTooLarge: the image is beyond the limits.
+        RasterUnusable: the image is not of three 8-bit colours, or the model does not take three bands.
     """
 
-    def __init__(self, fd: int, kind: Kind, ask: SceneAsk) -> None:
-        check_picture_model(ask.card)
-        Image.MAX_IMAGE_PIXELS = None  # this process's own; ours is below
+    def __init__(self, fd: int, kind: Kind, request: SceneRequest) -> None:
+        check_image_model(request.card)
+        Image.MAX_IMAGE_PIXELS = None  # Pillow's limit; check_size applies ours
         self._file = os.fdopen(os.dup(fd), "rb")
         try:
             self._image: Image.Image = Image.open(self._file, formats=[kind])
         except BROKEN:
             raise RasterBroken(f"the {kind} header is damaged") from None
-        check_size(*self._image.size, os.fstat(fd).st_size, ask)
+        check_size(*self._image.size, os.fstat(fd).st_size, request)
         self._check_kind(fd, kind)
         pixels = self._image.width * self._image.height
-        if pixels * COPIES * 4 > MEMORY_SHARE * ask.limits.memory:
+        if pixels * COPIES * 4 > MEMORY_SHARE * request.limits.memory:
             raise RasterTooLarge(f"a {kind} of {pixels} pixels does not fit into a decoder; send a GeoTIFF")
         self.width, self.height = self._upright_size()
         self.dtype: np.dtype[Any] = np.dtype("uint8")
@@ -87,7 +94,7 @@ class Picture:
         self._file.close()
 
     def _upright_size(self) -> tuple[int, int]:
-        """Width and height as a viewer shows it. A PNG may say which way is up after its pixels only."""
+        """Return width and height after EXIF orientation, which a PNG may state after its pixels."""
         try:
             turned = self._image.getexif().get(ORIENTATION, 1) in TRANSVERSE
         except BROKEN:

@@ -1,7 +1,7 @@
-"""The images of handoffs on disk: a context's token ids say where images stand, not which.
+"""Store the images of handoffs as files: a context's token ids say where images stand, not which.
 
-One file an image of a handoff, `ID.DIGEST`, so that what one handoff loses no other misses. A handoff that
-goes on from another has its images too: those are further names of the same bytes, which are there once.
+Every image of every handoff is a file of its own, `ID.DIGEST`, so removing one handoff takes nothing from
+another. A handoff that continues another has the same images: their files are hard links to the same bytes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from baton.images.client_image import ClientImage
 from baton_kv.folders import CREATE, bytes_in, folder, make_folder, open_file
 
 ABANDONED_AFTER_S = 600.0
+"""Age at which a temporary file is one that a killed process left."""
 
 
-class ImageFiles:
-    """A folder of images.
+class ImageStore:
+    """Stores images in a folder.
 
     Args:
-        path: of the folder, made with mode 0700 when it is missing; None: no image outlives this process.
+        path: the folder, created with mode 0700 when it is missing; None: images stay in memory only.
 
     Raises:
-        OSError: a link, a file or another user's folder is in its place.
+        OSError: the path is a link, a file, or a folder of another user.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -42,38 +43,42 @@ class ImageFiles:
         if path is not None:
             make_folder(path)
 
-    def keep(self, record: HandoffRecord) -> bool:
-        """Keep the images that a record holds in memory; whether it could, else it still holds them."""
+    def save(self, record: HandoffRecord) -> bool:
+        """Write the images that a record holds in memory, and drop them from it.
+
+        Returns:
+            Whether they were written; if not, the record still holds them.
+        """
         if self._path is None:
             return False
         try:
             with folder(self._path) as opened:
-                for digest, data in record.pictures.items():
-                    self._keep(opened, record, digest, data)
+                for digest, data in record.image_data.items():
+                    self._write(opened, record, digest, data)
         except OSError as error:
             self._log.warning("handoff_images_not_kept", reason=error.strerror)
             with contextlib.suppress(OSError):
                 self.remove(record)
             return False
-        record.pictures.clear()
+        record.image_data.clear()
         return True
 
     def read(self, record: HandoffRecord) -> list[PlacedImage]:
-        """A record's images, each proved to be the one that was kept.
+        """Return a record's images, each verified against its digest.
 
         Raises:
-            HandoffImagesLost: one is not there, or is another.
+            HandoffImagesLost: an image is missing or has changed.
         """
-        held = dict(record.pictures)
+        held = dict(record.image_data)
         for digest in {image.digest for image in record.images} - held.keys():
             held[digest] = self._read(record, digest)
-        return [_placed(image, held[image.digest]) for image in record.images]
+        return [_placed_image(image, held[image.digest]) for image in record.images]
 
     def remove(self, record: HandoffRecord) -> None:
-        """Forget a record's images.
+        """Remove a record's images.
 
         Raises:
-            OSError: one could not be removed.
+            OSError: an image could not be removed.
         """
         if self._path is None or not record.images:
             return
@@ -83,40 +88,47 @@ class ImageFiles:
                     os.unlink(_name(record.id, image.digest), dir_fd=opened)
 
     def size(self) -> int:
-        """Bytes that all images take, those of several handoffs once."""
+        """Return the bytes that all images take; one that several handoffs share counts once."""
         return bytes_in(self._path) if self._path is not None else 0
 
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> None:
-        """Remove the images of handoffs that are not wanted, and what killed writers left behind."""
+        """Remove the images of handoffs that no longer exist, and temporary files of killed processes.
+
+        Args:
+            wanted: whether a handoff, by its id, still exists.
+            older_than_s: age in seconds below which an image stays.
+        """
         if self._path is None:
             return
         with folder(self._path) as opened:
             for name in os.listdir(opened):
-                with contextlib.suppress(OSError):  # gone since it was listed, or a folder
+                with contextlib.suppress(OSError):  # removed since it was listed, or a folder
                     age = time.time() - os.stat(name, dir_fd=opened, follow_symlinks=False).st_mtime
                     if name.startswith("."):
-                        over = age > ABANDONED_AFTER_S
+                        remove = age > ABANDONED_AFTER_S
                     else:
-                        over = age > older_than_s and not wanted(name.partition(".")[0])
-                    if over:
+                        remove = age > older_than_s and not wanted(name.partition(".")[0])
+                    if remove:
                         os.unlink(name, dir_fd=opened)
 
-    def _keep(self, opened: int, record: HandoffRecord, digest: str, data: bytes) -> None:
+    def _write(self, opened: int, record: HandoffRecord, digest: str, data: bytes) -> None:
         name = _name(record.id, digest)
         if record.parent is not None:
-            with contextlib.suppress(OSError):  # there is none, or the file system has one name a file
-                before = _name(record.parent, digest)
-                os.link(before, name, src_dir_fd=opened, dst_dir_fd=opened, follow_symlinks=False)
-                os.utime(name, dir_fd=opened, follow_symlinks=False)  # young again: no orphan
+            with contextlib.suppress(OSError):  # the parent has none, or the file system has no hard links
+                parents = _name(record.parent, digest)
+                os.link(parents, name, src_dir_fd=opened, dst_dir_fd=opened, follow_symlinks=False)
+                os.utime(
+                    name, dir_fd=opened, follow_symlinks=False
+                )  # so that the sweep does not take it for an old orphan
                 return
-        aside = f".{secrets.token_hex(8)}"
+        temporary = f".{secrets.token_hex(8)}"
         try:
-            with os.fdopen(os.open(aside, CREATE, 0o600, dir_fd=opened), "wb") as stream:
+            with os.fdopen(os.open(temporary, CREATE, 0o600, dir_fd=opened), "wb") as stream:
                 stream.write(data)
-            os.replace(aside, name, src_dir_fd=opened, dst_dir_fd=opened)
+            os.replace(temporary, name, src_dir_fd=opened, dst_dir_fd=opened)
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(aside, dir_fd=opened)
+                os.unlink(temporary, dir_fd=opened)
 
     def _read(self, record: HandoffRecord, digest: str) -> bytes:
         if self._path is None:
@@ -140,6 +152,6 @@ def _name(handoff_id: str, digest: str) -> str:
     return f"{handoff_id}.{digest}"
 
 
-def _placed(image: StoredImage, data: bytes) -> PlacedImage:
-    picture = ClientImage(data, image.media_type, image.width, image.height)
-    return PlacedImage(picture, image.digest, image.offset, image.length, tuple(image.target))
+def _placed_image(image: StoredImage, data: bytes) -> PlacedImage:
+    client_image = ClientImage(data, image.media_type, image.width, image.height)
+    return PlacedImage(client_image, image.digest, image.offset, image.length, tuple(image.target))

@@ -1,21 +1,15 @@
-"""The shapes in which a fake engine answers: OpenAI's and Anthropic's, no more of them than clients need."""
+"""Write a fake engine's answers in OpenAI's and Anthropic's shapes, with no more fields than clients need."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from baton.engines.port import Json, Operation, PlacedImage
-from baton.errors import ImagesMisplaced
-from baton.images.client_image import ClientImage
+from baton.engines.fake.prompt import MAX_MODEL_LEN, token_id
+from baton.engines.port import Json, Operation
 
 if TYPE_CHECKING:
-    from baton.engines.fake.engine import Answer
-
-MAX_MODEL_LEN = 8192
-IMAGE = "<image>"
-"""The word that stands for an image."""
+    from baton.engines.fake.answer import Answer
 
 KINDS = {
     Operation.COMPLETIONS: ("cmpl", "text_completion"),
@@ -28,10 +22,11 @@ KINDS = {
     Operation.SCORE: ("score", "list"),
     Operation.RERANK: ("rerank", "list"),
 }
+"""The prefix of an answer's `id`, and its `object`."""
 
 
 def event(body: Json, name: str | None = None) -> str:
-    """One server-sent event."""
+    """Write one server-sent event."""
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(body)}\n\n"
 
 
@@ -145,37 +140,6 @@ def _whole_ranks(answer: Answer, _text: str) -> Json:
     return {"id": answer.head()["id"], "model": answer.head()["model"], "usage": usage, "results": rows}
 
 
-def token_ids(text: str) -> list[int]:
-    """The token ids of a text: one a word."""
-    return [token_id(word) for word in text.split()]
-
-
-def token_id(word: str) -> int:
-    """A number stays itself, so that token ids as a prompt come back as they are."""
-    return int(word) if word.isdecimal() else sum(word.encode())
-
-
-def with_images(prompt: list[int], pictures: Sequence[ClientImage]) -> tuple[list[int], list[PlacedImage]]:
-    """A prompt in which every `<image>` is said once for each pixel of its image's width.
-
-    Raises:
-        ImagesMisplaced: there are not as many as images.
-    """
-    target = token_id(IMAGE)
-    if prompt.count(target) != len(pictures):
-        raise ImagesMisplaced(param="messages")
-    tokens: list[int] = []
-    placed: list[PlacedImage] = []
-    for token in prompt:
-        if token != target:
-            tokens.append(token)
-            continue
-        picture = pictures[len(placed)]
-        placed.append(PlacedImage(picture, picture.digest, len(tokens), picture.width, (target,)))
-        tokens += [target] * picture.width
-    return tokens, placed
-
-
 def _whole_tokens(answer: Answer, _text: str) -> Json:
     ids = [token_id(word) for word in answer.words]
     return {"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": ids}
@@ -199,6 +163,7 @@ WHOLE = {
     Operation.TOKENIZE: _whole_tokens,
     Operation.DETOKENIZE: _whole_text,
 }
+"""What writes the answer in one piece, by operation."""
 
 
 def _completion_chunk(answer: Answer, token: str) -> str:
@@ -211,13 +176,13 @@ def _chat_chunk(answer: Answer, token: str) -> str:
 
 
 def chat_chunk(answer: Answer, delta: Json) -> str:
-    """One chunk of a streamed chat."""
+    """Write one chunk of a streamed chat."""
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
     return event(answer.head() | {"object": "chat.completion.chunk", "choices": [choice]})
 
 
 def deltas_of(message: Json) -> list[Json]:
-    """A chat's message as a stream has it: each call of a tool in two pieces."""
+    """Split a chat's message into the deltas of a stream, each tool call into two."""
     calls = message.get("tool_calls") or ()
     deltas: list[Json] = [{"role": "assistant"} | {k: v for k, v in message.items() if k != "tool_calls"}]
     for index, call in enumerate(calls):
@@ -244,3 +209,4 @@ CHUNK = {
     Operation.RESPONSES: _response_chunk,
     Operation.MESSAGES: _message_chunk,
 }
+"""What writes one token of a stream, by operation."""

@@ -1,4 +1,4 @@
-"""The training record: what was run, on what, and what came of it beside the baselines."""
+"""Write training.json: how the model was trained, and its accuracy beside the baselines'."""
 
 from __future__ import annotations
 
@@ -12,32 +12,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from training.flood_tiny.baselines import all_baselines, print_figures
+from training.flood_tiny.measure import Figures, Method, Scenes, draw_scenes, figures
+from training.flood_tiny.predict import Predictor
+from training.flood_tiny.seeds import HELD_OUT_SEEDS, VALIDATION_SEEDS
 
-from baton_geo.flood.baselines import all_baselines, print_figures
-from baton_geo.flood.measure import Figures, Method, Scenes, draw_scenes, figures
-from baton_geo.flood.predict import Predictor
-from baton_geo.flood.scenes import HELD_OUT_SEEDS, VALIDATION_SEEDS
+from baton_geo.flood.scenes import make_scene
 
 if TYPE_CHECKING:
-    from baton_geo.flood.train import Recipe
+    from training.flood_tiny.train import Recipe
 
-GENERATOR = ("chance", "cover", "ground", "noise", "scenes", "sensor", "sky", "spectra")
-LOSS_EVERY = 20  # steps one loss in the record is the mean of
+DIGEST_SEEDS = range(16)  # between them these scenes show every phenomenon
+LOSS_EVERY = 20  # steps; each loss of the record is their mean
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
+    """Return the SHA-256 of a file, hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def generator_digest() -> str:
-    """SHA-256 over the generator's sources, in the order of `GENERATOR`."""
-    sources = (Path(__file__).with_name(f"{name}.py").read_bytes() for name in GENERATOR)
-    return hashlib.sha256(b"".join(sources)).hexdigest()
+    """Return the SHA-256 over pixels and labels of the scenes of `DIGEST_SEEDS`, 96 x 128 pixels each.
+
+    It tells whether the generator still draws the scenes that the model was trained on.
+    """
+    found = hashlib.sha256()
+    for seed in DIGEST_SEEDS:
+        scene = make_scene(seed, 96, 128)
+        found.update(scene.pixels.tobytes())
+        found.update(scene.label.tobytes())
+    return found.hexdigest()
 
 
 def measured(folder: Path, training: Scenes) -> dict[str, Figures]:
-    """flood-tiny as written in a folder, and the baselines, on the held-out scenes."""
+    """Measure the model in a folder, and the baselines, on the held-out scenes."""
     held_out = draw_scenes(HELD_OUT_SEEDS)
     methods: dict[str, Method] = {"flood-tiny": Predictor.of_folder(folder), **all_baselines(training)}
     return {name: figures(method, held_out) for name, method in methods.items()}
@@ -46,20 +54,20 @@ def measured(folder: Path, training: Scenes) -> dict[str, Figures]:
 def write_record(
     folder: Path, recipe: Recipe, training: Scenes, losses: Sequence[float], seconds: float
 ) -> None:
-    """Measures what was written to a folder and writes training.json beside it."""
+    """Measure the model in a folder and write training.json beside it."""
     validation = figures(Predictor.of_folder(folder), draw_scenes(VALIDATION_SEEDS))
     rows = measured(folder, training)
     print_figures(rows)
     weights = folder / "model.safetensors"
     record: dict[str, Any] = {
-        "command": f"python -m baton_geo.flood.train --seed {recipe.seed} --steps {recipe.steps}",
+        "command": f"python -m training.flood_tiny.train --seed {recipe.seed} --steps {recipe.steps}",
         "recipe": asdict(recipe),
         "seeds": {
             "training": list(training),
             "validation": list(VALIDATION_SEEDS),
             "held_out": list(HELD_OUT_SEEDS),
         },
-        "generator_sha256": generator_digest(),
+        "scenes_sha256": generator_digest(),
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("torch", "numpy", "safetensors")},
         "seconds": round(seconds, 1),

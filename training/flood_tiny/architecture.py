@@ -1,4 +1,4 @@
-"""What `flood-tiny` is: its config.json, which says what the model is made of and what it takes."""
+"""The architecture and the card of `flood-tiny`, as its config.json states them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton_geo.flood.spectra import BANDS
 
 TILE: Final = 256
 OVERLAP: Final = 32
-# Sentinel-2's and Landsat 8-9's names, as HLS and most providers write them.
+# The names of Sentinel-2's and Landsat 8-9's bands, as HLS and most providers write them.
 ALIASES: Final = {
     "BLUE": ("B02", "B2"),
     "GREEN": ("B03", "B3"),
@@ -43,7 +43,12 @@ SEGMENTATION: Final = {
 
 
 def card(mean: Sequence[float], std: Sequence[float]) -> Card:
-    """The rasters the model takes, with each band's mean and deviation in reflectance."""
+    """Return the card of the model.
+
+    Args:
+        mean: of each band, reflectance.
+        std: standard deviation of each band, reflectance.
+    """
     return Card(
         bands=tuple(
             Band(name=name, aliases=ALIASES[name], mean=m, std=s)
@@ -62,7 +67,7 @@ def card(mean: Sequence[float], std: Sequence[float]) -> Card:
 
 
 def config_json(rasters: Card) -> dict[str, Any]:
-    """The contents of config.json."""
+    """Return the contents of config.json."""
     return {
         "model_type": "baton_prithvi",
         "architectures": ["BatonPrithviSegmenter"],

@@ -1,0 +1,148 @@
+"""Answer one request of a fake engine, in one piece or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from baton.engines.fake.prompt import MAX_MODEL_LEN, POOLING, STREAMS, prompt_words, token_id, token_limit
+from baton.engines.fake.shapes import CHUNK, KINDS, WHOLE, chat_chunk, deltas_of, event
+from baton.engines.port import EngineState, Json, Operation, TransferRequest, WholeReply
+from baton.errors import ContextTooLong, EngineRestarting
+from baton.telemetry.ids import RequestContext
+
+if TYPE_CHECKING:
+    from baton.engines.fake.engine import FakeEngine
+
+
+class Answer:
+    """One request that a fake engine works on.
+
+    Args:
+        engine: the engine.
+        operation: the operation.
+        body: the request's body.
+        context: receives the numbers of prompt and generated tokens.
+        transfer: its report receives the token ids.
+
+    Raises:
+        InvalidRequest: the prompt or the token limit is invalid.
+        ContextTooLong: prompt and limit exceed `MAX_MODEL_LEN`.
+    """
+
+    def __init__(
+        self,
+        engine: FakeEngine,
+        operation: Operation,
+        body: Json,
+        context: RequestContext,
+        transfer: TransferRequest,
+    ) -> None:
+        self._engine = engine
+        self._operation = operation
+        self._body = body
+        self._id = context.request_id
+        self._context = context
+        self._created = int(time.time())
+        self._words = prompt_words(operation, body, transfer)
+        limit = token_limit(operation, body)
+        if len(self._words) + limit > MAX_MODEL_LEN:
+            raise ContextTooLong(
+                f"This model's maximum context length is {MAX_MODEL_LEN} tokens.", param="max_tokens"
+            )
+        said = [self._words[index % len(self._words)] for index in range(limit)]
+        self._said = [word if index == 0 else f" {word}" for index, word in enumerate(said)]
+        self._transfer = transfer
+        if operation in (*STREAMS, *POOLING):
+            context.prompt_tokens += len(self._words)
+        transfer.report.prompt_ids = [token_id(word) for word in self._words]
+        transfer.report.saves = False  # there is no KV
+
+    async def _tokens(self) -> AsyncIterator[str]:
+        engine = self._engine
+        engine.active += 1
+        try:
+            async with engine.slots:
+                for word in self._said:
+                    await asyncio.sleep(engine.behaviour.token_seconds)
+                    if engine.state is EngineState.FAILED:
+                        raise EngineRestarting()
+                    engine.count()
+                    self._context.generated_tokens += 1
+                    self._transfer.report.output_ids.append(token_id(word.strip()))
+                    yield word
+            self._transfer.report.ended_by_token = engine.behaviour.ends_answers
+        except (asyncio.CancelledError, GeneratorExit):
+            engine.aborted += 1
+            raise
+        finally:
+            engine.active -= 1
+
+    async def whole(self) -> WholeReply:
+        """Answer in one piece."""
+        shape = WHOLE[self._operation]
+        said = [token async for token in self._tokens()] if self._operation in STREAMS else []
+        text = "".join(said)
+        return WholeReply(json.dumps(shape(self, text) | self._transfer_fields()).encode())
+
+    async def events(self) -> AsyncIterator[str]:
+        """Answer as server-sent events."""
+        shape = CHUNK[self._operation]
+        failure = self._engine.behaviour.stream_error
+        said = 0
+        async for token in self._tokens():
+            if failure is not None and said == self._engine.behaviour.stream_error_after:
+                raise failure
+            said += 1
+            if self.parsed is None:
+                yield shape(self, token)
+        for delta in deltas_of(self.parsed) if self.parsed is not None else ():
+            yield chat_chunk(self, delta)
+        options = self._body.get("stream_options") or {}
+        if self._operation in (Operation.COMPLETIONS, Operation.CHAT):
+            if transfer := self._transfer_fields():
+                yield event(self.head() | {"choices": []} | transfer)
+            if options.get("include_usage"):
+                yield event(self.head() | {"choices": [], "usage": self.usage()})
+            yield "data: [DONE]\n\n"
+
+    def head(self) -> Json:
+        """Return the fields that every answer and chunk begins with."""
+        prefix, kind = KINDS[self._operation]
+        return {
+            "id": f"{prefix}-{self._id}",
+            "object": kind,
+            "created": self._created,
+            "model": self._engine.name,
+        }
+
+    def _transfer_fields(self) -> Json:
+        """Return what vLLM's connector adds to the answer of a request that loads or saves KV."""
+        if not self._transfer.moves_kv or self._operation not in (Operation.COMPLETIONS, Operation.CHAT):
+            return {}
+        return {
+            "kv_transfer_params": {"baton_kv": {"save": self._transfer.save, "load": self._transfer.load}}
+        }
+
+    @property
+    def parsed(self) -> Json | None:
+        """The message that `FakeBehaviour.parsed` puts in place of a chat's answer, if any."""
+        return self._engine.behaviour.parsed if self._operation is Operation.CHAT else None
+
+    def usage(self) -> Json:
+        """Return the answer's `usage` in OpenAI's shape."""
+        prompt, said = len(self._words), len(self._said)
+        return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the prompt."""
+        return self._words
+
+    @property
+    def body(self) -> Json:
+        """The request's body."""
+        return self._body

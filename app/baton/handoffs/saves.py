@@ -1,0 +1,131 @@
+"""Save handoffs: wait for their KV, write images and record, and wake those who wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from baton.engines.port import TransferRequest
+from baton.handoffs.budget import RecordBudget
+from baton.handoffs.changes import ChangeRules
+from baton.handoffs.index import HandoffIndex
+from baton.handoffs.record import HandoffRecord
+from baton.handoffs.state import HandoffState
+from baton.handoffs.storage import HandoffStorage
+from baton.handoffs.sync import IndexSync
+
+COMMIT_WITHIN_S = 5.0
+"""The engine saves KV beside its other work. A handoff whose KV takes longer is ready before its KV is."""
+GIVEN_UP_AFTER_S = 120.0
+"""KV that is not saved by then is not waited for."""
+LOOK_EVERY_S = 0.25
+"""The engine reports the end of a save; the store is looked at too, in case that report was lost."""
+
+
+class Saves:
+    """The saves that are under way in one gateway.
+
+    Args:
+        index: the handoffs.
+        storage: their files and KV.
+        budget: makes room for records and images.
+        rules: apply pins.
+        sync: updates the index from disk.
+
+    Attributes:
+        closing: the gateway ends; KV is not waited for any longer.
+    """
+
+    def __init__(
+        self,
+        index: HandoffIndex,
+        storage: HandoffStorage,
+        budget: RecordBudget,
+        rules: ChangeRules,
+        sync: IndexSync,
+    ) -> None:
+        self.closing = False
+        self._index = index
+        self._storage = storage
+        self._budget = budget
+        self._rules = rules
+        self._sync = sync
+        self._pending: dict[str, asyncio.Event] = {}
+
+    def begin(self, record: HandoffRecord) -> None:
+        """Note that a handoff is pending."""
+        self._pending[record.id] = asyncio.Event()
+
+    def is_pending(self, record: HandoffRecord) -> bool:
+        """Return whether a handoff is still pending."""
+        return record.id in self._pending
+
+    async def wait(self, record: HandoffRecord, within_s: float) -> None:
+        """Wait until a handoff is no longer pending, at most `within_s` seconds."""
+        settled = self._pending.get(record.id)
+        if settled is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(settled.wait(), within_s)
+
+    def fail(self, record: HandoffRecord) -> None:
+        """Mark a pending handoff as failed."""
+        self._settle(record, HandoffState.FAILED)
+
+    async def finish(self, record: HandoffRecord, transfer: TransferRequest) -> None:
+        """Wait for the KV of a handoff whose tokens are known, and write its files.
+
+        The engine reports when the KV is saved; the entry in the store is what counts.
+        """
+        try:
+            await asyncio.to_thread(record.prepare)
+            await self._write_images(record)
+            if not await self._kv_known(record, transfer, COMMIT_WITHIN_S):
+                await self._write_record(record)
+                self._settle(record, HandoffState.READY)
+                await self._kv_known(record, transfer, GIVEN_UP_AFTER_S)
+            await self._write_record(record)
+        finally:
+            self._settle(record, HandoffState.READY)  # its token ids are known, with or without KV
+            if self._index.known(record.id) is None:  # deleted or expired: remove what was written since
+                await asyncio.to_thread(self._storage.remove, record)
+
+    def _settle(self, record: HandoffRecord, state: HandoffState) -> None:
+        record.state = state
+        if (settled := self._pending.pop(record.id, None)) is not None:
+            settled.set()
+
+    async def _kv_known(self, record: HandoffRecord, transfer: TransferRequest, within_s: float) -> bool:
+        """Wait until the KV is saved or its save has failed; returns whether that was known in time."""
+        report, deadline = transfer.report, time.monotonic() + within_s
+        while True:
+            over = report.save_over.is_set() or not report.saves
+            record.bytes = await asyncio.to_thread(self._storage.kv_bytes, record)
+            if record.bytes or over or self.closing:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(report.save_over.wait(), LOOK_EVERY_S)
+
+    async def _write_images(self, record: HandoffRecord) -> None:
+        """Write a handoff's images to disk; without space for them the handoff ends with this process."""
+        if record.image_data:
+            async with self._budget.guard:
+                if await self._budget.make_room(record, record.image_bytes):
+                    await asyncio.to_thread(self._storage.save_images, record)
+
+    async def _write_record(self, record: HandoffRecord) -> None:
+        """Write a record to disk, unless its images could not be: no other process could use it."""
+        async with record.guard:
+            record.state = HandoffState.READY
+            edit = self._rules.settle(record.bytes, self._index.unsaved_usage(record) if record.pin else ())
+            if record.on_disk or record.image_data or record not in self._index:
+                self._sync.update(record, await asyncio.to_thread(self._storage.change, record, edit))
+                return
+            async with self._budget.guard:
+                if await self._budget.make_room(record, record.disk_bytes):
+                    record.on_disk = await asyncio.to_thread(self._storage.create, record, edit)
+                else:
+                    await asyncio.to_thread(self._storage.change, record, edit)
+            self._index.count_bytes(record)

@@ -1,0 +1,225 @@
+"""Plan requests with handoffs.
+
+`Sessions.open` does everything that may be refused: it writes the prompt, decides what to load, and registers
+the handoff that will be saved. It returns a session, of which only `run` is left to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.config.groups import HandoffSettings
+from baton.engines.port import (
+    Engine,
+    Json,
+    Operation,
+    PlacedImage,
+    TransferRequest,
+)
+from baton.errors import InvalidRequest
+from baton.handoffs.conversation import Writer
+from baton.handoffs.options import HandoffOptions, NewHandoff, SaveOptions
+from baton.handoffs.planner import Decision, Planner
+from baton.handoffs.prompt import write_prompt
+from baton.handoffs.record import HandoffRecord
+from baton.handoffs.service import Handoffs
+from baton.handoffs.session import Session
+from baton.images.client_image import ClientImage
+from baton.telemetry.ids import RequestContext
+from baton.telemetry.metrics import HandoffMetrics
+
+LATENT_STEPS_PER_CONTEXT = 512
+"""Most latent steps of a context, unless one request may ask for more: lost KV of all of them is recomputed
+in one step of the engine."""
+
+
+@dataclass(frozen=True)
+class SessionRequest:
+    """What a client asked for.
+
+    Attributes:
+        operation: completions or chat.
+        body: the body of the request.
+        source: the handoff that it continues.
+        save: how its context is saved; None: it is not.
+        latent_steps: number of latent steps after the prompt.
+        answered: an answer follows the prompt; otherwise the context ends with the last message.
+    """
+
+    operation: Operation
+    body: Json
+    source: HandoffRecord | None
+    save: SaveOptions | None
+    latent_steps: int
+    answered: bool = True
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the saved context ends before the answer."""
+        return self.save is not None and self.save.scope == "prompt"
+
+    @property
+    def steps_of_context(self) -> int:
+        """Number of latent steps in the context, with those of its source."""
+        return self.latent_steps + (self.source.latent_steps if self.source is not None else 0)
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """Opens the sessions of one gateway.
+
+    Attributes:
+        handoffs: all handoffs.
+        planner: decides whether KV is loaded or prefilled.
+        metrics: where handoffs are counted.
+        settings: limits of handoffs.
+    """
+
+    handoffs: Handoffs
+    planner: Planner
+    metrics: HandoffMetrics
+    settings: HandoffSettings
+
+    async def open(
+        self,
+        engine: Engine,
+        operation: Operation,
+        body: Json,
+        context: RequestContext,
+        options: HandoffOptions,
+        source: HandoffRecord | None,
+        images: Sequence[ClientImage] = (),
+    ) -> Session:
+        """Plan a completion or a chat with a `handoff` field.
+
+        Args:
+            engine: the engine that answers.
+            operation: completions or chat.
+            body: the body of the request.
+            context: the client and the request's ids.
+            options: the `handoff` field.
+            source: the handoff that the request continues.
+            images: the images of the request, in the order of its prompt.
+
+        Raises:
+            BatonError: the request cannot be carried out with this handoff; nothing was registered.
+        """
+        wanted = SessionRequest(operation, body, source, options.saving, options.latent_steps)
+        if wanted.steps_of_context and body.get("prompt_logprobs") is not None:
+            raise InvalidRequest(
+                "'prompt_logprobs' cannot be used with latent steps: leave it out.", param="prompt_logprobs"
+            )
+        return await self._plan(engine, context, wanted, images)
+
+    async def open_new(
+        self,
+        engine: Engine,
+        body: Json,
+        context: RequestContext,
+        options: NewHandoff,
+        source: HandoffRecord | None,
+        images: Sequence[ClientImage] = (),
+    ) -> Session:
+        """Plan `POST /v1/handoffs`: the context is computed and saved, without an answer.
+
+        The arguments are those of `open`.
+
+        Raises:
+            BatonError: the context cannot be computed; nothing was registered.
+        """
+        operation = Operation.COMPLETIONS if options.messages is None else Operation.CHAT
+        save = SaveOptions(ttl_s=options.ttl_s, pin=options.pin, label=options.label, scope="prompt")
+        wanted = SessionRequest(
+            operation, body, source, save, options.latent_steps, answered=operation is not Operation.CHAT
+        )
+        return await self._plan(engine, context, wanted, images)
+
+    async def _plan(
+        self, engine: Engine, context: RequestContext, wanted: SessionRequest, images: Sequence[ClientImage]
+    ) -> Session:
+        source = wanted.source
+        seen = await self.handoffs.images(source) if source is not None else []
+        writer = Writer(engine, context, images)
+        prompt = await write_prompt(
+            writer,
+            source,
+            seen,
+            wanted.operation,
+            wanted.body,
+            prompt_only=wanted.prompt_only,
+            latent=bool(wanted.latent_steps),
+            answered=wanted.answered,
+        )
+        _require_few_images(engine, prompt.images)
+        if wanted.latent_steps:
+            self._require_few_steps(wanted.steps_of_context)
+            prompt = prompt.with_latent_steps(wanted.latent_steps, engine.placeholder)
+        if wanted.save is not None:
+            self._require_light_images(prompt.images)
+        decision = self._decide(engine, source)
+        target = self._register(engine, context, wanted)
+        transfer = TransferRequest(
+            prompt.tokens,
+            prompt.images,
+            save=target.key if target is not None else None,
+            prompt_only=wanted.prompt_only,
+            load=source.key if source is not None and decision is not None and decision.loads else None,
+            limit=decision.limit if decision is not None and decision.loads else None,
+            latent_steps=wanted.steps_of_context,
+        )
+        return Session(
+            self.handoffs, self.metrics, engine, context, prompt, transfer, source, decision, target
+        )
+
+    def _decide(self, engine: Engine, source: HandoffRecord | None) -> Decision | None:
+        if source is None:
+            return None
+        decision = self.planner.decide(engine, source)
+        self.metrics.decisions.labels(decision.choice.value).inc()
+        return decision
+
+    def _register(
+        self, engine: Engine, context: RequestContext, wanted: SessionRequest
+    ) -> HandoffRecord | None:
+        if wanted.save is None:
+            return None
+        return self.handoffs.begin(
+            engine,
+            context.tenant,
+            parent=wanted.source.id if wanted.source is not None else None,
+            label=wanted.save.label,
+            ttl_s=wanted.save.ttl_s,
+            pin=wanted.save.pin,
+        )
+
+    def _require_few_steps(self, steps: int) -> None:
+        most = max(LATENT_STEPS_PER_CONTEXT, self.settings.latent_steps_max)
+        if steps > most:
+            raise InvalidRequest(
+                f"The context would hold {steps} latent steps, with those of the handoff that it continues; "
+                f"at most {most} are allowed.",
+                param="latent_steps",
+            )
+
+    def _require_light_images(self, images: Sequence[PlacedImage]) -> None:
+        """Refuse images that are too large to save, before the engine begins."""
+        most = self.settings.image_bytes
+        size = sum({image.digest: len(image.image.data) for image in images}.values())
+        if size > most:
+            raise InvalidRequest(
+                f"The context's images take {size} bytes; a handoff may hold at most {most} "
+                "(setting handoffs.image_bytes). Send smaller images, or do not save a handoff.",
+                param="messages",
+            )
+
+
+def _require_few_images(engine: Engine, images: Sequence[PlacedImage]) -> None:
+    """Refuse more images, in the handoff and the request together, than the model takes."""
+    found, most = len(images), engine.images.limit
+    if found > most:
+        raise InvalidRequest(
+            f"The context holds {found} images, with those of its handoff; the model '{engine.name}' "
+            f"takes at most {most}.",
+            param="messages",
+        )

@@ -1,0 +1,75 @@
+"""Keep the index of one gateway in step with the records on disk, which other gateways change too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from baton.handoffs.index import HandoffIndex
+from baton.handoffs.record import HandoffRecord
+from baton.handoffs.storage import HandoffStorage
+
+CHANGEABLE = ("label", "pin", "bytes", "ttl_s", "expires_at", "revision", "stamp", "disk_bytes")
+"""Fields of a record that may change after it was saved."""
+
+
+class IndexSync:
+    """Adds records to the index and updates them from disk.
+
+    Args:
+        index: the handoffs of this gateway.
+        storage: the records on disk.
+        wall: seconds since the epoch.
+    """
+
+    def __init__(self, index: HandoffIndex, storage: HandoffStorage, wall: Callable[[], float]) -> None:
+        self._index = index
+        self._storage = storage
+        self._wall = wall
+
+    def adopt(self, record: HandoffRecord) -> None:
+        """Add a record of an earlier run, or of another gateway over the same store."""
+        self._index.add(record, self.seconds_left(record))  # an expired one goes with the next sweep
+
+    def seconds_left(self, record: HandoffRecord) -> float:
+        """Return the seconds until a record expires; the clock may have jumped since it was written."""
+        return max(0.0, min(record.expires_at - self._wall(), record.ttl_s))
+
+    def update(self, known: HandoffRecord, now: HandoffRecord | None) -> None:
+        """Update a record of the index from disk.
+
+        Args:
+            known: the record in the index.
+            now: the record as it is on disk; None: it was deleted.
+        """
+        if now is None:
+            self._index.forget(known)
+        elif now is not known and now.revision > known.revision:
+            renewed = now.expires_at != known.expires_at
+            for name in CHANGEABLE:
+                setattr(known, name, getattr(now, name))
+            self._index.count_bytes(known)
+            if renewed:
+                self._index.expire_in(known, self.seconds_left(known))
+
+    async def look_up(self, handoff_id: str) -> HandoffRecord | None:
+        """Return a handoff as it is on disk now, unless it is unknown, deleted or expired."""
+        known = self._index.known(handoff_id)
+        if known is None:
+            if (found := await asyncio.to_thread(self._storage.find, handoff_id)) is not None:
+                self.adopt(found)
+        elif known.on_disk:
+            self.update(known, await asyncio.to_thread(self._storage.reread, known))
+        return self._index.find(handoff_id)
+
+    async def refresh(self) -> None:
+        """Update the index with everything that other gateways over the store changed."""
+        news = await asyncio.to_thread(self._storage.refresh)
+        for handoff_id in news.gone:
+            if (gone := self._index.known(handoff_id)) is not None:
+                self._index.forget(gone)
+        for record in news.changed:
+            if (known := self._index.known(record.id)) is None:
+                self.adopt(record)
+            else:
+                self.update(known, record)

@@ -1,0 +1,284 @@
+"""A raster opened in a child process: read its tiles, write the model's scores, get the products.
+
+Nothing here imports a raster library, and no call waits without a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from baton_geo.errors import DecoderBusy, GeoError, RasterBroken, RasterTooLarge
+from baton_geo.raster import wire
+from baton_geo.raster.fork_server_process import ChildHandle, ForkServerLost
+from baton_geo.raster.messages import MASK, PREVIEW, PROBABILITIES, Products, SceneInfo, SceneRequest, Tally
+from baton_spool import Made
+
+logger = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply", SceneInfo, Tally)
+Floats = npt.NDArray[np.float32]
+UNREAD, READ, DONE = 0, 1, 2  # states of a tile
+OPENING_FACTOR = 10  # seconds of wall time for one second of processor time that opening may take
+TOO_SLOW = (signal.SIGXCPU, signal.SIGALRM)
+OUT_OF_MEMORY = (signal.SIGKILL, signal.SIGABRT)  # by the kernel, and by C++ when an allocation fails
+
+
+class SceneClosed(Exception):
+    """The scene was closed, perhaps by another thread."""
+
+
+class OpenScene:
+    """One raster, opened in one child process. Close it, or use it in a `with`; closing removes its files.
+
+    Safe to use from several threads; calls run one at a time. `close` may be called from any thread at any
+    time and ends a running call, which then raises `SceneClosed`.
+
+    Attributes:
+        info: size, bands and place of the raster.
+    """
+
+    info: SceneInfo
+
+    def __init__(
+        self, handle: ChildHandle, made: Made, request: SceneRequest, release: Callable[[], None]
+    ) -> None:
+        self._child, self._made, self._folder, self._request = handle, made, made.path, request
+        self._release: Callable[[], None] | None = release
+        self._lock = threading.Lock()  # one question at a time
+        self._closing = threading.Lock()
+        self._closed = self._ended = False
+        self._started = time.monotonic()
+        self._deadline = self._started + request.limits.seconds
+        self._tiles = bytearray()
+
+    def __enter__(self) -> OpenScene:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(self) -> None:
+        """Have the child open the raster; `Decoders.open` calls this.
+
+        Raises:
+            GeoError: the raster is refused.
+            ForkServerLost: the fork server died.
+        """
+        limits = self._request.limits
+        deadline = min(self._started + OPENING_FACTOR * limits.open_seconds, self._deadline)
+        question = {"request": self._request.model_dump_json(), "folder": str(self._folder)}
+        with self._lock, self._translated(self._too_slow_to_open()):
+            wire.send(self._child.sock, question, deadline=deadline)
+            self.info = self._parsed(SceneInfo, "info", self._receive(deadline))
+        if self.info.tiles > limits.tiles:
+            raise RasterTooLarge(f"{self.info.tiles} tiles; at most {limits.tiles} are taken")
+        self._tiles = bytearray(self.info.tiles)
+
+    def read(self, tile: int) -> Floats | None:
+        """Read the model's input for a tile; None if all of it is nodata: such a tile is not written.
+
+        Tiles are numbered row by row. Read them roughly in order: rows stay in memory until their tiles are
+        read.
+
+        Args:
+            tile: 0 to `info.tiles` - 1; each once.
+
+        Returns:
+            shape (bands, frames, tile, tile), float32, normalised, 0.0 at nodata.
+
+        Raises:
+            GeoError: the raster is broken, too large or unusable.
+            SceneClosed: the scene was closed.
+            ValueError: the tile was read before.
+        """
+        card = self._request.card
+        with self._lock, self._translated():
+            self._expect(tile, UNREAD)
+            wire.send(self._child.sock, {"do": "read", "tile": tile}, deadline=self._deadline)
+            pixels = np.empty((len(card.bands), card.frames, card.tile, card.tile), np.float32)
+            body = self._receive(self._deadline, pixels.data.cast("B"))["body"]
+            self._tiles[tile] = READ if body else DONE
+            return pixels if body else None
+
+    def write(self, tile: int, scores: Floats) -> None:
+        """Write the model's output for a tile that was read, in any order, each tile once.
+
+        Tiles far ahead of the first missing one cost memory in the child. An error there is raised by the
+        next `read` or `finish`.
+
+        Args:
+            tile: as in `read`.
+            scores: logits, shape (classes, tile, tile), float32.
+
+        Raises:
+            GeoError: as in `read`.
+            SceneClosed: the scene was closed.
+            ValueError: the tile was not read or was written before, or the scores have the wrong shape or
+                type.
+            RuntimeError: a score is infinite or NaN.
+        """
+        card = self._request.card
+        if scores.shape != (len(card.classes), card.tile, card.tile) or scores.dtype != np.float32:
+            raise ValueError(f"scores of shape {scores.shape} and type {scores.dtype}")
+        if not np.isfinite(scores).all():
+            raise RuntimeError("the model's scores are not finite")
+        body = np.ascontiguousarray(scores).data.cast("B")
+        with self._lock, self._translated():
+            self._expect(tile, READ)
+            wire.send(self._child.sock, {"do": "write", "tile": tile}, body, deadline=self._deadline)
+            self._tiles[tile] = DONE
+
+    def finish(self) -> Products:
+        """Write the files, once every tile is done; `close` removes them.
+
+        Raises:
+            GeoError: as in `read`, or every pixel is nodata.
+            SceneClosed: the scene was closed.
+            ValueError: tiles are missing.
+        """
+        with self._lock, self._translated():
+            missing = len(self._tiles) - self._tiles.count(DONE)
+            if missing:
+                raise ValueError(f"{missing} of {len(self._tiles)} tiles are not done")
+            wire.send(self._child.sock, {"do": "finish"}, deadline=self._deadline)
+            tally = self._parsed(Tally, "tally", self._receive(self._deadline))
+            return Products(
+                mask=self._product(MASK) if self._request.mask else None,
+                probabilities=self._product(PROBABILITIES) if self._request.probabilities else None,
+                preview=self._product(PREVIEW) if self._request.preview else None,
+                areas=tally.areas,
+                nodata_pixels=tally.nodata_pixels,
+            )
+
+    def close(self) -> None:
+        """Kill the child, wait until it is reaped, and remove the files. May be called again."""
+        self.abandon()
+        self.release_place()
+
+    def release_place(self) -> None:
+        """Stop counting among the open scenes of `Decoders`; the child stays until `close`."""
+        with self._closing:
+            release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def end_child(self) -> None:
+        """Kill the child and release the place; the files that `finish` returned stay until `close`."""
+        self._end_child()
+        self.release_place()
+
+    def abandon(self) -> None:
+        """Close the scene, but keep its place among the open scenes."""
+        self._closed = True
+        self._end_child()
+        self._made.remove()
+
+    def _end_child(self) -> None:
+        self._child.kill()
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                self._child.close()
+
+    def _expect(self, tile: int, state: int) -> None:
+        if not 0 <= tile < len(self._tiles) or self._tiles[tile] != state:
+            raise ValueError(f"tile {tile}: not one of {len(self._tiles)}, or not in turn")
+
+    def _parsed(self, kind: type[Reply], name: str, answer: dict[str, Any]) -> Reply:
+        try:
+            return kind.model_validate_json(answer[name])
+        except (ValueError, KeyError):  # as in _receive
+            raise RasterBroken("the raster could not be decoded") from None
+
+    def _product(self, name: str) -> Path:
+        """Return the path of a file that the child wrote.
+
+        A child that a raster has taken over may have made a link instead: that is refused.
+        """
+        path = self._folder / name
+        if path.is_symlink() or not path.is_file():
+            raise RasterBroken("the raster could not be decoded")
+        return path
+
+    def _receive(self, deadline: float, body: memoryview | None = None) -> dict[str, Any]:
+        """Receive the child's answer, and its body into `body`; key `body` says whether it had one."""
+
+        def room(length: int) -> memoryview:
+            if body is None or length != len(body):
+                raise ValueError("unexpected body")
+            return body
+
+        try:
+            answer, length = wire.receive(self._child.sock, room, deadline)
+            refusal = _refusal(answer["error"]) if "error" in answer else None
+        except (ValueError, KeyError, TypeError):  # a child that a raster has taken over may say anything
+            self._child.kill()
+            raise RasterBroken("the raster could not be decoded") from None
+        if refusal is not None:
+            raise refusal
+        return answer | {"body": length > 0}
+
+    @contextmanager
+    def _translated(self, late: GeoError | None = None) -> Iterator[None]:
+        """Translate errors of the socket into what they mean for the request.
+
+        Args:
+            late: raised when the deadline has passed; None: the request took too long.
+        """
+        if self._closed or self._ended:
+            raise SceneClosed
+        try:
+            yield
+        except TimeoutError:
+            self._child.kill()
+            limit = self._request.limits.seconds
+            raise late or RasterTooLarge(f"the raster took longer than the {limit:g} s allowed") from None
+        except (EOFError, OSError):
+            raise self._why_it_ended() from None
+
+    def _too_slow_to_open(self) -> RasterBroken:
+        seconds = self._request.limits.open_seconds
+        return RasterBroken(f"the raster's header could not be read within {seconds:g} s")
+
+    def _why_it_ended(self) -> Exception:
+        """Find out by its wait status why the child ended, and return the error for it."""
+        if self._closed:
+            return SceneClosed()
+        with contextlib.suppress(OSError):
+            self._child.sock.close()
+        status = self._child.status()
+        if status is None:
+            return (
+                ForkServerLost() if not self._tiles else DecoderBusy("the decoder was restarted; try again")
+            )
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+            return self._too_slow_to_open()
+        logger.warning("a raster child ended with wait status %d", status)
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) in TOO_SLOW:
+            return RasterTooLarge(
+                f"the raster took longer than the {self._request.limits.seconds:g} s allowed"
+            )
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) in OUT_OF_MEMORY:
+            return RasterTooLarge("the raster could not be decoded within the memory allowed")
+        return RasterBroken("the raster could not be decoded: it is damaged in a way that stops the decoder")
+
+
+def _refusal(error: dict[str, Any]) -> GeoError:
+    """Return a refusal that the child sent as the exception that it was in the child."""
+    if error["detail"]:
+        logger.warning("a raster child failed: %s", error["detail"])
+    kinds = {kind.code: kind for kind in GeoError.__subclasses__()}
+    kind = kinds.get(error["code"], RasterBroken)
+    return kind(str(error["message"]), param=error["param"])

@@ -1,0 +1,44 @@
+"""A host that the operator allows, a trap that nobody allows, and a fetcher for them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from geo.sources.hosts import Host, Names, left, settings
+
+from baton_geo.errors import GeoError
+from baton_geo.fetch import RasterFetcher
+
+NAME = "rasters.example.org"
+
+
+class Setup:
+    """A host the operator allows, and a trap on the same port of another address, which nobody allows."""
+
+    def __init__(self, good: Host, trap: Host, spool: Path) -> None:
+        self.good = good
+        self.trap = trap
+        self.spool = spool
+        self.names = Names({NAME: [["127.0.0.1"]]})
+        self.url = f"http://{NAME}:{good.port}/scene.tif"
+
+    def fetcher(self, *hosts: str, **more: Any) -> RasterFetcher:
+        port = self.good.port
+        allowed = hosts or (f"{NAME}:{port}", f"127.0.0.1:{port}")
+        return RasterFetcher(settings(self.spool, *allowed, **more), resolver=self.names)
+
+    def fetch(self, url: str | None = None, **more: Any) -> bytes:
+        with asyncio.run(self.fetcher(**more).fetch(url or self.url)) as spooled:
+            found = spooled.path.read_bytes()
+            assert len(found) == spooled.size
+        assert left(self.spool) == []
+        return found
+
+    def refuse(self, url: str | None = None, **more: Any) -> GeoError:
+        with pytest.raises(GeoError) as caught:
+            asyncio.run(self.fetcher(**more).fetch(url or self.url))
+        assert left(self.spool) == []
+        return caught.value
