@@ -13,6 +13,7 @@ import pytest
 from errors_tree import ANSWERED
 from gateways import run_fake
 
+from baton import errors
 from baton.config.groups import EngineSettings, Frozen
 from baton.config.settings import Settings
 from baton.engines.fake.engine import FakeEngine
@@ -101,6 +102,7 @@ NAMED = {
     "metrics": set(re.findall(r"^\| `(\w+)` \|", text("metrics"), re.MULTILINE)),
     "routes": set(re.findall(r"^\| `([^`]+)` \|", text("routes"), re.MULTILINE)),
     "commands": set(re.findall(r"^## `(.+)`", text("commands"), re.MULTILINE)),
+    "exits": {error.__name__ for error in errors.OperatorError.__subclasses__()},
     "introductions": {name.removesuffix(".md") for name in pages.PAGES},
 }
 
