@@ -18,7 +18,7 @@ IMAGE_ARGS ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve demo demo-vision test lint format bench bench-handoff bench-transfer bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
+.PHONY: help serve demo demo-vision test lint format docs docs-reference bench bench-handoff bench-transfer bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,6 +44,12 @@ lint: $(VENV)/.dev ## Format, lint, types, architecture
 format: $(VENV)/.dev ## Rewrite the sources in the one format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.dev ## Build the documentation into docs/_build/html, with warnings as errors
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+docs-reference: $(VENV)/.dev ## Rewrite the reference pages that are made from the code
+	$(BIN)/python docs/reference_pages.py
 
 bench: $(VENV)/.dev ## Measure against plain vLLM's server, side by side (minutes)
 	$(BIN)/python bench/overhead.py $(ARGS)

@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 def user_folder(variable: str, fallback: str) -> Path:
-    """A folder of the XDG base directory specification."""
+    """Return a folder of the XDG base directory specification: `variable`'s, else `fallback` at home."""
     value = os.environ.get(variable)
     return Path(value) if value else Path.home() / fallback
 
 
 def cores() -> list[int]:
-    """The CPU cores this process may run on."""
+    """Return the CPU cores this process may run on."""
     return sorted(os.sched_getaffinity(0))
 
 
 def allowed_plugins() -> list[str] | None:
-    """The vLLM plugins that `VLLM_PLUGINS` lets in, as vLLM reads it; None: all of them."""
+    """Return the vLLM plugins that `VLLM_PLUGINS` allows, as vLLM reads it; None: all of them."""
     value = os.environ.get("VLLM_PLUGINS")
     return None if value is None else value.split(",")

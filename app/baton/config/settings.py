@@ -1,7 +1,7 @@
-"""Every setting of the gateway: one TOML file, then `BATON_*` in the environment, then the command line.
+"""Read the settings: one TOML file, then `BATON_*` in the environment, then the command line.
 
-Settings are frozen once read. A key nobody knows is refused with the nearest known name, and every
-wrong value becomes one line.
+Settings are frozen once read. An unknown key is refused with the nearest known name, and every wrong
+value becomes one line.
 """
 
 from __future__ import annotations
@@ -60,30 +60,38 @@ class Settings(BaseSettings):
         nested_model_default_partial_update=True,
     )
 
-    host: str = Field("127.0.0.1", description="Address to listen on.")
+    host: str = Field(
+        "127.0.0.1", description="Address to listen on. Any other than loopback needs API keys."
+    )
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe line that is logged."
+        "info",
+        description="Least severe line that is logged. `debug` also shows what the engines print, "
+        "and the texts of exceptions, which may quote requests.",
     )
     log_format: Literal["auto", "json", "console"] = Field(
-        "auto", description="One JSON object a line, or colours for people; auto: by the terminal."
+        "auto",
+        description="`json`: one object a line; `console`: colours for people; `auto`: by whether "
+        "a terminal is there.",
     )
     models_dir: Path | None = Field(
-        None, description="Where embedded models are kept; unset: baton/models in the user's cache."
+        None, description="Where embedded models are kept. Unset: `~/.cache/baton/models`."
     )
     cpu_threads: str = Field(
         "auto",
         pattern=r"^(auto|nobind|[0-9,|:-]+)$",
-        description="CPU cores all engines share, in vLLM's notation (`0-3`); auto: all of ours.",
+        description="CPU cores that all engines share, in vLLM's notation (`0-3`); `auto`: all "
+        "that this process may use; `nobind` binds nothing.",
     )
     drain_delay_s: float = Field(
         0.0,
         ge=0,
         le=3600,
-        description="Seconds after SIGTERM in which requests are still accepted; `/readyz` already says 503.",
+        description="Seconds after SIGTERM in which requests are still accepted, while `/readyz` "
+        "already says 503: a little more than your proxy takes to notice.",
     )
     drain_timeout_s: int = Field(
-        30, ge=0, le=3600, description="Seconds running requests then get to finish."
+        30, ge=0, le=3600, description="Seconds that running requests then get to finish."
     )
     auth: AuthSettings = AuthSettings()
     limits: LimitSettings = LimitSettings()
@@ -96,7 +104,7 @@ class Settings(BaseSettings):
     pooling: PoolingSettings = PoolingSettings()
     engines: tuple[EngineSettings, ...] = Field(
         default_factory=_embedded_engines,
-        description="One table per engine; none given: the embedded models `smollm2` and `flood-tiny`.",
+        description="One table per engine. None given: the embedded models `smollm2` and `flood-tiny`.",
     )
 
     @model_validator(mode="after")
@@ -148,21 +156,22 @@ class Settings(BaseSettings):
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach the gateway."""
+        """Return whether only this machine can reach the gateway."""
         return is_loopback(self.host)
 
     def shared(self, *, keyed: bool) -> bool:
-        """Whether others than the operator use the gateway's port: other machines, or tenants with keys."""
+        """Return whether the gateway's port is for others too: other machines, or tenants with keys."""
         return keyed or not self.loopback
 
     @property
     def models_folder(self) -> Path:
+        """Return the folder of the embedded models."""
         folder = self.models_dir or user_folder("XDG_CACHE_HOME", ".cache") / "baton" / "models"
         return folder.expanduser()
 
     @property
     def handoff_store(self) -> str:
-        """The address of the store; every gateway of one user shares it."""
+        """Return the address of the store; every gateway of one user shares it."""
         if self.handoffs.store is not None:
             return self.handoffs.store
         memory = Path("/dev/shm")
@@ -171,6 +180,7 @@ class Settings(BaseSettings):
 
     @property
     def keys_file(self) -> Path:
+        """Return the file of hashed API keys, which need not exist."""
         file = self.auth.keys_file or user_folder("XDG_CONFIG_HOME", ".config") / "baton/keys.json"
         return file.expanduser()
 
@@ -190,11 +200,12 @@ def load_settings(config: Path | None = None, **overrides: Any) -> Settings:
     """Read the settings.
 
     Args:
-        config: the TOML file; None: `BATON_CONFIG`, else `baton.toml` here if there is one.
-        overrides: settings the command line gave, above file and environment.
+        config: the TOML file; None: the one that `BATON_CONFIG` names, else `baton.toml` in the working
+            directory if it exists.
+        overrides: settings from the command line, which win over file and environment.
 
     Raises:
-        SettingsError: a line for every value that is wrong, with the nearest known name.
+        SettingsError: a value is wrong or a key unknown; one line for each, with the nearest known name.
     """
     _refuse_unknown_variables()
     from_file = _read_file(config)
@@ -234,7 +245,7 @@ def _read_file(config: Path | None) -> dict[str, Any]:
 
 
 def reasons(error: ValidationError) -> list[str]:
-    """One line a wrong value: where, what is wrong, and for a wrong key the nearest right one."""
+    """Return one line for each wrong value: where it is, what is wrong, and the nearest known key."""
     return [_reason(item["loc"], item["type"], item["msg"], item.get("input")) for item in error.errors()]
 
 
@@ -250,7 +261,7 @@ def _reason(loc: tuple[int | str, ...], kind: str, message: str, value: object) 
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """A "did you mean" for `word`, or nothing when no known word is close."""
+    """Return a "did you mean" with the known word nearest to `word`, or all known words when none is near."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else f"; known are: {', '.join(sorted(known))}"
 
@@ -273,7 +284,7 @@ def _refuse_unknown_variables() -> None:
 
 
 def variables() -> list[str]:
-    """Every `BATON_*` variable there is, `__` between a group and its key."""
+    """Return the name of every `BATON_*` variable that is read, `__` between a group and its key."""
     names: list[str] = []
     for name, field in Settings.model_fields.items():
         variable = f"{ENV_PREFIX}{name}".upper()
@@ -284,7 +295,7 @@ def variables() -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, by its name or address, is this machine and cannot be reached from others."""
+    """Return whether a host, by its name or address, is this machine and cannot be reached from others."""
     if host == "localhost":
         return True
     try:

@@ -12,7 +12,7 @@ from baton.config.settings import Settings
 
 
 def environment_conflicts() -> list[str]:
-    """Variables that would overrule what the settings say, each with what to do instead."""
+    """Return the variables that would overrule the settings, each with what to do instead."""
     conflicts = []
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         conflicts.append(
@@ -23,7 +23,7 @@ def environment_conflicts() -> list[str]:
 
 
 def runs_eager(settings: Settings) -> bool:
-    """Whether every engine is left uncompiled, as engines on a CPU are unless told otherwise."""
+    """Return whether no engine compiles its model; on a CPU that is the default."""
     return all(engine.args.get("enforce_eager", True) for engine in settings.engines)
 
 
@@ -35,16 +35,16 @@ def apply_environment(
     marks: Mapping[str, str] | None = None,
     scratch: str | None = None,
 ) -> None:
-    """Set what vLLM reads from the environment, before it is imported; what is set already stays.
+    """Set the variables that vLLM reads, before it is imported; those that are set already stay.
 
     Args:
         settings: the settings of this process.
-        offline: every model is on this machine, so no hub is to be asked.
-        marks: what every process this one starts is to carry.
-        compiles: some engine uses torch.compile. Where none does, vLLM would still compile small
+        offline: whether every model is on this machine, so that no hub is asked.
+        marks: variables that every process started by this one carries.
+        compiles: whether some engine uses torch.compile. Where none does, vLLM would still compile small
             helpers at the first request that needs one (log probabilities, say): up to 18 s in which
             every client waits, and the engine's death where there is no C++ compiler.
-        scratch: the temporary folder of the processes this one starts; its own stays. None: the same.
+        scratch: temporary folder of the processes that this one starts; its own stays. None: the same.
     """
     cpu_threads = settings.cpu_threads
     if cpu_threads == "auto":
