@@ -33,7 +33,7 @@ from baton_kv.fingerprint import fingerprint
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
-from baton_kv.stores import file
+from baton_kv.stores import reader as entry_reader
 from baton_kv.stores.base import BytesReader, Reader, Store, StoreError, StoreFull
 from baton_kv.stores.file import FileStore
 from baton_kv.worker_role import WorkerRole
@@ -259,7 +259,7 @@ def test_b4_an_entry_in_another_s_place_is_refused(relay: Relay) -> None:
         tried += 6
     print(f"\nB4: {hits} of {tried} looks and loads used an entry in another's place")
     assert hits == 0
-    assert [told.failure for told in relay.loader.scheduler.told()] == ["corrupt"] * (tried // 2)
+    assert [told.failure for told in relay.loader.scheduler.take_outcomes()] == ["corrupt"] * (tried // 2)
     assert relay.hits(relay.sound, relay.key) == 2
 
 
@@ -321,9 +321,9 @@ def broken_os(name: str, works: int) -> SimpleNamespace:
 @pytest.mark.parametrize("call", ["open", "fstat", "pread", "preadv"])
 def test_b6_a_read_error_is_a_miss(call: str, relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     for works in range(100):
-        monkeypatch.setattr(file, "os", broken_os(call, works))
+        monkeypatch.setattr(entry_reader, "os", broken_os(call, works))
         failure = relay.loader.load(relay.key)
-        monkeypatch.setattr(file, "os", broken_os(call, works))
+        monkeypatch.setattr(entry_reader, "os", broken_os(call, works))
         offered = relay.loader.offered(relay.key)
         if failure is None:
             break

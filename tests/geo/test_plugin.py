@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from geo.raster.made import write_tiff
 from geo.sources.hosts import left
-from training.flood_tiny.predict import SHIPPED
 
 from baton_geo.plugin import GeoProcessor
+from training.flood_tiny.predict import SHIPPED
 
 Start = Callable[[Path], GeoProcessor]
 

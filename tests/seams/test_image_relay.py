@@ -24,7 +24,7 @@ from baton.engines.vllm.bodies import with_whole_prompt
 from baton.engines.vllm.image_prompts import ImagePrompts, _target
 from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
 from baton_kv.connector import TransferStats, images_of
-from baton_kv.entry import ImageSpan
+from baton_kv.entry import ImageRef
 
 IMAGE = 9
 BIRD, FISH = picture(1), picture(2)
@@ -64,7 +64,7 @@ def request(*features: MultiModalFeatureSpec, embeds: Any = None, lora: Any = No
 
 def test_a_request_s_images_are_read_as_the_scheduler_knows_them() -> None:
     found = images_of(request(feature("b", 40, 9), feature("a", 3, 9)))
-    assert found == (ImageSpan("a", 3, 9), ImageSpan("b", 40, 9))
+    assert found == (ImageRef("a", 3, 9), ImageRef("b", 40, 9))
     assert images_of(request()) == ()
 
 

@@ -12,9 +12,6 @@ import pytest
 import rasterio
 import torch
 from geo.raster.made import make_card, read_tiff, write_tiff
-from training.flood_tiny.measure import Figures, draw_scenes, figures
-from training.flood_tiny.predict import SHIPPED, Predictor
-from training.flood_tiny.seeds import HELD_OUT_SEEDS
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import GeoError, RasterUnusable, RequestInvalid
@@ -25,6 +22,9 @@ from baton_geo.raster.calibration import Linear, Stated, conversion
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneInfo, SceneRequest
 from baton_geo.settings import GeoLimits
+from training.flood_tiny.measure import Figures, draw_scenes, figures
+from training.flood_tiny.predict import SHIPPED, Predictor
+from training.flood_tiny.seeds import HELD_OUT_SEEDS
 
 FLOOD = Card.model_validate(json.loads((SHIPPED / "config.json").read_text())["baton_geo"])
 REFLECTANCE = Card(
