@@ -133,14 +133,14 @@ def test_a_class_that_thinks_is_chosen_by_the_engine_s_setting_alone(tmp_path: P
     """By another way clients' own prompts could ask for steps, and nobody would count them."""
     model = ModelStore(load_settings().models_folder).resolve("smollm2")
     by_arguments = settings(hf_overrides=latent_overrides(model)).model_copy(update={"latent": False})
-    with pytest.raises(SettingsError, match="say so with `latent = true`"):
+    with pytest.raises(SettingsError, match="set `latent = true`"):
         engine_args(by_arguments, model)
     shutil.copytree(model, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     thinker = config | {"architectures": ["BatonLatentLlamaForCausalLM"]}
     (tmp_path / "model" / "config.json").write_text(json.dumps(thinker))
     plain = settings().model_copy(update={"latent": False})
-    with pytest.raises(SettingsError, match="say so with `latent = true`"):
+    with pytest.raises(SettingsError, match="set `latent = true`"):
         engine_args(plain, str(tmp_path / "model"))
 
 
