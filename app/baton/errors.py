@@ -137,8 +137,8 @@ class MalformedRequest(ClientError):
 class ContextTooLong(ClientError):
     code = "context_length_exceeded"
     default_message = (
-        "The prompt and the requested tokens do not fit the model's context: shorten the prompt, "
-        "or ask for fewer tokens."
+        "The prompt and the requested tokens do not fit the model's context: shorten the prompt, or ask for "
+        "fewer tokens."
     )
 
 
