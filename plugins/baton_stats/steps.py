@@ -106,7 +106,7 @@ class StepClock:
         return spent
 
     def _seconds(self, since_last: float, step: Step) -> float:
-        """Return a step's duration; after idle time it began when its request arrived, as a first token shows."""
+        """Return a step's duration; the first after an idle time began when its request arrived."""
         if self._before.running or self._before.waiting:
             return since_last
         return min((since_last, *step.first_token_s)) if step.first_token_s else 0.0
