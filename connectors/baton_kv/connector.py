@@ -78,7 +78,7 @@ class BatonConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = list(kv_caches.values())
         if (memory := self._latent_memory()) is not None:  # hidden states from which latent steps start
-            layers += memory.layers_beside(layers[0], self._block_size)
+            layers += memory.layers_like(layers[0], self._block_size)
         blocks = KVBlocks(layers)
         self._worker = WorkerRole(self._store, self._secret, self._fingerprint, blocks, verify=self._verify)
 

@@ -136,7 +136,8 @@ def folder(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "store")
 
 
-def test_b12_a_scope_that_fills_the_store_loses_its_own_entries_first(tmp_path: Path) -> None:
+@pytest.mark.fault("B12")
+def test_a_scope_that_fills_the_store_loses_its_own_entries_first(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store", budget=1000)
     quiet = [new_key("quiet") for _ in range(4)]
     for key in quiet:
