@@ -1,4 +1,4 @@
-"""FAULTS row F4: hostile PNG and JPEG. WebP and others are no rasters at all, see F3."""
+"""Hostile PNG and JPEG. WebP and other formats are refused as no raster, see `test_hostile_tiff`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from geo.raster.made import make_card, png_chunk, raw_png, read_tiff, run, sign_model
-from geo.raster.test_hostile_tiff import outcome, refuse_bytes
+from geo.raster.refusals import outcome, refuse_bytes
 from PIL import Image
 
 from baton_geo.card import Band

@@ -1,4 +1,4 @@
-"""FAULTS row F3: hostile GeoTIFFs. Each answer within 2 s, of a known kind, and the decoders go on."""
+"""Hostile GeoTIFFs: each is refused within 2 s with an error of a known kind, and the decoders keep working."""
 
 from __future__ import annotations
 
