@@ -136,7 +136,10 @@ class MalformedRequest(ClientError):
 
 class ContextTooLong(ClientError):
     code = "context_length_exceeded"
-    default_message = "The prompt and the requested tokens do not fit the model's context: shorten the prompt, or ask for fewer."
+    default_message = (
+        "The prompt and the requested tokens do not fit the model's context: shorten the prompt, or ask for "
+        "fewer tokens."
+    )
 
 
 class InvalidImage(ClientError):
@@ -163,8 +166,9 @@ class OperationUnsupported(ClientError):
 class TemplateUnsupported(ClientError):
     code = "handoff_template_unsupported"
     default_message = (
-        "No message can follow this handoff: the model's chat template writes earlier messages differently once "
-        "others follow, or the handoff ends with text that is not a message. Continue it with /v1/completions."
+        "No message can follow this handoff: the model's chat template writes earlier messages differently "
+        "once others follow, or the handoff ends with text that is not a message. Continue it with "
+        "/v1/completions."
     )
 
 

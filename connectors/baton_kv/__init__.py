@@ -1,4 +1,4 @@
-"""The KV connector behind handoffs: a request's computed KV cache leaves the engine, and comes back exact.
+"""A KV connector for vLLM that saves a request's KV cache to a store and loads it into other requests.
 
-Use it from plain vLLM by its module path, see connectors/README.md.
+It is the transport of Baton's handoffs, and works with plain vLLM too: see connectors/README.md.
 """

@@ -1,7 +1,7 @@
-"""The engine's KV pool as blocks of opaque bytes. No vLLM here: tensors in, bytes out.
+"""Read and write the engine's KV cache as whole blocks of opaque bytes.
 
-What lies inside a block is the attention backend's own packing, so nothing smaller than a block is
-ever moved.
+The layout inside a block is the attention backend's, so nothing smaller than a block is moved. This module
+does not import vLLM: it takes tensors and gives bytes.
 """
 
 from __future__ import annotations
@@ -13,31 +13,37 @@ import torch
 
 
 class LayoutRefused(Exception):
-    """These KV tensors cannot be moved block by block."""
+    """The KV tensors cannot be moved block by block."""
 
 
 class KVBlocks:
-    """Every layer's KV tensor, viewed as `[num_blocks, block_bytes]` of uint8.
+    """The KV tensors of all layers, each viewed as uint8 `[num_blocks, block_bytes]`.
 
     Args:
-        layers: the KV tensors in the order of the layers; their first dimension counts blocks.
+        layers: the KV tensors in the order of the layers, each `[num_blocks, ...]` of any dtype.
+
+    Attributes:
+        count: number of blocks in the pool.
+        block_bytes: bytes of one block of one layer.
 
     Raises:
-        LayoutRefused: a block is not one run of bytes, or layers differ.
+        LayoutRefused: a block is not contiguous, or the layers' blocks differ in number or size.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
         self._layers = [_as_bytes(layer) for layer in layers]
         shapes = {layer.shape for layer in self._layers}
         if len(shapes) != 1:
-            raise LayoutRefused(f"layers of {len(shapes)} different shapes")
+            raise LayoutRefused(
+                f"the KV cache has layers of {len(shapes)} different shapes; all must be equal"
+            )
         self.count, self.block_bytes = shapes.pop()
 
     def __len__(self) -> int:
         return len(self._layers)
 
     def gather(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """The bytes of some blocks, in the order asked: the blocks themselves where the pool is in memory."""
+        """Return one memoryview of `block_bytes` for each block id: the block itself on CPU, else a copy."""
         if (rows := self.rows(layer, block_ids)) is not None:
             return rows
         pool = self._layers[layer]
@@ -45,13 +51,12 @@ class KVBlocks:
         return [memoryview(block) for block in pool.index_select(0, index).cpu().numpy()]
 
     def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
-        """Put `len(block_ids) * block_bytes` bytes where those blocks are."""
+        """Write `len(block_ids) * block_bytes` bytes into these blocks of a layer."""
         pool = self._layers[layer]
         blocks = numpy.frombuffer(data, numpy.uint8).reshape(len(block_ids), self.block_bytes)
         if pool.device.type == "cpu":
-            rows = (
-                pool.numpy()
-            )  # numpy stays in this thread; torch would wake its pool, which the model needs
+            # numpy copies in this thread; torch would wake its thread pool, which the model needs.
+            rows = pool.numpy()
             for block_id, block in zip(block_ids, blocks, strict=True):
                 numpy.copyto(rows[block_id], block)
             return
@@ -59,7 +64,7 @@ class KVBlocks:
         pool.index_copy_(0, index, torch.from_numpy(blocks.copy()).to(pool.device))
 
     def rows(self, layer: int, block_ids: Sequence[int]) -> list[memoryview] | None:
-        """Those blocks themselves, to be written into; None where they are not in this machine's memory."""
+        """Return writable views of these blocks of a layer; None if the pool is not in host memory."""
         pool = self._layers[layer]
         if pool.device.type != "cpu":
             return None
@@ -69,12 +74,14 @@ class KVBlocks:
 
 def _as_bytes(layer: torch.Tensor) -> torch.Tensor:
     if layer.dim() < 2 or layer.shape[0] < 1 or not layer[0].is_contiguous():
-        raise LayoutRefused(f"a KV tensor of shape {tuple(layer.shape)}, strides {layer.stride()}")
+        raise LayoutRefused(
+            f"a KV tensor's blocks are not contiguous: shape {tuple(layer.shape)}, strides {layer.stride()}"
+        )
     return layer.view(torch.uint8).flatten(1) if layer.is_contiguous() else _strided(layer)
 
 
 def _strided(layer: torch.Tensor) -> torch.Tensor:
-    """Blocks that lie apart, other layers' between them."""
+    """View a layer whose blocks are interleaved with those of other layers."""
     as_bytes = layer.view(torch.uint8)
     size = as_bytes[0].numel()
     return as_bytes.as_strided((layer.shape[0], size), (as_bytes.stride(0), 1))

@@ -1,7 +1,11 @@
-"""What crosses a process: from who asks to the engine, and back in its answer.
+"""Messages between the connector and its callers: transfer parameters, outcomes and failure reasons.
 
-Pure: the standard library and pydantic. A request carries `kv_transfer_params = {"baton_kv": {...}}`;
-the answer to one that saved carries the same key with what the next request sends to load it.
+A request carries `kv_transfer_params = {"baton_kv": {...}}`, see `TransferParams`. The answer to a request
+that saved carries the same key with the parameters that load the entry:
+
+    {"baton_kv": {"version": 1, "load": "local/3q2-7wAAB..."}}
+
+Pure: this module imports only the standard library and pydantic.
 """
 
 from __future__ import annotations
@@ -18,14 +22,14 @@ PARAMS_KEY = "baton_kv"
 LOCAL_TENANT = "local"
 
 EntryKey = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}/[A-Za-z0-9_-]{16,64}$", max_length=129)]
-"""`scope/id`: whose entry it is, and at least 96 random bits."""
+"""The key of an entry, `scope/id`: the tenant's scope, and an id of at least 96 random bits."""
 
 
 class Transfer(StrEnum):
-    """What the connector did for a request.
+    """An operation of the connector.
 
     Attributes:
-        LOOK: read the header of the entry that the request names, to decide what to load.
+        LOOK: read the header of the entry that the request names, to decide how many tokens to load.
         LOAD: copied an entry's KV into the engine.
         SAVE: copied a request's KV into an entry.
     """
@@ -36,18 +40,18 @@ class Transfer(StrEnum):
 
 
 class TransferFailure(StrEnum):
-    """Why a transfer did not happen. The values are labels of the metric `baton_store_errors_total`.
+    """Why a transfer failed. The values are labels of the metric `baton_store_errors_total`.
 
     Attributes:
         MISSING: the store has no such entry.
-        CORRUPT: the entry's bytes are not those that were written.
+        CORRUPT: the entry's bytes do not match their digests.
         INCOMPATIBLE: the entry was written by another model, layout, version or scope.
         FULL: the store has no room for the entry.
         DEVICE: the store could not be read or written.
-        NOT_WHOLE: the engine no longer holds the KV of the whole context.
+        NOT_WHOLE: the engine does not hold the KV of the whole context, or it cannot be compared exactly.
         MALFORMED: the request's transfer parameters are not a `TransferParams`.
-        GIVEN_UP: the request ended before its load did.
-        OTHER: anything else; the engine's log has it.
+        GIVEN_UP: the request ended before its load was finished.
+        OTHER: anything else; the engine's log has the exception.
     """
 
     MISSING = "missing"
@@ -67,33 +71,33 @@ class TransferFailure(StrEnum):
 
 
 class TransferError(Exception):
-    """Base of what a store, an entry and a job raise.
+    """Base class of the exceptions of stores, entries and jobs.
 
     Attributes:
-        failure: what is reported of it.
+        failure: the reason that is reported for this class.
     """
 
     failure: ClassVar[TransferFailure] = TransferFailure.OTHER
 
 
 def failure_of(error: BaseException) -> TransferFailure:
-    """Return what is reported of an exception that ended a transfer."""
+    """Return the reason that is reported for an exception that ended a transfer."""
     return error.failure if isinstance(error, TransferError) else TransferFailure.OTHER
 
 
 @dataclass(frozen=True)
 class TransferOutcome:
-    """How a transfer ended: worker to scheduler, and both to whoever watches the engine.
+    """The outcome of one transfer, sent from the worker to the scheduler and from both to the stat loggers.
 
     Attributes:
-        request_id: the engine's name of the request it was for.
-        key: the entry's.
-        kind: what was done.
+        request_id: the engine's id of the request.
+        key: key of the entry.
+        kind: the operation.
         tag: `TransferParams.tag` of the request.
-        failure: why it failed; None: it did not.
-        tokens: how many tokens' KV was moved, or was to be.
-        bytes: how many bytes of KV were moved, or were to be.
-        seconds: how long it took.
+        failure: why the transfer failed; None if it succeeded.
+        tokens: number of tokens whose KV was moved, or was to be.
+        bytes: bytes of KV that were moved, or were to be.
+        seconds: duration.
     """
 
     request_id: str
@@ -106,31 +110,31 @@ class TransferOutcome:
     seconds: float = 0.0
 
     def message(self) -> dict[str, Any]:
-        """Return it as plain values, to be sent to another process."""
+        """Return the outcome as a dict of plain values, to be sent to another process."""
         failure = None if self.failure is None else self.failure.value
         return asdict(self) | {"kind": self.kind.value, "failure": failure}
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> TransferOutcome:
-        """Read what `message` returned.
+        """Build an outcome from what `message` returned.
 
         Raises:
-            ValueError: it is of a kind that this version does not know.
+            ValueError: `kind` is not a `Transfer` that this version knows.
         """
         failure = None if message["failure"] is None else TransferFailure(message["failure"])
         return cls(**{**message, "kind": Transfer(message["kind"]), "failure": failure})
 
 
 class TransferParams(BaseModel):
-    """What one request wants of the connector.
+    """The connector's part of a request's `kv_transfer_params`.
 
     Attributes:
-        version: of this message.
-        save: leave the computed KV behind, as this entry; True picks a key.
-        scope: what is saved: the whole context, or the prompt alone.
-        load: start from this entry.
-        limit: load at most so many of its tokens; None: all that can be used.
-        tag: names the request in what the connector reports; the gateway's request id.
+        version: version of this message.
+        save: key to save the computed KV under; True lets the connector choose a key, False saves nothing.
+        scope: what is saved: `context` (prompt and answer) or `prompt`.
+        load: key of the entry to start from.
+        limit: maximum number of tokens to load; None for all that match.
+        tag: name of the request in outcomes; the gateway sets its request id.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
@@ -144,21 +148,25 @@ class TransferParams(BaseModel):
 
     @property
     def save_key(self) -> str | None:
-        """The key to save under, if anything is to be saved."""
+        """Return the key to save under, a new one if `save` is True; None if nothing is to be saved."""
         return new_key(LOCAL_TENANT) if self.save is True else self.save or None
 
 
 @dataclass(frozen=True)
 class Malformed:
-    """Parameters that were meant for the connector and are not its message; the request goes on without."""
+    """Parameters under the connector's key that are no valid `TransferParams`; the request runs without them.
+
+    Attributes:
+        reason: the first invalid field and what is wrong with it.
+    """
 
     reason: str
 
 
 def parse(params: object) -> TransferParams | Malformed | None:
-    """The connector's part of a request's `kv_transfer_params`; None when there is none. Never raises.
+    """Read the connector's part of a request's `kv_transfer_params`; None if there is none. Never raises.
 
-    The parameters come from outside: they may be of any type at all.
+    The parameters come from a client, so they may be of any type.
     """
     if not isinstance(params, dict) or PARAMS_KEY not in params:
         return None
@@ -177,21 +185,24 @@ def transfer_params(
     limit: int | None = None,
     tag: str | None = None,
 ) -> dict[str, Any]:
-    """`kv_transfer_params` of a request that leaves an entry behind, starts from one, or both."""
+    """Return the `kv_transfer_params` of a request that saves an entry, loads one, or both.
+
+    The arguments are the fields of `TransferParams`; None leaves a field out.
+    """
     wanted = {"save": save or None, "scope": scope, "load": load, "limit": limit, "tag": tag}
     return {PARAMS_KEY: {"version": 1} | {name: value for name, value in wanted.items() if value is not None}}
 
 
 def params_to_save(key: str | None = None, *, load: str | None = None) -> dict[str, Any]:
-    """`kv_transfer_params` of a request that leaves an entry behind."""
+    """Return the `kv_transfer_params` of a request that saves its KV, under a new key if none is given."""
     return transfer_params(save=key or True, load=load)
 
 
 def params_to_load(key: str) -> dict[str, Any]:
-    """`kv_transfer_params` of a request that starts from an entry."""
+    """Return the `kv_transfer_params` of a request that starts from an entry."""
     return transfer_params(load=key)
 
 
 def new_key(scope: str) -> str:
-    """A key nobody can guess: 192 random bits."""
+    """Return a new key under a scope, with 192 random bits that nobody can guess."""
     return f"{scope}/{secrets.token_urlsafe(24)}"

@@ -1,20 +1,20 @@
-"""The format of an entry: whole KV blocks as opaque bytes, and everything needed to trust them.
+"""Write, open and verify entries: files of whole KV blocks with the digests that protect them.
 
-A safetensors file (https://github.com/huggingface/safetensors#format), so that any tool can look
-inside and nothing in it can run:
+An entry is a safetensors file (https://github.com/huggingface/safetensors#format), which common tools can
+read and which contains no code:
 
     8 bytes    length of the header, little-endian
-    header     JSON: `__metadata__` with our description and its digest, then the tensors
+    header     JSON: `__metadata__` with the `Description` and its digest, then the tensors
     tokens     I32 [tokens]: every token id of the context, in order
-    digests    U8  [layers, chunks, 32]: one keyed BLAKE3 a chunk
+    digests    U8  [layers, chunks, 32]: one keyed BLAKE3 digest a chunk
     layer.N    U8  [blocks, block_bytes], in the order of the engine's layers
 
-A context is its token ids and the images they stand for: all images have the same ids, so the description
-names each one and where it stands.
+A context is its token ids and its images. All images have the same placeholder ids, so the description names
+each image and its position.
 
-Digests are keyed BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) under the store's secret: a flipped
-bit and a forged entry look the same. The description's digest covers the key, the fingerprint, the
-images, the token ids and all chunk digests; it is checked when an entry is opened, each chunk before it is
+Digests are keyed BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) under the store's secret, so both
+corruption and forgery are detected. The description's digest covers the key, the fingerprint, the images, the
+token ids and all chunk digests; it is verified when an entry is opened. Each chunk is verified before it is
 copied.
 """
 
@@ -25,7 +25,6 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from typing import Any
 
 import numpy
@@ -46,25 +45,25 @@ Tokens = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
 
 
 class EntryInvalid(TransferError):
-    """The bytes are not an entry that may be used, and why."""
+    """The bytes are not a valid entry; the message says why."""
 
     failure = TransferFailure.CORRUPT
 
 
-class EntryForeign(EntryInvalid):
-    """A sound entry, but of another model, layout or version: not to be used here."""
+class EntryIncompatible(EntryInvalid):
+    """A valid entry of another model, layout or version, which cannot be used here."""
 
     failure = TransferFailure.INCOMPATIBLE
 
 
 @dataclass(frozen=True)
-class ImageSpan:
-    """One image of a context, and the tokens that stand for it.
+class ImageRef:
+    """One image of a context and the position of its placeholder tokens.
 
     Attributes:
-        identifier: what tells it from every other image; the engine's name for it.
-        offset: index of the first of its tokens.
-        length: how many there are.
+        identifier: the engine's name for the image: the client's `uuid`, or a hash of the pixels.
+        offset: index of the first placeholder.
+        length: number of placeholders.
     """
 
     identifier: str
@@ -73,24 +72,24 @@ class ImageSpan:
 
     @property
     def end(self) -> int:
-        """Index of the first token after it."""
+        """Return the index of the first token after the image."""
         return self.offset + self.length
 
 
 @dataclass(frozen=True)
 class Description:
-    """What an entry says of itself.
+    """The description in an entry's header, stored as JSON.
 
     Attributes:
-        key: the key it was saved under.
-        fingerprint: of the model and the layout its bytes are in.
-        tokens: how many token ids it holds.
-        computed: for how many of them, from the first, it holds KV.
-        layers: how many layers.
-        blocks: blocks a layer.
+        key: the key under which the entry was saved.
+        fingerprint: fingerprint of the model and the KV layout, see `fingerprint.fingerprint`.
+        tokens: number of token ids.
+        computed: number of tokens, from the first, that have KV.
+        layers: number of layers.
+        blocks: number of blocks a layer.
         block_bytes: bytes of one block of one layer.
-        images: the images its token ids stand for, in order.
-        format: of this file.
+        images: the images of the context, in order.
+        format: name and version of the format.
     """
 
     key: str
@@ -100,21 +99,21 @@ class Description:
     layers: int
     blocks: int
     block_bytes: int
-    images: tuple[ImageSpan, ...] = ()
+    images: tuple[ImageRef, ...] = ()
     format: str = FORMAT
 
     @property
     def chunk_blocks(self) -> int:
-        """Blocks in one chunk; the last chunk of a layer may hold fewer."""
+        """Return the number of blocks in one chunk; the last chunk of a layer may hold fewer."""
         return max(1, CHUNK_BYTES // self.block_bytes)
 
     @property
     def chunks(self) -> int:
-        """Chunks a layer."""
+        """Return the number of chunks a layer."""
         return -(-self.blocks // self.chunk_blocks)
 
     def chunk(self, index: int) -> slice:
-        """The blocks of one chunk."""
+        """Return the range of blocks of one chunk."""
         return slice(index * self.chunk_blocks, min((index + 1) * self.chunk_blocks, self.blocks))
 
 
@@ -124,23 +123,24 @@ def write(
     layer_blocks: Callable[[int], Sequence[memoryview]],
     secret: bytes,
 ) -> Iterator[bytes | memoryview]:
-    """The parts of an entry's file, in order.
+    """Yield the parts of an entry's file, in order.
 
     Args:
-        description: what it holds.
+        description: the entry's description.
         tokens: every token id of the context.
-        layer_blocks: gives a layer's blocks, each `block_bytes` long; asked twice, to the same answer.
-        secret: 32 bytes, the store's.
+        layer_blocks: returns the blocks of a layer, each `block_bytes` long; called twice a layer, and must
+            return the same bytes.
+        secret: the store's secret, 32 bytes.
     """
     ids = numpy.asarray(tokens, dtype="<i4")
     layers = range(description.layers)
     digests = b"".join(_chunk_digests(description, layer_blocks(layer), secret) for layer in layers)
-    told = json.dumps(asdict(description), sort_keys=True)
-    seal = _seal(told, ids.tobytes(), digests, secret)
+    described = json.dumps(asdict(description), sort_keys=True)
+    digest = _description_digest(described, ids.tobytes(), digests, secret)
     tensors = _tensors(description)
-    header = json.dumps({"__metadata__": {"baton_kv": told, "digest": seal.hex()}} | tensors).encode()
+    header = json.dumps({"__metadata__": {"baton_kv": described, "digest": digest.hex()}} | tensors).encode()
     before = LENGTH.size + len(header) + ids.nbytes + len(digests)
-    header += b" " * (-before % PAGE_BYTES)  # the blocks begin with a page
+    header += b" " * (-before % PAGE_BYTES)  # so that the blocks begin on a page
     yield LENGTH.pack(len(header)) + header
     yield ids.tobytes()
     yield digests
@@ -160,14 +160,14 @@ def _digest(secret: bytes, *parts: bytes | memoryview) -> bytes:
     return digest.digest()
 
 
-def _seal(told: str, tokens: bytes, digests: bytes, secret: bytes) -> bytes:
-    parts = (told.encode(), tokens, digests)
+def _description_digest(described: str, tokens: bytes, digests: bytes, secret: bytes) -> bytes:
+    parts = (described.encode(), tokens, digests)
     sizes = b"".join(LENGTH.pack(len(part)) for part in parts)
     return _digest(secret, sizes, *parts)
 
 
 def _tensors(description: Description) -> dict[str, Any]:
-    """The tensors of safetensors' header: a pure function of the description, so it is compared whole."""
+    """Return the tensors of the safetensors header, which follow from the description alone."""
     rows: list[tuple[str, str, list[int], int]] = [
         ("tokens", "I32", [description.tokens], 4 * description.tokens),
         (
@@ -189,39 +189,46 @@ def _tensors(description: Description) -> dict[str, Any]:
 
 
 class Entry:
-    """An entry whose description, token ids and chunk digests are proved; its blocks not yet.
+    """An open entry whose description, token ids and chunk digests are verified; blocks are verified as read.
 
     Args:
-        reader: the file, open.
-        key: the key it was opened by.
-        secret: the store's.
+        reader: the open file.
+        key: the key under which it was opened.
+        secret: the store's secret, 32 bytes.
+
+    Attributes:
+        description: the entry's description.
+        digest: digest of description, token ids and chunk digests, hexadecimal.
+        tokens: every token id of the context, int32 (tokens,).
 
     Raises:
-        EntryInvalid: it is torn, changed, forged, or somebody else's.
-        EntryForeign: another version of this file wrote it; what it holds is not looked at.
+        EntryInvalid: the file is truncated, corrupt or forged, or was saved under another key.
+        EntryIncompatible: another version of this format wrote the file.
     """
 
     def __init__(self, reader: Reader, key: str, secret: bytes) -> None:
         try:
-            self.description, self.seal, start = _read_header(reader)
+            self.description, self.digest, start = _read_header(reader)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-            raise EntryInvalid(f"no readable header: {type(error).__name__}") from None
+            raise EntryInvalid(f"the header cannot be read ({type(error).__name__})") from None
         self._reader = reader
         self._secret = secret
         described = self.description
         tensors = _tensors(described)
         end = tensors[f"layer.{described.layers - 1}"]["data_offsets"][1]
         if len(reader) - start != end:
-            raise EntryInvalid(f"{len(reader) - start} bytes where {end} were announced")
+            raise EntryInvalid(
+                f"the file has {len(reader) - start} bytes of tensors, the header announces {end}"
+            )
         tokens, self._digests = (
             reader.read(*(start + offset for offset in tensors[name]["data_offsets"]))
             for name in ("tokens", "digests")
         )
-        told = json.dumps(asdict(described), sort_keys=True)
-        if _seal(told, tokens, self._digests, secret).hex() != self.seal:
-            raise EntryInvalid("the description's digest is wrong")
+        canonical = json.dumps(asdict(described), sort_keys=True)
+        if _description_digest(canonical, tokens, self._digests, secret).hex() != self.digest:
+            raise EntryInvalid("the description does not match its digest")
         if described.key != key:
-            raise EntryInvalid("it was saved under another key")
+            raise EntryInvalid("the entry was saved under another key")
         self.tokens: Tokens = numpy.frombuffer(tokens, dtype="<i4")
         self._layers = start + tensors["layer.0"]["data_offsets"][0]
 
@@ -229,21 +236,21 @@ class Entry:
         """Refuse an entry of another model, layout or version.
 
         Raises:
-            EntryForeign: it is one.
+            EntryIncompatible: the entry's fingerprint is not `fingerprint`.
         """
         if self.description.fingerprint != fingerprint:
-            raise EntryForeign("it was saved by another model, layout or version")
+            raise EntryIncompatible("the entry was saved with another model, layout or version")
 
     def chunk(self, layer: int, index: int, buffer: memoryview | None = None) -> memoryview:
-        """The bytes of one chunk, proved.
+        """Read and verify one chunk; return its bytes.
 
         Args:
-            layer: which layer.
-            index: which of its chunks.
-            buffer: where to put them, at least `chunk_blocks * block_bytes` long; None: memory of its own.
+            layer: index of the layer.
+            index: index of the chunk in the layer.
+            buffer: memory to read into, at least `chunk_blocks * block_bytes` long; None allocates it.
 
         Raises:
-            EntryInvalid: they are not what was saved.
+            EntryInvalid: the bytes do not match the chunk's digest.
         """
         described = self.description
         blocks = described.chunk(index)
@@ -252,37 +259,37 @@ class Entry:
         self.read_blocks(layer, blocks.start, [data])
         at = (layer * described.chunks + index) * DIGEST_BYTES
         if _digest(self._secret, data) != self._digests[at : at + DIGEST_BYTES]:
-            raise EntryInvalid(f"layer {layer}, chunk {index}: the digest is wrong")
+            raise EntryInvalid(f"chunk {index} of layer {layer} does not match its digest")
         return data
 
     def read_blocks(self, layer: int, first: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers with the bytes of a layer's blocks from `first` on, as they are, unproved.
+        """Fill the buffers with the bytes of a layer's blocks from `first` on, without verifying them.
 
         Raises:
-            EntryInvalid: they are not all there.
+            EntryInvalid: the file ends before the buffers are full.
         """
         described = self.description
         start = self._layers + (layer * described.blocks + first) * described.block_bytes
         if self._reader.read_into(start, buffers) != sum(map(len, buffers)):
-            raise EntryInvalid(f"layer {layer}: it ends too early")
+            raise EntryInvalid(f"the file ends within layer {layer}")
 
 
 def _read_header(reader: Reader) -> tuple[Description, str, int]:
-    """What an entry says of itself, its digest, and where its tensors begin."""
+    """Return an entry's description, its digest (hexadecimal), and the offset of its first tensor."""
     (length,) = LENGTH.unpack(reader.read(0, LENGTH.size))
     if not 0 < length <= min(MAX_HEADER_BYTES, len(reader) - LENGTH.size):
-        raise ValueError("the header's length is impossible")
+        raise ValueError("impossible length of the header")
     header = json.loads(reader.read(LENGTH.size, LENGTH.size + length))
     metadata = header.pop("__metadata__")
-    told = json.loads(metadata["baton_kv"])
-    if told["format"] != FORMAT and OTHER_FORMAT.fullmatch(told["format"]):
-        raise EntryForeign("it is in the format of another version")
-    described = Description(**told | {"images": tuple(ImageSpan(**image) for image in told["images"])})
+    fields = json.loads(metadata["baton_kv"])
+    if fields["format"] != FORMAT and OTHER_FORMAT.fullmatch(fields["format"]):
+        raise EntryIncompatible("another version of the entry format")
+    described = Description(**fields | {"images": tuple(ImageRef(**image) for image in fields["images"])})
     numbers = (described.tokens, described.layers, described.blocks, described.block_bytes)
     if described.format != FORMAT or not all(type(number) is int and number > 0 for number in numbers):
-        raise ValueError("another format")
+        raise ValueError("unknown format, or impossible sizes")
     if type(described.computed) is not int or not 0 < described.computed <= described.tokens:
-        raise ValueError("an impossible count of tokens")
+        raise ValueError("impossible number of computed tokens")
     if not _in_order(described.images, described.tokens):
         raise ValueError("impossible images")
     if max(numbers) > 2**40 or described.layers > 4096 or header != _tensors(described):
@@ -290,8 +297,8 @@ def _read_header(reader: Reader) -> tuple[Description, str, int]:
     return described, metadata["digest"], LENGTH.size + length
 
 
-def _in_order(images: tuple[ImageSpan, ...], tokens: int) -> bool:
-    """Whether images stand one after the other within so many tokens."""
+def _in_order(images: tuple[ImageRef, ...], tokens: int) -> bool:
+    """Return whether the images are valid, in order and without overlap within this many tokens."""
     reached = 0
     for image in images:
         if type(image.identifier) is not str or not 0 < len(image.identifier) <= MAX_IDENTIFIER:
@@ -302,30 +309,3 @@ def _in_order(images: tuple[ImageSpan, ...], tokens: int) -> bool:
             return False
         reached = image.end
     return True
-
-
-def common_prefix(tokens: Tokens, prompt: Sequence[int]) -> int:
-    """How many token ids, from the first, are the same in both."""
-    length = min(len(tokens), len(prompt))
-    different = numpy.flatnonzero(tokens[:length] != numpy.asarray(prompt[:length], dtype=numpy.int64))
-    return int(different[0]) if len(different) else length
-
-
-def same_images(ours: Sequence[ImageSpan], theirs: Sequence[ImageSpan], shared: int) -> int:
-    """How much of a prefix of equal token ids stands for the same images too.
-
-    Args:
-        ours: the images of one context, in order.
-        theirs: those of the other.
-        shared: how many token ids, from the first, are the same in both.
-
-    Returns:
-        `shared`, or where the first image begins that only one of them has there; and never the middle of
-        an image, of which a model may see either all or nothing.
-    """
-    for mine, other in zip_longest(ours, theirs):
-        if mine is None or other is None or mine != other:
-            return min([shared, *(image.offset for image in (mine, other) if image is not None)])
-        if mine.offset < shared < mine.end:
-            return mine.offset
-    return shared

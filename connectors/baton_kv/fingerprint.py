@@ -1,4 +1,4 @@
-"""What must be the same on both sides before one byte of KV is used."""
+"""Compute the fingerprint of a model and its KV layout; KV is only used where fingerprints are equal."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from baton_kv.entry import FORMAT
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 CONFIGS = ("config.json", "preprocessor_config.json", "processor_config.json")
-"""The model's own, and what decides which pixels an image's KV comes from."""
+"""Configuration of the model, and of its processor, which decides the pixels that the model sees."""
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """A digest of everything that decides what the bytes of a block mean.
+    """Return the BLAKE3 digest, hexadecimal, of all facts that decide what the bytes of a block mean.
 
     Args:
-        facts: model, dtype, layout and version, by name; see `connector.facts_of`.
+        facts: model, dtype, layout and version, by name; see `engine_facts.facts_of`.
     """
-    told = json.dumps({"format": FORMAT} | dict(facts), sort_keys=True, default=str)
-    return blake3(told.encode()).hexdigest()
+    canonical = json.dumps({"format": FORMAT} | dict(facts), sort_keys=True, default=str)
+    return blake3(canonical.encode()).hexdigest()
 
 
 def weights_digest(model: str, revision: str | None = None) -> str:
-    """What tells a model's weights and configuration from any others, of the same name too.
+    """Identify a model's weights and configuration, so that other weights under the same name differ.
 
-    Of a local folder or file the bytes; of a hub id the commit that lies in the local cache.
+    For a local folder or file this is the BLAKE3 digest of its bytes, for a hub id `hub:ID@COMMIT` with the
+    commit in the local cache.
 
     Args:
         model: a folder, a file, or a hub id.
-        revision: of the hub id.
+        revision: revision of the hub id.
 
     Raises:
-        ValueError: a hub id whose commit cannot be told.
+        ValueError: the hub id is not in the local cache, so its commit is unknown.
     """
     path = Path(model)
     if path.is_dir():
@@ -48,7 +49,8 @@ def weights_digest(model: str, revision: str | None = None) -> str:
     cached = try_to_load_from_cache(model, CONFIGS[0], revision=revision)
     if not isinstance(cached, str):
         raise ValueError(
-            f"baton_kv: which weights '{model}' stands for cannot be told: name a local folder instead"
+            f"baton_kv: the commit of '{model}' is unknown: it is not in the local Hugging Face cache; "
+            "set `model` to a local folder instead"
         )
     return f"hub:{model}@{Path(cached).parent.name}"
 

@@ -1,4 +1,4 @@
-"""Open folders and files so that no link is followed, nothing of other users is used, and nothing waits."""
+"""Open folders and files safely: links are not followed, other users' folders refused, no open blocks."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from pathlib import Path
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Without O_NONBLOCK a pipe in a file's place would hold the reader for ever."""
+"""Without O_NONBLOCK, opening a pipe in a file's place would block for ever."""
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 NO_FOLDER = (errno.ELOOP, errno.ENOTDIR)
 
 
 class FolderRefused(OSError):
-    """A folder that may belong to another user, or lead elsewhere; `strerror` says which and why."""
+    """A folder is a link or accessible to other users; `strerror` names it and says what to change."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(errno.EPERM, reason)
 
 
 def make_folder(path: Path, *, name: str | None = None, within: int | None = None) -> None:
-    """Make a folder with mode 0700 where there is none, and check that it belongs to this user alone.
+    """Create a folder with mode 0700 if it is missing, and check that only this user may access it.
 
     Args:
-        path: of the folder.
-        name: its name in `within`.
-        within: descriptor of the folder it is in; None: `path` is looked up.
+        path: path of the folder.
+        name: name of the folder in `within`.
+        within: descriptor of the parent folder; None looks up `path`.
 
     Raises:
-        FolderRefused: a link, a file or another user's folder is in its place.
-        OSError: it cannot be made.
+        FolderRefused: there is a link, a file or another user's folder in its place.
+        OSError: the folder cannot be created.
     """
     if within is None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,23 +45,23 @@ def make_folder(path: Path, *, name: str | None = None, within: int | None = Non
 
 
 def open_folder(path: Path, *, name: str | None = None, within: int | None = None) -> int:
-    """A descriptor of a folder that belongs to this user alone; arguments as for `make_folder`.
+    """Open a folder that only this user may access; return its descriptor. Arguments as for `make_folder`.
 
     Raises:
-        FolderRefused: a link, a file or another user's folder is in its place.
-        OSError: it is missing, or cannot be opened.
+        FolderRefused: there is a link, a file or another user's folder in its place.
+        OSError: the folder is missing or cannot be opened.
     """
     try:
         descriptor = os.open(name or path, FOLDER, dir_fd=within)
     except OSError as error:
         if error.errno not in NO_FOLDER:
             raise
-        raise FolderRefused(f"{path} is a link or no folder; it must be a folder of yours") from None
+        raise FolderRefused(f"{path} is a link or not a folder; use a folder that you own") from None
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise FolderRefused(
-                f"{path} belongs to others or is open to them; it must be yours, with mode 0700"
+                f"{path} belongs to another user or is accessible to others; it must be yours, with mode 0700"
             )
     except BaseException:
         os.close(descriptor)
@@ -71,7 +71,7 @@ def open_folder(path: Path, *, name: str | None = None, within: int | None = Non
 
 @contextmanager
 def folder(path: Path, *, name: str | None = None, within: int | None = None) -> Iterator[int]:
-    """A folder's descriptor, open inside the context; arguments and exceptions as for `open_folder`."""
+    """Open a folder for the time of the context; arguments and exceptions as for `open_folder`."""
     descriptor = open_folder(path, name=name, within=within)
     try:
         yield descriptor
@@ -80,10 +80,10 @@ def folder(path: Path, *, name: str | None = None, within: int | None = None) ->
 
 
 def open_file(name: str | Path, *, within: int | None = None, flags: int = READ) -> int:
-    """A descriptor of a regular file, for reading unless `flags` say otherwise.
+    """Open a regular file, for reading unless `flags` say otherwise; return its descriptor.
 
     Raises:
-        OSError: it is missing, or a link, a pipe or a folder is in its place.
+        OSError: the file is missing, or there is a link, a pipe or a folder in its place.
     """
     descriptor = os.open(name, flags, 0o600, dir_fd=within)
     try:
@@ -96,10 +96,12 @@ def open_file(name: str | Path, *, within: int | None = None, flags: int = READ)
 
 
 def bytes_in(path: Path | str, *, within: int | None = None) -> int:
-    """Bytes that a folder's files take; one of several names counts at each with its share.
+    """Return the bytes that a folder's files take, 0 if it is missing.
+
+    A file with several hard links counts at each with its share.
 
     Raises:
-        OSError: the folder cannot be listed. One that is missing holds nothing.
+        OSError: the folder cannot be listed.
     """
     total = 0.0
     with contextlib.suppress(FileNotFoundError):

@@ -1,25 +1,25 @@
-"""What the two roles of the connector tell each other, one step of the engine at a time."""
+"""The load and save jobs that the scheduler role sends to the worker role with each engine step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton_kv.entry import ImageSpan
+from baton_kv.entry import ImageRef
 
 
 @dataclass(frozen=True)
 class LoadJob:
-    """Scheduler to worker: bring an entry's blocks into these blocks of the pool.
+    """Load an entry's blocks into blocks of the pool.
 
     Attributes:
-        request_id: who waits for it.
-        key: the entry.
-        first_block: which of the entry's blocks goes into the first of `block_ids`.
+        request_id: the request that waits for the load.
+        key: key of the entry.
+        first_block: index of the entry's block that goes into the first of `block_ids`.
         block_ids: blocks of the pool, in the order of the context.
-        tokens: how many tokens the engine counts on.
-        seal: the entry's digest when its token ids were compared: another entry in its place is refused.
-            None: they were not compared, whatever lies there is wanted.
-        tag: what the request's asker calls it.
+        tokens: number of tokens that the engine expects to be loaded.
+        digest: the entry's digest when its token ids were compared; an entry with another digest is refused.
+            None accepts any entry under this key.
+        tag: `TransferParams.tag` of the request.
     """
 
     request_id: str
@@ -27,22 +27,22 @@ class LoadJob:
     first_block: int
     block_ids: tuple[int, ...]
     tokens: int
-    seal: str | None = None
+    digest: str | None = None
     tag: str | None = None
 
 
 @dataclass(frozen=True)
 class SaveJob:
-    """Scheduler to worker: a finished request's blocks, held until they are saved.
+    """Save a finished request's blocks, which the engine holds until the save is reported.
 
     Attributes:
-        request_id: whose they are.
-        key: the entry to make.
-        tokens: every token id of its context.
-        computed: for how many of them there is KV.
-        block_ids: its blocks of the pool, in the order of the context.
-        images: the images its token ids stand for, in order.
-        tag: what the request's asker calls it.
+        request_id: the finished request.
+        key: key of the entry to write.
+        tokens: every token id of the context.
+        computed: number of tokens, from the first, that have KV.
+        block_ids: the request's blocks of the pool, in the order of the context.
+        images: the images in the context, in order.
+        tag: `TransferParams.tag` of the request.
     """
 
     request_id: str
@@ -50,15 +50,20 @@ class SaveJob:
     tokens: tuple[int, ...]
     computed: int
     block_ids: tuple[int, ...]
-    images: tuple[ImageSpan, ...] = ()
+    images: tuple[ImageRef, ...] = ()
     tag: str | None = None
 
 
 @dataclass
 class StepJobs:
-    """Scheduler to worker: what one step brings."""
+    """The jobs of one engine step.
+
+    Attributes:
+        loads: loads to begin.
+        saves: saves to begin.
+        given_up: requests that ended during their load, which need not be finished.
+    """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
-    """Requests that ended while their load was under way: there is no need to go on with it."""

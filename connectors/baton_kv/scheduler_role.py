@@ -1,7 +1,7 @@
-"""The scheduler's half: which request starts from which entry, and whose blocks are saved.
+"""The connector's part in the scheduler: decide which requests load an entry and which are saved.
 
-It sees token ids, images' names and block ids, never a tensor. Nothing here raises: whatever is wrong with an
-entry or a message, the request is computed as if there were none.
+It handles token ids, image identifiers and block ids, never a tensor. Nothing here raises: if an entry or a
+request's parameters cannot be used, the request is prefilled as usual.
 """
 
 from __future__ import annotations
@@ -21,39 +21,40 @@ from baton_kv.contract import (
     params_to_load,
     parse,
 )
-from baton_kv.entry import Entry, EntryForeign, EntryInvalid, ImageSpan, common_prefix, same_images
+from baton_kv.entry import Entry, EntryIncompatible, EntryInvalid, ImageRef
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
+from baton_kv.prefix import common_prefix, trim_to_equal_images
 from baton_kv.stores.base import Store, StoreError
 
 MIN_TAIL_TOKENS = 16
-"""Where the engine holds the blocks before them, fewer tokens than these are computed sooner than loaded."""
+"""Behind a prefix that the engine has cached, fewer tokens than this are computed faster than loaded."""
 KEYS_REMEMBERED = 1024
 
 
 @dataclass
 class Plan:
-    """What one request gets from an entry.
+    """What one request loads.
 
     Attributes:
-        key: the entry.
-        matched: how many tokens, from the first, its KV covers and the prompt shares.
-        seal: the entry's digest.
-        tag: what the request's asker calls it.
+        key: key of the entry.
+        matched: number of tokens, from the first, that the prompt shares with the entry and that have KV.
+        digest: the entry's digest when it was compared.
+        tag: `TransferParams.tag` of the request.
     """
 
     key: str
     matched: int
-    seal: str
+    digest: str
     tag: str | None
 
 
 class SchedulerRole:
-    """State of the scheduler's half.
+    """The connector's state in the scheduler.
 
     Args:
-        store: where entries are.
-        secret: of the store's digests.
-        fingerprint: of this engine's model and layout.
+        store: the store of the entries.
+        secret: the store's secret, 32 bytes.
+        fingerprint: fingerprint of this engine's model and KV layout.
         block_size: tokens in a block.
     """
 
@@ -66,7 +67,7 @@ class SchedulerRole:
         self._jobs = StepJobs()
         self._loading: set[str] = set()
         self._saved: OrderedDict[str, None] = OrderedDict()
-        self._told: list[TransferOutcome] = []
+        self._outcomes: list[TransferOutcome] = []
 
     def matched(
         self,
@@ -74,16 +75,18 @@ class SchedulerRole:
         params: object,
         prompt: Sequence[int],
         computed: int,
-        images: Sequence[ImageSpan] = (),
+        images: Sequence[ImageRef] = (),
     ) -> int:
-        """How many tokens beyond `computed` an entry can bring. Asked at every attempt to schedule: cheap.
+        """Return the number of tokens beyond `computed` that can be loaded.
+
+        vLLM calls this at every attempt to schedule a request, so the entry is read once and the plan cached.
 
         Args:
-            request_id: the request.
-            params: its `kv_transfer_params`, as they came from outside.
-            prompt: its prompt's token ids.
-            computed: tokens the engine already has, whole blocks.
-            images: the images its prompt's token ids stand for, in order.
+            request_id: the engine's id of the request.
+            params: the request's `kv_transfer_params`, not yet validated.
+            prompt: token ids of the prompt.
+            computed: number of tokens in the engine's prefix cache, whole blocks.
+            images: the images in the prompt, in order.
         """
         if request_id not in self._plans:
             self._plans[request_id] = self._plan(request_id, params, prompt, images)
@@ -92,11 +95,11 @@ class SchedulerRole:
         return 0 if brings < 1 or (computed and brings < MIN_TAIL_TOKENS) else brings
 
     def _plan(
-        self, request_id: str, params: object, prompt: Sequence[int], images: Sequence[ImageSpan]
+        self, request_id: str, params: object, prompt: Sequence[int], images: Sequence[ImageRef]
     ) -> Plan | None:
         wanted = parse(params)
         if isinstance(wanted, Malformed):
-            self._told.append(
+            self._outcomes.append(
                 TransferOutcome(request_id, "", Transfer.LOOK, failure=TransferFailure.MALFORMED)
             )
             return None
@@ -105,34 +108,40 @@ class SchedulerRole:
         try:
             return self._plan_with(wanted.load, wanted, prompt, images)
         except (EntryInvalid, StoreError) as error:
-            if isinstance(error, EntryInvalid) and not isinstance(error, EntryForeign):
+            if isinstance(error, EntryInvalid) and not isinstance(error, EntryIncompatible):
                 self._store.quarantine(wanted.load)
-            self._told.append(
+            self._outcomes.append(
                 TransferOutcome(request_id, wanted.load, Transfer.LOOK, wanted.tag, failure_of(error))
             )
             return None
 
     def _plan_with(
-        self, key: str, wanted: TransferParams, prompt: Sequence[int], images: Sequence[ImageSpan]
+        self, key: str, wanted: TransferParams, prompt: Sequence[int], images: Sequence[ImageRef]
     ) -> Plan | None:
         with self._store.open(key) as reader:
             entry = Entry(reader, key, self._secret)
             entry.require(self._fingerprint)
-            # The last token of the prompt is always computed here: its logits are the first answer.
+            # The prompt's last token is always computed: its logits give the first token of the answer.
             shared = common_prefix(entry.tokens, prompt)
             matched = min(shared, entry.description.computed, len(prompt) - 1)
         if wanted.limit is not None:
             matched = min(matched, wanted.limit)
-        matched = same_images(entry.description.images, images, matched)
-        return Plan(key, matched, entry.seal, wanted.tag) if matched > 0 else None
+        matched = trim_to_equal_images(entry.description.images, images, matched)
+        return Plan(key, matched, entry.digest, wanted.tag) if matched > 0 else None
 
-    def told(self) -> list[TransferOutcome]:
-        """What this half has to tell since the last time: entries it cannot use, saves it does not begin."""
-        told, self._told = self._told, []
-        return told
+    def take_outcomes(self) -> list[TransferOutcome]:
+        """Return the failures since the last call: entries that cannot be used, saves that were not begun."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external: int) -> None:
-        """The engine gave blocks to a request; `external` of its tokens are to be loaded into them."""
+        """Plan the load of a request that was given blocks.
+
+        Args:
+            request_id: the engine's id of the request.
+            block_ids: the request's blocks, in the order of the context.
+            external: number of tokens to load, as returned by `matched`.
+        """
         plan = self._plans.get(request_id)
         if external <= 0 or plan is None:
             return
@@ -140,10 +149,10 @@ class SchedulerRole:
         last = -(-plan.matched // self._block_size)
         ids = tuple(block_ids[first:last])
         self._loading.add(request_id)
-        self._jobs.loads.append(LoadJob(request_id, plan.key, first, ids, external, plan.seal, plan.tag))
+        self._jobs.loads.append(LoadJob(request_id, plan.key, first, ids, external, plan.digest, plan.tag))
 
     def step(self) -> StepJobs:
-        """The jobs of this step; the next one starts without any."""
+        """Return the jobs of this engine step and start collecting those of the next."""
         jobs, self._jobs = self._jobs, StepJobs()
         return jobs
 
@@ -157,39 +166,39 @@ class SchedulerRole:
         computed: int,
         block_ids: Sequence[int],
         whole: bool,
-        images: Sequence[ImageSpan] = (),
+        images: Sequence[ImageRef] = (),
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over: save it, if it asked for that.
+        """Plan the save of a finished request, if the request asked for one.
 
         Args:
-            request_id: the request.
-            params: its `kv_transfer_params`.
-            tokens: every token id of its context, generated ones too.
-            prompt: how many of them are its prompt.
-            computed: tokens the engine has KV for.
-            block_ids: its blocks.
-            whole: it came to its own end, and holds nothing that token ids and images do not tell.
-            images: the images its prompt's token ids stand for, in order.
+            request_id: the engine's id of the request.
+            params: the request's `kv_transfer_params`.
+            tokens: every token id of the context, including generated ones.
+            prompt: number of prompt tokens.
+            computed: number of tokens that have KV.
+            block_ids: the request's blocks, in the order of the context.
+            whole: whether the request ended by itself and its context is token ids and images alone.
+            images: the images in the prompt, in order.
 
         Returns:
-            Whether its blocks must be held until the save is reported, and what its answer carries.
+            Whether the blocks must be held until the save is reported, and the answer's `kv_transfer_params`.
         """
         self._plans.pop(request_id, None)
-        if request_id in self._loading:  # its blocks hold nothing yet that could be saved
+        if request_id in self._loading:  # its blocks are not filled yet
             self._jobs.given_up.append(request_id)
             return False, None
         wanted = parse(params)
         if not isinstance(wanted, TransferParams) or (key := wanted.save_key) is None:
             return False, None
-        if key in self._saved:  # one of several answers to one prompt was first
+        if key in self._saved:  # with `n` > 1, only the first answer is saved
             return False, params_to_load(key)
         kept = min(computed, len(tokens) - 1)  # the last sampled token has no KV yet
         if wanted.scope == "prompt":
             tokens, kept = tokens[:prompt], min(kept, prompt)
         blocks = tuple(block_ids[: -(-kept // self._block_size)])
-        # Block 0 is the engine's null block: it stands where a block was given back.
+        # Block 0 is the engine's null block, a placeholder for freed blocks.
         if not whole or kept < 1 or len(blocks) * self._block_size < kept or 0 in blocks:
-            self._told.append(
+            self._outcomes.append(
                 TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, TransferFailure.NOT_WHOLE)
             )
             return False, None
@@ -202,7 +211,7 @@ class SchedulerRole:
         return True, params_to_load(key)
 
     def report(self, outcomes: Iterable[TransferOutcome]) -> None:
-        """How the worker's jobs ended. A request whose load failed is not offered one again."""
+        """Record how the worker's jobs ended; a request whose load failed does not load again."""
         for outcome in outcomes:
             if outcome.kind is not Transfer.LOAD:
                 continue

@@ -1,4 +1,4 @@
-"""The store's secret: the key of its digests, so that only who may read the folder can make an entry."""
+"""Create and read a store's secret, the key of its digests: who cannot read it cannot forge an entry."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ NAME = "secret"
 
 
 def store_secret(root: Path) -> bytes:
-    """The secret beside a store's entries, made at first use; the same for every process.
+    """Return the 32 bytes of a store's secret, created at first use; every process gets the same.
+
+    Args:
+        root: the store's folder.
 
     Raises:
-        OSError: it can neither be read nor made, or the folder is not this user's alone.
-        ValueError: the file is not a secret.
+        OSError: the secret can neither be read nor created, or others may access the folder.
+        ValueError: the file `secret` is not 32 bytes long.
     """
     with folder(root) as top:
         with contextlib.suppress(FileExistsError):
@@ -26,20 +29,22 @@ def store_secret(root: Path) -> bytes:
         with os.fdopen(open_file(NAME, within=top), "rb") as stream:
             secret = stream.read(SECRET_BYTES + 1)
     if len(secret) != SECRET_BYTES:
-        raise ValueError(f"{root / NAME} is not a store's secret; remove the store and start again")
+        raise ValueError(
+            f"{root / NAME} is not {SECRET_BYTES} bytes long; remove the folder {root} and start again"
+        )
     return secret
 
 
 def _make(top: int) -> None:
-    """Make it whole or not at all: written aside, then linked, which refuses when another was first."""
+    """Create the secret atomically: written to a temporary file, then linked, which fails if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.stat(NAME, dir_fd=top, follow_symlinks=False)
         return
-    aside = f".{secrets.token_hex(8)}"
-    descriptor = os.open(aside, CREATE, 0o600, dir_fd=top)
+    temporary = f".{secrets.token_hex(8)}"
+    descriptor = os.open(temporary, CREATE, 0o600, dir_fd=top)
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(secrets.token_bytes(SECRET_BYTES))
-        os.link(aside, NAME, src_dir_fd=top, dst_dir_fd=top)
+        os.link(temporary, NAME, src_dir_fd=top, dst_dir_fd=top)
     finally:
-        os.unlink(aside, dir_fd=top)
+        os.unlink(temporary, dir_fd=top)

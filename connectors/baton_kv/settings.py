@@ -1,4 +1,4 @@
-"""The connector's settings: vLLM's `kv_connector_extra_config`."""
+"""Define the connector's settings, which vLLM passes as `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 AVP_SETTINGS = {
-    "avp_store_dir": "name the folder as `store`, `file:/ABSOLUTE/FOLDER`",
-    "avp_store_ttl": "entries go by `budget`; behind the gateway `handoffs.ttl_s` limits their time",
-    "avp_latent_steps": "steps are asked for by each request; see plugins/baton_latent/README.md",
-    "avp_target_model": "handing over to another model is not supported yet",
-    "avp_source_model": "handing over from another model is not supported yet",
+    "avp_store_dir": "set `store` to `file:/ABSOLUTE/FOLDER` instead",
+    "avp_store_ttl": "set `budget` to limit bytes; behind the gateway `handoffs.ttl_s` limits the time",
+    "avp_latent_steps": "each request asks for its steps; see plugins/baton_latent/README.md",
+    "avp_target_model": "handoffs to another model are not supported",
+    "avp_source_model": "handoffs from another model are not supported",
 }
-"""Settings of AVP's connector, and what there is instead."""
+"""Settings of AVP's connector, and what to use instead."""
 
 
 class ConnectorSettings(BaseModel):
-    """What `kv_connector_extra_config` may say; anything else is refused at the engine's start."""
+    """The keys of `kv_connector_extra_config`; any other key is refused when the engine starts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,10 +29,12 @@ class ConnectorSettings(BaseModel):
                 raise ValueError(f"{name} is a setting of AVP: {AVP_SETTINGS[name]}")
         return given
 
-    store: str = Field(description="Where entries are kept: file:/ABSOLUTE/FOLDER.")
-    budget: ByteSize | None = Field(None, description="Bytes all entries may take; the oldest go first.")
-    fsync: bool = Field(False, description="Wait for the device before an entry is visible.")
+    store: str = Field(description="Folder of the entries, as file:/ABSOLUTE/FOLDER.")
+    budget: ByteSize | None = Field(
+        None, description="Bytes that all entries may take; the least recently used are evicted first."
+    )
+    fsync: bool = Field(False, description="Flush an entry to the device before it becomes visible.")
     verify: bool = Field(
         True,
-        description="Prove every chunk before it is used; without it only an entry's description is proved.",
+        description="Verify every chunk before it is used, not only an entry's description and token ids.",
     )

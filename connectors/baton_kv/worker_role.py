@@ -1,8 +1,8 @@
-"""The worker's half: moves blocks between the engine's pool and the store, beside the model's own work.
+"""The connector's part in the worker: copy blocks between the KV cache and the store in background threads.
 
-Loads are done one after the other, so are saves; two threads share the copies of a load.
-Nothing here raises into the engine: any exception there would end it for every tenant. A load that fails
-names its blocks, and the engine computes them anew.
+Loads run one after the other, as do saves; `COPY_THREADS` threads share the copies of one load. Nothing here
+raises into the engine, where any exception would end it for every tenant: a load that fails reports its
+blocks, and the engine recomputes them.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from typing import TypeVar
 
 from baton_kv.blocks import KVBlocks
 from baton_kv.contract import Transfer, TransferError, TransferFailure, TransferOutcome, failure_of
-from baton_kv.entry import Description, Entry, EntryForeign, EntryInvalid, write
+from baton_kv.entry import Description, Entry, EntryIncompatible, EntryInvalid, write
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.stores.base import Store
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job", LoadJob, SaveJob)
 COPY_THREADS = 2
-"""One thread does not fill a machine's memory bandwidth; more would take cores from the model."""
+"""One thread does not saturate the memory bandwidth; more than two would take cores from the model."""
 
 
 class GivenUp(TransferError):
-    """Nobody waits for this load any more."""
+    """The request ended before its load was finished."""
 
     failure = TransferFailure.GIVEN_UP
 
 
 @dataclass
 class Finished:
-    """What came to its end since the last look.
+    """The jobs that finished since the last call.
 
     Attributes:
-        saved: requests whose blocks are free again.
-        loaded: requests that no longer wait, whether it worked or not.
-        failed_blocks: blocks of the pool that hold nothing to be trusted.
-        outcomes: how each job ended.
+        saved: requests whose save ended, so that their blocks can be freed.
+        loaded: requests whose load ended, successfully or not.
+        failed_blocks: block ids whose contents are not valid.
+        outcomes: the outcome of each job.
     """
 
     saved: set[str] = field(default_factory=set)
@@ -54,14 +54,14 @@ class Finished:
 
 
 class WorkerRole:
-    """State of the worker's half.
+    """The connector's state in the worker.
 
     Args:
-        store: where entries are.
-        secret: of the store's digests.
-        fingerprint: of this engine's model and layout.
-        blocks: the engine's pool.
-        verify: prove every chunk before it is used.
+        store: the store of the entries.
+        secret: the store's secret, 32 bytes.
+        fingerprint: fingerprint of this engine's model and KV layout.
+        blocks: the engine's KV cache.
+        verify: whether to verify every chunk before it is used.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WorkerRole:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-save")
 
     def start(self, jobs: StepJobs) -> None:
-        """Begin a step's jobs; returns at once."""
+        """Begin the jobs of a step without waiting for them."""
         self._loading.update(load.request_id for load in jobs.loads)
         self._given_up.update(self._loading.intersection(jobs.given_up))
         for load in jobs.loads:
@@ -92,11 +92,11 @@ class WorkerRole:
     def _begin(self, pool: ThreadPoolExecutor, job: Job, work: Callable[[Job], None]) -> None:
         try:
             pool.submit(self._run, job, work)
-        except RuntimeError as error:  # no thread can be started, or this is the end: the request is released
+        except RuntimeError as error:  # no thread can be started, or it is shut down: release the request
             self._done.put((job, self._outcome(job, failure_of(error), 0.0)))
 
     def poll(self) -> Finished:
-        """What came to its end since the last call."""
+        """Return the jobs that finished since the last call."""
         finished = Finished()
         while not self._done.empty():
             job, outcome = self._done.get()
@@ -112,7 +112,7 @@ class WorkerRole:
         return finished
 
     def shutdown(self) -> None:
-        """Let what runs come to its end, and begin nothing more."""
+        """Wait for running jobs and cancel those that wait."""
         for pool in (self._loader, self._saver, self._copiers):
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -127,7 +127,7 @@ class WorkerRole:
         except TransferError as error:
             logger.warning("KV %s of %s failed: %s", kind, job.key, error)
             failure = failure_of(error)
-        except BaseException as error:  # the border of the background thread: the request must be released
+        except BaseException as error:  # the thread's last handler: the request must be released
             logger.exception("KV %s of %s failed", kind, job.key)
             failure = failure_of(error)
         self._done.put((job, self._outcome(job, failure, time.monotonic() - began)))
@@ -148,23 +148,23 @@ class WorkerRole:
         )
 
     def _load(self, job: LoadJob) -> None:
-        self._require_interest(job)
+        self._require_waiting(job)
         try:
             with self._store.open(job.key) as reader:
                 entry = Entry(reader, job.key, self._secret)
                 entry.require(self._fingerprint)
-                if job.seal not in (None, entry.seal):
-                    raise EntryForeign("another entry lies under this key than the one looked at")
+                if job.digest not in (None, entry.digest):
+                    raise EntryIncompatible("the entry was replaced after its token ids were compared")
                 self._require_shape(entry.description, job)
-                self._share_out(partial(self._copy if self._verify else self._copy_unproved, entry, job))
-        except EntryForeign:
-            raise  # sound, only not ours
+                self._copy_layers(partial(self._copy if self._verify else self._copy_unverified, entry, job))
+        except EntryIncompatible:
+            raise  # valid for another engine, so it is not quarantined
         except EntryInvalid:
             self._store.quarantine(job.key)
             raise
 
-    def _share_out(self, copy: Callable[[range], None]) -> None:
-        """Copy all layers, each thread its share; ends with the last: until then the blocks are in use."""
+    def _copy_layers(self, copy: Callable[[range], None]) -> None:
+        """Copy all layers in several threads and wait for all of them, since they write to the blocks."""
         layers = range(len(self._blocks))
         shares: list[Future[None]] = []
         try:
@@ -175,25 +175,25 @@ class WorkerRole:
         for share in shares:
             share.result()
 
-    def _require_interest(self, job: LoadJob) -> None:
+    def _require_waiting(self, job: LoadJob) -> None:
         if job.request_id in self._given_up:
             raise GivenUp
 
     def _require_shape(self, described: Description, job: LoadJob) -> None:
         wanted = (len(self._blocks), self._blocks.block_bytes)
         if (described.layers, described.block_bytes) != wanted:
-            raise EntryInvalid("its blocks are not of this pool's shape")
+            raise EntryInvalid("the entry's layers or blocks do not have the shape of this KV cache")
         if job.first_block + len(job.block_ids) > described.blocks:
-            raise EntryInvalid("it holds fewer blocks than were promised")
+            raise EntryInvalid("the entry has fewer blocks than the load needs")
 
     def _copy(self, entry: Entry, job: LoadJob, layers: range) -> None:
-        """Prove and copy chunk by chunk, while each is hot in the cache."""
+        """Verify and copy chunk by chunk, while each is in the CPU's cache."""
         described = entry.description
         size = described.block_bytes
         buffer = self._buffer(described.chunk_blocks * size)
         end = job.first_block + len(job.block_ids)
         for layer in layers:
-            self._require_interest(job)
+            self._require_waiting(job)
             for index in range(job.first_block // described.chunk_blocks, described.chunks):
                 blocks = described.chunk(index)
                 first, last = max(blocks.start, job.first_block), min(blocks.stop, end)
@@ -206,16 +206,16 @@ class WorkerRole:
                 )
 
     def _buffer(self, size: int) -> memoryview:
-        """Memory of the thread that asks, used again and again; it begins with a page."""
+        """Return this thread's buffer, page-aligned and reused."""
         if len(getattr(self._buffers, "chunk", b"")) < size:
             self._buffers.chunk = memoryview(mmap.mmap(-1, size))
         buffer: memoryview = self._buffers.chunk
         return buffer
 
-    def _copy_unproved(self, entry: Entry, job: LoadJob, layers: range) -> None:
-        """Straight from the store into the pool, where that is in this machine's memory."""
+    def _copy_unverified(self, entry: Entry, job: LoadJob, layers: range) -> None:
+        """Copy without verifying, straight into the KV cache if that is in host memory."""
         for layer in layers:
-            self._require_interest(job)
+            self._require_waiting(job)
             rows = self._blocks.rows(layer, job.block_ids)
             if rows is None:
                 data = memoryview(bytearray(len(job.block_ids) * self._blocks.block_bytes))

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from examples.demo import run, vision
 from rich.console import Console
 
 from baton.errors import OperatorError
+from examples.demo import run, vision
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 

@@ -8,14 +8,15 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from examples.demo.agents import AGENTS, EDITOR, READER, SPECIALISTS, Agent, Way
-from examples.demo.client import Answer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
+
+from examples.demo.agents import AGENTS, EDITOR, READER, SPECIALISTS, Agent, Way
+from examples.demo.client import Answer
 
 PANEL_LINES = {READER.name: 5, EDITOR.name: 6}
 NARROW_PANEL_LINES = 8

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from examples.demo.agents import AGENTS, Way
-from examples.demo.client import Answer
 from rich import box
 from rich.table import Table
+
+from examples.demo.agents import AGENTS, Way
+from examples.demo.client import Answer
 
 NOTHING = "-"
 

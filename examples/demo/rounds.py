@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import httpx
+
 from examples.demo.agents import EDITOR, NATURALIST, READER, SPECIALISTS, SYSTEM, Agent, Way
 from examples.demo.client import Answer, Json, ask
 from examples.demo.display import Stage

@@ -11,6 +11,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import httpx
+from rich.console import Console
+
+from baton.config.settings import load_settings
+from baton.errors import OperatorError
+from baton.telemetry.progress import PhaseProgress
 from examples.demo.agents import Way, ways_of_our_own, ways_on
 from examples.demo.client import ANSWER_WITHIN_S, served
 from examples.demo.display import stage_for
@@ -18,11 +23,6 @@ from examples.demo.figures import Result, notes, table
 from examples.demo.gateway import COLD, READER, own_gateway
 from examples.demo.rounds import Play
 from examples.demo.ships_log import DAYS, FEW_DAYS, ships_log
-from rich.console import Console
-
-from baton.config.settings import load_settings
-from baton.errors import OperatorError
-from baton.telemetry.progress import PhaseProgress
 
 MAX_TOKENS, FEW_TOKENS = 32, 8
 INTRODUCTION = (

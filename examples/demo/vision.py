@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from examples.demo.client import ANSWER_WITHIN_S, Answer, Json, ask, headers_of, reason_of
-from examples.demo.display import first_token
-from examples.demo.gateway import HEAD, OwnGateway, own_gateway
 from prometheus_client.parser import text_string_to_metric_families
 from rich import box
 from rich.console import Console
@@ -24,6 +21,9 @@ from rich.table import Table
 from baton.config.settings import load_settings
 from baton.errors import OperatorError
 from baton.telemetry.progress import PhaseProgress
+from examples.demo.client import ANSWER_WITHIN_S, Answer, Json, ask, headers_of, reason_of
+from examples.demo.display import first_token
+from examples.demo.gateway import HEAD, OwnGateway, own_gateway
 
 MAPPER, LOOKER = "flood-tiny", "look-tiny"
 ENCODED = "baton_images_encoded_total"

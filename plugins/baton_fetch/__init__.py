@@ -1,4 +1,5 @@
-"""The one way in which anything of Baton's fetches what a client names: from the operator's hosts, guarded.
+"""Fetch files that clients name by URL, from hosts that the operator allows.
 
-No plugin of vLLM's; a library of the gateway (images) and of `baton_geo` (rasters). It needs httpx alone.
+This is a library, not a plugin of vLLM: the gateway uses it for images, `baton_geo` for rasters. It needs
+only httpx.
 """

@@ -1,6 +1,6 @@
-"""Which addresses may be fetched: one strict way to write them, an allow-list, and public IPs only.
+"""Check which URLs may be fetched: a strict syntax, an allow-list of hosts, and public IP addresses only.
 
-Nothing here opens a connection or asks a resolver.
+Nothing here opens a connection or resolves a name.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ URL_CHARACTERS = 2048
 IP = ipaddress.IPv4Address | ipaddress.IPv6Address
 PORTS = {"https": 443, "http": 80}
 
-# No user information, no percent sign (zones, encoded dots), nothing but ASCII.
+# Without user information, percent signs (zones, encoded dots) and non-ASCII characters.
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::(?P<port>[0-9]{1,5}))?")
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _VISIBLE = re.compile(r"[!-~]+")
 
-# IANA's special-purpose registries, where Python's `is_global` says yes, or differs between versions.
+# Networks of IANA's special-purpose registries for which Python's `is_global` is true or differs by version.
+# https://www.iana.org/assignments/iana-ipv4-special-registry and .../iana-ipv6-special-registry
 _SPECIAL = tuple(
     ipaddress.ip_network(text)
     for text in (
@@ -39,20 +40,20 @@ _SPECIAL = tuple(
         "3fff::/20",
     )
 )
-# Global unicast. Outside are IPv4-mapped, NAT64 (64:ff9b::/96), link-local, unique local, multicast.
+# Global unicast (RFC 4291): not IPv4-mapped, NAT64 (64:ff9b::/96), link-local, unique local or multicast.
 _GLOBAL_V6 = ipaddress.ip_network("2000::/3")
 
 
 @dataclass(frozen=True)
 class Target:
-    """An address that may be fetched, taken apart.
+    """The parts of a URL that may be fetched.
 
     Attributes:
         scheme: `http` or `https`.
-        host: lower case; an IPv6 address without brackets.
-        port: 1-65535.
-        path: with the query, as it was written; without the fragment.
-        url: as it was written; redirects are relative to it.
+        host: host name or IP address in lower case, an IPv6 address without brackets.
+        port: port number, 1 to 65535.
+        path: path and query as written, without the fragment.
+        url: the URL as written, to which redirects are relative.
     """
 
     scheme: str
@@ -63,14 +64,14 @@ class Target:
 
     @property
     def authority(self) -> str:
-        """What the Host header says."""
+        """Return the value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """One entry of `allowed_hosts`: a host, `*.` and a host, or an IP; with a port, or for the usual one."""
+    """One entry of `allowed_hosts`: a host, `*.` and a host, or an IP address; None is the scheme's port."""
 
     host: str
     port: int | None
@@ -84,15 +85,15 @@ class _Rule:
 
 
 class AllowedHosts:
-    """The operator's list.
+    """The operator's list of hosts from which files may be fetched.
 
     Args:
-        entries: each `example.org` (that host), `*.example.org` (those under it, not itself) or an IP
-            address; with `:port` for another port than https's 443 and http's 80.
-        setting: what the list is called where the operator wrote it.
+        entries: each `example.org` (that host), `*.example.org` (its subdomains, not itself) or an IP
+            address; with `:port` for ports other than 443 (https) and 80 (http).
+        setting: name of the setting with the list, for messages.
 
     Raises:
-        ValueError: an entry that is none of these.
+        ValueError: an entry has none of these forms.
     """
 
     def __init__(self, entries: Iterable[str], setting: str = "allowed_hosts") -> None:
@@ -102,16 +103,16 @@ class AllowedHosts:
         return bool(self._rules)
 
     def allows(self, host: str, port: int, default_port: int) -> bool:
-        """Whether a client may name this host."""
+        """Return whether clients may name this host and port."""
         return any(rule.allows(host, port, default_port) for rule in self._rules)
 
     def may_connect(self, address: IP, port: int, default_port: int) -> bool:
-        """Whether a connection may be made: the address is public, or is itself in the list."""
+        """Return whether a connection may be made: the IP address is public or itself in the list."""
         return is_public(address) or self.allows(str(address), port, default_port)
 
 
 def is_public(address: IP) -> bool:
-    """Whether an address is one of the open internet's, and holds no other address inside it."""
+    """Return whether an IP address is on the public internet and does not embed another address."""
     if any(address.version == network.version and address in network for network in _SPECIAL):
         return False
     if isinstance(address, ipaddress.IPv6Address) and (address not in _GLOBAL_V6 or address.scope_id):
@@ -120,7 +121,7 @@ def is_public(address: IP) -> bool:
 
 
 def ip_of(host: str) -> IP | None:
-    """The address a host is written as; None: it is a name."""
+    """Return the IP address that a host is written as; None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -128,17 +129,22 @@ def ip_of(host: str) -> IP | None:
 
 
 def target_of(url: str, hosts: AllowedHosts, *, allow_http: bool) -> Target:
-    """Takes a client's address, or a redirect's, apart.
+    """Split a URL from a client or a redirect into its parts and check it.
+
+    Args:
+        url: the URL.
+        hosts: the operator's list.
+        allow_http: whether plain http is allowed.
 
     Raises:
-        FetchRefused: it is not written in the one way we take, or the operator's list does not hold it.
+        FetchRefused: the URL does not have the strict syntax, or its host is not in the list.
     """
     if not hosts:
         raise FetchRefused("this server fetches no addresses")
     if len(url) > URL_CHARACTERS:
-        raise FetchRefused(f"{len(url)} characters; an address has at most {URL_CHARACTERS}")
+        raise FetchRefused(f"the URL has {len(url)} characters; at most {URL_CHARACTERS} are allowed")
     if not _VISIBLE.fullmatch(url) or "\\" in url:
-        raise FetchRefused(f"{quoted(url)} has a character no address has; percent-encode it")
+        raise FetchRefused(f"{quoted(url)} has a character that URLs may not contain; percent-encode it")
     scheme, netloc, path = _split(url)
     schemes = ("https", "http") if allow_http else ("https",)
     if scheme not in schemes:
@@ -154,7 +160,7 @@ def _split(url: str) -> tuple[str, str, str]:
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise FetchRefused(f"{quoted(url)} is not an address") from None
+        raise FetchRefused(f"{quoted(url)} is not a URL") from None
     return parts.scheme, parts.netloc, (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
 
@@ -183,7 +189,7 @@ def _host(text: str) -> str:
 
 
 def quoted(text: str, most: int = 120) -> str:
-    """A client's text as a message may hold it: one line of ASCII in quotes, at most about `most` long."""
+    """Quote a client's text for a message: one line of ASCII, shortened to about `most` characters."""
     return ascii(text[:most]) + ("..." if len(text) > most else "")
 
 
@@ -199,5 +205,5 @@ def _rule(entry: str, setting: str) -> _Rule:
             f"{setting}: {quoted(entry)} is not a host, *.host or IP address, or one with :port"
         ) from None
     if wild and ip_of(host) is not None:
-        raise ValueError(f"{setting}: {quoted(entry)}: an IP address takes no *.")
+        raise ValueError(f"{setting}: {quoted(entry)}: an IP address must not follow *.")
     return _Rule(wild + host, port)

@@ -1,21 +1,21 @@
-"""Why nothing is fetched.
+"""Errors of fetching a file.
 
     FetchError
-    ├── FetchRefused   the address, or one it redirects to, is none that may be fetched
-    └── FetchFailed    it may be, and could not be
+    ├── FetchRefused   the URL, or one to which it redirects, is not allowed
+    └── FetchFailed    the URL is allowed, but the file could not be fetched
 
-Whoever fetches says it to the client in errors of its own. The text is written for that client, and holds no
-address of the server's.
+Callers translate them to errors of their own. The messages are written for the client and contain no address
+of the server.
 """
 
 from __future__ import annotations
 
 
 class FetchError(Exception):
-    """Base of both.
+    """Base class of both.
 
     Args:
-        reason: what is wrong, without the place in the request.
+        reason: what is wrong, without the place in the request; for the client.
     """
 
     def __init__(self, reason: str) -> None:

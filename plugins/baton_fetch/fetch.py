@@ -1,9 +1,8 @@
-"""Fetches a file from a host the operator allows, and from nowhere else.
+"""Fetch a file from an allowed host without giving clients access to internal addresses (SSRF).
 
-Each hop, the first and every redirect, goes the same way: the address is taken apart
-(`addresses.target_of`), its host is resolved once, every address it resolves to is checked, and the
-connection is made to one of these by number, so that no second answer of a resolver counts. TLS still
-asks for and checks the host's name.
+The first request and every redirect are handled alike: the URL is checked (`addresses.target_of`), its host
+resolved once, every resulting IP address checked, and the connection made to one of these addresses, so that
+a second answer of the resolver (DNS rebinding) has no effect. TLS still verifies the host's name.
 """
 
 from __future__ import annotations
@@ -28,40 +27,40 @@ _CHUNK = 1024 * 1024
 
 
 class Sink(Protocol):
-    """Where a file goes as it comes; what it raises ends the fetch."""
+    """Receives a file piece by piece; an exception from it ends the fetch."""
 
     def expect(self, size: int) -> None:
-        """The host says that the file has so many bytes."""
+        """Take note of the Content-Length, in bytes; called only if the host sends one."""
 
     async def write(self, data: bytes) -> None:
-        """The next of them."""
+        """Take the next bytes of the file."""
 
 
 class Resolver(Protocol):
     """Turns a host name into IP addresses."""
 
     async def __call__(self, host: str, port: int) -> Sequence[str]:
-        """The addresses, best first; raises `OSError` where there are none."""
+        """Return the IP addresses, best first; raise `OSError` if there are none."""
 
 
 async def system_resolver(host: str, port: int) -> Sequence[str]:
-    """What the machine's resolver answers."""
+    """Resolve a name with the machine's resolver."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     return [str(address[4][0]) for address in found]
 
 
 class Fetcher:
-    """Fetches files; may be used by many requests at a time.
+    """Fetches files; many requests may use it at once.
 
     Args:
-        hosts: the operator's list.
-        allow_http: plain http is taken too.
-        seconds: that one file may take, redirects and all.
-        accept: what the host is told we take.
-        agent: what the host is told we are.
-        resolver: how names become addresses.
-        tls: what certificates are trusted; None: the usual authorities.
+        hosts: the operator's list of hosts.
+        allow_http: whether plain http is allowed.
+        seconds: time limit for one file, including redirects.
+        accept: value of the Accept header.
+        agent: value of the User-Agent header.
+        resolver: resolves host names.
+        tls: context with the trusted certificates; None for the usual authorities.
     """
 
     def __init__(
@@ -88,11 +87,11 @@ class Fetcher:
         self._tls = tls
 
     async def fetch(self, url: str, sink: Sink) -> None:
-        """Puts the file at an address into `sink`.
+        """Fetch the file at a URL and write it to `sink`.
 
         Raises:
-            FetchRefused: the address, or one it redirects to, is not allowed.
-            FetchFailed: it could not be read, or not in time.
+            FetchRefused: the URL, or one to which it redirects, is not allowed.
+            FetchFailed: the file could not be fetched, or not in time.
         """
         target = self._target(url)
         try:
@@ -116,9 +115,9 @@ class Fetcher:
         return target_of(url, self._hosts, allow_http=self._allow_http)
 
     async def _hop(self, target: Target, sink: Sink) -> str | None:
-        """Hands on what the target answers, or says where it redirects to."""
+        """Request a target; write its file to `sink`, or return the URL to which it redirects."""
         addresses = await self._addresses(target)
-        # A bare transport, of this hop's own: it follows no redirect, knows no proxy and keeps no cookie.
+        # A transport for this request alone: no automatic redirects, proxies or cookies.
         async with httpx.AsyncHTTPTransport(verify=await self._trust(target), trust_env=False) as transport:
             try:
                 response = await self._send(transport, target, addresses)
@@ -132,7 +131,7 @@ class Fetcher:
     async def _send(
         self, transport: httpx.AsyncHTTPTransport, target: Target, addresses: Sequence[IP]
     ) -> httpx.Response:
-        """The answer's head, from the first address that takes the connection."""
+        """Return the response (head only) from the first IP address that accepts a connection."""
         seconds = self._seconds
         timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
         for address in addresses[:-1]:
@@ -144,20 +143,21 @@ class Fetcher:
 
     async def _trust(self, target: Target) -> ssl.SSLContext:
         if target.scheme == "http":
-            return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # not used; one that trusts nobody costs nothing
+            return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # unused; an empty context is cheap
         if self._tls is None:
-            # About 20 ms: hundreds of certificates are parsed.
+            # Takes about 20 ms, since hundreds of certificates are parsed.
             self._tls = await asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
         return self._tls
 
     async def _addresses(self, target: Target) -> list[IP]:
-        """The addresses to connect to, each of them checked.
+        """Resolve a target and return the IP addresses to connect to.
 
-        One that is not allowed spoils the rest: a name that points both out and in is an attack or a mistake.
+        A single forbidden address refuses the target: a name with both public and internal addresses is an
+        attack or a mistake.
         """
         literal = ip_of(target.host)
         if literal is not None:
-            return [literal]  # it is in the operator's list as it stands
+            return [literal]  # the operator's list contains this very address
         try:
             answers = await self._resolver(target.host, target.port)
         except (OSError, UnicodeError):
@@ -174,7 +174,7 @@ class Fetcher:
         return addresses[:_ADDRESSES_TRIED]
 
     def _request(self, target: Target, address: IP, timeout: httpx.Timeout) -> httpx.Request:
-        """To the address by number; Host header and TLS name are the target's."""
+        """Build the request to an IP address, with the target's name in the Host header and in TLS."""
         path = target.path.encode("ascii")
         return httpx.Request(
             "GET",
@@ -189,7 +189,7 @@ async def _take(response: httpx.Response, target: Target, sink: Sink) -> str | N
         return _location(response, target)
     if response.status_code != 200:
         raise FetchFailed(f"the host answered {response.status_code}, not the file")
-    # Unpacking it would let a few bytes become any number of them.
+    # Decompressing could turn a few bytes into any number (decompression bomb).
     if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise FetchFailed("the host sent the file compressed, which was not asked for")
     said = response.headers.get("content-length", "")
@@ -211,7 +211,7 @@ def _location(response: httpx.Response, target: Target) -> str:
 
 
 async def _gathered(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same bytes in pieces of about a MiB: one change of thread each, not one a packet."""
+    """Join chunks to pieces of about 1 MiB, so that a sink in a thread is called less often."""
     held = bytearray()
     async for chunk in chunks:
         held += chunk

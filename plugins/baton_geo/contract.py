@@ -61,9 +61,9 @@ def _day(value: object) -> object:
     """Refuse all but `YYYY-MM-DD`: pydantic would also take numbers, times and other spellings."""
     if isinstance(value, str):
         if len(value) != 10 or not re.fullmatch(r"\d{4}-\d{2}-\d{2}", value, re.ASCII):
-            raise ValueError("not a day written as YYYY-MM-DD")
+            raise ValueError("must be a day, written YYYY-MM-DD")
     elif type(value) is not date:
-        raise ValueError("not a day written as YYYY-MM-DD")
+        raise ValueError("must be a day, written YYYY-MM-DD")
     return value
 
 
@@ -111,16 +111,16 @@ class GeoOptions(Frozen):
     def _is_a_scale(cls, value: float | None) -> float | None:
         least, greatest = SCALE_LIMITS
         if value is not None and not least <= value <= greatest:
-            raise ValueError(
-                f"{value:g} is not a scale; a number from {least:g} to {greatest:g} is, as 0.0001"
-            )
+            raise ValueError(f"is {value:g}; must be a number from {least:g} to {greatest:g}, e.g. 0.0001")
         return value
 
     @field_validator("offset")
     @classmethod
     def _is_an_offset(cls, value: float | None) -> float | None:
         if value is not None and abs(value) > OFFSET_LIMIT:
-            raise ValueError(f"{value:g} is not an offset; a number up to {OFFSET_LIMIT:g} is, as -1000")
+            raise ValueError(
+                f"is {value:g}; must be a number from -{OFFSET_LIMIT:g} to {OFFSET_LIMIT:g}, e.g. -1000"
+            )
         return value
 
     @field_validator("out_data_format")
@@ -134,7 +134,7 @@ class GeoOptions(Frozen):
     @classmethod
     def _are_different(cls, value: tuple[Output, ...]) -> tuple[Output, ...]:
         if len(set(value)) < len(value):
-            raise ValueError("one of them is named twice")
+            raise ValueError("an output is named twice; name each once")
         return value
 
 
@@ -239,7 +239,7 @@ def geo_request(data: object) -> GeoRequest:
     """
     if isinstance(data, str):
         raise RequestInvalid(
-            "data: a text; the raster's fields stand one level deeper, as "
+            "data: is a text; must be an object with the raster's fields, e.g. "
             '{"data": {"data": ..., "data_format": ...}}',
             param="data",
         )
@@ -259,7 +259,7 @@ def _validated(kind: type[Options], data: object) -> Options:
     if isinstance(data, kind):
         return data
     if not isinstance(data, Mapping):
-        raise RequestInvalid("data: not an object with a raster's fields", param="data")
+        raise RequestInvalid("data: must be an object with the raster's fields", param="data")
     for key in data:
         if key not in kind.model_fields:
             _refuse_key(key, list(kind.model_fields))
@@ -279,9 +279,9 @@ def _refuse_key(key: Any, known: list[str]) -> None:
             param="data.out_path",
         )
     if not isinstance(key, str):
-        raise RequestInvalid("data: a key that is not a text", param="data")
+        raise RequestInvalid("data: every key must be a text", param="data")
     near = difflib.get_close_matches(key[:64], known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "known are " + ", ".join(known)
+    hint = f"did you mean {near[0]!r}?" if near else "known fields: " + ", ".join(known)
     raise RequestInvalid(f"data.{quoted(key, 64)}: not a field of this plugin; {hint}", param="data")
 
 

@@ -163,7 +163,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         tiles, most = running.scene.info.tiles, self._settings.limits.tiles_at_once
         if tiles > most:
             raise RasterTooLarge(
-                f"The scene has {tiles} tiles; this server takes them all at once, and at most {most}. "
+                f"The scene has {tiles} tiles; this server computes them all at once, and at most {most}. "
                 "Cut the scene, or send it to a server that streams (Baton)."
             )
         fields = self._fields(running)

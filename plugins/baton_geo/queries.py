@@ -42,7 +42,7 @@ def _numbers(value: str) -> list[int]:
         return [int(part) for part in value.split(",")]
     except ValueError:
         raise RequestInvalid(
-            "indices: band numbers with commas between, counted from 0, as in 0,1,2", param="indices"
+            "indices: must be band indices from 0, separated by commas, e.g. 0,1,2", param="indices"
         ) from None
 
 
@@ -54,7 +54,9 @@ def _place(value: str) -> dict[str, float]:
     try:
         latitude, longitude = (float(part) for part in value.split(","))
     except ValueError:
-        raise RequestInvalid("location: latitude,longitude in degrees", param="location") from None
+        raise RequestInvalid(
+            "location: must be latitude,longitude in degrees, e.g. 45.1,14.2", param="location"
+        ) from None
     return {"latitude": latitude, "longitude": longitude}
 
 
@@ -64,7 +66,7 @@ def _number(name: str) -> Callable[[str], float]:
             return float(value)
         except ValueError:
             raise RequestInvalid(
-                f"{name}: not a number; a number of the file times scale plus offset is its value, as in "
+                f"{name}: must be a number; a pixel's value is its number times scale plus offset, e.g. "
                 "offset=-1000, or scale=0.0001 with offset=-0.1",
                 param=name,
             ) from None

@@ -78,8 +78,8 @@ class Coordinates:
             days = (date.fromisoformat(info.acquired[:10]),)
         if days is None:
             raise RasterUnusable(
-                f"This model wants the dates of its {self._frames} time steps, and the file does not say: "
-                "give data.dates.",
+                f"This model needs the dates of its {self._frames} time steps, and the file has none: "
+                "add data.dates to the request.",
                 param="data.dates",
             )
         if len(days) != self._frames:
@@ -95,8 +95,8 @@ def _place(options: GeoOptions, info: SceneInfo) -> tuple[float, float]:
         return options.location.latitude, options.location.longitude
     if info.latitude is None or info.longitude is None:
         raise RasterUnusable(
-            "This model wants to know where the scene is, and the file has no coordinate system: "
-            "give data.location.",
+            "This model needs the place of the scene, and the file has no coordinate system: "
+            "add data.location to the request.",
             param="data.location",
         )
     return info.latitude, info.longitude

@@ -1,6 +1,7 @@
-"""Latent thinking in vLLM: a prompt says how often the model thinks before it goes on, silently.
+"""Latent steps for vLLM: forward passes before the answer whose input is a hidden state instead of a token.
 
-`register` is an entry point; nothing heavy is imported until vLLM calls it.
+A prompt asks for them with placeholder tokens, see `prepare_latent_prompt`. `register` is vLLM's entry point;
+nothing heavy is imported until vLLM calls it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ __all__ = ["choose_placeholder", "latent_overrides", "prepare_latent_prompt", "r
 
 
 def register() -> None:
-    """`vllm.general_plugins`: make the latent models known. May be called again."""
+    """Register the models with latent steps (entry point `vllm.general_plugins`); may be called again."""
     from baton_latent.registration import register_models
 
     register_models()

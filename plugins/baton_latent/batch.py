@@ -1,7 +1,8 @@
-"""The running batch as vLLM's forward context has it. Here alone attention metadata is read and rewritten.
+"""Read the running batch from vLLM's forward context, and run forward passes over parts of it.
 
-CPU only: every part of a batch needs metadata of its own, and each of vLLM's attention backends has its own
-kind. Held by tests/seams/test_latent.py.
+This is the only module that reads and rewrites attention metadata, and it supports CPUs only: a part of a
+batch needs its own metadata, whose type differs between vLLM's attention backends. tests/seams/test_latent.py
+checks what is used of vLLM.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from baton_latent.passes import Pass
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step of the engine computes.
+    """The batch of one engine step.
 
     Attributes:
-        count: tokens in it, without padding.
-        bounds: `requests + 1` places where its requests begin and end.
-        slots: `[count]`, where each token's KV goes.
-        kv: one layer's KV pool.
+        count: number of tokens, without padding.
+        bounds: `requests + 1` ascending indices; request i has the tokens `bounds[i]` to `bounds[i + 1] - 1`.
+        slots: slot of each token's KV, int64 `[count]`.
+        kv: the KV cache of one layer, `[blocks, KV heads, block size, 2 * head size]`.
         block_size: slots in a block.
     """
 
@@ -46,19 +47,24 @@ class Batch:
     _metadata: CPUAttentionMetadata
 
     def slots_before(self, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
-        """Where the KV of the tokens before some positions is, one position for each of the requests."""
+        """Return the slots of the tokens before these positions, int64 `[rows]`.
+
+        Args:
+            rows: indices of requests in the batch.
+            positions: one position in the context for each of them, `[rows]`.
+        """
         before = positions.long() - 1
         blocks = self._metadata.block_table[rows, before // self.block_size].long()
         return blocks * self.block_size + before % self.block_size
 
     @contextmanager
     def only(self, part: Pass, index: torch.Tensor, positions: torch.Tensor) -> Iterator[None]:
-        """A forward pass inside is over a part of the batch.
+        """Restrict forward passes inside the context to a part of the batch.
 
         Args:
-            part: which requests, and which of their tokens.
-            index: `[tokens]`, the places of those tokens.
-            positions: `[tokens]`, their positions in their contexts.
+            part: the requests and their tokens.
+            index: indices of the tokens in the batch, `[tokens]`.
+            positions: the tokens' positions in their contexts, `[tokens]`.
         """
         made: dict[int, Any] = {}
         metadata, slots = {}, {}
@@ -76,15 +82,15 @@ class Batch:
             self._context,
             attn_metadata=metadata,
             slot_mapping=slots,
-            # Compiled once, for token ids: what begins with vectors runs beside it.
-            skip_compiled=self._context.skip_compiled or bool(part.seeded),
+            # The compiled graph takes token ids; passes that start from vectors run eagerly.
+            skip_compiled=self._context.skip_compiled or bool(part.latent),
         )
         with override_forward_context(inside):
             yield
 
 
 def running_batch() -> Batch | None:
-    """The batch this forward pass is over; None while the engine only warms up."""
+    """Return the batch of the current forward pass; None during the engine's warm-up."""
     if not is_forward_context_available():
         return None
     context = get_forward_context()
@@ -106,7 +112,7 @@ def running_batch() -> Batch | None:
 def _metadata(
     whole: CPUAttentionMetadata, layer: Any, part: Pass, index: torch.Tensor, positions: torch.Tensor
 ) -> CPUAttentionMetadata:
-    """As `CPUAttentionMetadataBuilder.build` makes it, for a part of the batch."""
+    """Build a part's attention metadata as `CPUAttentionMetadataBuilder.build` does for a whole batch."""
     starts = torch.tensor([0, *part.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     seen = (positions[starts[1:].long() - 1] + 1).to(torch.int32)
     impl = layer.impl

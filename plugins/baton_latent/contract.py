@@ -1,6 +1,6 @@
-"""What crosses a process: which architectures think, what stands for a step, how a prompt asks for steps.
+"""Names and functions that engine, gateway and clients share: architectures, placeholder token, prompts.
 
-Pure: the standard library only, and it imports in milliseconds.
+Pure: this module imports only the standard library, in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,77 +16,83 @@ LATENT_ARCHITECTURES: Mapping[str, str] = {
     "MistralForCausalLM": "BatonLatentMistralForCausalLM",
     "GemmaForCausalLM": "BatonLatentGemmaForCausalLM",
 }
-"""vLLM's own class, and ours that thinks. One more is a row here and a class in `models.py`."""
+"""vLLM's class, and ours with latent steps. To add one, add a row here and a class in `models.py`."""
 
 PLACEHOLDER_KEY = "baton_latent_placeholder"
-"""The field of the model's configuration that names the placeholder; `hf_overrides` sets it."""
+"""Field of the model's configuration with the placeholder's token id; set by `hf_overrides`."""
 
 MEMORY_KEY = "baton_latent.memory"
-"""Under this name the model's seeds stand in vLLM's `static_forward_context`, for whoever moves KV blocks."""
+"""Key of the `LatentMemory` in vLLM's `static_forward_context`, where the KV connector finds it."""
 
 CONNECTOR = "BatonConnector"
-"""The KV connector that moves seeds with their KV."""
+"""The KV connector that moves seeds together with their KV."""
 
 SPARE_WORDS = ("reserved", "unused", "extra", "control", "dummy")
-"""What the names of tokens nobody uses have in them."""
+"""Parts of the names of unused tokens."""
 
 
 class NoPlaceholder(ValueError):
-    """No token of this model can stand for a latent step."""
+    """No token of the model can be the placeholder of a latent step."""
 
 
 def prepare_latent_prompt(token_ids: Sequence[int], steps: int, placeholder: int) -> list[int]:
-    """A prompt after which the model thinks so many steps before it answers.
+    """Append the placeholders of latent steps to a prompt.
 
     Args:
-        token_ids: the prompt, at least one token, without the placeholder unless it already asks for steps.
-        steps: how many latent steps follow it; 0 gives the prompt as it was.
-        placeholder: the token id that stands for a step, see `latent_overrides`.
+        token_ids: the prompt, at least one token.
+        steps: number of latent steps to append; 0 returns the prompt as it is.
+        placeholder: token id of the placeholder, see `latent_overrides`.
+
+    Example:
+        >>> prepare_latent_prompt([5, 6, 7], steps=2, placeholder=63)
+        [5, 6, 7, 63, 63]
 
     Raises:
-        ValueError: there is nothing to think about, or the number of steps is negative.
+        ValueError: the prompt is empty, or the number of steps is negative.
     """
     if steps < 0:
-        raise ValueError("the number of latent steps is 0 or more")
+        raise ValueError("the number of latent steps must be 0 or more")
     if steps and not token_ids:
-        raise ValueError("latent steps follow a prompt of at least one token")
+        raise ValueError("latent steps need a prompt of at least one token")
     return [*token_ids, *[placeholder] * steps]
 
 
 def latent_overrides(folder: str | Path, placeholder: int | None = None) -> dict[str, Any]:
-    """vLLM's `hf_overrides` under which the model in a folder thinks.
+    """Return the `hf_overrides` with which vLLM serves the model in a folder with latent steps.
 
     Args:
-        folder: where its config.json and tokenizer are.
-        placeholder: the token id that stands for a step; None: `choose_placeholder`.
+        folder: folder with config.json and tokenizer.
+        placeholder: token id of the placeholder; None uses `choose_placeholder`.
 
     Raises:
-        ValueError: its architecture is not one of `LATENT_ARCHITECTURES`, or no token is spare.
+        ValueError: there is no config.json, its architecture is not in `LATENT_ARCHITECTURES`, or no token of
+            the model can be the placeholder.
     """
     if not (Path(folder) / "config.json").is_file():
-        raise ValueError("latent steps need the model in a folder of this machine, with its config.json")
+        raise ValueError("latent steps need a model in a local folder with its config.json, not a hub id")
     stock = next(iter(_read(Path(folder) / "config.json").get("architectures") or ()), None)
     if not isinstance(stock, str) or stock not in LATENT_ARCHITECTURES:
         known = ", ".join(LATENT_ARCHITECTURES)
-        raise ValueError(f"latent steps are for models of these architectures: {known}; this is {stock}")
+        raise ValueError(f"latent steps support the architectures {known}; this model is {stock}")
     token = choose_placeholder(folder) if placeholder is None else placeholder
     return {"architectures": [LATENT_ARCHITECTURES[stock]], PLACEHOLDER_KEY: token}
 
 
 def thinks(folder: str | Path, overrides: Mapping[str, Any]) -> bool:
-    """Whether the model in a folder is served by a class that thinks, under these `hf_overrides`."""
+    """Return whether vLLM serves the model in a folder with latent steps, given these `hf_overrides`."""
     named = overrides.get("architectures") or _read(Path(folder) / "config.json").get("architectures")
     return isinstance(named, list) and any(name in LATENT_ARCHITECTURES.values() for name in named)
 
 
 def choose_placeholder(folder: str | Path) -> int:
-    """The token id that stands for a step, the same at every start: a special one the model has no use for.
+    """Choose the placeholder's token id, the same at every start: one that text never contains.
 
-    First those whose name says that they are spare, then a row of the embedding that no token has, then any
-    special token that neither begins nor ends a text nor is in the chat template; of several the last.
+    In this order: a special token whose name says that it is unused; a row of the embedding without a token;
+    any special token that neither begins nor ends a text nor occurs in the chat template. Of several, the
+    last.
 
     Raises:
-        NoPlaceholder: there is none, or no tokenizer.json to look into.
+        NoPlaceholder: there is no such token, or no tokenizer.json.
     """
     root = Path(folder)
     config, added = _read(root / "config.json"), _added_tokens(root)
@@ -101,8 +107,8 @@ def choose_placeholder(folder: str | Path) -> int:
         return vocabulary - 1
     if not free:
         raise NoPlaceholder(
-            "no token of this model is spare enough to stand for a latent step: name one yourself, "
-            f'as "{PLACEHOLDER_KEY}" in hf_overrides'
+            "no unused token found in this model to be the placeholder of latent steps; "
+            f'set its id as "{PLACEHOLDER_KEY}" in hf_overrides'
         )
     return max(free)
 
@@ -116,13 +122,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _added_tokens(root: Path) -> dict[str, int]:
-    """Special tokens by their text: never part of ordinary text, and one id each."""
+    """Return the ids of special tokens by their text; they are never part of ordinary text."""
     rows = _read(root / "tokenizer.json").get("added_tokens") or []
     return {row["content"]: row["id"] for row in rows if row.get("special")}
 
 
 def _known_tokens(root: Path) -> int:
-    """One more than the highest id the tokenizer can give; 0 where that cannot be told."""
+    """Return one more than the tokenizer's highest id; 0 if it is unknown."""
     tokenizer = _read(root / "tokenizer.json")
     words = tokenizer.get("model", {}).get("vocab")
     if not words:
@@ -142,7 +148,7 @@ def _used_tokens(root: Path, config: Mapping[str, Any]) -> set[int]:
 
 
 def _template(root: Path) -> str:
-    """Everything where a special token's text may be in use, as one text."""
+    """Return the chat template and the named special tokens as one text, to search for tokens in use."""
     settings = _read(root / "tokenizer_config.json")
     named = [settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")]
     path = root / "chat_template.jinja"

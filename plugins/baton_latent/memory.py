@@ -1,7 +1,8 @@
-"""What each computed token left for a latent one that may follow it: seeds, one per slot of the KV pool.
+"""Store the last hidden state of every computed token, from which a latent step after it starts (a seed).
 
-A seed lies where its token's KV lies, and is written with it: whatever the engine does with its blocks, a
-token whose KV can be used has its seed. Who moves blocks elsewhere moves the seeds too, as further layers.
+There is one seed per slot of the KV cache, written together with the slot's KV: whatever the engine does with
+its blocks, a token with valid KV has a valid seed. A KV connector moves the seeds as further layers of the
+cache.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ import torch
 
 
 class LatentMemory:
-    """The seeds of one engine's KV pool, and how much was thought.
+    """The seeds for one engine's KV cache, and counters of latent steps.
 
     Args:
-        width: the model's hidden size.
-        dtype: of its hidden states.
-        device: where they are.
+        width: hidden size of the model.
+        dtype: dtype of the hidden states.
+        device: device of the hidden states.
 
     Attributes:
-        width, dtype: of a seed.
-        steps: latent steps computed so far.
-        seconds: how long they took.
+        width: values of a seed.
+        dtype: dtype of a seed.
+        steps: number of latent steps computed so far.
+        seconds: time spent on them.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -31,12 +33,15 @@ class LatentMemory:
         self.steps = 0
         self.seconds = 0.0
 
-    def layers_beside(self, kv: torch.Tensor, block_size: int) -> list[torch.Tensor]:
-        """The seeds as further layers of the pool, `[blocks, bytes]` of uint8, as large as those of `kv`.
+    def layers_like(self, kv: torch.Tensor, block_size: int) -> list[torch.Tensor]:
+        """Allocate the seeds and return them as further layers of the KV cache.
 
         Args:
-            kv: any layer's KV, its first dimension the blocks.
+            kv: KV cache of any layer, `[blocks, ...]`.
             block_size: slots in a block.
+
+        Returns:
+            Layers of uint8 `[blocks, bytes]`, with as many bytes a block as `kv`; as many as the seeds need.
         """
         block_bytes = kv[0].numel() * kv.element_size()
         seed_bytes = block_size * self.width * self.dtype.itemsize
@@ -47,22 +52,27 @@ class LatentMemory:
         return list(pool.split(block_bytes, dim=1))
 
     def counts(self) -> dict[str, float]:
-        """What was thought so far, for whoever watches the engine."""
+        """Return the counters `steps` and `seconds`, for the connector's statistics."""
         return {"steps": self.steps, "seconds": self.seconds}
 
     def require(self, kv: torch.Tensor, block_size: int) -> None:
-        """Make the pool if nobody asked for its layers before."""
+        """Allocate the seeds unless a connector has."""
         if self._seeds is None:
-            self.layers_beside(kv, block_size)
+            self.layers_like(kv, block_size)
 
-    def keep(self, slots: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Write the seeds of tokens, `hidden` `[tokens, width]`, into their slots."""
+    def write(self, slots: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Write the seeds of tokens.
+
+        Args:
+            slots: the tokens' slots, int64 `[tokens]`.
+            hidden: their last hidden states, `[tokens, width]`.
+        """
         assert self._seeds is not None
         block_size = self._seeds.shape[1]
         self._seeds[slots // block_size, slots % block_size] = hidden
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """The seeds `[tokens, width]` in some slots."""
+        """Return the seeds `[tokens, width]` in these slots, int64 `[tokens]`."""
         assert self._seeds is not None
         block_size = self._seeds.shape[1]
         return self._seeds[slots // block_size, slots % block_size]

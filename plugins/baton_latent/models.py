@@ -1,4 +1,4 @@
-"""vLLM's models, thinking. The weights, the layers and the sampler are vLLM's own."""
+"""vLLM's model classes with latent steps; weights, layers and sampler are vLLM's own."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
-from baton_latent.thinking import LatentThinking
+from baton_latent.latent_steps import LatentSteps
 
 
-class BatonLatentQwen2ForCausalLM(LatentThinking, Qwen2ForCausalLM):
-    """Qwen2 and Qwen2.5."""
+class BatonLatentQwen2ForCausalLM(LatentSteps, Qwen2ForCausalLM):
+    """Qwen2 and Qwen2.5 with latent steps."""
 
 
-class BatonLatentLlamaForCausalLM(LatentThinking, LlamaForCausalLM):
-    """Llama, and what is built like it."""
+class BatonLatentLlamaForCausalLM(LatentSteps, LlamaForCausalLM):
+    """Llama and models of the same architecture, with latent steps."""
 
 
-class BatonLatentMistralForCausalLM(LatentThinking, MistralForCausalLM):
-    """Mistral."""
+class BatonLatentMistralForCausalLM(LatentSteps, MistralForCausalLM):
+    """Mistral with latent steps."""
 
 
-class BatonLatentGemmaForCausalLM(LatentThinking, GemmaForCausalLM):
-    """Gemma, whose embeddings enter the layers scaled."""
+class BatonLatentGemmaForCausalLM(LatentSteps, GemmaForCausalLM):
+    """Gemma, which scales its embeddings, with latent steps."""

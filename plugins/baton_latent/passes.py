@@ -1,4 +1,4 @@
-"""Which tokens of a batch can be computed together, when some wait for the hidden state before them. Pure."""
+"""Plan the forward passes of a batch whose latent tokens need the hidden state of the token before. Pure."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from itertools import pairwise
 
 @dataclass
 class Pass:
-    """One forward pass over parts of a batch.
+    """One forward pass over a part of a batch.
 
     Attributes:
-        rows: the requests that take part, by their place in the batch.
-        starts: for each of them its first token, by its place in the batch.
-        ends: for each of them one after its last token.
-        seeded: those first tokens that are latent: their input is what the token before them left.
+        rows: indices of the requests that take part.
+        starts: index of each request's first token in the batch.
+        ends: index after each request's last token.
+        latent: those of `starts` that are latent tokens, whose input is the seed of the token before.
     """
 
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    seeded: list[int] = field(default_factory=list)
+    latent: list[int] = field(default_factory=list)
 
     @property
-    def thinking(self) -> list[int]:
-        """Those of the requests whose first token here is latent."""
-        seeded = set(self.seeded)
-        return [row for row, start in zip(self.rows, self.starts, strict=True) if start in seeded]
+    def latent_rows(self) -> list[int]:
+        """Return those of `rows` whose first token is latent."""
+        latent = set(self.latent)
+        return [row for row, start in zip(self.rows, self.starts, strict=True) if start in latent]
 
     @property
     def lengths(self) -> list[int]:
@@ -36,14 +36,14 @@ class Pass:
 
 
 def plan(bounds: Sequence[int], latent: Sequence[int]) -> list[Pass]:
-    """Cut a batch into passes: a latent token begins a pass, and ordinary ones go with what is before them.
+    """Split a batch into passes: a latent token begins a new pass, the tokens after it are in the same pass.
 
     Args:
-        bounds: `requests + 1` ascending places: request i has the tokens `bounds[i]` to `bounds[i + 1] - 1`.
-        latent: ascending places of the latent tokens.
+        bounds: `requests + 1` ascending indices; request i has the tokens `bounds[i]` to `bounds[i + 1] - 1`.
+        latent: ascending indices of the latent tokens.
 
     Returns:
-        As many passes as the request with the most parts has; every token is in one of them.
+        As many passes as the request with the most parts needs; every token is in exactly one.
     """
     passes: list[Pass] = []
     for row, (first, end) in enumerate(pairwise(bounds)):
@@ -59,5 +59,5 @@ def plan(bounds: Sequence[int], latent: Sequence[int]) -> list[Pass]:
             part.starts.append(start)
             part.ends.append(stop)
             if number or start in inside:
-                part.seeded.append(start)
+                part.latent.append(start)
     return passes

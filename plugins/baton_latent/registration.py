@@ -1,4 +1,4 @@
-"""What vLLM has to know before it can load a latent model. The one place that touches its registry."""
+"""Register the models with latent steps in vLLM's model registry; no other module touches it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("vllm.baton_latent")
 
 
 def register_models() -> None:
-    """Register the latent models; a second call changes nothing. None is used unless it is named."""
+    """Register the models; a second call changes nothing. vLLM uses one only if a configuration names it."""
     fresh = [name for name in LATENT_ARCHITECTURES.values() if name not in ModelRegistry.models]
     for name in fresh:
         ModelRegistry.register_model(name, f"baton_latent.models:{name}")

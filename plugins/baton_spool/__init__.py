@@ -1,6 +1,6 @@
-"""Temporary files and folders of a server: named by nobody else, locked while in use, swept after a kill.
+"""Temporary files and folders with unpredictable names, locked while in use and removed after a crash.
 
-For the gateway and for plugins that run without it, so it imports neither; the standard library alone.
+The gateway and plugins without it use this library, so it imports neither, only the standard library.
 """
 
 from baton_spool.folders import FolderRefused, require_folder

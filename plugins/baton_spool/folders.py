@@ -1,4 +1,4 @@
-"""The folder that temporary files lie in: opened without following links, its owner and mode checked."""
+"""Open the folder for temporary files without following links, and check its owner and mode."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class FolderRefused(OSError):
-    """The folder is not one to put files in. `strerror` is a clause that names it and says why."""
+    """A folder is not safe or not usable for temporary files; `strerror` names it and says why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(errno.EPERM, reason)
 
 
 def place(folder: Path | None) -> Path:
-    """The path of a folder; None: the system's folder for temporary files, with its links resolved."""
+    """Return the path of a folder; for None the system's temporary folder, with links resolved."""
     return Path(os.path.realpath(tempfile.gettempdir())) if folder is None else folder
 
 
 @contextmanager
 def opened(folder: Path | None) -> Iterator[int]:
-    """Open a folder for a while: a descriptor, by which names in it are to be used.
+    """Open a folder for the time of the context; gives a descriptor, relative to which to use file names.
 
     Args:
-        folder: made by the operator; None: the system's folder for temporary files.
+        folder: a folder created by the operator; None for the system's temporary folder.
 
     Raises:
-        FolderRefused: it is missing, a link or no folder; belongs to a user who is neither this process's nor
-            root; is this user's and everybody may delete in it; or cannot be written.
+        FolderRefused: the folder is missing, a link or not a folder; belongs to a user other than this one
+            and root; belongs to this user and is writable for others without the sticky bit; or cannot be
+            opened.
     """
     path = place(folder)
     try:
@@ -49,14 +50,14 @@ def opened(folder: Path | None) -> Iterator[int]:
 
 
 def require_folder(folder: Path | None) -> None:
-    """See to it that files can be put in a folder.
+    """Check that files can be created in a folder.
 
     Raises:
-        FolderRefused: as `opened`, or it cannot be written.
+        FolderRefused: see `opened`; or the folder is not writable.
     """
     with opened(folder) as descriptor:
         if not os.access(f"/proc/self/fd/{descriptor}", os.W_OK | os.X_OK):
-            raise FolderRefused(f"{place(folder)} is no folder that can be written")
+            raise FolderRefused(f"{place(folder)} is not writable")
 
 
 def _check(path: Path, found: os.stat_result) -> None:
@@ -64,11 +65,9 @@ def _check(path: Path, found: os.stat_result) -> None:
         raise FolderRefused(
             f"{path} belongs to user {found.st_uid}; name a folder of this user ({os.geteuid()}) or of root"
         )
-    # Root's folders without the sticky bit are taken: a Kubernetes emptyDir is one, in a pod of one user.
+    # Root's folders without the sticky bit are accepted: a Kubernetes emptyDir is one.
     if found.st_uid and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        raise FolderRefused(
-            f"everybody may delete files in {path}; take their right to write in it (chmod o-w)"
-        )
+        raise FolderRefused(f"everybody may delete files in {path}; remove their right to write (chmod o-w)")
 
 
 def _why_not(path: Path, error: OSError) -> str:
@@ -80,4 +79,4 @@ def _why_not(path: Path, error: OSError) -> str:
         return f"{path} is a symbolic link; name the folder that it leads to"
     if not stat.S_ISDIR(mode):
         return f"{path} is no folder"
-    return f"{path} is no folder that can be read ({error.strerror})"
+    return f"{path} cannot be opened ({error.strerror})"

@@ -1,7 +1,7 @@
-"""Temporary files and folders: made under a name nobody can foresee, locked until they are removed.
+"""Create temporary files and folders with locks, and sweep those that killed processes left behind.
 
-The lock (flock(2)) goes with its process, however that ends: what bears a name of ours and no lock was left
-behind by a process that was killed, and the next start sweeps it.
+The kernel releases a lock (flock(2)) when its process ends, however that happens: a file with one of our
+names but without a lock was left by a killed process, and the next start removes it.
 """
 
 from __future__ import annotations
@@ -26,28 +26,38 @@ FILE_MODE, FOLDER_MODE = 0o600, 0o700
 
 @dataclass(frozen=True)
 class Naming:
-    """How files, or folders, of one use are called: `prefix`, sixteen hexadecimal digits, `suffix`."""
+    """The names of temporary files for one purpose: `prefix`, sixteen hexadecimal digits, `suffix`.
+
+    Attributes:
+        prefix: beginning of the names.
+        suffix: end of the names.
+        folders: whether folders are created instead of files.
+
+    Example:
+        >>> Naming("baton-", ".tif").fits("baton-0123456789abcdef.tif")
+        True
+    """
 
     prefix: str
     suffix: str = ""
     folders: bool = False
 
     def new(self) -> str:
-        """Draw a name."""
+        """Return a new random name."""
         return f"{self.prefix}{secrets.token_hex(8)}{self.suffix}"
 
     def fits(self, name: str) -> bool:
-        """Whether a name may have been drawn."""
+        """Return whether a name has this form."""
         return bool(re.fullmatch(f"{re.escape(self.prefix)}[0-9a-f]{{16}}{re.escape(self.suffix)}", name))
 
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep did.
+    """The result of a sweep.
 
     Attributes:
-        removed: files and folders that killed processes had left.
-        foreign: names that fit, of links, pipes and what else is not this user's file or folder; untouched.
+        removed: number of files and folders of killed processes that were removed.
+        foreign: names of the right form that were left alone because they are links, pipes or of other users.
     """
 
     removed: int = 0
@@ -55,11 +65,11 @@ class Swept:
 
 
 class Made:
-    """A file or a folder in use, empty at first; the caller's to `remove`, from any thread.
+    """A temporary file or folder in use, initially empty; the caller calls `remove`, from any thread.
 
     Attributes:
-        path: for those who open it by name.
-        descriptor: holds the lock; of a file, open for reading and writing.
+        path: path of the file or folder.
+        descriptor: descriptor that holds the lock; of a file, open for reading and writing.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -69,7 +79,7 @@ class Made:
         self._lock = threading.Lock()
 
     def remove(self) -> None:
-        """Remove it with what is in it, and free its lock; a second call does nothing."""
+        """Remove the file or folder with its contents and release the lock; a second call does nothing."""
         with self._lock:
             here, self._here = self._here, False
         if not here:
@@ -82,15 +92,15 @@ class Made:
 
 
 def make(folder: Path | None, naming: Naming) -> Made:
-    """Make a file or a folder that this user alone may open, and lock it.
+    """Create and lock a temporary file or folder that only this user can open.
 
     Args:
-        folder: to make it in; None: the system's folder for temporary files.
-        naming: of its use.
+        folder: the parent folder; None for the system's temporary folder.
+        naming: form of the name, and whether to create a folder.
 
     Raises:
         FolderRefused: see `folders.opened`.
-        OSError: there is no room, or no right to write.
+        OSError: the device is full, or the folder is not writable.
     """
     with opened(folder) as parent:
         while True:
@@ -105,10 +115,10 @@ def make(folder: Path | None, naming: Naming) -> Made:
 
 
 def sweep(folder: Path | None, *namings: Naming) -> Swept:
-    """Remove what killed processes of this user left behind: what is named so, and locked by nobody.
+    """Remove the temporary files and folders that killed processes of this user left behind.
 
-    What is not a regular file or a folder, belongs to another user, or has another mode than `make` gives, is
-    neither opened nor removed, so that a pipe cannot hold the start up.
+    These have a name of the given forms and no lock. Links, pipes, files of other users and files with
+    another mode than `make` gives are neither opened nor removed, so that a pipe cannot block the start.
 
     Raises:
         FolderRefused: see `folders.opened`.
@@ -119,7 +129,7 @@ def sweep(folder: Path | None, *namings: Naming) -> Swept:
             naming = next((naming for naming in namings if naming.fits(name)), None)
             if naming is None:
                 continue
-            with contextlib.suppress(OSError):  # somebody else removed it, or has it locked
+            with contextlib.suppress(OSError):  # removed or locked by another process
                 if _is_ours(os.stat(name, dir_fd=parent, follow_symlinks=False), naming):
                     removed += _sweep_one(parent, name, naming)
                 else:
@@ -149,7 +159,7 @@ def _is_ours(found: os.stat_result, naming: Naming) -> bool:
 
 
 def _is(parent: int, name: str, descriptor: int) -> bool:
-    """Whether a name still leads to what is open."""
+    """Return whether a name still refers to the open file."""
     try:
         return os.path.samestat(os.stat(name, dir_fd=parent, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:
@@ -157,7 +167,7 @@ def _is(parent: int, name: str, descriptor: int) -> bool:
 
 
 def _remove(parent: int, name: str, descriptor: int) -> bool:
-    """Remove what is open, if it still has the name; with all that a folder holds."""
+    """Remove the open file or folder with its contents, if the name still refers to it."""
     if not _is(parent, name, descriptor):
         return False
     if not stat.S_ISDIR(os.fstat(descriptor).st_mode):

@@ -1,4 +1,4 @@
-"""What vLLM's own metrics leave out, per engine: queue times, how full the KV cache was, what steps computed.
+"""A stat logger for vLLM: queue times, use of the KV cache and the phases of steps, as Prometheus series.
 
-The entry point is `baton_stats.plugin:BatonStatLogger`; vLLM wants the class itself, so nothing is here.
+The entry point is `baton_stats.plugin:BatonStatLogger`; vLLM takes the class itself, so this module is empty.
 """

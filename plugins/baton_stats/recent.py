@@ -1,4 +1,4 @@
-"""What happened since the last line in the log, in words."""
+"""Summarise the steps since the last log line as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PERCENTILES = (50, 90, 99)
 
 
 class Recent:
-    """Figures of the steps since the last `line`."""
+    """Statistics of the steps since the last call of `line`."""
 
     def __init__(self) -> None:
         self._clear()
@@ -25,7 +25,7 @@ class Recent:
         self._queued: deque[float] = deque(maxlen=QUEUE_TIMES_KEPT)
 
     def add(self, spent: Spent) -> None:
-        """One more step."""
+        """Add a step."""
         self._seconds[spent.phase] += spent.seconds
         self._gaps[spent.phase] += spent.gaps
         self._gap_seconds[spent.phase] += spent.gap_s
@@ -33,11 +33,11 @@ class Recent:
         self._kv_most = max(self._kv_most, spent.kv_usage)
 
     def queued(self, seconds: float) -> None:
-        """One more request that is over."""
+        """Add the queue time of a finished request, in seconds."""
         self._queued.append(seconds)
 
     def line(self) -> str | None:
-        """The figures, and a new beginning; None: the engine was idle."""
+        """Return the summary and start a new one; None if the engine was idle."""
         busy = sum(self._seconds.values())
         if not busy:
             return None
@@ -51,12 +51,17 @@ class Recent:
         ]
         if self._queued:
             waited = sorted(self._queued)
-            told = [f"p{at} {percentile(waited, at) * 1000:.0f} ms" for at in PERCENTILES]
-            parts.append(f"Queue time of {len(waited)} requests: {', '.join(told)}")
+            quantiles = [f"p{at} {percentile(waited, at) * 1000:.0f} ms" for at in PERCENTILES]
+            parts.append(f"Queue time of {len(waited)} requests: {', '.join(quantiles)}")
         self._clear()
         return "; ".join(parts)
 
 
 def percentile(ordered: list[float], at: int) -> float:
-    """The nearest-rank percentile of ascending values."""
+    """Return the nearest-rank percentile of ascending values.
+
+    Args:
+        ordered: values in ascending order, at least one.
+        at: the percentile, 1 to 100.
+    """
     return ordered[max(0, -(-at * len(ordered) // 100) - 1)]

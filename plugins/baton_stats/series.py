@@ -1,4 +1,4 @@
-"""The series, each in one family of the process's registry whatever the number of engines."""
+"""Define the Prometheus series; all engines of a process share the metric families."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from baton_stats.steps import Phase, Spent
 
 ENGINE = ("model_name", "engine")
-"""vLLM's own labels, so that these series join with its."""
+"""vLLM's own labels, so that these series can be joined with vLLM's."""
 QUEUE_SECONDS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5),
     *(0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
-"""At most twice the one before up to 60 s; vLLM's begin at 0.3 s."""
+"""Bucket bounds, each at most twice the one before up to 60 s; vLLM's begin at 0.3 s."""
 BANDS = ((0.5, "0-50"), (0.75, "50-75"), (0.9, "75-90"), (1.0, "90-100"))
-"""Shares of the KV blocks up to which a band goes, and its name in per cent."""
+"""Upper bound of each band of KV cache usage, as a share, and its label in per cent."""
 
 
 class Families:
-    """All families. Their names and labels are the plugin's contract with dashboards."""
+    """The metric families. Dashboards depend on their names and labels.
+
+    Args:
+        registry: the registry to register them in.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.queue = Histogram(
@@ -76,30 +80,30 @@ class Families:
 
 
 class EngineSeries:
-    """One engine's series. Those of an engine that is started anew go on where they were.
+    """The series of one engine; they continue when the engine is restarted.
 
     Args:
-        families: where they are.
-        model_name: the engine's name in `/metrics`, as vLLM's own series have it.
-        engine: its number among the engines of one model.
+        families: the metric families.
+        model_name: value of the label `model_name`, as in vLLM's own series.
+        engine: index of the engine among those of one model.
     """
 
     def __init__(self, families: Families, model_name: str, engine: int) -> None:
-        of = (model_name, str(engine))
-        self._queue = families.queue.labels(*of)
-        self._steps = {phase: families.steps.labels(*of, phase) for phase in Phase}
-        self._seconds = {phase: families.step_seconds.labels(*of, phase) for phase in Phase}
+        labels = (model_name, str(engine))
+        self._queue = families.queue.labels(*labels)
+        self._steps = {phase: families.steps.labels(*labels, phase) for phase in Phase}
+        self._seconds = {phase: families.step_seconds.labels(*labels, phase) for phase in Phase}
         decoding = (Phase.DECODE, Phase.MIXED)
-        self._gaps = {phase: families.gaps.labels(*of, phase) for phase in decoding}
-        self._gap_seconds = {phase: families.gap_seconds.labels(*of, phase) for phase in decoding}
-        self._kv_usage = families.kv_usage_seconds.labels(*of)
-        self._kv = [(most, families.kv_seconds.labels(*of, name)) for most, name in BANDS]
-        self._running = families.request_seconds.labels(*of, "running")
-        self._waiting = families.request_seconds.labels(*of, "waiting")
-        self._errors = families.errors.labels(*of)
+        self._gaps = {phase: families.gaps.labels(*labels, phase) for phase in decoding}
+        self._gap_seconds = {phase: families.gap_seconds.labels(*labels, phase) for phase in decoding}
+        self._kv_usage = families.kv_usage_seconds.labels(*labels)
+        self._kv = [(most, families.kv_seconds.labels(*labels, name)) for most, name in BANDS]
+        self._running = families.request_seconds.labels(*labels, "running")
+        self._waiting = families.request_seconds.labels(*labels, "waiting")
+        self._errors = families.errors.labels(*labels)
 
     def add(self, spent: Spent) -> None:
-        """Count one step. Costs the same whatever the batch."""
+        """Count one step, at a cost that does not depend on the size of the batch."""
         seconds = spent.seconds
         self._steps[spent.phase].inc()
         if spent.gaps:
@@ -114,20 +118,20 @@ class EngineSeries:
         self._waiting.inc(spent.waiting * seconds)
 
     def queued(self, seconds: float) -> None:
-        """Count a request that is over, and how long it had waited."""
+        """Count a finished request and its queue time in seconds."""
         self._queue.observe(seconds)
 
     def failed(self) -> None:
-        """Count a step that could not be counted."""
+        """Count a step whose statistics could not be read."""
         self._errors.inc()
 
 
-_first = threading.Lock()
+_creation = threading.Lock()
 
 
 def process_families() -> Families:
-    """The families in the process's own registry, made once: engines may be built in threads side by side."""
-    with _first:
+    """Return the families in the process's registry, created once even if threads build engines at once."""
+    with _creation:
         return _made()
 
 

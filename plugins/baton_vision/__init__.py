@@ -1,6 +1,6 @@
-"""Image-to-text models for vLLM, out of its tree: LLaVA-style and Fuyu.
+"""Image-to-text models for vLLM outside its tree: LLaVA-style models and Fuyu.
 
-`register` is an entry point; nothing heavy is imported until vLLM calls it.
+`register` is vLLM's entry point; nothing heavy is imported until vLLM calls it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """`vllm.general_plugins`: make the models known. May be called again."""
+    """Register the models (entry point `vllm.general_plugins`); may be called again."""
     from baton_vision.registration import register_models
 
     register_models()

@@ -1,4 +1,4 @@
-"""What others may know of the vision models: their names, and a refusal. Pure: the standard library only."""
+"""Names that the gateway shares with the vision models. Pure: imports only the standard library."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ ARCHITECTURES = {
     "LlavaForConditionalGeneration": "BatonLlavaForConditionalGeneration",
     "FuyuForCausalLM": "BatonFuyuForCausalLM",
 }
-"""By the name in an official checkpoint's config.json: our class for it."""
+"""Our class for each architecture named in an official checkpoint's config.json."""
 MISCOUNTED = "image tokens in the prompt"
-"""What a refusal says when there are not as many of them as images."""
+"""Text by which the gateway recognises the refusal of a prompt with a wrong number of image tokens."""

@@ -1,6 +1,7 @@
-"""Fuyu: no vision tower. Raw patches go through one linear layer and take the places of image tokens.
+"""Fuyu for vLLM: raw patches pass one linear layer and replace the embeddings of image tokens.
 
-The text model is Persimmon. The names of modules are those of official checkpoints.
+There is no vision tower; the text model is Persimmon. Modules are named as in official checkpoints
+(https://huggingface.co/adept/fuyu-8b).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from baton_vision.persimmon import PersimmonForCausalLM
     FuyuMultiModalProcessor, info=FuyuProcessingInfo, dummy_inputs=FuyuDummyInputs
 )
 class BatonFuyuForCausalLM(nn.Module, SupportsMultiModal, SupportsPP):
-    """Fuyu-8B and its like.
+    """Fuyu-8B and models of the same architecture.
 
-    No exception may leave `embed_multimodal` or `forward`: it would end the engine for everybody. What could
-    raise one is refused where inputs are processed.
+    No exception may leave `embed_multimodal` or `forward`: it would end the engine for everybody. Inputs that
+    could raise one are refused in `fuyu_processing`.
     """
 
-    # Old checkpoints have `language_model.model.` and `language_model.lm_head.`; see LLaVA's for the others.
+    # Old checkpoints have `language_model.model.` and `language_model.lm_head.`; see also `llava_model`.
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_regex={
             re.compile(r"^lm_head\."): "language_model.lm_head.",
@@ -68,7 +69,7 @@ class BatonFuyuForCausalLM(nn.Module, SupportsMultiModal, SupportsPP):
         self.make_empty_intermediate_tensors = self.language_model.make_empty_intermediate_tensors
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
-        """An image's embeddings, (patches, hidden) each.
+        """Return each image's embeddings, (patches, hidden).
 
         Args:
             kwargs: `image_patches`, (patches, values of a patch) for each image in the model's dtype; absent
@@ -89,7 +90,7 @@ class BatonFuyuForCausalLM(nn.Module, SupportsMultiModal, SupportsPP):
         inputs_embeds: Tensor | None = None,
         **kwargs: object,
     ) -> Tensor | IntermediateTensors:
-        """Hidden states of the step's tokens, (tokens, hidden); embeddings are merged before, by vLLM."""
+        """Return hidden states (tokens, hidden); vLLM has merged image embeddings into `inputs_embeds`."""
         if intermediate_tensors is not None:
             inputs_embeds = None
         return self.language_model(input_ids, positions, intermediate_tensors, inputs_embeds)

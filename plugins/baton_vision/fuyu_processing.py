@@ -1,8 +1,8 @@
-"""Fuyu's inputs: an image is put before the prompt, row by row, and its patches are the embeddings.
+"""Process Fuyu's inputs: put an image's placeholders before the prompt, row by row, and cut it into patches.
 
-What the model sees of an image two patches wide and three high, as HuggingFace's FuyuProcessor writes it, is
-`II# II# II# <s> prompt <0x04>` with I `|SPEAKER|` and # `|NEWLINE|`. Only the I are embeddings; `<0x04>`
-begins the answer.
+For an image two patches wide and three high, the expanded prompt is, as transformers' FuyuProcessor writes
+it, `II# II# II# <s> prompt <0x04>` with I for `|SPEAKER|` and # for `|NEWLINE|`. Only the I are replaced by
+embeddings; `<0x04>` begins the answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BEGINNING_OF_ANSWER = "<0x04>"
 
 
 class FuyuProcessingInfo(BaseProcessingInfo):
-    """What is known of a Fuyu model before any image."""
+    """Facts about a Fuyu model that do not depend on a request: limits, special tokens, patch sizes."""
 
     def get_hf_config(self) -> FuyuConfig:
         return self.ctx.get_hf_config(FuyuConfig)
@@ -46,7 +46,7 @@ class FuyuProcessingInfo(BaseProcessingInfo):
         return self.ctx.get_hf_processor(FuyuProcessor, **kwargs)
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """One: FuyuProcessor puts one image before a prompt, and so was the model trained."""
+        """Return a limit of one image: the model was trained with one image before the prompt."""
         return {"image": 1}
 
     def get_data_parser(self) -> ImageParser:
@@ -54,7 +54,7 @@ class FuyuProcessingInfo(BaseProcessingInfo):
 
     @property
     def canvas(self) -> Canvas:
-        """What images are shrunk to and cut into, as the checkpoint's image processor says."""
+        """Return the image and patch sizes of the checkpoint's image processor."""
         processor = self.get_hf_processor().image_processor
         size, patch = processor.size, processor.patch_size
         return Canvas(
@@ -65,13 +65,19 @@ class FuyuProcessingInfo(BaseProcessingInfo):
         )
 
     def require_grid(self, width: int, height: int) -> None:
-        """Refuse images that nothing would be left of."""
+        """Refuse an image of unsuitable proportions or without a patch left after shrinking.
+
+        Raises:
+            VLLMValidationError: the size is not suitable.
+        """
         require_proportions(width, height)
         if 0 in self.canvas.patches(width, height):
-            raise refusal(f"an image of {width} x {height} pixels is too narrow to be shrunk")
+            raise refusal(
+                f"an image of {width} x {height} pixels is too narrow to be shrunk to the model's size"
+            )
 
     def token(self, text: str) -> int:
-        """The id of a special token."""
+        """Return the id of a special token."""
         found: int = self.get_tokenizer().get_vocab()[text]
         return found
 
@@ -85,14 +91,14 @@ class FuyuProcessingInfo(BaseProcessingInfo):
 
     @property
     def patch_values(self) -> int:
-        """How many values a patch has."""
+        """Return the number of values of a patch."""
         config = self.get_hf_config()
         count: int = config.patch_size * config.patch_size * config.num_channels
         return count
 
 
 class FuyuDummyInputs(BaseDummyInputsBuilder[FuyuProcessingInfo]):
-    """The most a prompt can hold, for vLLM to measure memory with: an image as large as they are taken."""
+    """The largest inputs of a prompt, with which vLLM measures memory: one image of maximum size."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return ""
@@ -108,13 +114,13 @@ class FuyuDummyInputs(BaseDummyInputsBuilder[FuyuProcessingInfo]):
 
 
 class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):
-    """Prompt and image as the model takes them."""
+    """Expands prompts and cuts images for Fuyu."""
 
     def apply(self, inputs: ProcessorInputs, timing_ctx: TimingContext) -> MultiModalInput:
-        """As vLLM's; a prompt expanded before stays as it is.
+        """Process inputs as vLLM does, but accept prompts that are already expanded.
 
         Raises:
-            VLLMValidationError: image tokens in the prompt that are not those of its image.
+            VLLMValidationError: the image tokens in the prompt are not those of its image.
         """
         info = self.info
         if info.image_token not in inputs.prompt and info.newline_token not in inputs.prompt:
@@ -131,24 +137,24 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):
         return processed
 
     def _open(self, prompt: list[int]) -> list[int]:
-        """A user's prompt as it follows an image: no beginning of its own, and then an answer is due."""
+        """Prepare a user's prompt to follow an image: without `<s>`, and ending with `<0x04>`."""
         first, answer = self.info.get_tokenizer().bos_token_id, self.info.token(BEGINNING_OF_ANSWER)
         follows = prompt[1:] if prompt[:1] == [first] else prompt
         return list(follows) if follows[-1:] == [answer] else [*follows, answer]
 
     def _get_hf_mm_text(self, mm_counts: Mapping[str, int]) -> str | None:
-        return ""  # FuyuProcessor cuts no patches without a text
+        return ""  # without a text, FuyuProcessor does not cut patches
 
     def _call_hf_processor(
         self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]
     ) -> BatchFeature:
-        """Patches as FuyuProcessor cuts them, and of them alone: its token ids are not this prompt's."""
+        """Return FuyuProcessor's patches without its token ids, which are not those of this prompt."""
         (image,) = ImageProcessorItems(hf_data["images"])
         width, height = ImageProcessorItems([image]).get_image_size(0)
         columns, rows = self.info.canvas.patches(width, height)
         patches = super()._call_hf_processor(hf_data, hf_kwargs).get("image_patches")
         if isinstance(patches, Tensor) and patches.ndim == 1:
-            patches = patches[None]  # of a single one FuyuProcessor squeezes the dimension away
+            patches = patches[None]  # FuyuProcessor squeezes the dimension of a single patch
         shape = (columns * rows, self.info.patch_values)
         require_tensor(patches, shape, self.info.ctx.model_config.dtype, "an image's patches")
         return BatchFeature({"image_patches": [patches]})

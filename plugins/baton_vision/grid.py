@@ -1,4 +1,4 @@
-"""How Fuyu cuts an image into patches. Arithmetic only; HuggingFace's image processor moves the pixels."""
+"""Compute the grid of patches into which transformers' image processor for Fuyu cuts an image."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Canvas:
-    """What an image has to fit into, and what it is cut into; pixels.
+    """The size that images are shrunk to, and the size of a patch, in pixels.
 
     Attributes:
-        width, height: larger images are shrunk to fit, keeping their proportions.
-        patch_width, patch_height: of one patch.
+        width: maximum width; larger images are shrunk in proportion.
+        height: maximum height, likewise.
+        patch_width: width of a patch.
+        patch_height: height of a patch.
     """
 
     width: int
@@ -21,13 +23,13 @@ class Canvas:
     patch_height: int
 
     def shrunk(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height after shrinking; as `FuyuImageProcessor.resize`, which rounds down."""
+        """Return width and height after shrinking, rounded down as `FuyuImageProcessor.resize` does."""
         if width <= self.width and height <= self.height:
             return width, height
         scale = min(self.height / height, self.width / width)
         return int(width * scale), int(height * scale)
 
     def patches(self, width: int, height: int) -> tuple[int, int]:
-        """Columns and rows of patches that cover an image; 0 where it is too narrow to be shrunk."""
+        """Return the columns and rows of patches that cover an image; 0 if shrinking leaves no pixels."""
         width, height = self.shrunk(width, height)
         return math.ceil(width / self.patch_width), math.ceil(height / self.patch_height)

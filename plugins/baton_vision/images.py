@@ -1,7 +1,7 @@
-"""Images before any model sees them: what is refused, at the last place where a refusal harms nobody else.
+"""Refuse unsuitable images and tensors while a request's inputs are processed.
 
-Whatever raises here is one request's error. What raises in a model ends the engine for everybody, so shapes
-and types are settled in this process.
+An exception here is an error of one request. An exception in the model would end the engine for everybody, so
+shapes and dtypes are checked before.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.parse import ImageProcessorItems, ModalityDataItems, MultiModalDataParser
 
 ImageCheck = Callable[[int, int], None]
-"""Looks at a width and a height in pixels, and raises `VLLMValidationError`."""
+"""Takes width and height in pixels; raises `VLLMValidationError` if they are not suitable."""
 MAX_PROPORTION = 100
-"""Longer side over shorter. Processors scale the shorter one up: a line of pixels would become gigabytes."""
+"""Maximum ratio of longer to shorter side. Processors scale up the shorter: a line would take gigabytes."""
 
 
 class ImageParser(MultiModalDataParser):
-    """Takes images, of sizes a model can take; nothing else."""
+    """Accepts images of suitable sizes and refuses embeddings.
+
+    Args:
+        check: checks an image's size.
+    """
 
     def __init__(self, check: ImageCheck) -> None:
         super().__init__()
@@ -31,20 +35,26 @@ class ImageParser(MultiModalDataParser):
         if items is None:
             return None
         if not isinstance(items, ImageProcessorItems):
-            raise refusal("this model takes images, not their embeddings")
+            raise refusal("this model takes images, not image embeddings; send the image itself")
         for index in range(len(items)):
-            if items.get(index) is not None:  # else it is named by its uuid alone, and was looked at then
+            if (
+                items.get(index) is not None
+            ):  # None: sent by its uuid alone, and checked when it was first sent
                 self._check(*items.get_image_size(index))
         return items
 
 
 def refusal(message: str) -> VLLMValidationError:
-    """An error that is the request's own (HTTP 400)."""
+    """Return an error of the request alone (HTTP 400)."""
     return VLLMValidationError(message, parameter="image")
 
 
 def require_proportions(width: int, height: int) -> None:
-    """Refuse empty images and lines of pixels."""
+    """Refuse an image that is empty or longer than `MAX_PROPORTION` times its shorter side.
+
+    Raises:
+        VLLMValidationError: the size is not suitable.
+    """
     short, long = sorted((width, height))
     if short < 1:
         raise refusal(f"an image of {width} x {height} pixels is empty")
@@ -55,7 +65,17 @@ def require_proportions(width: int, height: int) -> None:
 
 
 def require_tensor(found: object, shape: Sequence[int], dtype: torch.dtype, name: str) -> None:
-    """Refuse what an image processor made of odd options: the model takes one shape and type."""
+    """Refuse a processor's output that does not have the shape and dtype that the model takes.
+
+    Args:
+        found: output of the image processor.
+        shape: the required shape.
+        dtype: the required dtype.
+        name: what the output is, for the message.
+
+    Raises:
+        VLLMValidationError: `found` is not such a tensor.
+    """
     if not isinstance(found, torch.Tensor) or tuple(found.shape) != tuple(shape) or found.dtype != dtype:
         what = (
             f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
@@ -66,12 +86,18 @@ def require_tensor(found: object, shape: Sequence[int], dtype: torch.dtype, name
 
 
 def require_row(token: int, vocabulary: int) -> None:
-    """Refuse, at the start, a model whose image token has no row in its text model's embedding.
+    """Refuse a model whose image token has no row in its text model's embedding.
 
-    vLLM would serve it, until a prompt with that token asks for `prompt_logprobs`, or a user types it.
+    vLLM would serve it until a prompt with that token asks for `prompt_logprobs`, or contains it as text.
+
+    Args:
+        token: id of the image token.
+        vocabulary: rows of the embedding.
 
     Raises:
         ValueError: the image token is beyond the vocabulary.
     """
     if token >= vocabulary:
-        raise ValueError(f"image token {token} is beyond the vocabulary of {vocabulary}: it needs a row")
+        raise ValueError(
+            f"image token {token} is beyond the vocabulary of {vocabulary}: the embedding needs a row for it"
+        )

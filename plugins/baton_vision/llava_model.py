@@ -1,6 +1,7 @@
-"""LLaVA-style models: a vision tower's features, projected, take the places of image tokens in a text model.
+"""LLaVA-style models for vLLM: projected features of a vision tower replace the embeddings of image tokens.
 
-The names of modules are those of official checkpoints. The tower and the text model are vLLM's own.
+Tower and text model are vLLM's own. Modules are named as in official checkpoints
+(https://huggingface.co/llava-hf).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from baton_vision.towers import build_tower, feature_layers
 
 
 class LlavaProjector(nn.Module):
-    """From the tower's features to the text model's embeddings: linear, activation, linear."""
+    """The projector from the tower's features to the text model's embeddings: linear, activation, linear."""
 
     def __init__(self, config: LlavaConfig, quant_config: Any, prefix: str) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class LlavaProjector(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """(images, patches, features) to (images, patches, hidden)."""
+        """Project (images, patches, features) to (images, patches, hidden)."""
         hidden, _ = self.linear_1(features)
         embeddings: Tensor
         embeddings, _ = self.linear_2(self.act(hidden))
@@ -57,10 +58,10 @@ class LlavaProjector(nn.Module):
     LlavaMultiModalProcessor, info=LlavaProcessingInfo, dummy_inputs=LlavaDummyInputs
 )
 class BatonLlavaForConditionalGeneration(nn.Module, SupportsMultiModal, SupportsPP):
-    """LLaVA 1.5 and what is built like it: a CLIP or SigLIP tower, a projector, a text model of vLLM's.
+    """LLaVA 1.5 and models of the same architecture: a CLIP or SigLIP tower, a projector, a text model.
 
-    No exception may leave `embed_multimodal` or `forward`: it would end the engine for everybody. What could
-    raise one is refused where inputs are processed.
+    No exception may leave `embed_multimodal` or `forward`: it would end the engine for everybody. Inputs that
+    could raise one are refused in `llava_processing`.
     """
 
     packed_modules_mapping: ClassVar = {
@@ -68,7 +69,7 @@ class BatonLlavaForConditionalGeneration(nn.Module, SupportsMultiModal, Supports
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
 
-    # In this order, one after the other. Checkpoints up to transformers 4.51 have `language_model.model.` and
+    # Applied in this order. Checkpoints up to transformers 4.51 have `language_model.model.` and
     # `language_model.lm_head.`; later ones `model.` before everything but the head; transformers 5 leaves out
     # `vision_model.` in memory and may write `language_model.` for the text model without its head.
     hf_to_vllm_mapper = WeightsMapper(
@@ -107,7 +108,7 @@ class BatonLlavaForConditionalGeneration(nn.Module, SupportsMultiModal, Supports
         self.make_empty_intermediate_tensors = self.language_model.make_empty_intermediate_tensors
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
-        """An image's embeddings, (tokens an image, hidden) each.
+        """Return each image's embeddings, (tokens an image, hidden).
 
         Args:
             kwargs: `pixel_values`, (images, 3, side, side) in the model's dtype; absent in vLLM's dry runs.
@@ -128,7 +129,7 @@ class BatonLlavaForConditionalGeneration(nn.Module, SupportsMultiModal, Supports
         inputs_embeds: Tensor | None = None,
         **kwargs: object,
     ) -> Tensor | IntermediateTensors:
-        """Hidden states of the step's tokens, (tokens, hidden); embeddings are merged before, by vLLM."""
+        """Return hidden states (tokens, hidden); vLLM has merged image embeddings into `inputs_embeds`."""
         if intermediate_tensors is not None:
             inputs_embeds = None
         return self.language_model.model(

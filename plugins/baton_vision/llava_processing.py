@@ -1,4 +1,4 @@
-"""LLaVA's inputs: one `<image>` token of the prompt becomes as many as the tower gives embeddings."""
+"""Process LLaVA's inputs: expand each `<image>` token to as many as the tower gives embeddings."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from baton_vision.towers import encoder_info
 
 
 class LlavaProcessingInfo(BaseProcessingInfo):
-    """What is known of a LLaVA model before any image."""
+    """Facts about a LLaVA model that do not depend on a request: limits, image token, tokens an image."""
 
     def get_hf_config(self) -> LlavaConfig:
         return self.ctx.get_hf_config(LlavaConfig)
 
     def get_hf_processor(self, **kwargs: object) -> LlavaProcessor:
         processor = self.ctx.get_hf_processor(LlavaProcessor, **kwargs)
-        if processor.patch_size is None:  # some checkpoints leave it to the tower
+        if processor.patch_size is None:  # missing in some checkpoints; the tower has it
             processor.patch_size = self.encoder.get_patch_size()
         return processor
 
@@ -51,13 +51,13 @@ class LlavaProcessingInfo(BaseProcessingInfo):
 
     @property
     def image_token(self) -> int:
-        """The id that stands for an image, once in a user's prompt and many times in an expanded one."""
+        """Return the id of `<image>`: once an image in a user's prompt, many times in an expanded one."""
         token: int = self.get_hf_config().image_token_index
         return token
 
     @property
     def tokens_an_image(self) -> int:
-        """The same for all: every image is brought to one size."""
+        """Return the number of image tokens, the same for all images since they are resized to one size."""
         side = self.encoder.get_image_size()
         patches = self.encoder.get_num_image_tokens(image_width=side, image_height=side)
         count: int = get_num_selected_vision_tokens(
@@ -67,7 +67,7 @@ class LlavaProcessingInfo(BaseProcessingInfo):
 
 
 class LlavaDummyInputs(BaseDummyInputsBuilder[LlavaProcessingInfo]):
-    """The most a prompt can hold, for vLLM to measure memory with."""
+    """The largest inputs of a prompt, with which vLLM measures memory."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         image_token: str = self.info.get_hf_processor().image_token
@@ -85,13 +85,13 @@ class LlavaDummyInputs(BaseDummyInputsBuilder[LlavaProcessingInfo]):
 
 
 class LlavaMultiModalProcessor(BaseMultiModalProcessor[LlavaProcessingInfo]):
-    """Prompt and images as the model takes them."""
+    """Expands prompts and prepares pixels for LLaVA."""
 
     def apply(self, inputs: ProcessorInputs, timing_ctx: TimingContext) -> MultiModalInput:
-        """As vLLM's; what is expanded in a prompt already stays as it is.
+        """Process inputs as vLLM does, but accept prompts that are already expanded, in whole or in part.
 
         Raises:
-            VLLMValidationError: there are not as many image tokens as images.
+            VLLMValidationError: the number of image tokens is not that of the images.
         """
         token, images = self.info.image_token, inputs.mm_data_items.get_count("image", strict=False)
         bare, found = inputs.prompt, inputs.prompt.count(token)

@@ -1,6 +1,7 @@
-"""Persimmon, Fuyu's text model, which vLLM has no more.
+"""Persimmon for vLLM, the text model of Fuyu, which vLLM no longer has.
 
-Rotary embeddings on half of each head, normalised queries and keys, squared ReLU, LayerNorm with bias.
+Its layers have rotary embeddings on half of each head, normalised queries and keys, squared ReLU, and
+LayerNorm with bias, as in transformers' `PersimmonForCausalLM`.
 """
 # No `from __future__ import annotations`: vLLM's compile decorator reads the types of `forward` as objects.
 
@@ -30,7 +31,7 @@ from vllm.sequence import IntermediateTensors
 
 
 class PersimmonMLP(nn.Module):
-    """Up, activation, down; both with bias."""
+    """The feed-forward part: linear, activation, linear, both with bias."""
 
     def __init__(self, config: PersimmonConfig, quant_config: Any, prefix: str) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class PersimmonMLP(nn.Module):
         self.act = get_act_fn(config.hidden_act)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(tokens, hidden) to the same."""
+        """Map (tokens, hidden) to (tokens, hidden)."""
         wide, _ = self.dense_h_to_4h(hidden)
         narrow: Tensor
         narrow, _ = self.dense_4h_to_h(self.act(wide))
@@ -57,7 +58,7 @@ class PersimmonMLP(nn.Module):
 
 
 class PersimmonAttention(nn.Module):
-    """Attention whose queries and keys are normalised, head by head, before positions are put into them."""
+    """Attention with queries and keys normalised per head before the rotary embedding."""
 
     def __init__(self, config: PersimmonConfig, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class PersimmonAttention(nn.Module):
         )
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
-        """(tokens,) and (tokens, hidden) to (tokens, hidden)."""
+        """Map positions (tokens,) and hidden states (tokens, hidden) to (tokens, hidden)."""
         qkv, _ = self.query_key_value(hidden)
         query, key, value = qkv.chunk(3, dim=-1)
         if self.normalised:
@@ -109,7 +110,7 @@ class PersimmonAttention(nn.Module):
 
 
 class PersimmonDecoderLayer(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and beside a residual."""
+    """Attention and feed-forward part, each after a LayerNorm and with a residual connection."""
 
     def __init__(self, config: PersimmonConfig, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class PersimmonDecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
-        """(tokens,) and (tokens, hidden) to (tokens, hidden)."""
+        """Map positions (tokens,) and hidden states (tokens, hidden) to (tokens, hidden)."""
         hidden = hidden + self.self_attn(positions, self.input_layernorm(hidden))
         after: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return after
@@ -127,7 +128,7 @@ class PersimmonDecoderLayer(nn.Module):
 
 @support_torch_compile
 class PersimmonModel(nn.Module):
-    """The layers between embedding and head."""
+    """The embedding, the layers and the final norm."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -154,7 +155,7 @@ class PersimmonModel(nn.Module):
         intermediate_tensors: IntermediateTensors | None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | IntermediateTensors:
-        """Hidden states of the step's tokens, (tokens, hidden), or what the next pipeline stage needs."""
+        """Return hidden states (tokens, hidden), or the inputs of the next pipeline stage."""
         if not get_pp_group().is_first_rank:
             assert intermediate_tensors is not None
             hidden = intermediate_tensors["hidden_states"]
@@ -171,7 +172,7 @@ class PersimmonModel(nn.Module):
 
 
 class PersimmonForCausalLM(nn.Module, SupportsPP):
-    """Persimmon with its head."""
+    """Persimmon with its language-model head."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -196,7 +197,7 @@ class PersimmonForCausalLM(nn.Module, SupportsPP):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | IntermediateTensors:
-        """As `PersimmonModel.forward`."""
+        """Return hidden states (tokens, hidden), or the inputs of the next pipeline stage."""
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
@@ -207,7 +208,7 @@ class PersimmonForCausalLM(nn.Module, SupportsPP):
         return loaded
 
     def _unmixed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoints have query, key and value of a head side by side; vLLM wants all queries first."""
+        """Reorder weights: checkpoints group query, key and value by head, vLLM takes all queries first."""
         for name, weight in weights:
             if ".query_key_value." in name:
                 by_head = weight.view(self._heads, 3, -1, *weight.shape[1:])

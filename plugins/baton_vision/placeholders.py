@@ -1,7 +1,8 @@
-"""Token ids that stand for images: how many there are, and prompts in which they are written out already.
+"""Collapse expanded image placeholders in prompts, so that vLLM's processors can expand them again.
 
-A prompt comes in one of two forms: as a user writes it (LLaVA: a token an image; Fuyu: none), or *expanded*,
-as the model sees it and as vLLM's answers and handoffs have it, with a token for every embedding of an image.
+A prompt comes in one of two forms: as a user writes it (LLaVA: one placeholder an image; Fuyu: none), or
+*expanded*, with one placeholder for every embedding of an image, as the model takes it and as vLLM's answers
+and handoffs contain it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,18 @@ from itertools import groupby
 
 
 def collapse_runs(prompt: Sequence[int], token: int, length: int) -> list[int]:
-    """An expanded prompt as it was before: `length` image tokens in a row become one, what is over stays.
+    """Replace every run of `length` placeholders by one; the remainder of a run stays.
 
-    So a prompt may be expanded in part: a context that was handed over, and behind it what is new.
+    So a prompt may be expanded in part: a context from a handoff, followed by new text.
+
+    Args:
+        prompt: token ids.
+        token: id of the placeholder.
+        length: placeholders of one expanded image.
+
+    Example:
+        >>> collapse_runs([1, 9, 9, 9, 2, 9], token=9, length=3)
+        [1, 9, 2, 9]
     """
     bare: list[int] = []
     for found, run in groupby(prompt):
@@ -23,10 +33,10 @@ def collapse_runs(prompt: Sequence[int], token: int, length: int) -> list[int]:
 
 
 def drop_leading_grid(prompt: Sequence[int], token: int, newline: int, end: int) -> list[int]:
-    """An expanded prompt without the image it begins with: rows of `token` and `newline`, then `end`.
+    """Remove the expanded image at the beginning of a prompt: rows of `token` and `newline`, then `end`.
 
     Raises:
-        ValueError: image tokens are elsewhere, or nothing ends them.
+        ValueError: image tokens stand elsewhere, or `end` does not follow them.
     """
     length = next((at for at, found in enumerate(prompt) if found not in (token, newline)), len(prompt))
     bare = list(prompt[length + 1 :])

@@ -1,4 +1,4 @@
-"""What vLLM has to know before it can load a vision model. The one place that touches its registry."""
+"""Register the vision models in vLLM's model registry; no other module touches it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ CLASSES = {
     "BatonLlavaForConditionalGeneration": "baton_vision.llava_model:BatonLlavaForConditionalGeneration",
     "BatonFuyuForCausalLM": "baton_vision.fuyu_model:BatonFuyuForCausalLM",
 }
-"""Where each class is, as vLLM's registry takes it: imported when a configuration names it."""
+"""Import path of each class; vLLM imports it when a configuration names it."""
 
 
 def register_models() -> None:
-    """Register the models; a second call changes nothing. None is used unless it is named.
+    """Register the models; a second call changes nothing. vLLM uses one only if a configuration names it.
 
-    An official name leads to ours only where vLLM has no class of its own that can run here: its LLaVA
-    imports torchvision, its Fuyu is gone.
+    An official name is registered for our class only if vLLM has no class that can run: its LLaVA needs
+    torchvision, and it no longer has Fuyu.
     """
     names = {ours: ours for ours in ARCHITECTURES.values()}
     names |= {official: ours for official, ours in ARCHITECTURES.items() if not _vllm_serves(official)}
@@ -34,7 +34,7 @@ def register_models() -> None:
 
 
 def _vllm_serves(architecture: str) -> bool:
-    # Asked without an import: torchvision alone takes a second, and vLLM's module many.
+    # Without importing: torchvision takes a second, vLLM's module several.
     return architecture in ModelRegistry.models and find_spec("torchvision") is not None
 
 

@@ -1,6 +1,6 @@
-"""The vision towers of LLaVA-style models: vLLM's own. A further one is a row here.
+"""Build the vision towers of LLaVA-style models from vLLM's modules; to add one, add a row to `TOWERS`.
 
-vLLM's `get_vision_encoder_info` would do for a part of it, but imports Pixtral's, and with it torchvision.
+vLLM's `get_vision_encoder_info` is not used because it imports Pixtral's tower, which needs torchvision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from vllm.model_executor.models.vision import VisionEncoderInfo
 
 
 class Tower(NamedTuple):
-    """What vLLM has for one kind of tower: the module, and how many tokens it makes of an image."""
+    """vLLM's classes for one kind of tower.
+
+    Attributes:
+        model: the module.
+        info: computes image sizes and numbers of image tokens.
+    """
 
     model: type[nn.Module]
     info: type[VisionEncoderInfo]
@@ -26,35 +31,35 @@ TOWERS = {
     CLIPVisionConfig: Tower(CLIPVisionModel, CLIPEncoderInfo),
     SiglipVisionConfig: Tower(SiglipVisionModel, SiglipEncoderInfo),
 }
-"""By the type of `vision_config`."""
+"""Towers by the type of `vision_config`."""
 
 
 def tower_of(config: LlavaConfig) -> Tower:
-    """The kind of tower a model has.
+    """Return the tower for a model's configuration.
 
     Raises:
-        ValueError: one that is not known here.
+        ValueError: the type of `vision_config` is not in `TOWERS`.
     """
     kind = type(config.vision_config)
     if kind not in TOWERS:
         known = ", ".join(each.__name__ for each in TOWERS)
-        raise ValueError(f"vision_config is a {kind.__name__}; known here: {known}")
+        raise ValueError(f"vision_config is a {kind.__name__}; supported are {known}")
     return TOWERS[kind]
 
 
 def encoder_info(config: LlavaConfig) -> VisionEncoderInfo:
-    """Sizes and counts of a model's tower."""
+    """Return vLLM's description of the tower: image size, patch size, number of image tokens."""
     return tower_of(config).info(config)
 
 
 def feature_layers(config: LlavaConfig) -> list[int]:
-    """The layers whose outputs are the features, side by side; -1 is the last, 0 the embeddings."""
+    """Return the layers whose outputs are concatenated as features; -1 is the last, 0 the embeddings."""
     chosen = config.vision_feature_layer
     return [chosen] if isinstance(chosen, int) else list(chosen)
 
 
 def build_tower(config: LlavaConfig, quant_config: Any, prefix: str) -> nn.Module:
-    """A model's tower up to the deepest layer that is used, without the norm behind the last."""
+    """Build the tower up to the deepest layer that is used, without the final norm."""
     depth = config.vision_config.num_hidden_layers
     return tower_of(config).model(
         config.vision_config,

@@ -65,10 +65,10 @@ class Countdown:
         setattr(file, "FileIO", CountedFile)  # noqa: B010
 
 
-def save(root: Path, entries: int, *, room_for: int) -> None:
+def save(root: Path, entries: int, *, connections_allowed: int) -> None:
     """Open the store anew and save some entries, the later ones in the earlier ones' room."""
     size = LAYERS * BLOCKS * BLOCK_BYTES
-    store = file.FileStore(root, budget=size * room_for + size // 2, fsync=True)
+    store = file.FileStore(root, budget=size * connections_allowed + size // 2, fsync=True)
     secret = store_secret(root)
     layer = [memoryview(random.randbytes(BLOCK_BYTES)) for _ in range(BLOCKS)]
     for _ in range(entries):
@@ -82,7 +82,7 @@ def at_every_call(root: Path) -> None:
         child = os.fork()
         if child == 0:
             Countdown(number, str(number)).stand_before_all()
-            save(root / str(number), 2, room_for=1)
+            save(root / str(number), 2, connections_allowed=1)
             print(number, "survived", flush=True)
             os._exit(0)
         if os.waitpid(child, 0)[1] != signal.SIGKILL:
@@ -94,7 +94,7 @@ def at_random_moments(root: Path) -> None:
     for number in range(1, KILLS + 1):
         child = os.fork()
         if child == 0:
-            save(root / str(number), 10**6, room_for=3)
+            save(root / str(number), 10**6, connections_allowed=3)
             os._exit(0)
         time.sleep(moments.uniform(0, MOMENT_S))
         os.kill(child, signal.SIGKILL)

@@ -15,13 +15,12 @@ from baton_kv.entry import (
     CHUNK_BYTES,
     Description,
     Entry,
-    EntryForeign,
+    EntryIncompatible,
     EntryInvalid,
-    ImageSpan,
-    common_prefix,
-    same_images,
+    ImageRef,
     write,
 )
+from baton_kv.prefix import common_prefix, trim_to_equal_images
 from baton_kv.stores.base import BytesReader
 
 SECRET = b"s" * 32
@@ -118,7 +117,7 @@ def test_chunks_may_not_change_places() -> None:
     start = len(data) - LAYERS * 3 * CHUNK_BYTES
     first, second = slice(start, start + CHUNK_BYTES), slice(start + CHUNK_BYTES, start + 2 * CHUNK_BYTES)
     data[first], data[second] = data[second], data[first]
-    with pytest.raises(EntryInvalid, match="layer 0, chunk 0"):
+    with pytest.raises(EntryInvalid, match="chunk 0 of layer 0"):
         read_all(bytes(data), described.key)
 
 
@@ -126,7 +125,7 @@ def test_another_model_s_entry_is_foreign_but_sound() -> None:
     described = describe(block_bytes=64)
     entry = Entry(BytesReader(encode(described)), described.key, SECRET)
     entry.require("f" * 64)
-    with pytest.raises(EntryForeign):
+    with pytest.raises(EntryIncompatible):
         entry.require("e" * 64)
 
 
@@ -163,7 +162,7 @@ def test_the_common_prefix_is_counted_in_token_ids(prompt: list[int], shared: in
 
 
 BIRD, FISH = "b" * 64, "f" * 64
-TWO = (ImageSpan(BIRD, 3, 100), ImageSpan(FISH, 150, 150))
+TWO = (ImageRef(BIRD, 3, 100), ImageRef(FISH, 150, 150))
 
 
 def test_an_entry_knows_the_images_of_its_context() -> None:
@@ -185,19 +184,19 @@ def test_an_image_put_in_another_s_place_is_noticed() -> None:
 @pytest.mark.parametrize(
     "images",
     [
-        (ImageSpan(BIRD, -1, 5),),
-        (ImageSpan(BIRD, 0, 0),),
-        (ImageSpan(BIRD, 299, 2),),
-        (ImageSpan(BIRD, 2**70, 1),),
-        (ImageSpan("", 0, 5),),
-        (ImageSpan("x" * 257, 0, 5),),
-        (ImageSpan(BIRD, 5, 5), ImageSpan(FISH, 9, 5)),
-        (ImageSpan(BIRD, 5, 5), ImageSpan(FISH, 0, 5)),
-        (ImageSpan(7, 0, 5),),  # type: ignore[arg-type]  # whatever a file may say
-        (ImageSpan(BIRD, "0", 5),),  # type: ignore[arg-type]  # as above
+        (ImageRef(BIRD, -1, 5),),
+        (ImageRef(BIRD, 0, 0),),
+        (ImageRef(BIRD, 299, 2),),
+        (ImageRef(BIRD, 2**70, 1),),
+        (ImageRef("", 0, 5),),
+        (ImageRef("x" * 257, 0, 5),),
+        (ImageRef(BIRD, 5, 5), ImageRef(FISH, 9, 5)),
+        (ImageRef(BIRD, 5, 5), ImageRef(FISH, 0, 5)),
+        (ImageRef(7, 0, 5),),  # type: ignore[arg-type]  # whatever a file may say
+        (ImageRef(BIRD, "0", 5),),  # type: ignore[arg-type]  # as above
     ],
 )
-def test_an_entry_with_impossible_images_is_refused(images: tuple[ImageSpan, ...]) -> None:
+def test_an_entry_with_impossible_images_is_refused(images: tuple[ImageRef, ...]) -> None:
     described = describe(block_bytes=64, images=images)
     with pytest.raises(EntryInvalid, match="header"):
         Entry(BytesReader(encode(described)), described.key, SECRET)
@@ -205,7 +204,7 @@ def test_an_entry_with_impossible_images_is_refused(images: tuple[ImageSpan, ...
 
 def test_an_entry_of_before_there_were_images_is_left_alone() -> None:
     described = describe(block_bytes=64, format="baton-kv/1")
-    with pytest.raises(EntryForeign, match="another version"):
+    with pytest.raises(EntryIncompatible, match="another version"):
         Entry(BytesReader(encode(described)), described.key, SECRET)
 
 
@@ -219,12 +218,12 @@ def test_an_entry_of_before_there_were_images_is_left_alone() -> None:
         ((), 300, 3),
         ((), 2, 2),
         (TWO[:1], 300, 150),
-        ((*TWO, ImageSpan(BIRD, 320, 5)), 310, 310),
-        ((ImageSpan(FISH, 3, 100), TWO[1]), 300, 3),
-        ((TWO[0], ImageSpan(BIRD, 150, 150)), 300, 150),
-        ((ImageSpan(BIRD, 4, 100), TWO[1]), 300, 3),
-        ((ImageSpan(BIRD, 1, 100), TWO[1]), 300, 1),
-        ((ImageSpan(BIRD, 3, 99), TWO[1]), 300, 3),
+        ((*TWO, ImageRef(BIRD, 320, 5)), 310, 310),
+        ((ImageRef(FISH, 3, 100), TWO[1]), 300, 3),
+        ((TWO[0], ImageRef(BIRD, 150, 150)), 300, 150),
+        ((ImageRef(BIRD, 4, 100), TWO[1]), 300, 3),
+        ((ImageRef(BIRD, 1, 100), TWO[1]), 300, 1),
+        ((ImageRef(BIRD, 3, 99), TWO[1]), 300, 3),
         ((TWO[1],), 300, 3),
         (TWO, 4, 3),
         (TWO, 102, 3),
@@ -232,7 +231,7 @@ def test_an_entry_of_before_there_were_images_is_left_alone() -> None:
     ],
 )
 def test_equal_token_ids_count_up_to_the_first_image_that_differs_and_never_to_the_middle_of_one(
-    theirs: tuple[ImageSpan, ...], shared: int, same: int
+    theirs: tuple[ImageRef, ...], shared: int, same: int
 ) -> None:
-    assert same_images(TWO, theirs, shared) == same
-    assert same_images(theirs, TWO, shared) == same
+    assert trim_to_equal_images(TWO, theirs, shared) == same
+    assert trim_to_equal_images(theirs, TWO, shared) == same

@@ -107,14 +107,18 @@ def left(first: OfflineEngine) -> list[Left]:
     return found
 
 
-def test_d7_on_the_same_engine(first: OfflineEngine, left: list[Left], matrix: Matrix) -> None:
+@pytest.mark.fault("D7")
+def test_a_handoff_is_exact_on_the_same_engine(
+    first: OfflineEngine, left: list[Left], matrix: Matrix
+) -> None:
     for one in left:
         answers = first.ask(one.asked)
         matrix.add("same engine", answers, [one.plain], [len(one.context) - 1])
         assert first.computed == len(OWN) + 1
 
 
-def test_d7_on_a_cold_engine_with_small_chunks_among_plain_requests(
+@pytest.mark.fault("D7")
+def test_a_handoff_is_exact_on_a_cold_engine_with_small_chunks_among_plain_requests(
     second: OfflineEngine, left: list[Left], matrix: Matrix
 ) -> None:
     for one in left:
@@ -124,7 +128,10 @@ def test_d7_on_a_cold_engine_with_small_chunks_among_plain_requests(
         assert second.computed == len(OWN) + 1 + len(foreign)
 
 
-def test_d7_in_a_chain(first: OfflineEngine, second: OfflineEngine, left: list[Left], matrix: Matrix) -> None:
+@pytest.mark.fault("D7")
+def test_handoffs_are_exact_in_a_chain(
+    first: OfflineEngine, second: OfflineEngine, left: list[Left], matrix: Matrix
+) -> None:
     for one in left:
         middle = [*one.context, *prompt(9, seed=9)]
         key = one.params[PARAMS_KEY]["load"]
@@ -137,7 +144,8 @@ def test_d7_in_a_chain(first: OfflineEngine, second: OfflineEngine, left: list[L
         matrix.add("chain", relayed, plain, [len(whole) - 1])
 
 
-def test_d7_sixteen_at_once(first: OfflineEngine, left: list[Left], matrix: Matrix) -> None:
+@pytest.mark.fault("D7")
+def test_sixteen_handoffs_at_once_are_exact(first: OfflineEngine, left: list[Left], matrix: Matrix) -> None:
     one = next(one for one in left if len(one.context) > 500)
     own = [prompt(length, seed=700 + length) for length in range(3, 19)]
     plain = first.ask(*[(one.context + mine, SAID, None) for mine in own])
@@ -146,7 +154,8 @@ def test_d7_sixteen_at_once(first: OfflineEngine, left: list[Left], matrix: Matr
     assert first.computed == sum(len(mine) + 1 for mine in own)
 
 
-def test_d7_when_blocks_are_taken_away_and_given_back(
+@pytest.mark.fault("D7")
+def test_a_handoff_is_exact_when_blocks_are_preempted_and_reallocated(
     first: OfflineEngine, second: OfflineEngine, left: list[Left], matrix: Matrix
 ) -> None:
     """More at once than the pool holds: the scheduler preempts, and a preempted request is loaded again."""
@@ -162,7 +171,8 @@ def test_d7_when_blocks_are_taken_away_and_given_back(
     matrix.add("preempted", relayed, plain, [len(one.context) - 1] * 16)
 
 
-def test_d7_after_the_entry_is_gone(
+@pytest.mark.fault("D7")
+def test_a_handoff_is_exact_after_its_entry_is_deleted(
     first: OfflineEngine, store: Path, left: list[Left], matrix: Matrix
 ) -> None:
     for one in left[10:18]:
@@ -173,7 +183,8 @@ def test_d7_after_the_entry_is_gone(
         aside.rename(path)
 
 
-def test_d7_after_a_restart_and_all_in_all(store: Path, left: list[Left], matrix: Matrix) -> None:
+@pytest.mark.fault("D7")
+def test_a_handoff_is_exact_after_a_restart(store: Path, left: list[Left], matrix: Matrix) -> None:
     with OfflineEngine(store, enable_prefix_caching=True, **ARGS) as third:
         for one in left:
             matrix.add("restart", third.ask(one.asked), [one.plain], [len(one.context) - 1])

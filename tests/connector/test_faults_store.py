@@ -33,7 +33,7 @@ from baton_kv.fingerprint import fingerprint
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
-from baton_kv.stores import file
+from baton_kv.stores import reader as entry_reader
 from baton_kv.stores.base import BytesReader, Reader, Store, StoreError, StoreFull
 from baton_kv.stores.file import FileStore
 from baton_kv.worker_role import WorkerRole
@@ -166,8 +166,9 @@ def after_a_kill(root: Path) -> tuple[int, int, int]:
     return len(keys), torn, len(left)
 
 
+@pytest.mark.fault("B1")
 @pytest.mark.parametrize("when", ["calls", "moments"])
-def test_b1_a_killed_save_leaves_whole_entries_or_none(when: str, tmp_path: Path) -> None:
+def test_a_killed_save_leaves_whole_entries_or_none(when: str, tmp_path: Path) -> None:
     script = Path(__file__).with_name("killed_save.py")
     command = [sys.executable, str(script), when, str(tmp_path)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -184,7 +185,8 @@ def test_b1_a_killed_save_leaves_whole_entries_or_none(when: str, tmp_path: Path
     assert torn == 0
 
 
-def test_b2_lost_writes_are_refused(relay: Relay) -> None:
+@pytest.mark.fault("B2")
+def test_entries_with_lost_writes_are_refused(relay: Relay) -> None:
     sound, size = relay.sound, len(relay.sound)
     lengths = sorted({*range(0, size, 37), *range(12), *range(size - 40, size)})
     damaged = [sound[:length] for length in lengths]
@@ -225,7 +227,8 @@ def offset_classes(data: bytes) -> list[int]:
     return found
 
 
-def test_b3_every_flipped_bit_is_detected(relay: Relay) -> None:
+@pytest.mark.fault("B3")
+def test_every_flipped_bit_is_detected(relay: Relay) -> None:
     rng, classes = random.Random(7), offset_classes(relay.sound)
     bits = [rng.randrange(8 * len(relay.sound)) for _ in range(FLIPS)]
     bits += [8 * offset + bit for offset in classes for bit in range(8)]
@@ -238,7 +241,8 @@ def test_b3_every_flipped_bit_is_detected(relay: Relay) -> None:
     assert (wrong, detected + harmless) == (0, len(bits))
 
 
-def test_b3_a_worker_tells_the_blocks_of_every_flipped_entry_and_quarantines_it(relay: Relay) -> None:
+@pytest.mark.fault("B3")
+def test_a_worker_reports_the_blocks_of_every_flipped_entry_and_quarantines_it(relay: Relay) -> None:
     rng = random.Random(8)
     bits = [8 * offset + bit for offset in offset_classes(relay.sound) for bit in range(8)]
     bits += [rng.randrange(8 * len(relay.sound)) for _ in range(400)]
@@ -249,7 +253,8 @@ def test_b3_a_worker_tells_the_blocks_of_every_flipped_entry_and_quarantines_it(
     assert relay.loader.held(LOADED) == relay.saver.held(SAVED)
 
 
-def test_b4_an_entry_in_another_s_place_is_refused(relay: Relay) -> None:
+@pytest.mark.fault("B4")
+def test_an_entry_in_another_s_place_is_refused(relay: Relay) -> None:
     tried = hits = 0
     for scope in ("acme", "globex"):
         other = new_key(scope)
@@ -259,11 +264,12 @@ def test_b4_an_entry_in_another_s_place_is_refused(relay: Relay) -> None:
         tried += 6
     print(f"\nB4: {hits} of {tried} looks and loads used an entry in another's place")
     assert hits == 0
-    assert [told.failure for told in relay.loader.scheduler.told()] == ["corrupt"] * (tried // 2)
+    assert [told.failure for told in relay.loader.scheduler.take_outcomes()] == ["corrupt"] * (tried // 2)
     assert relay.hits(relay.sound, relay.key) == 2
 
 
-def test_b5_a_full_device_evicts_the_least_recently_used_and_goes_on(device: Path) -> None:
+@pytest.mark.fault("B5")
+def test_a_full_device_evicts_the_least_recently_used_and_goes_on(device: Path) -> None:
     store = FileStore(device / "store")
     pinned, busy, *others = keys = [new_key("acme") for _ in range(40)]
     store.pin(pinned, True)
@@ -278,7 +284,8 @@ def test_b5_a_full_device_evicts_the_least_recently_used_and_goes_on(device: Pat
     assert list((store.root / "writing").iterdir()) == []
 
 
-def test_b5_a_device_filled_by_others_costs_saves_only(device: Path) -> None:
+@pytest.mark.fault("B5")
+def test_a_device_filled_by_others_costs_saves_only(device: Path) -> None:
     relay = Relay(device / "store")
     relay.store.pin(relay.key, True)
     with (device / "foreign").open("wb", buffering=0) as foreign, contextlib.suppress(OSError):
@@ -295,7 +302,8 @@ def test_b5_a_device_filled_by_others_costs_saves_only(device: Path) -> None:
     print(f"\nB5: a full device costs saves, no reads; recovered in {time.monotonic() - began:.3f} s")
 
 
-def test_b5_a_read_only_device_costs_saves_only(device: Path) -> None:
+@pytest.mark.fault("B5")
+def test_a_read_only_device_costs_saves_only(device: Path) -> None:
     relay = Relay(device / "store")
     subprocess.run(["mount", "-o", "remount,ro", str(device)], check=True)
     assert (relay.loader.offered(relay.key), relay.loader.load(relay.key)) == (49, None)
@@ -318,12 +326,13 @@ def broken_os(name: str, works: int) -> SimpleNamespace:
     return SimpleNamespace(**vars(os) | {name: broken})
 
 
+@pytest.mark.fault("B6")
 @pytest.mark.parametrize("call", ["open", "fstat", "pread", "preadv"])
-def test_b6_a_read_error_is_a_miss(call: str, relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_is_a_miss(call: str, relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     for works in range(100):
-        monkeypatch.setattr(file, "os", broken_os(call, works))
+        monkeypatch.setattr(entry_reader, "os", broken_os(call, works))
         failure = relay.loader.load(relay.key)
-        monkeypatch.setattr(file, "os", broken_os(call, works))
+        monkeypatch.setattr(entry_reader, "os", broken_os(call, works))
         offered = relay.loader.offered(relay.key)
         if failure is None:
             break
@@ -334,7 +343,8 @@ def test_b6_a_read_error_is_a_miss(call: str, relay: Relay, monkeypatch: pytest.
     assert relay.loader.held(LOADED) == relay.saver.held(SAVED)
 
 
-def test_b6_an_entry_that_shrinks_or_vanishes_is_a_miss(relay: Relay) -> None:
+@pytest.mark.fault("B6")
+def test_an_entry_that_shrinks_or_vanishes_is_a_miss(relay: Relay) -> None:
     with relay.store.open(relay.key) as reader:
         found = Entry(reader, relay.key, SECRET)
         os.truncate(relay.path(relay.key), len(relay.sound) - 1)
@@ -366,8 +376,9 @@ def descriptors_left(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.fault("B7")
 @pytest.mark.parametrize("left", range(4))
-def test_b7_without_descriptors_the_store_misses_and_then_works_again(left: int, tmp_path: Path) -> None:
+def test_without_descriptors_the_store_misses_and_then_works_again(left: int, tmp_path: Path) -> None:
     relay = Relay(tmp_path / "store", budget=20_000)  # of one entry: each save evicts
     store, key = relay.store, new_key("acme")
     with descriptors_left(left):
@@ -390,8 +401,11 @@ PLANTS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+@pytest.mark.fault("B8")
 @pytest.mark.parametrize("kind", PLANTS)
-def test_b8_what_is_no_file_is_refused_and_stops_nothing(kind: str, relay: Relay, tmp_path: Path) -> None:
+def test_a_link_pipe_or_folder_in_place_of_an_entry_is_refused(
+    kind: str, relay: Relay, tmp_path: Path
+) -> None:
     path, sound = relay.path(relay.key), tmp_path / "sound"
     path.rename(sound)
     PLANTS[kind](path, sound)
@@ -426,8 +440,9 @@ def unprivileged(folder: Path) -> Iterator[None]:
             os.seteuid(0)
 
 
+@pytest.mark.fault("B8")
 @pytest.mark.parametrize("locked", ["writing", "entries", "entries/acme", "."])
-def test_b8_a_folder_that_may_not_be_written_costs_saves_only(locked: str) -> None:
+def test_a_folder_that_may_not_be_written_costs_saves_only(locked: str) -> None:
     with tempfile.TemporaryDirectory() as made, unprivileged(Path(made)):
         relay = Relay(Path(made) / "store")
         (relay.store.root / "lock").unlink()
@@ -441,7 +456,8 @@ def test_b8_a_folder_that_may_not_be_written_costs_saves_only(locked: str) -> No
         assert relay.works()
 
 
-def test_b9_other_weights_layouts_and_versions_never_meet(tmp_path: Path) -> None:
+@pytest.mark.fault("B9")
+def test_entries_of_other_weights_layouts_and_versions_are_never_loaded(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
     facts = [FACTS, *(FACTS | {name: "other"} for name in FACTS)]
     engines = {new_key("acme"): Engine(store, fingerprint(fact)) for fact in facts}
@@ -456,8 +472,9 @@ def test_b9_other_weights_layouts_and_versions_never_meet(tmp_path: Path) -> Non
     assert set(store.keys()) == set(engines), "they are sound, only not of that engine"
 
 
+@pytest.mark.fault("H6")
 @pytest.mark.parametrize("number", [0, 1, 17])
-def test_h6_an_entry_of_another_version_s_format_is_a_miss_and_stays(relay: Relay, number: int) -> None:
+def test_an_entry_of_another_version_s_format_is_a_miss_and_stays(relay: Relay, number: int) -> None:
     """Two versions may share a store while one replaces the other; neither may destroy what the other left."""
     header = int.from_bytes(relay.sound[:8], "little")
     told = json.loads(relay.sound[8 : 8 + header])
@@ -485,7 +502,8 @@ class Payload:
         return os.mkdir, (str(self._made),)
 
 
-def test_b11_forged_entries_and_pickles_are_refused_and_nothing_runs(relay: Relay, tmp_path: Path) -> None:
+@pytest.mark.fault("B11")
+def test_forged_entries_and_pickles_are_refused_and_nothing_runs(relay: Relay, tmp_path: Path) -> None:
     made = tmp_path / "made"
     payload = pickle.dumps(Payload(made))
     pickle.loads(payload)
@@ -503,7 +521,8 @@ def test_b11_forged_entries_and_pickles_are_refused_and_nothing_runs(relay: Rela
     assert (refused, hits, made.exists()) == (len(hostile), 0, False)
 
 
-def test_h4_many_starts_leave_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.fault("H4")
+def test_many_starts_leave_nothing_behind(tmp_path: Path) -> None:
     process, relays = psutil.Process(), []
 
     def run() -> tuple[int, int, int]:

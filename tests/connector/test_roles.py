@@ -20,7 +20,7 @@ from baton_kv.contract import (
     parse,
     transfer_params,
 )
-from baton_kv.entry import ImageSpan
+from baton_kv.entry import ImageRef
 from baton_kv.messages import StepJobs
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
@@ -65,7 +65,7 @@ class Engine:
         params: object,
         blocks: list[int],
         tokens: list[int] = PROMPT,
-        images: tuple[ImageSpan, ...] = (),
+        images: tuple[ImageRef, ...] = (),
     ) -> str:
         held, answer = self.scheduler.finished(
             "a",
@@ -145,7 +145,7 @@ def test_the_longest_common_prefix_counts(
     assert engine.scheduler.matched("b", params_to_load(key), prompt, computed) == matched
 
 
-BIRD, FISH = ImageSpan("bird", 10, 20), ImageSpan("fish", 10, 20)
+BIRD, FISH = ImageRef("bird", 10, 20), ImageRef("fish", 10, 20)
 
 
 @pytest.mark.parametrize(
@@ -157,13 +157,13 @@ BIRD, FISH = ImageSpan("bird", 10, 20), ImageSpan("fish", 10, 20)
         ((), (BIRD,), [*PROMPT, 1], 10),
         ((BIRD,), (BIRD,), PROMPT[:30], 10),  # its last token is computed here, and the image with it
         ((BIRD,), (BIRD,), PROMPT[:31], 30),
-        ((ImageSpan("bird", 0, 5),), (ImageSpan("fish", 0, 5),), [*PROMPT, 1], 0),
+        ((ImageRef("bird", 0, 5),), (ImageRef("fish", 0, 5),), [*PROMPT, 1], 0),
     ],
 )
 def test_the_same_token_ids_with_another_image_are_another_context(
     store: MemoryStore,
-    saved: tuple[ImageSpan, ...],
-    asked: tuple[ImageSpan, ...],
+    saved: tuple[ImageRef, ...],
+    asked: tuple[ImageRef, ...],
     prompt: list[int],
     matched: int,
 ) -> None:
@@ -191,8 +191,8 @@ def test_another_model_s_entry_is_never_used(store: MemoryStore) -> None:
     key = Engine(store).save(params_to_save(), [1, 2, 3, 6])
     other = Engine(store, fingerprint="two")
     assert other.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 0
-    assert [told.failure for told in other.scheduler.told()] == ["incompatible"]
-    assert other.scheduler.told() == []
+    assert [told.failure for told in other.scheduler.take_outcomes()] == ["incompatible"]
+    assert other.scheduler.take_outcomes() == []
     assert store.exists(key), "it is sound, only not ours"
 
 
@@ -359,7 +359,7 @@ def test_nothing_a_client_sends_reaches_the_store(store: MemoryStore, params: ob
         "b", params, tokens=PROMPT, prompt=49, computed=49, block_ids=[1, 2, 3, 6], whole=True
     )
     assert answer == (False, None)
-    assert {told.failure for told in engine.scheduler.told()} <= {"malformed"}
+    assert {told.failure for told in engine.scheduler.take_outcomes()} <= {"malformed"}
 
 
 def test_an_answer_s_parameters_are_the_next_request_s() -> None:
@@ -391,7 +391,7 @@ def test_a_store_s_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:
     assert store_secret(tmp_path) == secret
     assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
     (tmp_path / "secret").write_bytes(b"short")
-    with pytest.raises(ValueError, match="not a store's secret"):
+    with pytest.raises(ValueError, match="not 32 bytes long"):
         store_secret(tmp_path)
 
 
@@ -404,4 +404,4 @@ def test_a_store_that_cannot_be_read_is_a_miss(store: MemoryStore, monkeypatch: 
 
     monkeypatch.setattr(store, "open", broken)
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 0
-    assert [told.failure for told in engine.scheduler.told()] == ["device"]
+    assert [told.failure for told in engine.scheduler.take_outcomes()] == ["device"]

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from geo.raster.made import write_tiff
 from geo.sources.hosts import left
-from training.flood_tiny.predict import SHIPPED
 
 from baton_geo.plugin import GeoProcessor
+from training.flood_tiny.predict import SHIPPED
 
 Start = Callable[[Path], GeoProcessor]
 
@@ -72,8 +72,8 @@ def test_scale_and_offset_reach_the_raster(start: Start, tmp_path: Path) -> None
     plain = write_tiff(tmp_path / "plain.tif", numbers)
     shifted = write_tiff(tmp_path / "shifted.tif", numbers + np.int16(1000))
 
-    def seen(ask: Any) -> Any:
-        (prompt,) = processor.pre_process(ask)
+    def seen(request: Any) -> Any:
+        (prompt,) = processor.pre_process(request)
         return prompt["multi_modal_data"]["image"]["pixel_values"].numpy()
 
     def by_json(path: Path, **said: float) -> Any:

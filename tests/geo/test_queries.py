@@ -44,7 +44,7 @@ def test_every_option_has_its_spelling() -> None:
 def test_what_is_accepted_decides_where_the_query_does_not(
     accept: tuple[str, ...], outputs: tuple[str, ...]
 ) -> None:
-    """A client that wants a picture need not say it twice."""
+    """A client that accepts an image need not ask for the preview too."""
     assert options_of_query({}, accept).outputs == outputs
     assert options_of_query({"outputs": "probabilities"}, accept).outputs == ("probabilities",)
 
@@ -57,14 +57,14 @@ def test_what_is_accepted_decides_where_the_query_does_not(
         ({"location": "1"}, "latitude,longitude"),
         ({"location": "95,0"}, "latitude"),
         ({"outputs": "maks"}, "mask"),
-        ({"scale": "0"}, "scale: 0 is not a scale; a number from 1e-09 to 1e"),
-        ({"scale": "-1"}, "scale: -1 is not a scale"),
-        ({"scale": "1e10"}, "not a scale"),
+        ({"scale": "0"}, "scale: is 0; must be a number from 1e-09 to 1e"),
+        ({"scale": "-1"}, "scale: is -1; must be a number"),
+        ({"scale": "1e10"}, "must be a number from"),
         ({"scale": "nan"}, "finite"),
-        ({"scale": "ten"}, "scale: not a number; .*scale=0.0001 with offset=-0.1"),
-        ({"offset": "-1000,5"}, "offset: not a number"),
+        ({"scale": "ten"}, "scale: must be a number; .*scale=0.0001 with offset=-0.1"),
+        ({"offset": "-1000,5"}, "offset: must be a number"),
         ({"offset": "inf"}, "finite"),
-        ({"offset": "-2e9"}, r"offset: -2e\+09 is not an offset; a number up to 1e\+09"),
+        ({"offset": "-2e9"}, r"offset: is -2e\+09; must be a number from -1e\+09 to 1e\+09"),
         ({"dates": "yesterday"}, "YYYY-MM-DD"),
         ({"indizes": "1"}, "indices"),
         ({"data": "/etc/passwd"}, "not a field"),

@@ -1,4 +1,4 @@
-"""What a model with temporal and location embeddings is told beside the pixels, and the prompt of a tile."""
+"""What a model with temporal and location embeddings gets beside the pixels, and the prompt of a tile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoders]:
     decoders.close()
 
 
-def coordinates(frames: int = 1, told: Sequence[str] = ("time", "location")) -> Coordinates:
+def coordinates(frames: int = 1, embeddings: Sequence[str] = ("time", "location")) -> Coordinates:
     sizes = {
         "img_size": 32,
         "patch_size": [1, 8, 8],
@@ -36,7 +36,7 @@ def coordinates(frames: int = 1, told: Sequence[str] = ("time", "location")) -> 
         "depth": 1,
         "num_heads": 2,
     }
-    published = sizes | {"mlp_ratio": 2, "num_frames": frames, "coords_encoding": list(told)}
+    published = sizes | {"mlp_ratio": 2, "num_frames": frames, "coords_encoding": list(embeddings)}
     return Coordinates(PrithviConfig.from_hf({"pretrained_cfg": published}))
 
 
@@ -57,8 +57,8 @@ def scene(acquired: str | None = None, place: tuple[float, float] | None = None)
 def days(*dates: date) -> list[list[float]]:
     fields = coordinates(len(dates), ["time"]).of(GeoOptions(dates=dates), scene())
     assert fields["temporal_coords"].dtype == torch.float32
-    told: list[list[float]] = fields["temporal_coords"].tolist()
-    return told
+    days: list[list[float]] = fields["temporal_coords"].tolist()
+    return days
 
 
 def test_a_day_is_its_year_and_its_number_in_it() -> None:
@@ -75,27 +75,28 @@ def test_a_day_is_its_year_and_its_number_in_it() -> None:
 def test_one_time_step_has_the_files_date_where_the_request_has_none() -> None:
     """Of a date with or without an hour; the request's goes before it."""
     for acquired in ("2024-05-06", "2024-05-06T23:59:59"):
-        fields = coordinates(told=["time"]).of(GeoOptions(), scene(acquired))
+        fields = coordinates(embeddings=["time"]).of(GeoOptions(), scene(acquired))
         assert fields["temporal_coords"].tolist() == [[2024, 127]]
-    fields = coordinates(told=["time"]).of(GeoOptions(dates=(date(2020, 1, 2),)), scene("2024-05-06"))
+    fields = coordinates(embeddings=["time"]).of(GeoOptions(dates=(date(2020, 1, 2),)), scene("2024-05-06"))
     assert fields["temporal_coords"].tolist() == [[2020, 2]]
 
 
 def test_a_place_is_latitude_and_longitude() -> None:
     """The request's, else the centre of the scene."""
-    fields = coordinates(told=["location"]).of(GeoOptions(), scene(place=(45.5, -8.25)))
+    fields = coordinates(embeddings=["location"]).of(GeoOptions(), scene(place=(45.5, -8.25)))
     assert fields["location_coords"].tolist() == [45.5, -8.25]
     options = GeoOptions(location=Location(latitude=-33.5, longitude=151.25))
-    fields = coordinates(told=["location"]).of(options, scene(place=(45.5, -8.25)))
+    fields = coordinates(embeddings=["location"]).of(options, scene(place=(45.5, -8.25)))
     assert fields["location_coords"].tolist() == [-33.5, 151.25]
 
 
 @pytest.mark.parametrize(
-    ("told", "names"), [((), set()), (("time",), {"temporal_coords"}), (("location",), {"location_coords"})]
+    ("embeddings", "names"),
+    [((), set()), (("time",), {"temporal_coords"}), (("location",), {"location_coords"})],
 )
-def test_a_model_is_told_what_it_asks_for(told: tuple[str, ...], names: set[str]) -> None:
+def test_a_model_gets_the_coordinates_it_encodes(embeddings: tuple[str, ...], names: set[str]) -> None:
     """And nothing that it does not."""
-    fields = coordinates(told=told).of(GeoOptions(), scene("2024-05-06", (1.0, 2.0)))
+    fields = coordinates(embeddings=embeddings).of(GeoOptions(), scene("2024-05-06", (1.0, 2.0)))
     assert fields.keys() == names
 
 
@@ -129,7 +130,7 @@ def test_longitudes_of_a_grid_from_0_to_360_are_wrapped(
     grid = rasterio.Affine(0.1, 0, west, 0, -0.1, 46.0)
     path = write_tiff(tmp_path / "a.tif", np.ones((1, 10, 10), "uint8"), crs="EPSG:4326", transform=grid)
     with decoders.open(path, SceneRequest(card=make_card())) as opened:
-        fields = coordinates(told=["location"]).of(GeoOptions(), opened.info)
+        fields = coordinates(embeddings=["location"]).of(GeoOptions(), opened.info)
     assert fields["location_coords"].tolist() == pytest.approx([45.5, longitude], abs=1e-4)
 
 

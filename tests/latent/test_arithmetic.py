@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from baton_latent.memory import LatentMemory
-from baton_latent.projection import Share, TiedProjection, UntiedProjection, mean_length, realignment
+from baton_latent.projection import (
+    TiedProjection,
+    UntiedProjection,
+    VocabularyShard,
+    mean_length,
+    realignment,
+)
 
 
 def test_a_tied_model_takes_the_embedding_it_expects() -> None:
@@ -54,15 +60,15 @@ class Ranks:
         self._barrier = threading.Barrier(2)
         self._parts: dict[int, torch.Tensor] = {}
 
-    def share(self, rank: int, first: int) -> Share:
-        def add_up(part: torch.Tensor) -> torch.Tensor:
+    def share(self, rank: int, first: int) -> VocabularyShard:
+        def all_reduce(part: torch.Tensor) -> torch.Tensor:
             self._parts[rank] = part
             self._barrier.wait(10)
             total = self._parts[0] + self._parts[1]
             self._barrier.wait(10)
             return total
 
-        return Share(first, add_up)
+        return VocabularyShard(first, all_reduce)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -94,11 +100,11 @@ def test_a_vocabulary_in_two_shares_projects_as_one(tied: bool, first: int) -> N
 def test_seeds_lie_in_layers_as_large_as_the_kv_s(width: int, kv_shape: tuple[int, ...]) -> None:
     kv = torch.zeros(kv_shape)
     memory = LatentMemory(width, torch.float32, torch.device("cpu"))
-    layers = memory.layers_beside(kv, block_size=4)
+    layers = memory.layers_like(kv, block_size=4)
     assert {layer.shape for layer in layers} == {(kv_shape[0], kv[0].numel() * 4)}
     slots = torch.tensor([9, 3, 4 * kv_shape[0] - 1])
     hidden = torch.randn(3, width)
-    memory.keep(slots, hidden)
+    memory.write(slots, hidden)
     assert torch.equal(memory.read(slots), hidden)
     moved = [layer[2].clone() for layer in layers]  # a block goes elsewhere, as bytes
     for layer, data in zip(layers, moved, strict=True):
@@ -112,5 +118,5 @@ def test_a_slot_that_is_written_again_forgets() -> None:
     slot = torch.tensor([5])
     for _ in range(2):
         seed = torch.randn(1, 4)
-        memory.keep(slot, seed)
+        memory.write(slot, seed)
         assert torch.equal(memory.read(slot), seed)

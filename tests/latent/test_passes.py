@@ -42,7 +42,7 @@ def test_every_token_is_computed_once_and_after_what_it_needs(requests: list[lis
                 assert place not in order
                 order[place] = number
             assert not set(range(start + 1, end)) & set(latent), "a latent token begins a pass"
-        assert set(part.seeded) == set(part.starts) & set(latent)
+        assert set(part.latent) == set(part.starts) & set(latent)
     assert sorted(order) == list(range(bounds[-1]))
     for place in latent:
         if place not in bounds:

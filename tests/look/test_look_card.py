@@ -8,7 +8,7 @@ import pytest
 
 from baton.models.catalog import LOOK_TINY
 from baton.models.join import DESCRIPTIONS
-from baton_vision.look.design import (
+from training.look_tiny.architecture import (
     CHAT_TEMPLATE,
     IMAGE_TOKEN,
     IMAGE_TOKEN_ID,
@@ -16,9 +16,9 @@ from baton_vision.look.design import (
     PROCESSOR,
     config_json,
 )
-from baton_vision.look.pictures import HELD_OUT_SEEDS, TRAINING_START
-from baton_vision.look.questions import CHANCE
-from baton_vision.look.record import SHIPPED, digest, pictures_digest
+from training.look_tiny.pictures import HELD_OUT_SEEDS, TRAINING_START
+from training.look_tiny.questions import CHANCE
+from training.look_tiny.record import SHIPPED, digest, pictures_digest
 
 BAR, BARRED = 0.9, ("colour", "shape", "water")
 LARGEST_BYTES = 8_000_000

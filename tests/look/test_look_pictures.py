@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from baton_vision.look.design import IMAGE_TOKENS
-from baton_vision.look.facts import (
+from training.look_tiny.architecture import IMAGE_TOKENS
+from training.look_tiny.facts import (
     COLOURS,
     FEATURES,
     NUMBERS,
@@ -19,11 +19,11 @@ from baton_vision.look.facts import (
     description,
     words,
 )
-from baton_vision.look.overhead import draw_overhead
-from baton_vision.look.pictures import HELD_OUT_SEEDS, TRAINING_START, VALIDATION_SEEDS, make_sample
-from baton_vision.look.questions import CHANCE, Question, is_right, questions
-from baton_vision.look.record import pictures_digest
-from baton_vision.look.shapes import LEAST_CONTRAST, draw_shapes
+from training.look_tiny.overhead import draw_overhead
+from training.look_tiny.pictures import HELD_OUT_SEEDS, TRAINING_START, VALIDATION_SEEDS, make_sample
+from training.look_tiny.questions import CHANCE, Question, is_right, questions
+from training.look_tiny.record import pictures_digest
+from training.look_tiny.shapes import LEAST_CONTRAST, draw_shapes
 
 THINGS = (Thing("red", "circle", "top left"), Thing("orange", "star", "middle"))
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from examples.demo.vision import encoded_by
 from gateways import RealGateway
 
-from baton_vision.look.design import IMAGE_TOKENS
-from baton_vision.look.examine import Examiner, data_url
-from baton_vision.look.pictures import HELD_OUT_SEEDS, Sample, make_sample
-from baton_vision.look.questions import Question, is_right
+from examples.demo.vision import encoded_by
+from training.look_tiny.architecture import IMAGE_TOKENS
+from training.look_tiny.examine import Examiner, data_url
+from training.look_tiny.pictures import HELD_OUT_SEEDS, Sample, make_sample
+from training.look_tiny.questions import Question, is_right
 
 pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(300)]
 CONFIG = Path(__file__).parents[2] / "deploy" / "examples" / "vision.toml"

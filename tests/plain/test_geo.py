@@ -186,7 +186,7 @@ def test_an_unusable_scene_is_a_400_with_our_reason(server: GeoServer) -> None:
         empty = geotiff(np.full((3, side, side), 7, np.uint8), RGB, nodata=7)
         assert "every pixel is nodata" in refusal(server.ask(empty))
     large = geotiff(noise(1000, 1000, 4), RGB)
-    assert "324 tiles; this server takes them all at once, and at most 256" in refusal(server.ask(large))
+    assert "324 tiles; this server computes them all at once, and at most 256" in refusal(server.ask(large))
     assert server.scenes() == []
 
 

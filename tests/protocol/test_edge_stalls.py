@@ -35,7 +35,7 @@ from wire import (
 
 from baton.config.groups import EdgeSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.http.protocol import room_for
+from baton.http.protocol import connections_allowed
 
 HOLD = Path(__file__).parents[1] / "hold_connections.py"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -78,7 +78,7 @@ def test_the_shipped_deadlines_are_the_promised_ones() -> None:
 @pytest.mark.fault("E5")
 def test_thousands_of_idle_connections_leave_room_for_others() -> None:
     wanted = 9_900
-    room_for(wanted)  # of descriptors; as much as this machine gives
+    connections_allowed(wanted)  # of descriptors; as much as this machine gives
     wanted = min(wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500)
     with run_fake(FakeEngine("a"), edge={"header_s": 120}) as gateway:
         before = rss()
@@ -332,8 +332,8 @@ def test_connections_above_the_limit_get_a_503_and_others_go_on() -> None:
 def test_fewer_descriptors_than_connections_mean_fewer_connections() -> None:
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}));"
-        "from baton.http.protocol import room_for;"
-        "print(room_for(2000), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+        "from baton.http.protocol import connections_allowed;"
+        "print(connections_allowed(2000), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
 
     def room(soft: int, hard: int) -> list[str]:

@@ -233,7 +233,7 @@ def test_embeddings_in_a_prompt_s_place_are_refused_like_other_media(
     gateway: FakeGateway, path: str, body: dict[str, Any]
 ) -> None:
     error = refused(gateway, {"model": "look"} | body, path)
-    assert "'prompt_embeds' is not taken" in error["message"]
+    assert "'prompt_embeds' is not supported" in error["message"]
     assert error["param"].endswith("content[0]")
 
 

@@ -27,7 +27,7 @@ from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
 from baton.engines.vllm.arguments import engine_args
 from baton.engines.vllm.launch import transfer_config
-from baton_kv import connector
+from baton_kv import connector, engine_facts
 from baton_kv.contract import (
     Transfer,
     TransferError,
@@ -66,12 +66,12 @@ def test_what_is_read_of_a_request_is_there() -> None:
     request.num_computed_tokens = 3
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     assert connector.images_of(request) == ()
-    assert connector._came_to_its_end(request)
+    assert connector._ended_by_itself(request)
     assert (request.kv_transfer_params, list(request.all_token_ids)) == (asked, [5, 6, 7, 8])
     assert request.num_prompt_tokens == 3
     request.lora_request = LoRARequest("an-adapter", 1, "/nowhere")
     assert connector.images_of(request) is None, "token ids do not tell adapters"
-    assert all(RequestStatus.is_finished(status) for status in connector.OWN_END)
+    assert all(RequestStatus.is_finished(status) for status in connector.ENDED_BY_ITSELF)
     assert "kv_connector_worker_meta" in KVConnectorOutput.__dataclass_fields__
 
 
@@ -88,8 +88,8 @@ def config(**changes: Any) -> Any:
     [
         ({"tp": 2}, 1, "parallelism"),
         ({"pp": 2}, 1, "parallelism"),
-        ({}, 2, "attend to everything"),
-        ({}, 0, "attend to everything"),
+        ({}, 2, "full attention"),
+        ({}, 0, "full attention"),
         ({"policy": "fail"}, 1, "recompute"),
     ],
 )
@@ -99,9 +99,9 @@ def test_what_cannot_be_exact_is_refused_at_the_start(
     full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
     cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=full)] * groups)
     with pytest.raises(ValueError, match=reason):
-        connector._refuse_what_cannot_be_exact(config(**changes), cache)
+        engine_facts.require_supported(config(**changes), cache)
     one: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=full)])
-    connector._refuse_what_cannot_be_exact(config(), one)
+    engine_facts.require_supported(config(), one)
     window = SlidingWindowSpec(
         block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32, sliding_window=64
     )
@@ -109,11 +109,11 @@ def test_what_cannot_be_exact_is_refused_at_the_start(
         block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32, sliding_window=64
     )
     one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=promoted)]
-    with pytest.raises(ValueError, match="attend to everything"):
-        connector._refuse_what_cannot_be_exact(config(), one)
+    with pytest.raises(ValueError, match="full attention"):
+        engine_facts.require_supported(config(), one)
     one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=window)]
-    with pytest.raises(ValueError, match="attend to everything"):
-        connector._refuse_what_cannot_be_exact(config(), one)
+    with pytest.raises(ValueError, match="full attention"):
+        engine_facts.require_supported(config(), one)
 
 
 def test_other_weights_under_the_same_name_have_another_fingerprint(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_hub_id_stands_for_the_commit_in_the_cache_and_without_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="cannot be told"):
+    with pytest.raises(ValueError, match="not in the local"):
         weights_digest("org/model")
     for commit in ("a" * 40, "b" * 40):
         snapshot = tmp_path / "models--org--model" / "snapshots" / commit
@@ -176,7 +176,7 @@ class Configured:
     cache: Any
 
     def facts(self) -> dict[str, Any]:
-        return connector.facts_of(self.vllm, self.cache)
+        return engine_facts.facts_of(self.vllm, self.cache)
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_every_fact_of_a_real_configuration_counts(
     before = configured.facts()
     path, value = CHANGES[fact]
     first, *names, last = path.split(".")
-    owners = {"vllm": configured.vllm, "group": configured.cache.kv_cache_groups[0], "module": connector}
+    owners = {"vllm": configured.vllm, "group": configured.cache.kv_cache_groups[0], "module": engine_facts}
     owner = functools.reduce(getattr, names, owners[first])
     monkeypatch.setattr(owner, last, value)  # of a name that is there already
     after = configured.facts()

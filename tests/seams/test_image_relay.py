@@ -24,7 +24,7 @@ from baton.engines.vllm.bodies import with_whole_prompt
 from baton.engines.vllm.image_prompts import ImagePrompts, _target
 from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
 from baton_kv.connector import TransferStats, images_of
-from baton_kv.entry import ImageSpan
+from baton_kv.entry import ImageRef
 
 IMAGE = 9
 BIRD, FISH = picture(1), picture(2)
@@ -64,7 +64,7 @@ def request(*features: MultiModalFeatureSpec, embeds: Any = None, lora: Any = No
 
 def test_a_request_s_images_are_read_as_the_scheduler_knows_them() -> None:
     found = images_of(request(feature("b", 40, 9), feature("a", 3, 9)))
-    assert found == (ImageSpan("a", 3, 9), ImageSpan("b", 40, 9))
+    assert found == (ImageRef("a", 3, 9), ImageRef("b", 40, 9))
     assert images_of(request()) == ()
 
 
@@ -167,7 +167,7 @@ def test_an_image_is_placed_and_laid_over_answers_that_no_processor_saw(
     assert [(each.digest, each.offset) for each in placed] == [(BIRD.digest, 1), (FISH.digest, 5)]
     context = [*tokens, 70, 71, 72]
     prompt = {"type": "token", "prompt_token_ids": context, "arrival_time": 1.5}
-    whole = asyncio.run(made.laid_over(prompt, placed))
+    whole = asyncio.run(made.add(prompt, placed))
     assert whole["prompt_token_ids"] == context
     assert whole["mm_placeholders"]["image"] == [span(1, 3), span(5, 3)]
     assert (whole["type"], whole["arrival_time"]) == ("multimodal", 1.5)
@@ -184,8 +184,8 @@ def test_an_engine_that_makes_something_else_of_an_image_is_given_nothing(
     placed = [PlacedImage(BIRD, BIRD.digest, 1, 3, (IMAGE,))]
     prompt = {"type": "token", "prompt_token_ids": [1, 9, 9, 9, 2]}
     with pytest.raises(HandoffIncompatible):
-        asyncio.run(prompts(renderer, monkeypatch).laid_over(prompt, placed))
-    right = asyncio.run(prompts(Renderer(3), monkeypatch).laid_over(prompt, placed))
+        asyncio.run(prompts(renderer, monkeypatch).add(prompt, placed))
+    right = asyncio.run(prompts(Renderer(3), monkeypatch).add(prompt, placed))
     assert right["prompt_token_ids"] == [1, 9, 9, 9, 2]
 
 
@@ -212,7 +212,7 @@ def test_a_model_that_is_not_told_where_takes_images_first_or_not_at_all(
     tokens, placed = asyncio.run(made.place([1, 2], [BIRD], begins=True))
     assert (tokens, placed[0].target) == ([9, 9, 1, 2], ())
     prompt = {"type": "token", "prompt_token_ids": [9, 9, 1, 2, 3]}
-    whole = asyncio.run(made.laid_over(prompt, placed))
+    whole = asyncio.run(made.add(prompt, placed))
     assert whole["mm_placeholders"]["image"] == [span(0, 2)]
     with pytest.raises(InvalidRequest, match="beginning"):
         asyncio.run(made.place([1, 2], [BIRD], begins=False))

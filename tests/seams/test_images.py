@@ -24,7 +24,13 @@ from vllm.renderers.base import BaseRenderer
 from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
 
 from baton.engines.vllm.errors import MISPLACED_IMAGES, translate
-from baton.engines.vllm.multimodal import ConfirmedSenderCache, Sent, confirm_before_reuse, hashes_of, strays
+from baton.engines.vllm.multimodal import (
+    ConfirmedSenderCache,
+    Sent,
+    confirm_before_reuse,
+    hashes_of,
+    stray_placeholders,
+)
 from baton.errors import EngineUnavailable, ImagesMisplaced, InvalidImage
 from baton.images.parts import IMAGES, OTHER_MEDIA
 
@@ -136,11 +142,11 @@ def test_tokens_within_an_image_are_its_own() -> None:
     """Every other that stands for an image is a stray, whatever stands around it."""
     ranges = {"image": [PlaceholderRange(offset=1, length=2), PlaceholderRange(offset=5, length=1)]}
     prompt = {"prompt_token_ids": [9, 3, 3, 9, 9, 3, 4], "mm_placeholders": ranges}
-    assert strays(prompt, frozenset({3})) == 0
-    assert strays(prompt, frozenset({3, 4})) == 1
-    assert strays({"prompt_token_ids": [3, 3]}, frozenset({3})) == 2
-    assert strays({"prompt_token_ids": [3, 3]}, frozenset()) == 0
-    assert strays({"prompt_embeds": None}, frozenset({3})) == 0
+    assert stray_placeholders(prompt, frozenset({3})) == 0
+    assert stray_placeholders(prompt, frozenset({3, 4})) == 1
+    assert stray_placeholders({"prompt_token_ids": [3, 3]}, frozenset({3})) == 2
+    assert stray_placeholders({"prompt_token_ids": [3, 3]}, frozenset()) == 0
+    assert stray_placeholders({"prompt_embeds": None}, frozenset({3})) == 0
     assert hashes_of({"mm_hashes": {"image": ["a", "b"], "video": ["c"]}}) == ["a", "b", "c"]
     assert hashes_of({"prompt_token_ids": [1]}) == []
 

@@ -26,10 +26,10 @@ from baton.engines.vllm.arguments import engine_args, placeholder_of
 from baton.errors import SettingsError
 from baton.models.store import ModelStore
 from baton_kv.settings import AVP_SETTINGS, ConnectorSettings
-from baton_latent import avp, batch, latent_overrides, models, register, thinking
+from baton_latent import avp, batch, latent_overrides, latent_steps, models, register
 from baton_latent.contract import LATENT_ARCHITECTURES, PLACEHOLDER_KEY
+from baton_latent.latent_steps import LatentSteps
 from baton_latent.models import BatonLatentLlamaForCausalLM
-from baton_latent.thinking import LatentThinking
 
 
 def test_registering_twice_registers_once() -> None:
@@ -42,7 +42,7 @@ def test_registering_twice_registers_once() -> None:
 def test_every_architecture_has_its_class_before_vllm_s_own() -> None:
     for stock, latent in LATENT_ARCHITECTURES.items():
         ours, stands_before, theirs = getattr(models, latent).__mro__[:3]
-        assert (ours.__name__, stands_before, theirs.__name__) == (latent, LatentThinking, stock)
+        assert (ours.__name__, stands_before, theirs.__name__) == (latent, LatentSteps, stock)
 
 
 def test_every_argument_of_the_scheduler_s_metadata_is_given() -> None:
@@ -94,7 +94,7 @@ def test_a_layer_tells_what_its_metadata_needs() -> None:
 
 def test_the_model_is_called_as_vllm_calls_its_own() -> None:
     stock = next(base for base in BatonLatentLlamaForCausalLM.__mro__[2:] if "forward" in vars(base))
-    ours = list(inspect.signature(LatentThinking.forward).parameters)
+    ours = list(inspect.signature(LatentSteps.forward).parameters)
     assert ours == list(inspect.signature(stock.forward).parameters)
 
 
@@ -118,7 +118,7 @@ def test_an_engine_that_thinks_gets_its_class_and_its_placeholder() -> None:
     [
         ({"tensor_parallel_size": 2}, None, "tensor_parallel_size above 1"),
         ({"pipeline_parallel_size": 2}, None, "pipeline_parallel_size above 1"),
-        ({}, "some/hub-model", "in a folder of this machine"),
+        ({}, "some/hub-model", "in a local folder"),
     ],
 )
 def test_an_engine_that_cannot_think_is_refused(
@@ -133,14 +133,14 @@ def test_a_class_that_thinks_is_chosen_by_the_engine_s_setting_alone(tmp_path: P
     """By another way clients' own prompts could ask for steps, and nobody would count them."""
     model = ModelStore(load_settings().models_folder).resolve("smollm2")
     by_arguments = settings(hf_overrides=latent_overrides(model)).model_copy(update={"latent": False})
-    with pytest.raises(SettingsError, match="say so with `latent = true`"):
+    with pytest.raises(SettingsError, match="set `latent = true`"):
         engine_args(by_arguments, model)
     shutil.copytree(model, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     thinker = config | {"architectures": ["BatonLatentLlamaForCausalLM"]}
     (tmp_path / "model" / "config.json").write_text(json.dumps(thinker))
     plain = settings().model_copy(update={"latent": False})
-    with pytest.raises(SettingsError, match="say so with `latent = true`"):
+    with pytest.raises(SettingsError, match="set `latent = true`"):
         engine_args(plain, str(tmp_path / "model"))
 
 
@@ -150,7 +150,7 @@ def test_a_class_that_thinks_is_chosen_by_the_engine_s_setting_alone(tmp_path: P
         ({"pipeline_parallel_size": 2}, "pipeline parallelism above 1"),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "LoRA"),
-        ({"runner_type": "pooling"}, "only models that generate"),
+        ({"runner_type": "pooling"}, "the runner `generate`"),
         ({"enable_prompt_embeds": True}, "enable_prompt_embeds"),
         (
             {"kv_transfer_config": SimpleNamespace(kv_connector="AnotherConnector")},
@@ -167,16 +167,16 @@ def test_the_model_refuses_what_it_cannot_do_right(changes: dict[str, Any], told
         part = SimpleNamespace(**values)
         return SimpleNamespace(parallel_config=part, model_config=part, **values)
 
-    thinking._refuse_what_cannot_think(config(**usual))
+    latent_steps._require_supported(config(**usual))
     with pytest.raises(ValueError, match=told):
-        thinking._refuse_what_cannot_think(config(**(usual | changes)))
+        latent_steps._require_supported(config(**(usual | changes)))
 
 
 @pytest.mark.parametrize("token", [-1, 100, "16", True, 1.5])
 def test_a_placeholder_is_a_token_of_the_model(token: object) -> None:
     model = SimpleNamespace(hf_config=SimpleNamespace(**{PLACEHOLDER_KEY: token}), get_vocab_size=lambda: 100)
-    with pytest.raises(ValueError, match="is a token id of the model"):
-        thinking._placeholder(model)
+    with pytest.raises(ValueError, match="must be a token id of the model"):
+        latent_steps._placeholder(model)
 
 
 def test_avp_s_variables_are_said_to_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,8 @@ def test_avp_s_variables_are_said_to_change_nothing(monkeypatch: pytest.MonkeyPa
     avp.warn_of_avp({"AVP_LATENT_STEPS": "20", "AVP_TARGET_MODEL": "", "PATH": "/bin"})
     assert len(told) == 1
     assert (
-        "AVP_LATENT_STEPS is AVP's and changes nothing here: steps are asked for by each request" in told[0]
+        "AVP_LATENT_STEPS is a variable of AVP and changes nothing here: each request asks for its steps"
+        in told[0]
     )
     readme = (Path(avp.__file__).parent / "README.md").read_text()
     assert all(f"`{name}" in readme for name in avp.VARIABLES)

@@ -208,7 +208,7 @@ def test_the_engine_and_the_handlers_know_the_parser_however_it_is_given(
             "args.reasoning_parser and serving.reasoning_parser differ",
         ),
         ({"serving": {"tool_call_parser": "hermess"}}, "vLLM has no 'hermess'; did you mean 'hermes'"),
-        ({"serving": {"enable_auto_tool_choice": True}}, "give a `tool_call_parser` too"),
+        ({"serving": {"enable_auto_tool_choice": True}}, "set `tool_call_parser` too"),
     ],
 )
 def test_a_parser_that_cannot_be_used_is_refused_before_the_engine_starts(

@@ -164,7 +164,7 @@ def test_a_model_and_vllm_s_flags_make_one_engine(
         (["m", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["m", "--api-key", "x"], "use `baton keys create`"),
         (["m", "--max-model-len", "many"], "max-model-len"),
-        (["--enforce-eager"], "which model?"),
+        (["--enforce-eager"], "no model is given"),
         (["m", "--headless"], "flag of vLLM's own server"),
         (["m", "--ssl-keyfile", "x"], "let a proxy before Baton do TLS"),
         (["m", "--middleware", "a.b"], "--middleware is not offered by Baton: "),

@@ -25,14 +25,14 @@ def told(*steps: tuple[float, Step], ahead: bool = False) -> list[Spent]:
     clock, spent = StepClock(hands, ahead=ahead), []
     for seconds, step in steps:
         hands.now += seconds
-        spent.append(clock.tell(step))
+        spent.append(clock.measure(step))
     return spent
 
 
 PROMPT = Step(running=1, first_token_s=[0.3])
 DECODES = Step(running=1, gaps_s=[0.05])
 CHUNK = Step(running=1)
-LAST = Step(over=1, gaps_s=[0.05])
+LAST = Step(finished=1, gaps_s=[0.05])
 BOTH = Step(running=2, first_token_s=[0.4], gaps_s=[0.2])
 BESIDE_A_CHUNK = Step(running=2, gaps_s=[0.2])
 WAITS = Step(waiting=1)
@@ -43,7 +43,7 @@ WAITS = Step(waiting=1)
     [
         (PROMPT, Phase.PREFILL),
         (CHUNK, Phase.PREFILL),
-        (Step(over=1, first_token_s=[0.1]), Phase.PREFILL),
+        (Step(finished=1, first_token_s=[0.1]), Phase.PREFILL),
         (DECODES, Phase.DECODE),
         (LAST, Phase.DECODE),
         (BOTH, Phase.MIXED),
@@ -78,7 +78,7 @@ def test_a_first_step_cannot_have_taken_longer_than_the_engine_was_idle() -> Non
 
 def test_the_blocks_of_a_step_count_though_it_gave_them_back() -> None:
     """And waiting counts as the mean of before and after."""
-    spent = told((1, Step(running=1, waiting=2, kv_usage=0.6)), (1, Step(over=1, gaps_s=[0.1])))[1]
+    spent = told((1, Step(running=1, waiting=2, kv_usage=0.6)), (1, Step(finished=1, gaps_s=[0.1])))[1]
     assert (spent.kv_usage, spent.waiting, spent.running) == (0.6, 1.0, 1)
 
 

@@ -8,13 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from examples.demo.agents import AGENTS, EDITOR, NATURALIST, READER, Way, ways_of_our_own
-from examples.demo.client import Answer, reason_of
-from examples.demo.display import LineStage, PanelStage
-from examples.demo.figures import Result, notes, reference_of, rows, sameness, table
-from examples.demo.gateway import ARRIVED, PHASE, READY, Follower, _config, _last_words
-from examples.demo.run import run
-from examples.demo.ships_log import DAYS, EVENTS, FEW_DAYS, ships_log
 from gateways import run_fake
 from rich.console import Console
 
@@ -24,6 +17,13 @@ from baton.engines.fake.engine import FakeEngine
 from baton.errors import OperatorError
 from baton.serve import welcome
 from baton.telemetry.progress import PhaseProgress
+from examples.demo.agents import AGENTS, EDITOR, NATURALIST, READER, Way, ways_of_our_own
+from examples.demo.client import Answer, reason_of
+from examples.demo.display import LineStage, PanelStage
+from examples.demo.figures import Result, notes, reference_of, rows, sameness, table
+from examples.demo.gateway import ARRIVED, PHASE, READY, Follower, _config, _last_words
+from examples.demo.run import run
+from examples.demo.ships_log import DAYS, EVENTS, FEW_DAYS, ships_log
 
 RELAYED = Way("handoff", "handed on", "a", "b", supports_handoffs=True)
 PLAIN = Way("text, cold", "sent again", "b", "b")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 
 import pytest
-from examples.demo import vision as looking
-from examples.demo.client import Answer
-from examples.demo.vision import CONFIG, LOOKER, MAPPER, encoded_by, table
 from rich.console import Console
 
 from baton.errors import OperatorError
+from examples.demo import vision as looking
+from examples.demo.client import Answer
+from examples.demo.vision import CONFIG, LOOKER, MAPPER, encoded_by, table
 
 PAGE = """\
 # HELP baton_images_encoded_total Images the vision encoder ran for.

@@ -13,7 +13,7 @@ import pytest
 from baton.config.groups import LimitSettings
 from baton.errors import InvalidRequest
 from baton.http.validation.field_limits import FIELD_LIMITS, check_field_limits
-from baton.http.validation.regex_cost import TooCostly, examine
+from baton.http.validation.regex_cost import TooCostly, expanded_size
 from baton.http.validation.steering import STEERING_KEYS
 
 UNCAPPED = {
@@ -119,20 +119,20 @@ COSTLY = (
 
 @pytest.mark.parametrize("pattern", FAIR)
 def test_a_pattern_people_write_passes(pattern: str) -> None:
-    examine(pattern, 32)
+    expanded_size(pattern, 32)
 
 
 @pytest.mark.parametrize("pattern", COSTLY)
 def test_a_pattern_that_costs_too_much_is_refused(pattern: str) -> None:
     with pytest.raises(TooCostly):
-        examine(pattern, 32)
+        expanded_size(pattern, 32)
 
 
 def test_a_grammar_may_repeat_repetitions_and_name_brackets() -> None:
     grammar = 'root ::= (ws item+)+ "((((((((" | \'(\' # it\'s\nitem ::= [a-z(]{1,100} "\\""\n'
-    examine(grammar * 1000, 4, grammar=True)
+    expanded_size(grammar * 1000, 4, grammar=True)
     with pytest.raises(TooCostly):
-        examine(grammar + "x ::= ('a'{1000}){1000}", 4, grammar=True)
+        expanded_size(grammar + "x ::= ('a'{1000}){1000}", 4, grammar=True)
 
 
 @pytest.mark.parametrize(
@@ -164,5 +164,5 @@ def test_parsing_a_pattern_is_fast_for_every_input(piece: str, grammar: bool) ->
     text = piece * (64 * 1024 // len(piece))
     began = time.process_time()
     with contextlib.suppress(TooCostly):
-        examine(text, 32, grammar=grammar)
+        expanded_size(text, 32, grammar=grammar)
     assert time.process_time() - began < 0.5

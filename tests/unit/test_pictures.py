@@ -109,7 +109,7 @@ def test_images_that_wait_to_be_read_for_too_long_are_told_to_come_back(
         images = ImageReader(settings, metrics.images, no_fetch, queues=metrics.queues, wait_s=0.05)
         first = asyncio.create_task(images.read(parts, "acme"))
         await asyncio.sleep(0)
-        with pytest.raises(GatewayOverloaded, match="read already") as caught:
+        with pytest.raises(GatewayOverloaded, match="decoded already") as caught:
             await images.read(parts, "acme")
         assert (caught.value.retry_after_s or 0) >= 1
         released.set()

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import TransferRequest
+from baton.engines.throughput import Throughput
 from baton.engines.transfers import TransferWatch
 from baton.handoffs.planner import Choice, Planner
 from baton.handoffs.record import HandoffRecord
@@ -111,8 +112,8 @@ def test_while_it_computes_it_loads_a_little_now_and_then() -> None:
 
 def test_an_engine_that_thinks_may_take_as_long_as_its_thoughts_do() -> None:
     """All of a prompt's latent steps may be within one step of it, and it does not hang meanwhile."""
-    speed = Throughput()
-    watch = TransferWatch(speed, TransferMetrics(CollectorRegistry(), "a"))
+    throughput = Throughput()
+    watch = TransferWatch(throughput, TransferMetrics(CollectorRegistry(), "a"))
     assert watch.longest_latent_s == 0
     relay = TransferRequest(latent_steps=200)
     watch.add("one", relay)

@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from baton.errors import InvalidRequest, SettingsError
-from baton.pooling.uploads import Spool, require_folder, sweep
+from baton.pooling.uploads import UploadSpool, require_folder, sweep
 
 
 async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
@@ -27,13 +27,13 @@ def test_a_file_is_there_until_it_is_closed(tmp_path: Path) -> None:
     """Whole, and under a name of its own."""
 
     async def main() -> None:
-        spool = Spool(tmp_path)
+        spool = UploadSpool(tmp_path)
         await spool.fill(chunks(b"a" * 3_000_000, b"", b"end"))
         assert spool.path.read_bytes() == b"a" * 3_000_000 + b"end"
         await spool.close()
         await spool.close()
         with pytest.raises(InvalidRequest):
-            await Spool(tmp_path).fill(chunks())
+            await UploadSpool(tmp_path).fill(chunks())
 
     asyncio.run(main())
     assert list(tmp_path.iterdir()) == []
@@ -48,7 +48,7 @@ def test_another_gateways_sweep_takes_no_file_in_use(tmp_path: Path) -> None:
             sweep(tmp_path)
 
     async def one(number: int) -> None:
-        spool = Spool(tmp_path)
+        spool = UploadSpool(tmp_path)
         await spool.fill(chunks(str(number).encode()))
         await asyncio.sleep(0.01)
         assert spool.path.read_bytes() == str(number).encode()
@@ -76,11 +76,11 @@ def test_what_a_killed_gateway_left_goes_with_the_next_start(tmp_path: Path) -> 
     script = f"""
 import asyncio, os, signal
 from pathlib import Path
-from baton.pooling.uploads import Spool
+from baton.pooling.uploads import UploadSpool
 async def chunks():
     yield b"half"
     os.kill(os.getpid(), signal.SIGKILL)
-asyncio.run(Spool(Path({str(tmp_path)!r})).fill(chunks()))
+asyncio.run(UploadSpool(Path({str(tmp_path)!r})).fill(chunks()))
 """
     subprocess.run([sys.executable, "-c", script], check=False)
     assert len(list(tmp_path.iterdir())) == 2
@@ -188,7 +188,7 @@ def test_a_folder_that_is_swapped_takes_no_files(tmp_path: Path) -> None:
     folder.rmdir()
     folder.symlink_to(theirs)
     with pytest.raises(OSError, match="symbolic link"):
-        asyncio.run(Spool(folder).fill(chunks(b"a")))
+        asyncio.run(UploadSpool(folder).fill(chunks(b"a")))
     assert list(theirs.iterdir()) == []
 
 
@@ -199,7 +199,7 @@ def test_files_are_their_users_alone(tmp_path: Path) -> None:
     async def main() -> set[str]:
         names = set()
         for _ in range(2):
-            spool = Spool(tmp_path)
+            spool = UploadSpool(tmp_path)
             await spool.fill(chunks(b"a"))
             assert stat.S_IMODE(spool.path.stat().st_mode) == 0o600
             names.add(spool.path.name)

@@ -19,11 +19,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from training.flood_tiny.measure import Figures, Mask, Method, Scenes, draw_scenes, figures
-from training.flood_tiny.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
 
 from baton_geo.flood.scenes import UNKNOWN, WATER
 from baton_geo.flood.sensor import UNIT
+from training.flood_tiny.measure import Figures, Mask, Method, Scenes, draw_scenes, figures
+from training.flood_tiny.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
 
 RECORD: Final = Path(__file__).with_name("baselines.json")
 FITTED_ON: Final = TRAINING_SEEDS  # as many as flood-tiny has

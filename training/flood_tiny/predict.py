@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from training.flood_tiny.measure import Mask
 
 import baton_geo
 from baton_geo.card import Card
 from baton_geo.flood.scenes import WATER
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load, read_checkpoint
+from training.flood_tiny.measure import Mask
 
 SHIPPED: Final = Path(baton_geo.__file__).parent / "flood_tiny"
 

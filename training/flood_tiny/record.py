@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from baton_geo.flood.scenes import make_scene
 from training.flood_tiny.baselines import all_baselines, print_figures
 from training.flood_tiny.measure import Figures, Method, Scenes, draw_scenes, figures
 from training.flood_tiny.predict import Predictor
 from training.flood_tiny.seeds import HELD_OUT_SEEDS, VALIDATION_SEEDS
-
-from baton_geo.flood.scenes import make_scene
 
 if TYPE_CHECKING:
     from training.flood_tiny.train import Recipe

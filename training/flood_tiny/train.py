@@ -23,16 +23,16 @@ from safetensors.torch import save as serialised
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from training.flood_tiny.architecture import TILE, card, config_json
-from training.flood_tiny.measure import Scenes, draw_scenes
-from training.flood_tiny.predict import SHIPPED, normalised
-from training.flood_tiny.record import write_record
-from training.flood_tiny.seeds import TRAINING_SEEDS
 
 from baton_geo.card import Card
 from baton_geo.flood.scenes import UNKNOWN, WATER
 from baton_geo.flood.sensor import NODATA, UNIT
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter
+from training.flood_tiny.architecture import TILE, card, config_json
+from training.flood_tiny.measure import Scenes, draw_scenes
+from training.flood_tiny.predict import SHIPPED, normalised
+from training.flood_tiny.record import write_record
+from training.flood_tiny.seeds import TRAINING_SEEDS
 
 THREADS = 2
 

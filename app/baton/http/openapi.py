@@ -26,14 +26,14 @@ PACKED = (Operation.EMBEDDINGS, Operation.POOLING)
 STREAMING = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES)
 OPERATION_ERRORS = {
     "400": "The request, or an image in it, is not valid; `param` names the field.",
-    "404": "There is no such model, or no handoff with this id.",
+    "404": "There is no such model or handoff.",
     "408": "The request came too slowly.",
     "413": "The body is too large.",
     "415": "The body is not JSON, or is compressed.",
     "422": "A part of the request could not be processed.",
     "429": "The tenant's limit is reached; see `Retry-After`.",
     "500": "The engine failed on this request.",
-    "503": "The engine is starting, overloaded or down, or the server is short of memory; see `Retry-After`.",
+    "503": "The engine is starting, overloaded or down, or memory is short; see `Retry-After`.",
 }
 HANDOFF_ERRORS = {"409": "The handoff is pending or of another model, or too much is pinned already."}
 HANDOFF_MODELS: dict[str, type[BaseModel]] = {
@@ -50,7 +50,7 @@ UPLOAD_PARAMETERS = [
     {
         "name": "model",
         "in": "query",
-        "description": "For a body that is a file: the model. The plugin's options are further parameters.",
+        "description": "For a body that is a file: the model. Further parameters are the plugin's own.",
         "schema": {"type": "string"},
     },
     {

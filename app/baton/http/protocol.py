@@ -1,8 +1,8 @@
-"""One connection: how long a client may take to ask and to listen, and what it hears when it asks no HTTP.
+"""Handle a client's connection: limit how long it may take to send a request head and to read an answer.
 
-uvicorn waits for ever for the rest of a request's head and for a client that does not read. What comes
-before a request is whole never reaches the application, so it is answered here; a body's time is
-`limits.py`'s, for only the application knows when it waits for one.
+uvicorn waits without limit for the rest of a head and for a client that does not read. Requests that fail
+before their head is complete never reach the application, so they are answered here. The time for a body is
+limited in `middleware/body_limit.py`, because only the application knows when it waits for one.
 """
 
 from __future__ import annotations
@@ -34,26 +34,29 @@ from baton.telemetry.ids import new_request_id
 from baton.telemetry.metrics import GatewayMetrics
 
 LINGER_S = 2.0
-"""Closing on bytes nobody read resets the connection, and its answer may be lost: they are read first."""
+"""Seconds to read what a client still sends: closing with unread bytes resets the connection, and the answer
+may be lost."""
 LEAST_TAKEN = 48 * 1024
-"""What must leave a full write buffer within `send_s`: what lies between asyncio's two water marks."""
+"""Bytes that must leave a full write buffer within `send_s`: the span of asyncio's two water marks."""
 SMALL_CHUNKS = 1000
 LEAST_CHUNK = 16
-"""So many chunks of a body may be of any size; of more, so many bytes on average."""
+"""`SMALL_CHUNKS` chunks of a body may have any size; with more, they average `LEAST_CHUNK` bytes at least."""
 OTHER_FILES = 256
-"""Descriptors that are no client's: models, stores, pipes to engines."""
+"""File descriptors for models, stores and pipes to engines."""
 
 
 def protocol_for(edge: EdgeSettings, metrics: GatewayMetrics) -> type[asyncio.Protocol]:
-    """What uvicorn makes one of for every connection."""
-    made = partial(EdgeProtocol, edge=edge, metrics=metrics, room=room_for(edge.connections))
+    """Return the protocol class of which uvicorn creates one object for each connection."""
+    made = partial(
+        EdgeProtocol, edge=edge, metrics=metrics, connections_max=connections_allowed(edge.connections)
+    )
     return cast(type[asyncio.Protocol], made)  # uvicorn only ever calls it
 
 
-def room_for(connections: int) -> int:
-    """How many of so many connections this process may have, after asking the system for as many.
+def connections_allowed(connections: int) -> int:
+    """Raise the process's limit of file descriptors, and return how many connections it allows.
 
-    A process that runs out of descriptors cannot even refuse: whoever comes then waits unheard.
+    A process without free descriptors cannot even refuse a connection: its client waits without an answer.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES
@@ -62,17 +65,17 @@ def room_for(connections: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return connections
-    room = max(soft - OTHER_FILES, soft // 2)
-    structlog.get_logger("baton.server").warning("few_descriptors", connections=room, wanted=connections)
-    return room
+    allowed = max(soft - OTHER_FILES, soft // 2)
+    structlog.get_logger("baton.server").warning("few_descriptors", connections=allowed, wanted=connections)
+    return allowed
 
 
 class Timer:
-    """One call at a time that is yet to come.
+    """Calls a function after a delay; at most one call is pending.
 
     Args:
-        loop: where it is called.
-        due: what is called.
+        loop: the event loop.
+        due: the function.
     """
 
     __slots__ = ("_due", "_handle", "_loop")
@@ -84,13 +87,16 @@ class Timer:
 
     @property
     def runs(self) -> bool:
+        """Whether a call is pending."""
         return self._handle is not None
 
     def start(self, seconds: float) -> None:
+        """Call the function in `seconds`, instead of a pending call."""
         self.stop()
         self._handle = self._loop.call_later(seconds, self._fire)
 
     def stop(self) -> None:
+        """Cancel the pending call."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -101,9 +107,9 @@ class Timer:
 
 
 class Parser(h11.Connection):
-    """h11's, but a body may not come in crumbs: of a byte each they take as long as a request each.
+    """h11's parser, but bodies in very small chunks are refused: one of a byte costs as much as a request.
 
-    The application could not tell, for it gets them joined; and a read of the socket holds tens of thousands.
+    The application cannot refuse them: it receives joined chunks, and one read of the socket holds many.
     """
 
     def __init__(self) -> None:
@@ -124,28 +130,30 @@ class Parser(h11.Connection):
 
 
 class EdgeProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 connection, with an end to every wait for the client.
+    """uvicorn's HTTP/1.1 connection, with a time limit on every wait for the client.
 
     Args:
         options: uvicorn's own.
-        edge: how long each wait may be.
-        metrics: where what is refused or cut off is counted.
-        room: how many connections there may be.
+        edge: the time limits.
+        metrics: where refused requests and closed connections are counted.
+        connections_max: most connections at once.
     """
 
-    def __init__(self, *, edge: EdgeSettings, metrics: GatewayMetrics, room: int, **options: Any) -> None:
+    def __init__(
+        self, *, edge: EdgeSettings, metrics: GatewayMetrics, connections_max: int, **options: Any
+    ) -> None:
         super().__init__(**options)
         self.conn = Parser()
         self._edge = edge
         self._metrics = metrics
-        self._room = room
+        self._connections_max = connections_max
         self._asking = Timer(self.loop, self._not_asked)
         self._taking = Timer(self.loop, self._not_taken)
         self._untaken = 0
         self._over = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        if len(self.connections) < self._room:
+        if len(self.connections) < self._connections_max:
             super().connection_made(transport)
             self._asking.start(self._edge.header_s)
             return
@@ -161,14 +169,14 @@ class EdgeProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._over or self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED):
-            return  # the client itself called its request the last one
+            return  # the client announced that it sends no more requests
         super().data_received(data)
         if not self._over:
             self._watch_asking()
             self._listen_for_the_end()
 
     def _watch_asking(self) -> None:
-        """The time for a head runs while one is on its way, that for a body only once nobody waits for it."""
+        """Limit the time for a head that arrives, and for a body that nobody waits for any more."""
         state = self.conn.their_state
         if state is h11.IDLE or (state is h11.SEND_BODY and self.cycle.response_complete):
             if not self._asking.runs:
@@ -177,7 +185,7 @@ class EdgeProtocol(H11Protocol):
             self._asking.stop()
 
     def _listen_for_the_end(self) -> None:
-        """Read on while a request is worked on, or a client that sent two could leave unnoticed."""
+        """Read on during a request: a client that sent two requests may disconnect meanwhile."""
         if not self.flow.read_paused or self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             return
         if len(self.conn.trailing_data[0]) < MAX_HEAD_BYTES:
@@ -188,13 +196,15 @@ class EdgeProtocol(H11Protocol):
             self.transport.abort()
         elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             seconds = f"{self._edge.header_s:g}"
-            self._refuse(RequestTimeout(f"The head of the request did not arrive within {seconds} s."))
+            self._refuse(
+                RequestTimeout(f"The request's headers did not arrive within {seconds} s; send them faster.")
+            )
         else:
             self.transport.close()
             self._watch_taking()
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn where h11 cannot make a request of what came, from within its `except`."""
+        """Answer what h11 cannot parse. uvicorn calls this from within its `except`."""
         fault = sys.exception()
         too_long = (
             isinstance(fault, h11.RemoteProtocolError)
@@ -209,7 +219,7 @@ class EdgeProtocol(H11Protocol):
             self._refuse(HeadersTooLarge())
 
     def _refuse(self, error: BatonError) -> None:
-        """Answer in the application's place, unless it has begun to, and hang up."""
+        """Answer in place of the application, unless it has begun to, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._count(error)
             self.transport.write(answer_to(error))
@@ -226,7 +236,7 @@ class EdgeProtocol(H11Protocol):
         self._metrics.rejections.labels(error.reason).inc()
 
     def _should_upgrade(self) -> bool:
-        return False  # there is nothing to upgrade to, and a client that offers it is told nothing
+        return False  # there is no protocol to upgrade to; the offer is ignored
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -248,7 +258,7 @@ class EdgeProtocol(H11Protocol):
         self._taking.stop()
 
     def _watch_taking(self) -> None:
-        """From when more waits for the client than may, or closing the connection waits for what is left."""
+        """Limit the time in which the client must read what is buffered, or what is left when closing."""
         self._untaken = self.transport.get_write_buffer_size()
         if self._untaken:
             self._taking.start(self._edge.send_s)
@@ -265,7 +275,7 @@ class EdgeProtocol(H11Protocol):
 
 
 def answer_to(error: BatonError) -> bytes:
-    """A whole HTTP answer, the connection's last."""
+    """Return an error as a complete HTTP response, the last of its connection."""
     request_id = new_request_id()
     body = json.dumps(error.body(request_id)).encode()
     head = [

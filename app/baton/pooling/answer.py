@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 
 from baton.errors import BatonError, PluginTimeout
-from baton.pooling.processor import Processor
+from baton.pooling.processor import PluginProcessor
 from baton.pooling.refusals import refusal, where
 from baton.pooling.values import Description, ResultFile
 
@@ -18,7 +18,7 @@ FORGET_WAIT_S = 1.0
 """Seconds that an answer waits for the plugin's `forget`, which goes on in the background."""
 
 
-class Answer:
+class PluginAnswer:
     """A plugin's answer to one request; the plugin keeps its files until `close` is called.
 
     Args:
@@ -30,7 +30,13 @@ class Answer:
     """
 
     def __init__(
-        self, processor: Processor, output: Any, request_id: str, *, deadline: float, time_limit_s: float
+        self,
+        processor: PluginProcessor,
+        output: Any,
+        request_id: str,
+        *,
+        deadline: float,
+        time_limit_s: float,
     ) -> None:
         self._processor = processor
         self._output = output
@@ -102,13 +108,13 @@ def client_error(error: BaseException, plugin: str, step: str, *, at_input: bool
     return refused
 
 
-async def forget(processor: Processor, request_id: str) -> None:
+async def forget(processor: PluginProcessor, request_id: str) -> None:
     """Have the plugin forget a request, and wait for that at most `FORGET_WAIT_S`."""
     forgetting = asyncio.ensure_future(_forget(processor, request_id))
     await asyncio.wait({forgetting}, timeout=FORGET_WAIT_S)
 
 
-async def _forget(processor: Processor, request_id: str) -> None:
+async def _forget(processor: PluginProcessor, request_id: str) -> None:
     try:
         await processor.forget(request_id)
     except Exception as error:  # noqa: BLE001  # the border to the plugin; the request is over anyway

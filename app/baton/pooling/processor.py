@@ -44,7 +44,7 @@ VLLM = "vllm."
 _END = object()
 
 
-class Processor:
+class PluginProcessor:
     """The steps of one plugin, each run off the gateway's event loop.
 
     Args:
@@ -65,7 +65,7 @@ class Processor:
     def close(self) -> None:
         self._loop.close()
 
-    def of(self, tenant: str) -> Processor:
+    def of(self, tenant: str) -> PluginProcessor:
         """Return the same processor for one tenant's request: its hooks wait for that tenant's turn."""
         mine = copy(self)
         mine._tenant = tenant

@@ -14,10 +14,10 @@ from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.config.groups import PoolingSettings
 from baton.engines.port import Engine, Json, Plugin
 from baton.errors import BatonError, EngineOverloaded, PluginFailed, PluginTimeout
-from baton.pooling.answer import Answer, client_error, forget, too_long
+from baton.pooling.answer import PluginAnswer, client_error, forget, too_long
 from baton.pooling.encoding import Encoding
 from baton.pooling.hooks import PluginLoopThread
-from baton.pooling.processor import Processor
+from baton.pooling.processor import PluginProcessor
 from baton.pooling.refusals import where
 from baton.pooling.values import Upload
 from baton.telemetry.ids import RequestContext
@@ -53,7 +53,7 @@ class Runner:
         self._engine = engine
         self._settings = settings
         self._metrics = metrics
-        self._processor = Processor(plugin, settings.threads)
+        self._processor = PluginProcessor(plugin, settings.threads)
         requests = QueueLimits(settings.requests, settings.waiting, settings.wait_s)
         uploads = QueueLimits(settings.requests + settings.waiting, waiting=0)
         self._places = watched_queue(requests, _no_place, queues, "plugin", engine=engine.name)
@@ -97,14 +97,14 @@ class Runner:
 
     async def run(
         self, work: Json | Upload, context: RequestContext, *, priority: int = 0, describe: bool = False
-    ) -> Answer:
+    ) -> PluginAnswer:
         """Run one request up to its answer.
 
         Args:
             work: the body of a JSON request, or an uploaded file.
             context: our ids of the request.
             priority: of its prompts in the engine; lower is sooner.
-            describe: whether `Answer.describe` will be called.
+            describe: whether `PluginAnswer.describe` will be called.
 
         Raises:
             BatonError: the request was refused or failed; the plugin has been made to forget it.
@@ -119,7 +119,7 @@ class Runner:
                 async with asyncio.timeout_at(deadline):
                     output = await self._run(processor, work, context, priority, describe=describe)
             outcome = "ok"
-            return Answer(processor, output, context.request_id, deadline=deadline, time_limit_s=limit)
+            return PluginAnswer(processor, output, context.request_id, deadline=deadline, time_limit_s=limit)
         except TimeoutError:
             outcome = "timeout"
             raise too_long(limit) from None
@@ -136,7 +136,7 @@ class Runner:
 
     async def _run(
         self,
-        processor: Processor,
+        processor: PluginProcessor,
         work: Json | Upload,
         context: RequestContext,
         priority: int,
@@ -164,7 +164,7 @@ class Runner:
 
     async def _encoded(
         self,
-        processor: Processor,
+        processor: PluginProcessor,
         encoding: Encoding,
         context: RequestContext,
         thread: PluginLoopThread | None,
@@ -184,7 +184,7 @@ class Runner:
             raise client_error(PluginFailed(), name, "answer", at_input=False)
         return output
 
-    async def _count(self, processor: Processor, output: Any) -> None:
+    async def _count(self, processor: PluginProcessor, output: Any) -> None:
         """Count what the plugin says the answer amounts to; an error is logged and fails nothing."""
         try:
             self._metrics.count_amounts(self._engine.name, await processor.amounts(output))
@@ -207,7 +207,7 @@ class Runner:
             self._metrics.seconds.labels(self._engine.name, step).observe(time.perf_counter() - began)
 
 
-async def _parsed(processor: Processor, work: Json | Upload) -> Any:
+async def _parsed(processor: PluginProcessor, work: Json | Upload) -> Any:
     return await (processor.parse_upload(work) if isinstance(work, Upload) else processor.parse(work))
 
 

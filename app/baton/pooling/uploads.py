@@ -23,7 +23,7 @@ RESULTS = Naming("baton-result-", ".zip")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Spool:
+class UploadSpool:
     """The temporary file of one upload.
 
     Its name is used only once, so a plugin that reads it too late finds no file, not another client's.

@@ -22,7 +22,7 @@ UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True)
-class Layout:
+class CgroupLayout:
     """The file names of one version of cgroups, and the reclaimable fields of its `memory.stat`."""
 
     limit: str
@@ -30,8 +30,10 @@ class Layout:
     reclaimable: tuple[str, ...]
 
 
-V2 = Layout("memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))
-V1 = Layout("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+V2 = CgroupLayout("memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))
+V1 = CgroupLayout(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
+)
 
 
 class MemoryReader:
@@ -69,7 +71,7 @@ class MemoryReader:
         for folder, layout in self._folders():
             yield _left(folder, layout)
 
-    def _folders(self) -> Iterator[tuple[Path, Layout]]:
+    def _folders(self) -> Iterator[tuple[Path, CgroupLayout]]:
         for top, name, layout in self._hierarchies():
             own = top / name.lstrip("/")
             # In a container the name is often that on the host, and only the top is there.
@@ -78,7 +80,7 @@ class MemoryReader:
                 if folder == top:
                     break
 
-    def _hierarchies(self) -> Iterator[tuple[Path, str, Layout]]:
+    def _hierarchies(self) -> Iterator[tuple[Path, str, CgroupLayout]]:
         try:
             lines = self._membership.read_text().splitlines()
         except OSError:
@@ -96,7 +98,7 @@ class MemoryReader:
         return None if kibibytes is None else kibibytes * 1024
 
 
-def _left(folder: Path, layout: Layout) -> int | None:
+def _left(folder: Path, layout: CgroupLayout) -> int | None:
     """Return the bytes that a cgroup leaves; None: it has no limit."""
     limit = _limit(folder, layout)
     try:
@@ -109,7 +111,7 @@ def _left(folder: Path, layout: Layout) -> int | None:
     return max(0, limit - used + sum(fields.get(name, 0) for name in layout.reclaimable))
 
 
-def _limit(folder: Path, layout: Layout) -> int | None:
+def _limit(folder: Path, layout: CgroupLayout) -> int | None:
     """Return a cgroup's limit in bytes; None: it has none."""
     try:
         limit = int((folder / layout.limit).read_text())

@@ -1,1 +1,1 @@
-"""Where entries are kept: bytes in, bytes out. A networked store is one more file here."""
+"""Stores of entries: the interface (`base`), a folder (`file`), and memory for tests (`memory`)."""

@@ -1,4 +1,4 @@
-"""The interface of a store, and what it raises."""
+"""Define the interface of a store and its exceptions."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ Buffer = bytes | bytearray | memoryview
 
 
 class StoreError(TransferError):
-    """The store could not do what was asked; nothing half-written is ever visible."""
+    """The store could not be read or written; a partly written entry is never visible."""
 
     failure = TransferFailure.DEVICE
 
 
 class EntryMissing(StoreError):
-    """There is no entry of that key."""
+    """There is no entry under this key."""
 
     failure = TransferFailure.MISSING
 
 
 class StoreFull(StoreError):
-    """The entry does not fit the store's budget, or its device."""
+    """The entry does not fit the store's budget or its device."""
 
     failure = TransferFailure.FULL
 
 
 class Reader(Protocol):
-    """One entry, open for reading."""
+    """An entry open for reading."""
 
     def __len__(self) -> int:
-        """Its size in bytes."""
+        """Return the entry's size in bytes."""
         ...
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` up to `stop`, fewer where the entry ends.
+        """Return the bytes from `start` up to `stop`, fewer at the end of the entry.
 
         Raises:
-            StoreError: they could not be read.
+            StoreError: the device could not be read.
         """
         ...
 
     def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
-        """Fill the buffers, one after the other, with what begins at `start`; how many bytes there were.
+        """Fill the buffers, one after the other, from offset `start`; return the number of bytes read.
 
         Raises:
-            StoreError: they could not be read.
+            StoreError: the device could not be read.
         """
         ...
 
 
 class BytesReader:
-    """A `Reader` of bytes in memory."""
+    """A `Reader` over bytes in memory."""
 
     def __init__(self, data: Buffer) -> None:
         self._data = bytes(data)
@@ -75,65 +75,73 @@ class BytesReader:
 
 
 class Store(Protocol):
-    """Immutable entries by key. Safe to use from several threads and processes at once."""
+    """Immutable entries by key, safe to use from several threads and processes at once."""
 
     def put(self, key: str, parts: Iterable[Buffer], *, size: int = 0) -> int:
-        """Write an entry whole; it is visible only when every byte is there.
+        """Write an entry; it becomes visible when it is complete.
 
         Args:
-            key: its key.
-            parts: its bytes, in order.
-            size: how many there will be, if that is known: what cannot fit then costs no other entry.
+            key: key of the entry.
+            parts: the entry's bytes, in order.
+            size: the expected number of bytes, 0 if unknown. With it, an entry that cannot fit is refused
+                before others are evicted.
 
         Returns:
-            Its size in bytes.
+            The entry's size in bytes.
 
         Raises:
-            StoreFull: there is no room, also after evicting what may go.
-            StoreError: it could not be written.
+            StoreFull: the entry does not fit even if all unpinned entries are evicted.
+            StoreError: the device could not be written.
         """
         ...
 
     def open(self, key: str) -> AbstractContextManager[Reader]:
-        """An entry, valid inside the context, also when it is deleted meanwhile.
+        """Open an entry for the time of the context; it stays readable even if it is deleted meanwhile.
 
         Raises:
-            EntryMissing: there is none.
-            StoreError: it could not be read.
+            EntryMissing: there is no entry under this key.
+            StoreError: the device could not be read.
         """
         ...
 
-    def exists(self, key: str) -> bool: ...
+    def exists(self, key: str) -> bool:
+        """Return whether there is an entry under this key."""
+        ...
 
     def delete(self, key: str) -> bool:
-        """Remove an entry; whether there was one."""
+        """Delete an entry and its pin; return whether there was an entry."""
         ...
 
     def quarantine(self, key: str) -> None:
-        """Put an entry that proved wrong where nobody finds it by its key."""
+        """Move a corrupt entry away, so that it is no longer found by its key."""
         ...
 
     def pin(self, key: str, pinned: bool) -> None:
-        """Keep an entry, there already or still to come, when others go for the budget; or no longer."""
+        """Protect an entry from eviction, or no longer; the entry need not exist yet."""
         ...
 
     def keys(self) -> Iterator[str]:
-        """Every key there is, in no order."""
+        """Iterate over all keys, in no order."""
         ...
 
     def size(self) -> int:
-        """Bytes all entries take, and what else counts with them."""
+        """Return the bytes of all entries and of other files that count towards the budget."""
         ...
 
     def make_room(self, size: int) -> None:
-        """Let entries go until so many bytes more fit the budget.
+        """Evict entries until `size` more bytes fit the budget.
 
         Raises:
-            StoreFull: they cannot be made to.
-            StoreError: the store could not be looked at.
+            StoreFull: they do not fit even if all unpinned entries are evicted.
+            StoreError: the store could not be listed.
         """
         ...
 
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> int:
-        """Remove the entries that are not wanted and have not been used for so long; how many went."""
+        """Delete entries that are not wanted and were not used recently; return their number.
+
+        Args:
+            wanted: returns whether the entry of a key is to be kept.
+            older_than_s: seconds since the last use of an entry that may be deleted.
+        """
         ...

@@ -1,4 +1,4 @@
-"""From a store's address to the store."""
+"""Open a store by its address."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from baton_kv.stores.file import FileStore
 
 
 def open_store(address: str, *, budget: int | None = None, fsync: bool = False) -> Store:
-    """The store at an address such as `file:/dev/shm/baton`.
+    """Open the store at an address such as `file:/dev/shm/baton`.
 
     Args:
-        address: `file:` and a folder.
-        budget: bytes its entries may take in all.
+        address: `file:` and the absolute path of a folder.
+        budget: bytes that the entries may take in all; None for no limit.
         fsync: see `FileStore`.
 
     Raises:
-        StoreError: no such kind of store, or the folder cannot be used.
+        StoreError: the address is not a file store, or the folder cannot be used.
     """
     kind, _, where = address.partition(":")
     if kind == "memory":
-        raise StoreError("a memory: store would be three, one a process; use file:/dev/shm/NAME")
+        raise StoreError(
+            "a memory: store cannot be shared by the engine's three processes; use file:/dev/shm/NAME"
+        )
     if kind != "file" or not where.startswith("/"):
-        raise StoreError(f"{address!r} is no store; known is file:/ABSOLUTE/FOLDER")
+        raise StoreError(f"{address!r} is not the address of a store; use file:/ABSOLUTE/FOLDER")
     try:
         return FileStore(Path(where), budget=budget, fsync=fsync)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A store in this process's memory: for tests, of no use to an engine, which is three processes."""
+"""Keep entries in memory: a store for tests, since an engine's processes need one that they share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ class MemoryStore:
     """The `Store` interface over a dict.
 
     Args:
-        budget: bytes it may hold; None: any number.
+        budget: bytes that the entries may take in all; None for no limit.
+
+    Attributes:
+        quarantined: keys of the entries that were quarantined.
     """
 
     def __init__(self, budget: int | None = None) -> None:
@@ -38,11 +41,11 @@ class MemoryStore:
         if self._budget is None:
             return
         others = {key: len(data) for key, data in self._entries.items() if key != keep}
-        loose = [key for key in others if key not in self._pinned]
-        if size + sum(others.values()) - sum(others[key] for key in loose) > self._budget:
-            raise StoreFull(f"an entry of {size} bytes does not fit a budget of {self._budget}")
+        evictable = [key for key in others if key not in self._pinned]
+        if size + sum(others.values()) - sum(others[key] for key in evictable) > self._budget:
+            raise StoreFull(f"an entry of {size} bytes does not fit the store's budget of {self._budget}")
         total = sum(others.values())
-        for key in loose:
+        for key in evictable:
             if total + size <= self._budget:
                 return
             total -= len(self._entries.pop(key))
@@ -53,7 +56,7 @@ class MemoryStore:
             data = self._entries.pop(key, None)
             if data is None:
                 raise EntryMissing(key)
-            self._entries[key] = data  # the last one used goes last
+            self._entries[key] = data  # the most recently used is evicted last
             self._used[key] = time.monotonic()
         yield BytesReader(data)
 

@@ -39,7 +39,7 @@ def choose_bands(names: Names, card: Card, indices: tuple[int, ...] | None) -> B
 
     Raises:
         RequestInvalid: `indices` has not as many entries as the model has bands.
-        RasterUnusable: a band is missing, or the bands cannot be told apart.
+        RasterUnusable: a band is missing, or the bands to use are not clear.
     """
     if indices is not None:
         return _by_index(names, card, indices)
@@ -85,12 +85,12 @@ def _by_order(names: Names, card: Card) -> BandChoice:
         raise RasterUnusable(_missing(card, len(names), names))
     if len(names) > wanted:
         raise RasterUnusable(
-            f"which bands to use cannot be told: the model takes {wanted}: {_model_bands(card)}; "
+            f"the bands to use are not clear: the model takes {wanted}: {_model_bands(card)}; "
             f"{_file_bands(names)}; name them as the model does, or say which with indices"
         )
     if not any(names):
         return BandChoice(tuple(range(wanted)))
-    note = f"no band has a name the model knows, so they are taken in order as {_model_bands(card)}"
+    note = f"no band has a name that the model knows, so they are used in order as {_model_bands(card)}"
     return BandChoice(tuple(range(wanted)), (note,))
 
 

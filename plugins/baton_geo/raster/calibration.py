@@ -144,7 +144,7 @@ def _conversion(card: Card, own: float, lines: list[Linear], origin: str = "") -
 
 
 def _unit_note(card: Card, units: Iterable[float]) -> str:
-    """Describe the unit that the values are taken to be in."""
+    """Describe the assumed unit of the values."""
     if card.scale == card.float_scale:
         return "and give values in the model's own units"
     files = {"integer" if unit == card.scale else "float" for unit in units}
@@ -196,5 +196,5 @@ def _offset_is_missing(product: str, dtype: np.dtype[Any], scale: float | None) 
         add = "scale=0.0001 and offset=-0.1 (if its floats are those numbers / 10000: offset=-0.1)"
     return (
         f"the file names itself {product}, whose numbers are reflectance x 10000 + 1000, and does not state "
-        f"that offset; add {add} to the request, or offset=0 if the offset has been taken off already"
+        f"that offset; add {add} to the request, or offset=0 if the offset has been removed already"
     )

@@ -40,7 +40,9 @@ def check_file(file_bytes: int, request: SceneRequest) -> None:
         RasterTooLarge: the file is larger than `limits.file_bytes`.
     """
     if file_bytes > request.limits.file_bytes:
-        raise RasterTooLarge(f"{file_bytes} bytes; at most {int(request.limits.file_bytes)} are taken")
+        raise RasterTooLarge(
+            f"the file has {file_bytes} bytes; at most {int(request.limits.file_bytes)} are allowed"
+        )
 
 
 def check_size(width: int, height: int, file_bytes: int, request: SceneRequest) -> int:
@@ -54,12 +56,14 @@ def check_size(width: int, height: int, file_bytes: int, request: SceneRequest) 
     if not width or not height:
         raise RasterBroken(f"the header says {width} x {height} pixels")
     if width * height > limits.pixels:
-        raise RasterTooLarge(f"{width} x {height} pixels; at most {limits.pixels} pixels are taken")
+        raise RasterTooLarge(
+            f"the raster has {width} x {height} pixels; at most {limits.pixels} pixels are allowed"
+        )
     tiles = count_tiles(width, height, card.tile, card.overlap)
     if tiles > limits.tiles:
         raise RasterTooLarge(
             f"{width} x {height} pixels make {tiles} tiles of {card.tile} pixels; "
-            f"at most {limits.tiles} are taken"
+            f"at most {limits.tiles} are allowed"
         )
     if file_bytes < (tiles - FREE_TILES) * limits.tile_bytes:
         raise RasterTooLarge(
@@ -81,18 +85,20 @@ def check_tiff(header: TiffHeader, file_bytes: int, request: SceneRequest) -> st
     if header.samples < 1:
         raise RasterBroken("the header says 0 bands")
     if header.samples > request.limits.bands:
-        raise RasterTooLarge(f"{header.samples} bands; at most {request.limits.bands} are taken")
+        raise RasterTooLarge(
+            f"the raster has {header.samples} bands; at most {request.limits.bands} are allowed"
+        )
     dtype = _dtype(header.sample_types())
     if header.compression not in COMPRESSIONS:
-        taken = ", ".join(sorted(set(COMPRESSIONS.values()), key=str.casefold))
+        supported = ", ".join(sorted(set(COMPRESSIONS.values()), key=str.casefold))
         raise RasterUnusable(
-            f"its compression (TIFF number {header.compression}) is not taken; these are: {taken}"
+            f"its compression (TIFF number {header.compression}) is not supported; supported are: {supported}"
         )
     if header.photometric == PALETTE:
         raise RasterUnusable("its pixels are numbers of a colour table; send the bands themselves")
     if header.photometric not in PHOTOMETRICS or (header.photometric == 6 and header.compression != JPEG):
         raise RasterUnusable(
-            f"its colours (TIFF photometric interpretation {header.photometric}) are not taken"
+            f"its colours (TIFF photometric interpretation {header.photometric}) are not supported"
         )
     _check_blocks(header, file_bytes, np.dtype(dtype).itemsize, request)
     return dtype
@@ -106,7 +112,7 @@ def _dtype(types: set[tuple[int, int]]) -> str:
     if dtype is None:
         what = {2: "signed integers", 3: "floats", 5: "complex integers", 6: "complex numbers"}
         raise RasterUnusable(
-            f"its pixels are {bits}-bit {what.get(kind, 'integers')}; taken are integers of 8, 16 or 32 "
+            f"its pixels are {bits}-bit {what.get(kind, 'integers')}; supported are integers of 8, 16 or 32 "
             f"bits, and floats of 32"
         )
     return dtype
@@ -121,7 +127,7 @@ def _check_blocks(header: TiffHeader, file_bytes: int, itemsize: int, request: S
     if block_bytes > request.limits.block_bytes and not cut:
         raise RasterTooLarge(
             f"its {'tiles' if header.tiled else 'strips'} hold {block_bytes} bytes each; at most "
-            f"{int(request.limits.block_bytes)} are taken: write it anew with tiles of 256 or 512 pixels"
+            f"{int(request.limits.block_bytes)} are allowed: rewrite it with tiles of 256 or 512 pixels"
         )
     size = np.uint64(file_bytes)
     beyond = (counts > 0) & ((offsets > size) | (counts > size) | (offsets + counts > size))
@@ -155,7 +161,7 @@ def check_memory(
     if width * (rows * (bands * itemsize + 1) + blended) > MEMORY_SHARE * request.limits.memory:
         raise RasterTooLarge(
             f"a scene {width} pixels wide in strips or tiles {block_height} rows tall needs more memory than "
-            f"a decoder has; cut it into narrower ones, or write it anew with tiles of 256 or 512 pixels"
+            f"a decoder has; cut it into narrower ones, or rewrite it with tiles of 256 or 512 pixels"
         )
 
 
@@ -168,6 +174,6 @@ def check_image_model(card: Card) -> None:
     if len(card.bands) * card.frames != 3:
         names = ", ".join(band.name for band in card.bands)
         raise RasterUnusable(
-            f"PNG and JPEG are taken for models of three bands; this one takes "
+            f"PNG and JPEG are supported for models of three bands; this one takes "
             f"{len(card.bands) * card.frames}: {names}; send a GeoTIFF"
         )

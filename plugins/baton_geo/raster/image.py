@@ -106,7 +106,8 @@ class ImageSource:
         depth = os.pread(fd, 1, 24)[0] if kind == "PNG" else 8  # IHDR's bit depth
         if self._image.mode not in MODES or depth > 8:
             raise RasterUnusable(
-                f"a {kind} of {depth} bits and mode {self._image.mode}; three colours of 8 bits are taken"
+                f"a {kind} of {depth} bits and mode {self._image.mode}; "
+                "only three 8-bit colours are supported"
             )
 
     def _decode(self) -> Pixels:

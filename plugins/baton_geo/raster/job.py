@@ -191,7 +191,7 @@ def _spots(width: int, height: int, whole: bool) -> list[tuple[int, int, int, in
 
 def _all_nodata(card: Card) -> str:
     rule = (
-        f" (the model takes {card.nodata:g} as nodata where a file does not say)"
+        f" (the model takes {card.nodata:g} as nodata where a file states none)"
         if card.nodata is not None
         else ""
     )

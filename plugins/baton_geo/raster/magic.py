@@ -53,7 +53,7 @@ def recognise(head: bytes) -> Kind:
         if head.startswith(magic):
             return kind
     raise NotARaster(
-        f"this is {_looks_like(head)}; a GeoTIFF is taken, and PNG or JPEG for models of three bands"
+        f"this is {_looks_like(head)}; send a GeoTIFF, or for a model of three bands a PNG or JPEG"
     )
 
 

@@ -83,7 +83,7 @@ class OpenScene:
             wire.send(self._child.sock, question, deadline=deadline)
             self.info = self._parsed(SceneInfo, "info", self._receive(deadline))
         if self.info.tiles > limits.tiles:
-            raise RasterTooLarge(f"{self.info.tiles} tiles; at most {limits.tiles} are taken")
+            raise RasterTooLarge(f"the scene has {self.info.tiles} tiles; at most {limits.tiles} are allowed")
         self._tiles = bytearray(self.info.tiles)
 
     def read(self, tile: int) -> Floats | None:

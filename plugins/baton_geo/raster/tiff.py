@@ -103,7 +103,7 @@ class TiffHeader:
         wanted = -(-self.width // across) * -(-self.height // down) * (self.samples if self.planar else 1)
         if wanted > BLOCKS_LIMIT:
             raise RasterTooLarge(
-                f"the file is cut into {wanted} strips or tiles; at most {BLOCKS_LIMIT} are taken"
+                f"the file is cut into {wanted} strips or tiles; at most {BLOCKS_LIMIT} are allowed"
             )
         tags = (TILE_OFFSETS, TILE_COUNTS) if self.tiled else (STRIP_OFFSETS, STRIP_COUNTS)
         if not set(tags) <= self._tags.keys():

@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
+
+from baton_geo.flood.scenes import LAND, UNKNOWN, WATER, Scene, make_scene
 from training.flood_tiny import baselines
 from training.flood_tiny.measure import figures
 from training.flood_tiny.seeds import HELD_OUT_SEEDS
-
-from baton_geo.flood.scenes import LAND, UNKNOWN, WATER, Scene, make_scene
 
 
 def scene(label: list[list[int]], green: int = 1000, nir: int = 500, swir: int = 500) -> Scene:

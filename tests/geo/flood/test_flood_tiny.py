@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from training.flood_tiny.architecture import card, config_json
 from training.flood_tiny.baselines import RECORD, ndwi
 from training.flood_tiny.measure import draw_scenes, figures

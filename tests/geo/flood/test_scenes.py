@@ -6,11 +6,11 @@ import hashlib
 
 import numpy as np
 import pytest
+
+from baton_geo.flood.scenes import LAND, PHENOMENA, UNKNOWN, WATER, make_scene
 from training.flood_tiny.baselines import everything, ndwi
 from training.flood_tiny.measure import draw_scenes, figures
 from training.flood_tiny.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
-
-from baton_geo.flood.scenes import LAND, PHENOMENA, UNKNOWN, WATER, make_scene
 
 DIGEST = "cc64bf4e25742d99a2cb2fe872bfa956c2fda907b1a6299e387de4519e6e3252"
 SEEDS = range(7, 13)  # between them they have everything

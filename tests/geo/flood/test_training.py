@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from training.flood_tiny.architecture import card, config_json
-from training.flood_tiny.measure import figures
-from training.flood_tiny.predict import Predictor, normalised
-from training.flood_tiny.train import Recipe, band_statistics, crops, loss_of, save, train
 
 from baton_geo.card import Card
 from baton_geo.flood.scenes import UNKNOWN, make_scene
 from baton_geo.flood.sensor import NODATA
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter
+from training.flood_tiny.architecture import card, config_json
+from training.flood_tiny.measure import figures
+from training.flood_tiny.predict import Predictor, normalised
+from training.flood_tiny.train import Recipe, band_statistics, crops, loss_of, save, train
 
 RECIPE = Recipe(steps=30, batch=4, tile=64, memory=0.5, rate=2e-3)
 

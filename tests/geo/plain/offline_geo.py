@@ -2,7 +2,7 @@
 
 Without ENGINE_ARGS (JSON) the engine is the one of the README's code, which is run as it stands after our entry
 points were called once more than vLLM calls them. Then every `scene*.tif` here is encoded, one after the other, with
-a refused one between; masks are written beside them, and told.json says what is left behind.
+a refused one between; masks are written beside them, and report.json lists what is left behind.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ def answered(llm: Any, scene: Path) -> dict[str, Any]:
 def main() -> None:
     model, *engine_args = sys.argv[1:]
     llm = engine_of(model, *engine_args) if engine_args else engine_of_the_readme(model)
-    told: dict[str, Any] = {"answers": [], "refusals": []}
+    report: dict[str, Any] = {"answers": [], "refusals": []}
     for scene in sorted(Path().glob("scene*.tif")):
-        told["answers"].append(answered(llm, scene))
-        told["refusals"].append(refusal(llm, {"data": b"II*\0", "data_format": "bytes"}))
+        report["answers"].append(answered(llm, scene))
+        report["refusals"].append(refusal(llm, {"data": b"II*\0", "data_format": "bytes"}))
     servers = [
         child for child in psutil.Process().children() if "baton_geo.raster.fork_server" in child.cmdline()
     ]
-    told["servers"] = [server.pid for server in servers]
-    told["children"] = sum(len(server.children()) for server in servers)
+    report["servers"] = [server.pid for server in servers]
+    report["children"] = sum(len(server.children()) for server in servers)
     made = Path(tempfile.gettempdir())
-    told["files"] = [path.name for kind in ("scene-*", "baton-geo-*") for path in made.glob(kind)]
-    Path("told.json").write_text(json.dumps(told))
+    report["files"] = [path.name for kind in ("scene-*", "baton-geo-*") for path in made.glob(kind)]
+    Path("report.json").write_text(json.dumps(report))
     end(llm)
 
 

@@ -58,24 +58,24 @@ def root_cause(stderr: str) -> str:
     return "\n".join([*said[-30:], stderr[-1500:]])
 
 
-def told_by(folder: Path, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def report_of(folder: Path, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, root_cause(done.stderr)
-    told: dict[str, Any] = json.loads((folder / "told.json").read_text())
-    return told
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
 
 
-def assert_right(folder: Path, model: Path, told: dict[str, Any], classes: list[str]) -> None:
+def assert_right(folder: Path, model: Path, report: dict[str, Any], classes: list[str]) -> None:
     """Every scene has its own mask, and nothing of any is left."""
     for name in sorted(folder.glob("scene*.tif")):
         (mask,), _ = opened(name.with_suffix(".mask").read_bytes())
         assert np.array_equal(mask, torch_mask(model, name.read_bytes()))
-    assert told["answers"] == [{"kind": "GeoAnswer", "format": "png", "classes": classes}] * 3
-    assert all("truncated or damaged" in refusal for refusal in told["refusals"])
-    assert len(told["servers"]) == 1
-    assert (told["children"], told["files"]) == (0, [])
+    assert report["answers"] == [{"kind": "GeoAnswer", "format": "png", "classes": classes}] * 3
+    assert all("truncated or damaged" in refusal for refusal in report["refusals"])
+    assert len(report["servers"]) == 1
+    assert (report["children"], report["files"]) == (0, [])
     assert [path for kind in ("scene-*", "baton-geo-*") for path in (folder / "spool").glob(kind)] == []
     deadline = time.monotonic() + 5
-    while any(psutil.pid_exists(pid) for pid in told["servers"]):
+    while any(psutil.pid_exists(pid) for pid in report["servers"]):
         assert time.monotonic() < deadline, "a process is left behind"
         time.sleep(0.05)
 
@@ -85,8 +85,8 @@ def test_the_code_shown_runs_and_more_scenes_after_it(rgb: Path, tmp_path: Path)
     """Entry points called again and again, VLLM_PLUGINS naming ours: each scene's mask is plain torch's."""
     made = scenes(tmp_path)
     done = offline(tmp_path, str(rgb), plugins="baton_geo")
-    told = told_by(tmp_path, done)
-    assert_right(tmp_path, rgb, told, ["kind 0", "kind 1", "kind 2"])
+    report = report_of(tmp_path, done)
+    assert_right(tmp_path, rgb, report, ["kind 0", "kind 1", "kind 2"])
     (mask,), _ = opened((tmp_path / "mask.tif").read_bytes())
     assert np.array_equal(mask, torch_mask(rgb, made["scene.tif"]))
     assert "ClassArea(value=0, name='kind 0'" in done.stdout
@@ -103,8 +103,8 @@ def test_a_published_config_and_a_pt_checkpoint_load(rgb: Path, tmp_path: Path) 
     torch.save({"state_dict": weights}, model / "Prithvi_fine_tuned.pt")
     scenes(tmp_path)
     args = {"config_format": "baton_prithvi", "io_processor_plugin": "baton_geo", "dtype": "float32"}
-    told = told_by(tmp_path, offline(tmp_path, str(model), json.dumps(args)))
-    assert_right(tmp_path, rgb, told, ["class 0", "class 1", "class 2"])
+    report = report_of(tmp_path, offline(tmp_path, str(model), json.dumps(args)))
+    assert_right(tmp_path, rgb, report, ["class 0", "class 1", "class 2"])
 
 
 def as_published(config: dict[str, Any]) -> dict[str, Any]:

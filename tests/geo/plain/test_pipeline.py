@@ -79,9 +79,9 @@ def test_nodata_nan_order_and_alpha_give_the_same_mask(rgb: Path, tmp_path: Path
     floats[2, 40, 40] = np.inf
     clear = np.concatenate([noise(3, 70, 90, seed=3), np.full((1, 70, 90), 255, "uint8")])
     clear[3, 10:30] = 0
-    picture = io.BytesIO()
-    Image.fromarray(clear.transpose(1, 2, 0), "RGBA").save(picture, "PNG")
-    for number, content in enumerate((shuffled, geotiff(floats, RGB), picture.getvalue())):
+    image = io.BytesIO()
+    Image.fromarray(clear.transpose(1, 2, 0), "RGBA").save(image, "PNG")
+    for number, content in enumerate((shuffled, geotiff(floats, RGB), image.getvalue())):
         expected = torch_mask(rgb, content)
         assert np.array_equal(through_the_product(rgb, content, tmp_path / str(number)), expected)
         assert {255} < set(np.unique(expected).tolist())

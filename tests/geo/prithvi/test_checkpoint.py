@@ -118,7 +118,7 @@ def test_weights_take_the_models_dtype(v1: Reference) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"encoder.norm.weight": None}, "encoder.norm.weight: missing"),
         ({"encoder.temporal_embed_enc.scale": torch.ones(1)}, "encoder.temporal_embed_enc.scale: unknown"),
@@ -131,10 +131,10 @@ def test_weights_take_the_models_dtype(v1: Reference) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_told_by_name(v1: Reference, change: dict[str, Any], told: str) -> None:
+def test_tensors_that_do_not_fit_are_named(v1: Reference, change: dict[str, Any], message: str) -> None:
     """Missing, unknown, repeated and mis-shaped parameters must be refused by the checkpoint's own names."""
     weights = {name: value for name, value in (v1.weights | change).items() if value is not None}
-    with pytest.raises(ValueError, match=f"^checkpoint: .*{re.escape(told)}"):
+    with pytest.raises(ValueError, match=f"^checkpoint: .*{re.escape(message)}"):
         load(v1.fresh(), weights.items())
 
 

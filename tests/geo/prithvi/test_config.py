@@ -1,4 +1,4 @@
-"""Every published layout of config.json, and what is wrong with one, told by key."""
+"""Every published layout of config.json, and errors that name the wrong key."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_config_cannot_be_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"embed_dim": 100}, "embed_dim: 100 is not a multiple of 16"),
         ({"embed_dim": "wide"}, "embed_dim: Input should be a valid integer"),
@@ -273,14 +273,14 @@ def test_a_config_cannot_be_changed() -> None:
         ({"segmentation": FLOODS | {"channels": "wide"}}, "segmentation.channels: must be a list"),
     ],
 )
-def test_what_is_wrong_is_told_by_key(changes: dict[str, Any], told: str) -> None:
+def test_errors_name_the_key(changes: dict[str, Any], message: str) -> None:
     """A wrong value must be a ValueError that begins with the file and names the key."""
-    with pytest.raises(ValueError, match=f"^config.json: {told}"):
+    with pytest.raises(ValueError, match=f"^config.json: {message}"):
         PrithviConfig.from_hf(models_own(**changes))
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"backbone": "prithvi_eo_v3"}, "model_args.backbone: 'prithvi_eo_v3' is none of prithvi_eo_tiny, "),
         ({"backbone": ["prithvi"]}, "model_args.backbone: "),
@@ -312,9 +312,9 @@ def test_what_is_wrong_is_told_by_key(changes: dict[str, Any], told: str) -> Non
         ),
     ],
 )
-def test_a_finetuned_model_of_another_kind_is_refused(changes: dict[str, Any], told: str) -> None:
+def test_a_finetuned_model_of_another_kind_is_refused(changes: dict[str, Any], message: str) -> None:
     """A fine-tuned model that would answer otherwise than its authors' must be refused by key, never guessed."""
-    with pytest.raises(ValueError, match=f"^config.json: {told}"):
+    with pytest.raises(ValueError, match=f"^config.json: {message}"):
         PrithviConfig.from_hf(vllm_demo(finetuned(**changes)))
 
 

@@ -114,7 +114,7 @@ def test_training_lowers_the_loss_and_reaches_every_parameter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "told"),
+    ("shape", "message"),
     [
         ((4, 32, 32), r"must be \(batch, 4 bands, time, height, width\)"),
         ((1, 4, 32, 32), r"must be \(batch, 4 bands, time, height, width\)"),
@@ -125,14 +125,14 @@ def test_training_lowers_the_loss_and_reaches_every_parameter() -> None:
         ((1, 4, 2, 32, 32), "2 time steps, must be 1"),
     ],
 )
-def test_pixels_that_do_not_fit_are_refused(shape: tuple[int, ...], told: str) -> None:
+def test_pixels_that_do_not_fit_are_refused(shape: tuple[int, ...], message: str) -> None:
     """A shape the model was not made for must be refused in its own words, not by a layer deep inside."""
-    with pytest.raises(ValueError, match=f"pixel_values: .*{told}"):
+    with pytest.raises(ValueError, match=f"pixel_values: .*{message}"):
         small()(torch.zeros(shape))
 
 
 @pytest.mark.parametrize(
-    ("dates", "place", "told"),
+    ("dates", "place", "message"),
     [
         ((1, 2), None, r"temporal_coords: shape \(1, 2\), must be \(1, 2, 2\)"),
         ((1, 1, 2), None, r"temporal_coords: shape \(1, 1, 2\), must be \(1, 2, 2\)"),
@@ -141,11 +141,11 @@ def test_pixels_that_do_not_fit_are_refused(shape: tuple[int, ...], told: str) -
     ],
 )
 def test_coordinates_that_do_not_fit_are_refused(
-    dates: tuple[int, ...] | None, place: tuple[int, ...] | None, told: str
+    dates: tuple[int, ...] | None, place: tuple[int, ...] | None, message: str
 ) -> None:
     """Coordinates of another number of scenes or time steps must be refused, never spread over tokens."""
     model = small(frames=2, coords_encoding=["time", "location"])
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         model(
             torch.zeros(1, 4, 2, 32, 32),
             None if dates is None else torch.zeros(dates),

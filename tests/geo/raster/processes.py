@@ -13,7 +13,7 @@ from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneRequest
 from baton_geo.settings import GeoLimits
 
-ASK = SceneRequest(card=make_card(), limits=GeoLimits(open_seconds=20))
+REQUEST = SceneRequest(card=make_card(), limits=GeoLimits(open_seconds=20))
 
 
 def fork_server_of(decoders: Decoders) -> psutil.Process:
@@ -35,5 +35,5 @@ def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 def works(decoders: Decoders, raster: Path) -> bool:
-    with decoders.open(raster, ASK) as scene:
+    with decoders.open(raster, REQUEST) as scene:
         return run(scene, sign_model).areas[1].pixels == 200 * 100

@@ -16,34 +16,36 @@ from baton_geo.settings import GeoLimits
 
 SECONDS = 2.0
 LIMITS = GeoLimits(tile_bytes=0)
-ASK = SceneRequest(card=make_card(), limits=LIMITS)
+REQUEST = SceneRequest(card=make_card(), limits=LIMITS)
 UNSPEAKABLE = re.compile(
     r"/proc|/tmp|/vsi|0x[0-9a-f]{4}|Error|Exception|Traceback|rasterio|GDAL:|baton|\bself\b"
 )
 
 
-def refusal(decoders: Decoders, path: Path, ask: SceneRequest = ASK) -> GeoError:
+def refusal(decoders: Decoders, path: Path, request: SceneRequest = REQUEST) -> GeoError:
     """Why a file is refused: at the latest when its tiles are read, in time, in fit words."""
     started = time.monotonic()
-    with pytest.raises(GeoError) as caught, decoders.open(path, ask) as scene:
+    with pytest.raises(GeoError) as caught, decoders.open(path, request) as scene:
         run(scene, sign_model)
     assert time.monotonic() - started < SECONDS
     assert not UNSPEAKABLE.search(caught.value.message), caught.value.message
     return caught.value
 
 
-def refuse_bytes(decoders: Decoders, tmp_path: Path, data: bytes, ask: SceneRequest = ASK) -> GeoError:
+def refuse_bytes(
+    decoders: Decoders, tmp_path: Path, data: bytes, request: SceneRequest = REQUEST
+) -> GeoError:
     """As `refusal`, of a file of these bytes with the name of a TIFF."""
     path = tmp_path / "scene.tif"
     path.write_bytes(data)
-    return refusal(decoders, path, ask)
+    return refusal(decoders, path, request)
 
 
-def outcome(decoders: Decoders, path: Path, ask: SceneRequest = ASK) -> GeoError | None:
+def outcome(decoders: Decoders, path: Path, request: SceneRequest = REQUEST) -> GeoError | None:
     """None if the file was taken; a refusal of a known kind, in time and in fit words."""
     started = time.monotonic()
     try:
-        with decoders.open(path, ask) as scene:
+        with decoders.open(path, request) as scene:
             run(scene, sign_model)
         found = None
     except GeoError as error:

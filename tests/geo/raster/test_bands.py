@@ -37,7 +37,7 @@ def test_chosen(
 
 def test_strange_names_are_told() -> None:
     """When names are there and none is known, the client hears that the order decided."""
-    assert "taken in order as BLUE, GREEN, RED" in choose_bands(("x", "y", "z"), CARD, None).notes[0]
+    assert "used in order as BLUE, GREEN, RED" in choose_bands(("x", "y", "z"), CARD, None).notes[0]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,6 @@ import pytest
 import rasterio
 import torch
 from geo.raster.made import make_card, read_tiff, write_tiff
-from training.flood_tiny.measure import Figures, draw_scenes, figures
-from training.flood_tiny.predict import SHIPPED, Predictor
-from training.flood_tiny.seeds import HELD_OUT_SEEDS
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import GeoError, RasterUnusable, RequestInvalid
@@ -25,6 +22,9 @@ from baton_geo.raster.calibration import Linear, Stated, conversion
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneInfo, SceneRequest
 from baton_geo.settings import GeoLimits
+from training.flood_tiny.measure import Figures, draw_scenes, figures
+from training.flood_tiny.predict import SHIPPED, Predictor
+from training.flood_tiny.seeds import HELD_OUT_SEEDS
 
 FLOOD = Card.model_validate(json.loads((SHIPPED / "config.json").read_text())["baton_geo"])
 REFLECTANCE = Card(
@@ -48,9 +48,9 @@ SHIFTED = (TRUTH * 10_000 + 1000).round().astype(np.uint16)
 def seen(
     decoders: Decoders, path: Path, card: Card = REFLECTANCE, **asked: float
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], SceneInfo]:
-    """What the model is told of the first row, in the units of the card's mean; and what the scene says of itself."""
-    ask = SceneRequest(card=card, limits=GeoLimits(tile_bytes=0), **asked)
-    with decoders.open(path, ask) as scene:
+    """What the model gets of the first row, in the units of the card's mean; and what the scene says of itself."""
+    request = SceneRequest(card=card, limits=GeoLimits(tile_bytes=0), **asked)
+    with decoders.open(path, request) as scene:
         tile = scene.read(0)
         assert tile is not None
         return tile[0, 0, 0, :3].astype(np.float64) * card.bands[0].std, scene.info
@@ -212,8 +212,8 @@ def test_each_band_has_its_own(decoders: Decoders, tmp_path: Path) -> None:
     with rasterio.open(path, "r+") as file:
         file.scales, file.offsets = (9.0, 1e-4, 2e-4), (5.0, -0.1, 0.0)
     card = REFLECTANCE.model_copy(update={"bands": REFLECTANCE.bands * 2})
-    ask = SceneRequest(card=card, indices=(2, 1))
-    with decoders.open(path, ask) as scene:
+    request = SceneRequest(card=card, indices=(2, 1))
+    with decoders.open(path, request) as scene:
         tile = scene.read(0)
         assert tile is not None
         np.testing.assert_allclose(tile[:, 0, 0, 0] * 0.1, [0.4, 0.4], atol=1e-6)
@@ -227,7 +227,7 @@ def test_each_band_has_its_own(decoders: Decoders, tmp_path: Path) -> None:
         ("uint16", {"TIFFTAG_IMAGEDESCRIPTION": f"cut from {BASELINE_4}"}, "add offset=-1000"),
         ("uint16", {"PRODUCT_URI": BASELINE_4.replace("N0510", "N0400")}, "baseline 04.00"),
         ("uint16", {"PRODUCT_URI": BASELINE_4.replace("L2A", "L1C")}, "Sentinel-2 L1C"),
-        ("int16", {"PROCESSING_BASELINE": "04.00"}, "offset=0 if the offset has been taken off"),
+        ("int16", {"PROCESSING_BASELINE": "04.00"}, "offset=0 if the offset has been removed"),
         ("uint16", {"s2:processing_baseline": "05.11"}, "baseline 05.11"),
         ("uint16", {"PRODUCT_URI": BASELINE_4, "scale_factor": "0.0001"}, "add offset=-1000"),
         ("float32", {"PRODUCT_URI": BASELINE_4, "BOA_ADD_OFFSET": "-1000"}, "scale=0.0001 and offset=-0.1"),
@@ -273,8 +273,8 @@ def test_a_picture_of_a_product_has_no_offset(decoders: Decoders, tmp_path: Path
 def test_nodata_is_found_before_scaling(decoders: Decoders, tmp_path: Path) -> None:
     """The file's number 0 is nodata and becomes the model's 0, not -0.1; a number that only becomes 0 is a value."""
     path = row(tmp_path / "a.tif", [0, 1000, 6000], "uint16", nodata=0)
-    ask = SceneRequest(card=REFLECTANCE, offset=-1000)
-    with decoders.open(path, ask) as scene:
+    request = SceneRequest(card=REFLECTANCE, offset=-1000)
+    with decoders.open(path, request) as scene:
         tile = scene.read(0)
         assert tile is not None
         np.testing.assert_allclose(tile[0, 0, 0, :3] * 0.1, [0, 0, 0.5], atol=1e-6)

@@ -1,4 +1,4 @@
-"""FAULTS row F3: hostile GeoTIFFs. Each answer within 2 s, of a known kind, and the decoders go on."""
+"""Hostile GeoTIFFs: each is refused within 2 s with an error of a known kind, and the decoders keep working."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import rasterio
 from geo.raster.made import make_card, plain_tags, raw_tiff, run, sign_model, write_strips, write_tiff
-from geo.raster.refusals import ASK, LIMITS, refusal, refuse_bytes
+from geo.raster.refusals import LIMITS, REQUEST, refusal, refuse_bytes
 
 from baton_geo.errors import GeoError, NotARaster, RasterBroken, RasterTooLarge, RasterUnusable
 from baton_geo.raster.decoders import Decoders
@@ -110,7 +110,7 @@ def test_names_inside_tags_are_not_opened(decoders: Decoders, tmp_path: Path) ->
             file.update_tags(ns="xml:VRT", VRT=names[3])
             file.update_tags(ns="OVERVIEWS", OVERVIEW_FILE=names[2])
             file.set_band_description(1, names[0])
-        with decoders.open(path, ASK) as scene:
+        with decoders.open(path, REQUEST) as scene:
             assert run(scene, sign_model).areas[1].pixels == 1200
         assert not seen
 
@@ -122,7 +122,7 @@ def test_file_names_never_reach_gdal(decoders: Decoders, tmp_path: Path, name: s
     """A file's name never reaches GDAL: one that is an order elsewhere is a name here."""
     path = write_tiff(tmp_path / "plain.tif", np.ones((1, 30, 40), "uint8"))
     path = path.rename(tmp_path / name)
-    with decoders.open(path, ASK) as scene:
+    with decoders.open(path, REQUEST) as scene:
         assert (scene.info.width, scene.info.height) == (40, 30)
 
 
@@ -134,13 +134,13 @@ def test_files_beside_the_raster_are_ignored(decoders: Decoders, tmp_path: Path)
     (tmp_path / "a.tfw").write_text("1\n0\n0\n-1\n7\n7\n")
     aux = "<PAMDataset><SRS>EPSG:3857</SRS><PAMRasterBand band='1'><NoDataValue>1</NoDataValue></PAMRasterBand></PAMDataset>"
     (tmp_path / "a.tif.aux.xml").write_text(aux)
-    with decoders.open(path, ASK) as scene:
+    with decoders.open(path, REQUEST) as scene:
         assert (scene.info.crs, scene.info.nodata) == ("EPSG:32633", None)
         assert run(scene, sign_model).nodata_pixels == 0
 
 
 def test_a_sparse_file_of_too_many_pixels_is_refused(decoders: Decoders, tmp_path: Path) -> None:
-    """A file of some kilobytes that claims 10 980 x 10 980 pixels is refused by its size, which is told."""
+    """A file of some kilobytes that claims 10 980 x 10 980 pixels is refused, and the message names its size."""
     path = tmp_path / "bomb.tif"
     profile = {
         "driver": "GTiff",
@@ -155,8 +155,8 @@ def test_a_sparse_file_of_too_many_pixels_is_refused(decoders: Decoders, tmp_pat
     ):
         pass
     size = path.stat().st_size
-    ask = SceneRequest(card=make_card(tile=256, overlap=32))
-    error = refusal(decoders, path, ask)
+    request = SceneRequest(card=make_card(tile=256, overlap=32))
+    error = refusal(decoders, path, request)
     assert isinstance(error, RasterTooLarge)
     assert error.message == (
         f"{size} bytes claim to hold 10980 x 10980 pixels, which is 2401 tiles; a file has to have 64 bytes for each tile beyond 64"
@@ -170,7 +170,7 @@ def test_a_sparse_file_of_too_many_pixels_is_refused(decoders: Decoders, tmp_pat
         (plain_tags(t257=(4, [0])), RasterBroken, "40 x 0 pixels"),
         (plain_tags(t256=None), RasterBroken, "0 x 30 pixels"),
         (plain_tags(t256=(4, [2**32 - 1]), t257=(4, [2**32 - 1])), RasterTooLarge, "at most 144000000 pixels"),
-        (plain_tags(t256=(4, [60_000]), t257=(4, [2_000])), RasterTooLarge, "at most 8192 are taken"),
+        (plain_tags(t256=(4, [60_000]), t257=(4, [2_000])), RasterTooLarge, "at most 8192 are allowed"),
         (plain_tags(t277=(3, [65535])), RasterTooLarge, "65535 bands; at most 64"),
         (plain_tags(t277=(3, [0])), RasterBroken, "0 bands"),
         (plain_tags(t273=(4, [2**32 - 1])), RasterBroken, "beyond its end"),
@@ -213,7 +213,7 @@ def test_the_header_behind_the_false_ones_is_accepted(decoders: Decoders, tmp_pa
     """The header those lies are made from is itself accepted."""
     path = tmp_path / "a.tif"
     path.write_bytes(raw_tiff(plain_tags(), bytes(range(1, 201)) * 6))
-    with decoders.open(path, ASK) as scene:
+    with decoders.open(path, REQUEST) as scene:
         assert run(scene, sign_model).areas[1].pixels == 1200
 
 
@@ -264,17 +264,19 @@ def test_an_impossible_geotransform_is_refused(
 def test_a_huge_strip_is_refused(decoders: Decoders, tmp_path: Path) -> None:
     """A strip of 480 MB uncompressed is refused by its declared size."""
     tags = plain_tags(12_000, 10_000, t259=(3, [8]), t258=(3, [32]), t279=(4, [1200]))
-    ask = SceneRequest(card=make_card(tile=512), limits=LIMITS)
-    error = refuse_bytes(decoders, tmp_path, raw_tiff(tags, b"\1" * 1200), ask)
+    request = SceneRequest(card=make_card(tile=512), limits=LIMITS)
+    error = refuse_bytes(decoders, tmp_path, raw_tiff(tags, b"\1" * 1200), request)
     assert isinstance(error, RasterTooLarge)
-    assert "its strips hold 480000000 bytes each; at most 134217728 are taken" in error.message
+    assert "its strips hold 480000000 bytes each; at most 134217728 are allowed" in error.message
 
 
 def test_strips_too_tall_for_memory_are_refused(decoders: Decoders, tmp_path: Path) -> None:
     """Strips so tall that the rows do not fit into a decoder are refused, with what to do about it."""
     path = write_strips(tmp_path / "a.tif", np.ones((1, 6000, 6000), "uint8"), 6000)
-    ask = SceneRequest(card=make_card(tile=128, overlap=0), limits=GeoLimits(tile_bytes=0, memory=96_000_000))
-    error = refusal(decoders, path, ask)
+    request = SceneRequest(
+        card=make_card(tile=128, overlap=0), limits=GeoLimits(tile_bytes=0, memory=96_000_000)
+    )
+    error = refusal(decoders, path, request)
     assert isinstance(error, RasterTooLarge)
     assert "write it anew with tiles" in error.message
 
@@ -288,4 +290,4 @@ def test_a_file_over_the_size_limit_is_refused(decoders: Decoders, tmp_path: Pat
         SceneRequest(card=make_card(), limits=GeoLimits(file_bytes=5000)),
     )
     assert isinstance(error, RasterTooLarge)
-    assert error.message == "5004 bytes; at most 5000 are taken"
+    assert error.message == "the file has 5004 bytes; at most 5000 are allowed"

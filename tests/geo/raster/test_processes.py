@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from geo.raster.made import make_card, read_tiff, run, sign_model, write_tiff
-from geo.raster.processes import ASK, children_of, fork_server_of, until, works
+from geo.raster.processes import REQUEST, children_of, fork_server_of, until, works
 
 from baton_geo.errors import DecoderBusy, GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.decoders import Decoders
@@ -37,7 +37,7 @@ def test_closing_leaves_nothing(own: Decoders, raster: Path, folder: Path) -> No
     works(own, raster)
     before = psutil.Process().num_fds()
     for _ in range(3):
-        with own.open(raster, SceneRequest(card=ASK.card, probabilities=True)) as scene:
+        with own.open(raster, SceneRequest(card=REQUEST.card, probabilities=True)) as scene:
             scene.read(0)
             assert len(children_of(own)) == 1
             assert len(list(folder.iterdir())) == 1
@@ -55,7 +55,7 @@ def test_a_refused_raster_leaves_nothing(own: Decoders, tmp_path: Path, folder: 
     bad.write_bytes(b"II*\0" + bytes(100))
     for _ in range(5):
         with pytest.raises(RasterBroken):
-            own.open(bad, ASK)
+            own.open(bad, REQUEST)
     assert children_of(own) == []
     assert list(folder.iterdir()) == []
 
@@ -64,31 +64,31 @@ def test_a_missing_file(own: Decoders, tmp_path: Path, folder: Path) -> None:
     """A file that is not there is the server's fault, not the raster's, and takes no place."""
     for _ in range(3):
         with pytest.raises(FileNotFoundError):
-            own.open(tmp_path / "none.tif", ASK)
+            own.open(tmp_path / "none.tif", REQUEST)
     assert list(folder.iterdir()) == []
 
 
 def test_the_file_may_be_unlinked(own: Decoders, raster: Path) -> None:
     """An opened scene does not need the file's name."""
-    with own.open(raster, ASK) as scene:
+    with own.open(raster, REQUEST) as scene:
         raster.unlink()
         assert run(scene, sign_model).areas[1].pixels == 20_000
 
 
 def test_all_taken(own: Decoders, raster: Path) -> None:
     """A third scene waits for one of two places, then hears that it is busy; a freed place is used."""
-    with own.open(raster, ASK), own.open(raster, ASK) as second:
+    with own.open(raster, REQUEST), own.open(raster, REQUEST) as second:
         started = time.monotonic()
         with pytest.raises(DecoderBusy):
-            own.open(raster, ASK)
+            own.open(raster, REQUEST)
         assert 0.2 <= time.monotonic() - started < 1.0
         second.close()
-        own.open(raster, ASK).close()
+        own.open(raster, REQUEST).close()
 
 
 def test_a_waiting_thread_is_woken(own: Decoders, raster: Path) -> None:
     """`close` from another thread ends a read at once, even of a child that hangs."""
-    scene = own.open(raster, ASK)
+    scene = own.open(raster, REQUEST)
     children_of(own)[0].send_signal(signal.SIGSTOP)
     caught: list[BaseException] = []
 
@@ -122,7 +122,7 @@ def test_a_child_that_dies(
     own: Decoders, raster: Path, number: int, kind: type[GeoError], words: str
 ) -> None:
     """A crash costs its own request, which hears what it means; the other scene and the next go on."""
-    with own.open(raster, ASK) as scene, own.open(raster, ASK) as other:
+    with own.open(raster, REQUEST) as scene, own.open(raster, REQUEST) as other:
         scene.read(0)
         victim = min(children_of(own), key=lambda child: child.create_time())
         victim.send_signal(number)
@@ -143,16 +143,16 @@ def test_too_little_memory(own: Decoders, tmp_path: Path, raster: Path) -> None:
     big = write_tiff(
         tmp_path / "big.tif", pixels, compress="deflate", tiled=True, blockxsize=1024, blockysize=1024
     )
-    ask = SceneRequest(card=make_card(8, tile=512), indices=(0,) * 8, limits=GeoLimits(memory=60_000_000))
-    with pytest.raises(RasterTooLarge, match="memory"), own.open(big, ask) as scene:
+    request = SceneRequest(card=make_card(8, tile=512), indices=(0,) * 8, limits=GeoLimits(memory=60_000_000))
+    with pytest.raises(RasterTooLarge, match="memory"), own.open(big, request) as scene:
         run(scene, lambda tile: np.zeros((2, 512, 512), np.float32))
     assert works(own, raster)
 
 
 def test_a_child_that_hangs(own: Decoders, raster: Path) -> None:
     """A request's time ends it, whatever the child does."""
-    ask = SceneRequest(card=ASK.card, limits=GeoLimits(seconds=0.6))
-    with own.open(raster, ask) as scene:
+    request = SceneRequest(card=REQUEST.card, limits=GeoLimits(seconds=0.6))
+    with own.open(raster, request) as scene:
         children_of(own)[0].send_signal(signal.SIGSTOP)
         started = time.monotonic()
         with pytest.raises(RasterTooLarge, match=r"longer than the 0.6 s allowed"):
@@ -163,8 +163,8 @@ def test_a_child_that_hangs(own: Decoders, raster: Path) -> None:
 
 def test_a_child_of_an_absent_gateway(own: Decoders, raster: Path) -> None:
     """Without anybody to answer, a child's own alarm and CPU limit are set."""
-    ask = SceneRequest(card=ASK.card, limits=GeoLimits(seconds=3))
-    with own.open(raster, ask):
+    request = SceneRequest(card=REQUEST.card, limits=GeoLimits(seconds=3))
+    with own.open(raster, request):
         child = children_of(own)[0]
         limits = Path(f"/proc/{child.pid}/limits").read_text()
         assert [line.split()[3] for line in limits.splitlines() if line.startswith("Max cpu time")] == ["4"]
@@ -178,7 +178,7 @@ def test_a_child_of_an_absent_gateway(own: Decoders, raster: Path) -> None:
 
 def test_a_child_holds_what_it_needs(own: Decoders, raster: Path) -> None:
     """A child's descriptors: nowhere three times, its socket, its pipe, its raster and its drafts."""
-    with own.open(raster, ASK), own.open(raster, ASK) as scene:
+    with own.open(raster, REQUEST), own.open(raster, REQUEST) as scene:
         child = max(children_of(own), key=lambda one: one.create_time())
         held = [os.readlink(entry) for entry in Path(f"/proc/{child.pid}/fd").iterdir()]
         kinds = sorted(held, key=str)
@@ -191,7 +191,7 @@ def test_a_child_holds_what_it_needs(own: Decoders, raster: Path) -> None:
 
 def test_the_fork_server_is_scheduled_with_the_gateway(own: Decoders, raster: Path) -> None:
     """In its session, which the kernel schedules as a whole; in a process group that no Ctrl-C reaches."""
-    with own.open(raster, ASK):
+    with own.open(raster, REQUEST):
         for process in (fork_server_of(own), *children_of(own)):
             assert os.getsid(process.pid) == os.getsid(0)
             assert os.getpgid(process.pid) == fork_server_of(own).pid != os.getpgid(0)
@@ -199,7 +199,7 @@ def test_the_fork_server_is_scheduled_with_the_gateway(own: Decoders, raster: Pa
 
 def test_a_killed_fork_server_is_replaced(own: Decoders, raster: Path) -> None:
     """After SIGKILL of the fork server its children are gone, their scenes say so, and the next scene opens."""
-    scene = own.open(raster, ASK)
+    scene = own.open(raster, REQUEST)
     child, server = children_of(own)[0], fork_server_of(own)
     server.kill()
     assert until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
@@ -220,7 +220,7 @@ def test_a_fork_server_killed_again_and_again(own: Decoders, raster: Path) -> No
 def test_closing_the_decoders_ends_all(raster: Path, folder: Path) -> None:
     """ForkServer and children end; an open scene fails with a refusal and can still be closed."""
     decoders = Decoders(2, 0.1, folder)
-    scene = decoders.open(raster, ASK)
+    scene = decoders.open(raster, REQUEST)
     server, child = fork_server_of(decoders), children_of(decoders)[0]
     decoders.close()
     assert not server.is_running()
@@ -229,7 +229,7 @@ def test_closing_the_decoders_ends_all(raster: Path, folder: Path) -> None:
         scene.read(0)
     scene.close()
     with pytest.raises(RuntimeError, match="closed"):
-        decoders.open(raster, ASK)
+        decoders.open(raster, REQUEST)
 
 
 def test_the_gateway_dies(tmp_path: Path, raster: Path) -> None:
@@ -241,7 +241,7 @@ def test_the_gateway_dies(tmp_path: Path, raster: Path) -> None:
         "print('open', flush=True); time.sleep(60)"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(raster), ASK.model_dump_json()],
+        [sys.executable, "-c", code, str(raster), REQUEST.model_dump_json()],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
@@ -262,7 +262,7 @@ def test_sixteen_at_once(decoders: Decoders, tmp_path: Path) -> None:
         pixels = random.integers(-9, 9, (1, 40 + 17 * number, 300 - 11 * number)).astype("int16")
         path = write_tiff(tmp_path / f"{number}.tif", pixels, crs=f"EPSG:{32601 + number}")
         for _ in range(3):
-            with decoders.open(path, ASK) as scene:
+            with decoders.open(path, REQUEST) as scene:
                 assert scene.info.crs == f"EPSG:{32601 + number}"
                 products = run(scene, sign_model)
                 assert products.mask is not None
@@ -274,7 +274,7 @@ def test_sixteen_at_once(decoders: Decoders, tmp_path: Path) -> None:
 
 def test_threads_share_a_scene(decoders: Decoders, raster: Path) -> None:
     """Eight threads that read and write the tiles of one scene make the right mask."""
-    with decoders.open(raster, ASK) as scene:
+    with decoders.open(raster, REQUEST) as scene:
 
         def one(tile: int) -> None:
             pixels = scene.read(tile)

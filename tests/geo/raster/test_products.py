@@ -187,13 +187,13 @@ def test_nothing_unasked_is_written(decoders: Decoders, tmp_path: Path) -> None:
 
 
 class TestPreview:
-    """The picture."""
+    """The preview."""
 
     RGB = CARD.model_copy(
         update={"bands": tuple(Band(name=name, mean=0, std=1) for name in ("RED", "GREEN", "BLUE"))}
     )
 
-    def picture(self, decoders: Decoders, path: Path, card: Card) -> npt.NDArray[np.uint8]:
+    def preview(self, decoders: Decoders, path: Path, card: Card) -> npt.NDArray[np.uint8]:
         with decoders.open(path, SceneRequest(card=card, preview=True)) as scene:
             preview = run(scene, sign_model).preview
             assert preview is not None
@@ -206,29 +206,29 @@ class TestPreview:
     )
     def test_size(self, decoders: Decoders, tmp_path: Path, height: int, width: int) -> None:
         """At most 1024 pixels on the long side, at least 512 so that the legend can be read."""
-        picture = self.picture(decoders, write_tiff(tmp_path / "a.tif", halves(height, width)), CARD)
-        assert 512 <= max(picture.shape) <= LONGEST
+        preview = self.preview(decoders, write_tiff(tmp_path / "a.tif", halves(height, width)), CARD)
+        assert 512 <= max(preview.shape) <= LONGEST
 
     def test_colours(self, decoders: Decoders, tmp_path: Path) -> None:
         """Water is bluer than land, nodata is transparent, and the legend shows the exact colours."""
-        picture = self.picture(decoders, write_tiff(tmp_path / "a.tif", halves(600, 800)), CARD)
-        land, water = picture[300, 100].astype(int), picture[300, 700].astype(int)
+        preview = self.preview(decoders, write_tiff(tmp_path / "a.tif", halves(600, 800)), CARD)
+        land, water = preview[300, 100].astype(int), preview[300, 700].astype(int)
         assert water[2] - water[0] > land[2] - land[0] + 50
-        assert picture[10, 10, 3] == 0
-        legend = {tuple(pixel) for pixel in picture[600:].reshape(-1, 4)}
+        assert preview[10, 10, 3] == 0
+        legend = {tuple(pixel) for pixel in preview[600:].reshape(-1, 4)}
         assert {(200, 180, 140, 255), (20, 110, 220, 255), (255, 255, 255, 255)} <= legend
 
     def test_the_scene_shines_through(self, decoders: Decoders, tmp_path: Path) -> None:
         """With red, green and blue the scene's brightness is seen under the classes."""
         pixels = np.tile(np.linspace(1, 3000, 800).astype("int16"), (3, 600, 1))
-        picture = self.picture(
+        preview = self.preview(
             decoders, write_tiff(tmp_path / "a.tif", pixels, names=("RED", "GREEN", "BLUE")), self.RGB
         )
-        row = picture[300, :, :3].astype(int).sum(axis=1)
+        row = preview[300, :, :3].astype(int).sum(axis=1)
         assert row[750] > row[400] > row[50]
 
     def test_many_classes(self, decoders: Decoders, tmp_path: Path) -> None:
-        """Two hundred classes do not make the picture larger, and a name of any length or script is drawn."""
+        """Two hundred classes do not make the preview larger, and a name of any length or script is drawn."""
         classes = tuple(
             ClassLabel(name=f"{number} 水 " + "x" * 200, colour=(number, 0, 0)) for number in range(200)
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from geo.raster.made import run, sign_model, write_tiff
-from geo.raster.processes import ASK, children_of, works
+from geo.raster.processes import REQUEST, children_of, works
 
 from baton_geo.errors import DecoderBusy, RasterBroken
 from baton_geo.raster.decoders import Decoders
@@ -93,7 +93,7 @@ def test_the_kernel_keeps_a_child_in(tmp_path: Path, raster: Path, folder: Path)
 def test_no_room_for_the_result(own: Decoders, tmp_path: Path, raster: Path) -> None:
     """When our own files cannot be written that is a retryable failure of the server, not a fault of the raster."""
     pixels = np.ones((1, 600, 600), "uint8")
-    with own.open(write_tiff(tmp_path / "a.tif", pixels), ASK) as scene:
+    with own.open(write_tiff(tmp_path / "a.tif", pixels), REQUEST) as scene:
         child = children_of(own)[0]
         resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (1000, 1000))
         with pytest.raises(DecoderBusy, match="could not be written"):
@@ -104,7 +104,7 @@ def test_no_room_for_the_result(own: Decoders, tmp_path: Path, raster: Path) -> 
 def test_a_raster_that_is_slow_to_open(own: Decoders, raster: Path) -> None:
     """The processor's time is what counts: a busy machine refuses no sound raster."""
     with pytest.raises(RasterBroken, match=r"could not be read within 0.001 s"):
-        own.open(raster, SceneRequest(card=ASK.card, limits=GeoLimits(open_seconds=0.001)))
+        own.open(raster, SceneRequest(card=REQUEST.card, limits=GeoLimits(open_seconds=0.001)))
     assert children_of(own) == []
-    with own.open(raster, ASK) as scene:
+    with own.open(raster, REQUEST) as scene:
         assert scene.info.tiles > 0

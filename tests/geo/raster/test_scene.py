@@ -71,12 +71,14 @@ def test_tiles_are_the_file(decoders: Decoders, tmp_path: Path, data: st.DataObj
     path = write_tiff(tmp_path / "scene.tif", pixels, nodata=nodata, **layout)
     grid = Grid(width, height, card.tile, card.overlap)
     valid = np.isfinite(pixels).all(axis=0) & ((pixels != nodata).all(axis=0) if nodata is not None else True)
-    ask = SceneRequest(card=card, limits=GeoLimits(tile_bytes=0))  # many tiles of few bytes are no bomb here
+    request = SceneRequest(
+        card=card, limits=GeoLimits(tile_bytes=0)
+    )  # many tiles of few bytes are no bomb here
     if not valid.any():
         with pytest.raises(RasterUnusable, match="every pixel is nodata"):
-            decoders.open(path, ask)
+            decoders.open(path, request)
         return
-    with decoders.open(path, ask) as scene:
+    with decoders.open(path, request) as scene:
         assert scene.info.tiles == len(grid)
         for tile in range(scene.info.tiles):
             got, expected = scene.read(tile), plain_tile(pixels, nodata, grid, tile)
@@ -178,7 +180,7 @@ def test_bands_by_name_and_by_index(decoders: Decoders, tmp_path: Path) -> None:
 
 
 def test_an_alpha_band_is_nodata(decoders: Decoders, tmp_path: Path) -> None:
-    """Where alpha is 0 there is nothing, and alpha is no band of the picture."""
+    """Where alpha is 0 there is nothing, and alpha is no band of the scene."""
     pixels = np.full((4, 40, 40), 200, "uint8")
     pixels[3] = 255
     pixels[3, :10] = 0

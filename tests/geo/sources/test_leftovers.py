@@ -23,14 +23,14 @@ from pathlib import Path
 from baton_geo.raster.messages import SceneRequest
 from baton_geo.raster.decoders import Decoders
 from baton_geo.spool import Spool
-folder, raster, ask = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+folder, raster, request = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 finished = Spool(folder, 100)
 finished.write(b"whole")
 kept = finished.finish()
 half = Spool(folder, 100)
 half.write(b"half")
 decoders = Decoders(1, 5.0, folder)
-scene = decoders.open(raster, SceneRequest.model_validate_json(ask))
+scene = decoders.open(raster, SceneRequest.model_validate_json(request))
 scene.read(0)
 print(decoders._fork_server._server.process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -49,9 +49,12 @@ def at(tmp_path: Path) -> Path:
 def test_what_a_killed_server_left_goes_with_the_next_start(at: Path, tmp_path: Path) -> None:
     """A raster half written, one in use, and a scene's folder with its draft: all of it, and no process is left."""
     raster = write_tiff(tmp_path / "a.tif", np.ones((1, 40, 40), "uint8"))
-    ask = SceneRequest(card=make_card()).model_dump_json()
+    request = SceneRequest(card=make_card()).model_dump_json()
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(at), str(raster), ask], check=False, capture_output=True, text=True
+        [sys.executable, "-c", KILLED, str(at), str(raster), request],
+        check=False,
+        capture_output=True,
+        text=True,
     )
     psutil.wait_procs([psutil.Process(pid) for pid in [int(killed.stdout)] if psutil.pid_exists(pid)], 10)
     names = left(at)

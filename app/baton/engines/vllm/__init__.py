@@ -1,1 +1,1 @@
-"""Engines on vLLM. The only package of the gateway that imports vLLM."""
+"""Run engines on vLLM; the only package of the gateway that imports vLLM."""

@@ -1,4 +1,4 @@
-"""Turn an engine's settings into vLLM's: engine arguments, and the namespace its serving factories read."""
+"""Turn an engine's settings into vLLM's engine arguments, and into the namespace of its serving factories."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OWNED = {
     "io_processor_plugin": "the engine's `io_processor`",
     "disable_log_stats": "always on: /metrics reads them",
 }
-"""Engine arguments that are set elsewhere, and where."""
+"""Engine arguments that are set elsewhere in the settings, and where."""
 
 NOT_HONOURED = {
     "aggregate_engine_logging": "Baton logs no periodic statistics; read `/metrics`",
@@ -61,66 +61,76 @@ SERVING_OPTIONS = (
     "tool_call_parser",
     "tool_strict_level",
 )
-"""The serving options of vLLM that make sense per engine behind a gateway."""
+"""The serving options of vLLM that an engine's `serving` table may hold."""
 
 REASONING_OPTIONS = ("reasoning_parser", "reasoning_parser_plugin")
-"""Engine arguments that may be given as serving options too: vLLM's serving handlers act on them."""
+"""Engine arguments that `serving` may hold too, because vLLM's serving handlers act on them."""
 
 
 def engine_args(
     settings: EngineSettings, model: str, transfer: dict[str, Any] | None = None
 ) -> AsyncEngineArgs:
-    """vLLM's arguments for one engine.
+    """Build vLLM's arguments for one engine.
 
     Args:
-        settings: the engine's table.
-        model: where its weights are, already resolved.
-        transfer: vLLM's KV transfer config, where handoffs are on; what `args` say of it stands above it.
+        settings: the engine's table of the settings.
+        model: path of its weights.
+        transfer: vLLM's KV transfer config, where handoffs are on; `args` may override its keys.
 
     Raises:
-        SettingsError: an argument that vLLM does not know, or that is set elsewhere.
+        SettingsError: an argument is unknown to vLLM, is set elsewhere, is not supported, or vLLM refuses its
+            value.
     """
     _check_names(settings)
     args: dict[str, Any] = _platform_defaults() | _model_defaults(settings) | settings.args
     args |= _reasoning_options(settings)
     if settings.kv_cache_memory is not None:
         args["kv_cache_memory_bytes"] = int(settings.kv_cache_memory)
-    if dtype := processor_s_dtype(settings, model):
+    if dtype := processor_dtype(settings, model):
         args["dtype"] = dtype
     given = args.pop("kv_transfer_config", None)
     if given is not None and not isinstance(given, dict):
         raise SettingsError(f"engines '{settings.name}': args.kv_transfer_config: must be a table")
+    if transfer is not None or given is not None:
+        args["kv_transfer_config"] = (transfer or {}) | (given or {})
     if settings.latent:
         args["hf_overrides"] = _latent_overrides(settings, model, args)
     elif thinks(model, _table(args.get("hf_overrides"))):
         raise SettingsError(
-            f"engines '{settings.name}': the class of its model takes latent steps: say so with "
-            "`latent = true`, which keeps clients' own prompts from asking for them"
+            f"engines '{settings.name}': its model takes latent steps: set `latent = true`, which keeps "
+            "clients' own prompts from asking for them"
         )
-    try:
-        if transfer is not None or given is not None:
-            args["kv_transfer_config"] = KVTransferConfig(**((transfer or {}) | (given or {})))
-        if isinstance(structured := args.get("structured_outputs_config"), dict):
-            args["structured_outputs_config"] = StructuredOutputsConfig(**structured)
-        if settings.io_processor is not None:
-            args["io_processor_plugin"] = settings.io_processor
-        built = AsyncEngineArgs(
-            model=model, served_model_name=[settings.name], runner=settings.runner, **args
-        )
-    except (ValidationError, ValueError, TypeError, OSError) as error:
-        reason = scrub(str(error).partition("\n")[0])
-        if reason == WRONG_KIND:  # worded for clients
-            reason = "one of them has a value of the wrong kind"
-        raise SettingsError(f"engines '{settings.name}': args: vLLM refuses them: {reason}") from None
+    built = _build(settings, model, args)
     _check_parsers(settings, built)
     return built
 
 
-def _check_names(settings: EngineSettings) -> None:
-    """Refuse arguments that are set elsewhere, that Baton cannot honour, or that vLLM does not know.
+def _build(settings: EngineSettings, model: str, args: dict[str, Any]) -> AsyncEngineArgs:
+    """Give `args` to vLLM, their tables as vLLM's types.
 
     Raises:
-        SettingsError: there is one.
+        SettingsError: vLLM refuses a value.
+    """
+    try:
+        if "kv_transfer_config" in args:
+            args["kv_transfer_config"] = KVTransferConfig(**args["kv_transfer_config"])
+        if isinstance(structured := args.get("structured_outputs_config"), dict):
+            args["structured_outputs_config"] = StructuredOutputsConfig(**structured)
+        if settings.io_processor is not None:
+            args["io_processor_plugin"] = settings.io_processor
+        return AsyncEngineArgs(model=model, served_model_name=[settings.name], runner=settings.runner, **args)
+    except (ValidationError, ValueError, TypeError, OSError) as error:
+        reason = scrub(str(error).partition("\n")[0])
+        if reason == WRONG_KIND:  # that text is for clients
+            reason = "one of them has a value of the wrong type"
+        raise SettingsError(f"engines '{settings.name}': args: vLLM refuses them: {reason}") from None
+
+
+def _check_names(settings: EngineSettings) -> None:
+    """Check the names of an engine's arguments.
+
+    Raises:
+        SettingsError: an argument is set elsewhere, cannot be honoured by Baton, or is unknown to vLLM.
     """
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for key, value in settings.args.items():
@@ -134,35 +144,38 @@ def _check_names(settings: EngineSettings) -> None:
 
 
 def why_not_honoured(key: str, value: object) -> str | None:
-    """Say why Baton cannot do what an engine argument asks; None: it can, or nothing is asked."""
+    """Return why Baton cannot honour an engine argument; None: it can, or the value is vLLM's default."""
     return NOT_HONOURED.get(key) if value != getattr(AsyncEngineArgs, key, None) else None
 
 
-def processor_s_dtype(settings: EngineSettings, model: str) -> str | None:
-    """Choose the dtype by what the processor can; None: vLLM decides, as always where a GPU computes."""
+def processor_dtype(settings: EngineSettings, model: str) -> str | None:
+    """Choose the dtype by the processor's instructions; None: vLLM decides, as always on a GPU."""
     if not current_platform.is_cpu():
         return None
     return dtype_for(settings, Path(model), read_processor(), memory=MemoryReader().total())
 
 
 def _reasoning_options(settings: EngineSettings) -> dict[str, Any]:
-    """Return the reasoning options given under `serving`, where `tool_call_parser` is given too.
+    """Return the reasoning options that stand under `serving`, like `tool_call_parser` does.
 
     Raises:
-        SettingsError: `args` give another value.
+        SettingsError: `args` and `serving` give different values.
     """
     given = {key: settings.serving[key] for key in REASONING_OPTIONS if key in settings.serving}
     for key, value in given.items():
         if settings.args.get(key, value) != value:
-            raise SettingsError(f"engines '{settings.name}': args.{key} and serving.{key} differ: give one")
+            raise SettingsError(
+                f"engines '{settings.name}': args.{key} and serving.{key} differ: set one of them"
+            )
     return given
 
 
 def _check_parsers(settings: EngineSettings, args: AsyncEngineArgs) -> None:
-    """Refuse a parser that vLLM does not have, as vLLM's own server does at its start.
+    """Check an engine's parsers, as vLLM's own server does at its start.
 
     Raises:
-        SettingsError: the reasoning parser or the tool call parser is unknown, or the latter is missing.
+        SettingsError: vLLM has no such reasoning parser or tool call parser, or `enable_auto_tool_choice` is
+            set without a `tool_call_parser`.
     """
     where = f"engines '{settings.name}'"
     reasoning = args.create_structured_outputs_config()
@@ -178,7 +191,7 @@ def _check_parsers(settings: EngineSettings, args: AsyncEngineArgs) -> None:
         hint = nearest(str(tools), known)
         raise SettingsError(f"{where}: serving.tool_call_parser: vLLM has no '{tools}'{hint}")
     if settings.serving.get("enable_auto_tool_choice") and tools is None:
-        raise SettingsError(f"{where}: serving.enable_auto_tool_choice: give a `tool_call_parser` too")
+        raise SettingsError(f"{where}: serving.enable_auto_tool_choice: set `tool_call_parser` too")
 
 
 def _table(given: Any) -> dict[str, Any]:
@@ -186,10 +199,11 @@ def _table(given: Any) -> dict[str, Any]:
 
 
 def _latent_overrides(settings: EngineSettings, model: str, args: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's `hf_overrides` of an engine that takes latent steps; what `args` say of them stays.
+    """Return vLLM's `hf_overrides` for an engine with `latent`; those that `args` hold are kept.
 
     Raises:
-        SettingsError: it cannot take any.
+        SettingsError: the engine is split over several devices, `hf_overrides` is no table, or the model
+            cannot take latent steps.
     """
     where = f"engines '{settings.name}': latent"
     for key in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -197,7 +211,7 @@ def _latent_overrides(settings: EngineSettings, model: str, args: dict[str, Any]
             raise SettingsError(f"{where}: not supported with {key} above 1")
     given = args.get("hf_overrides") or {}
     if not isinstance(given, dict):
-        raise SettingsError(f"{where}: needs `args.hf_overrides` to be a table, if it is given")
+        raise SettingsError(f"{where}: `args.hf_overrides` must be a table")
     try:
         return given | latent_overrides(model, given.get(PLACEHOLDER_KEY))
     except ValueError as error:
@@ -205,17 +219,17 @@ def _latent_overrides(settings: EngineSettings, model: str, args: dict[str, Any]
 
 
 def placeholder_of(args: AsyncEngineArgs) -> int:
-    """The token id that stands for a latent step of an engine that takes them."""
+    """Return the token id that stands for a latent step, from the arguments of an engine with `latent`."""
     overrides = args.hf_overrides
     assert isinstance(overrides, dict)
     return int(overrides[PLACEHOLDER_KEY])
 
 
 def _model_defaults(settings: EngineSettings) -> dict[str, Any]:
-    """What an embedded model needs.
+    """Return the arguments that an embedded model needs; none for other models.
 
     Raises:
-        SettingsError: it is to do what it cannot.
+        SettingsError: the settings name a `runner` that the embedded model does not support.
     """
     known = EMBEDDED.get(settings.model)
     if known is None:
@@ -226,7 +240,7 @@ def _model_defaults(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _platform_defaults() -> dict[str, Any]:
-    # An empty list would mean any: this process fetches nothing for a client (see api/limits.py).
+    # vLLM must fetch nothing for a client: Baton does, in baton.images. An empty list would allow any domain.
     defaults: dict[str, Any] = {"allowed_media_domains": ["media.invalid"]}
     if current_platform.is_cpu():
         # Compiling takes minutes on a laptop and wants a C++ compiler; eager starts at once.
@@ -235,10 +249,10 @@ def _platform_defaults() -> dict[str, Any]:
 
 
 def serving_namespace(settings: EngineSettings) -> Namespace:
-    """What vLLM's serving factories read, with vLLM's own defaults.
+    """Build the namespace that vLLM's serving factories read, with vLLM's own defaults.
 
     Raises:
-        SettingsError: a serving option that does not exist, or makes no sense per engine.
+        SettingsError: a serving option is unknown, or cannot be set for a single engine.
     """
     for key in settings.serving:
         if key not in (*SERVING_OPTIONS, *REASONING_OPTIONS):

@@ -1,4 +1,4 @@
-"""What a body needs before vLLM's handlers read it: what they cannot be told otherwise."""
+"""Change a request's body before vLLM's handlers read it: the response id, and a prompt of token ids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from baton.telemetry.ids import RequestContext
 
 
 def for_responses(operation: Operation, body: Json, context: RequestContext) -> Json:
-    """The id in the body, where this handler reads it; and no null that its answer would choke on."""
+    """Put the id into the body of a responses request, and drop nulls on which vLLM's answer would fail."""
     if operation is not Operation.RESPONSES:
         return body
     kept = {
@@ -19,7 +19,7 @@ def for_responses(operation: Operation, body: Json, context: RequestContext) -> 
 
 
 def with_whole_prompt(operation: Operation, body: Json, transfer: TransferRequest | None) -> Json:
-    """The body with the token ids that are its prompt; a chat takes them beside its messages."""
+    """Put a transfer's prompt into the body; a chat takes its token ids beside the messages."""
     if transfer is None or transfer.prompt is None:
         return body
     if operation is Operation.CHAT:
@@ -28,8 +28,10 @@ def with_whole_prompt(operation: Operation, body: Json, transfer: TransferReques
 
 
 def _without_images(body: Json) -> Json:
-    """A chat's body for a prompt that is given in token ids: beside a message of more than text vLLM would
-    not use them. Messages are not written again, so what they say matters to nobody.
+    """Drop the images of a chat's messages.
+
+    vLLM does not use a prompt of token ids beside messages that hold more than text. The messages are not
+    rendered then, so that their content does not matter.
     """
     return body | {"messages": [_text_alone(message) for message in body["messages"]]}
 

@@ -1,6 +1,6 @@
-"""The names that IO processor plugins written for vLLM 0.11 to 0.15 import, and the base class of then.
+"""Supply the import names and the base class that IO processor plugins for vLLM 0.11 to 0.15 need.
 
-Only where an engine says `classic_plugin = true`, and only while its plugin is imported.
+They exist only while the plugin of an engine with `classic_plugin = true` is imported.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ MOVED: dict[str, dict[str, Any]] = {
     "vllm.transformers_utils.tokenizer": {"get_tokenizer": get_tokenizer},
     "vllm.utils": {"Counter": Counter, "resolve_obj_by_qualname": resolve_obj_by_qualname},
 }
-"""Module by module what stood there between 0.11 and 0.15, and stands elsewhere now: the same objects."""
+"""The names of each module that existed there in vLLM 0.11 to 0.15, as the same objects of today's vLLM."""
 
 
 class ClassicIOProcessor(IOProcessor):
-    """The base class as it was: made with the config alone."""
+    """The base class as it was: its constructor takes only the configuration."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
@@ -58,7 +58,7 @@ class ClassicIOProcessor(IOProcessor):
 
 @contextlib.contextmanager
 def classic_names() -> Iterator[None]:
-    """Supply the names for as long as the context lasts; modules that exist keep what they have."""
+    """Supply the names while the context lasts; modules that exist keep the names they have."""
     added: list[tuple[ModuleType, str]] = []
     new_modules: list[str] = []
     base, interface.IOProcessor = interface.IOProcessor, ClassicIOProcessor

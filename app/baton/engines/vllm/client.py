@@ -1,8 +1,8 @@
-"""The thin wrapper that vLLM's serving handlers get as their `engine_client`.
+"""Wrap the engine client that vLLM's serving handlers call, to check every prompt and watch every output.
 
-It stands where every request passes on its way into the engine: it puts the tenant's salt on the
-prefix cache, and it notes why an engine failed, which vLLM's stream generators would turn into text
-of their own.
+Every request passes here on its way into the engine: the wrapper sets the tenant's prefix-cache salt, refuses
+prompts with placeholder tokens that are not the gateway's, and notes why the engine failed, which vLLM's
+stream generators would turn into text of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import structlog
 
 from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
 from baton.engines.vllm.errors import translate
-from baton.engines.vllm.multimodal import Sent, hashes_of, strays
+from baton.engines.vllm.multimodal import Sent, hashes_of, stray_placeholders
 from baton.errors import BatonError, GenerationFailed, InvalidRequest, Unprocessable
 from baton.telemetry.ids import RequestContext
 from baton_kv.contract import transfer_params
@@ -34,22 +34,22 @@ DEAD_END = (
     "The model's tokens cannot spell what the request demands of the answer: loosen `structured_outputs`, "
     "`response_format` or the tool's schema, or keep to characters the model knows."
 )
-"""vLLM ends a request that samples under a grammar only where the grammar leaves no token."""
+"""vLLM fails a constrained request when the grammar allows none of the model's tokens."""
 
 
 @dataclass(slots=True)
 class Call:
-    """One operation on its way through vLLM's handlers.
+    """One operation that vLLM's handlers work on.
 
     Attributes:
-        context: our ids for the request.
-        salt: what separates this tenant's prefix cache from the others'; None: nothing to separate.
-        failure: why the engine failed this request, once it has.
+        context: ids and tenant of the request; receives its numbers of tokens.
+        salt: the tenant's prefix-cache salt; None: there is only one tenant.
+        failure: why the engine failed this request; None: it has not.
         transfer: what to load and save, for a request with a handoff.
-        placeholder: the token id that stands for a latent step; None: the model does not think.
-        images: what images are to the model.
-        deltas: outputs hold only what is new since the last one.
-        constrained: what may be said is constrained (`structured_outputs`, `response_format`, a named tool).
+        placeholder: token id that stands for a latent step; None: the engine was configured without `latent`.
+        images: how the model takes images.
+        deltas: whether each output holds only the tokens since the last one.
+        constrained: whether a grammar constrains the answer, e.g. by `response_format` or a named tool.
     """
 
     context: RequestContext
@@ -62,9 +62,9 @@ class Call:
     constrained: bool = False
 
     async def watch(self, outputs: AsyncGenerator[Any, None], sent: Sent) -> AsyncIterator[Any]:
-        """Pass the engine's outputs on, keep what ends them badly, and close them at once.
+        """Pass the engine's outputs on, note the error that ends them, and close them at once.
 
-        The first of them tells whether the engine process has the images that were `sent`.
+        The first output shows whether the engine process has received the images that were `sent`.
         """
         first = True
         async with aclosing(outputs):
@@ -81,31 +81,31 @@ class Call:
                     yield output
             except (asyncio.CancelledError, GeneratorExit):
                 raise
-            except Exception as error:  # the border to vLLM: kept, and told to the client by our stream
+            except Exception as error:  # the border to vLLM: our stream reports it to the client
                 self.failure = translate(error)
                 if self.failure.status >= 500 and not self.failure.retryable:
                     log.error("engine_request_failed", exc_info=error)
                 raise
 
     def _count(self, output: Any, *, first: bool) -> None:
-        """Add an output's tokens to the request's; one that pools has no completions."""
+        """Add an output's tokens to the request's; outputs of pooling have no completions."""
         if first:
             self.context.prompt_tokens += len(output.prompt_token_ids or ())
         if self.deltas or output.finished:
-            said = getattr(output, "outputs", ())
-            completions = said if isinstance(said, list) else ()
+            outputs = getattr(output, "outputs", ())
+            completions = outputs if isinstance(outputs, list) else ()
             self.context.generated_tokens += sum(len(completion.token_ids) for completion in completions)
 
 
 CURRENT_CALL: ContextVar[Call] = ContextVar("baton_current_call")
-"""The call that the running handler works on; set by `VllmEngine.call` alone."""
+"""The call that the running handler works on; set by `VllmEngine.call` and while its stream is read."""
 
 
 class WatchedClient:
-    """An `EngineClient` that is `AsyncLLM` but for `generate` and `encode`.
+    """An `EngineClient` that checks and watches `generate` and `encode`, and is its `AsyncLLM` otherwise.
 
     Args:
-        engine: the engine.
+        engine: vLLM's client.
         images: puts images into prompts of token ids.
     """
 
@@ -120,7 +120,7 @@ class WatchedClient:
         call = CURRENT_CALL.get()
         call.deltas = sampling_params.output_kind.name == "DELTA"
         call.constrained = sampling_params.structured_outputs is not None
-        _require_no_own_steps(call, prompt)
+        _refuse_latent_placeholders(call, prompt)
         if call.transfer is not None:
             _require_prompt(call, prompt)
             if call.transfer.moves_kv:
@@ -128,19 +128,21 @@ class WatchedClient:
                 wanted = _transfer_params(call.transfer, call.context)
                 sampling_params.extra_args = extra | {"kv_transfer_params": wanted}
             if call.transfer.images:
-                outputs = self._seeing(call, call.transfer.images, prompt, sampling_params, *args, **kwargs)
+                outputs = self._generate_with_images(
+                    call, call.transfer.images, prompt, sampling_params, *args, **kwargs
+                )
                 return call.watch(outputs, self._sent([image.digest for image in call.transfer.images]))
         _require_read_images(call, prompt)
-        _require_own_images(call, prompt)
+        _refuse_image_placeholders(call, prompt)
         outputs = self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs)
         return call.watch(outputs, self._sent(hashes_of(prompt)))
 
-    async def _seeing(
+    async def _generate_with_images(
         self, call: Call, images: Sequence[PlacedImage], prompt: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        """The same for a prompt of token ids some of which stand for images."""
-        prompt = await self._images.laid_over(prompt, images)
-        _require_own_images(call, prompt)
+        """Generate from a prompt of token ids that holds images."""
+        prompt = await self._images.add(prompt, images)
+        _refuse_image_placeholders(call, prompt)
         async with aclosing(self._engine.generate(salted(prompt, call.salt), *args, **kwargs)) as outputs:
             async for output in outputs:
                 yield output
@@ -148,7 +150,7 @@ class WatchedClient:
     def encode(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()
         _require_read_images(call, prompt)
-        _require_own_images(call, prompt)
+        _refuse_image_placeholders(call, prompt)
         outputs = self._engine.encode(salted(prompt, call.salt), *args, **kwargs)
         return call.watch(outputs, self._sent(hashes_of(prompt)))
 
@@ -157,14 +159,14 @@ class WatchedClient:
 
 
 def failed(output: Any) -> bool:
-    """The engine process gave up on a request, perhaps before it had looked at all of it."""
+    """Return whether the engine process failed a request, perhaps before it had read all of it."""
     completions = getattr(output, "outputs", ())
     reasons = [item.finish_reason for item in completions] if isinstance(completions, list) else []
     return "error" in reasons or getattr(output, "error", None) is not None
 
 
 def _transfer_params(transfer: TransferRequest, context: RequestContext) -> dict[str, Any]:
-    """What the connector is told."""
+    """Return the transfer in the connector's terms."""
     return transfer_params(
         save=transfer.save or False,
         scope="prompt" if transfer.prompt_only else None,
@@ -175,10 +177,10 @@ def _transfer_params(transfer: TransferRequest, context: RequestContext) -> dict
 
 
 def _require_prompt(call: Call, prompt: Any) -> None:
-    """See to it that the engine is given the transfer's prompt, and nothing vLLM made of the body instead.
+    """Check that the engine gets the transfer's prompt, not one that vLLM rendered from the body.
 
     Raises:
-        GenerationFailed: it is given another one; nothing is computed.
+        GenerationFailed: it would get another prompt; nothing is computed.
     """
     wanted = call.transfer.prompt if call.transfer is not None else None
     given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
@@ -188,17 +190,17 @@ def _require_prompt(call: Call, prompt: Any) -> None:
         raise call.failure
 
 
-def _require_no_own_steps(call: Call, prompt: Any) -> None:
+def _refuse_latent_placeholders(call: Call, prompt: Any) -> None:
     """Refuse a prompt that holds more placeholders than the gateway put there.
 
     Raises:
-        InvalidRequest: the client's own text or token ids hold the token that stands for a latent step.
+        InvalidRequest: the client's own text or token ids hold the placeholder of a latent step.
     """
     if call.placeholder is None:
         return
     given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-    meant = call.transfer.latent_steps if call.transfer is not None else 0
-    if list(given or ()).count(call.placeholder) != meant:
+    wanted = call.transfer.latent_steps if call.transfer is not None else 0
+    if list(given or ()).count(call.placeholder) != wanted:
         call.failure = InvalidRequest(
             f"The prompt holds the token {call.placeholder}, which stands for a latent step of this model: "
             "leave it out, and ask for steps with 'handoff.save.latent_steps'.",
@@ -208,12 +210,12 @@ def _require_no_own_steps(call: Call, prompt: Any) -> None:
 
 
 def _require_read_images(call: Call, prompt: Any) -> None:
-    """See to it that the engine is given no image but those that were read of this request, by their names.
+    """Check that the engine gets only images that Baton has read for this request, under their digests.
 
-    By another's name an image would be taken for that one, whoever sent it.
+    Under another image's digest, an image would be answered from that one's cache entry, whoever sent it.
 
     Raises:
-        GenerationFailed: there is another; nothing is computed.
+        GenerationFailed: the prompt holds another image; nothing is computed.
     """
     names, known = hashes_of(prompt), call.context.images
     if known is None or not names:
@@ -224,45 +226,44 @@ def _require_read_images(call: Call, prompt: Any) -> None:
         raise call.failure
 
 
-def _require_own_images(call: Call, prompt: Any) -> None:
-    """Refuse a prompt in which something stands for an image that is none.
+def _refuse_image_placeholders(call: Call, prompt: Any) -> None:
+    """Refuse a prompt with an image placeholder token that belongs to no image.
 
-    Such a token would take the place of an image that was sent, or be computed with what the model never
-    learned; several models' code fails on it, and the engine with it.
+    Such a token would take the place of an image that was sent, or be computed with an embedding that was
+    never trained; the code of several models fails on it, and the engine with it.
 
     Raises:
-        InvalidRequest: the client's own text or token ids hold it.
+        InvalidRequest: the client's own text or token ids hold such a token.
     """
-    if strays(prompt, call.images.tokens):
+    if stray_placeholders(prompt, call.images.tokens):
         texts = ", ".join(f"'{text}'" for text in call.images.texts)
         call.failure = InvalidRequest(
-            "The prompt, or the context it goes on from, holds a token that stands for an image of this "
-            f"model (written {texts}) and belongs to none: leave it out; send images as parts of messages.",
+            "The prompt, or the context that it continues, holds an image placeholder of this model (written "
+            f"{texts}) that belongs to no image: leave it out, and send images as parts of messages.",
             param="prompt",
         )
         raise call.failure
 
 
 def _note(report: TransferReport, output: Any, *, deltas: bool) -> None:
-    """Keep what a `RequestOutput` tells; its token ids are all so far, or only the new ones."""
+    """Note a `RequestOutput` in the report; with `deltas` its token ids are only the new ones."""
     if not report.prompt_ids:
         report.prompt_ids = list(output.prompt_token_ids or ())
     report.cached = output.num_cached_tokens or report.cached
     completion = output.outputs[0]
     if output.finished:
         at_stop_string = isinstance(completion.stop_reason, str)
-        # At a stop string the engine saves without being able to say so here.
+        # After a stop string the engine saves, but cannot report it here.
         report.saves = output.kv_transfer_params is not None or at_stop_string
         report.ended_by_token = completion.finish_reason == "stop" and not at_stop_string
-    said = completion.token_ids
     if deltas:
-        report.output_ids.extend(said)
+        report.output_ids.extend(completion.token_ids)
     else:
-        report.output_ids = list(said)
+        report.output_ids = list(completion.token_ids)
 
 
 def salted(prompt: Any, salt: str | None) -> Any:
-    """The rendered prompt with the gateway's salt in place of whatever stood there."""
+    """Set a rendered prompt's prefix-cache salt in place, whatever it was before; return the prompt."""
     if isinstance(prompt, dict):
         prompt.pop("cache_salt", None)
         if salt is not None:

@@ -1,4 +1,4 @@
-"""Read one engine from a command line, as `vllm serve` users type it: `MODEL --max-model-len 4096 ...`."""
+"""Read one engine's settings from a command line like `vllm serve`'s: `MODEL --max-model-len 4096 ...`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.errors import SettingsError
 from baton.models.catalog import EMBEDDED
 
 _ABSENT = object()
-"""The default of every flag, so that one given with vLLM's own default still counts as given."""
+"""The default of every flag: a flag that is given with vLLM's own default still counts as given."""
 
 TLS_FLAGS = (
     "ssl_keyfile",
@@ -46,28 +46,28 @@ INSTEAD = {
 def settings_from_command_line(
     arguments: list[str], *, handoff: bool = False, latent: bool = False
 ) -> EngineSettings:
-    """Read one engine as `vllm serve` users type it.
+    """Read one engine's settings from the arguments of `vllm serve`.
 
     Args:
-        arguments: the model and vLLM's flags.
-        handoff: requests may leave their KV behind, and start from it.
-        latent: handoffs may ask for latent steps.
+        arguments: the model and vLLM's flags, e.g. `["m", "--max-model-len", "4096"]`.
+        handoff: the engine's `handoff`.
+        latent: the engine's `latent`.
 
     Raises:
-        SettingsError: a flag that vLLM does not know, or one that Baton does differently.
+        SettingsError: no model is given, vLLM does not know a flag, or Baton does not offer it.
     """
     changed = _given(arguments)
     model = changed.pop("model_tag", None) or changed.pop("model", None)
     changed.pop("model", None)
     if not model:
-        raise SettingsError("which model? `baton serve MODEL [vLLM engine flags]`")
+        raise SettingsError("no model is given: `baton serve MODEL [vLLM engine flags]`")
     names = changed.pop("served_model_name", None) or [model.rstrip("/").rsplit("/", 1)[-1]]
     memory = changed.pop("kv_cache_memory_bytes", None)
     plugin = changed.pop("io_processor_plugin", None)
     usual = EMBEDDED[model].runner if model in EMBEDDED else "generate" if plugin is None else "pooling"
     runner = changed.pop("runner", usual)
     serving = {key: changed.pop(key) for key in SERVING_OPTIONS if key in changed}
-    _refuse_flags_of_vllm_s_server(changed)
+    _refuse_server_flags(changed)
     try:
         return EngineSettings(
             name=names[0],
@@ -86,7 +86,7 @@ def settings_from_command_line(
 
 
 def _given(arguments: list[str]) -> dict[str, Any]:
-    """Return the flags that were given, by vLLM's names for them, as vLLM's own parser reads them."""
+    """Return the values of the flags that were given, by vLLM's names for them."""
     parser = _parser()
     defaults = vars(parser.parse_args([]))
     # A flag that may be repeated adds to a copy of its default, which therefore must be a list or None.
@@ -98,8 +98,8 @@ def _given(arguments: list[str]) -> dict[str, Any]:
 
 def _parser() -> FlexibleArgumentParser:
     parser = serve_parser()
-    parser.error = _refuse  # argparse's own way out is to exit
-    # vLLM's type would fill in every field, and they would overrule those of a handoff's connector.
+    parser.error = _refuse  # argparse would exit the process
+    # vLLM's type would fill in every field, and these would override those of Baton's connector.
     parser.add_argument("--kv-transfer-config", type=_json_object)
     return parser
 
@@ -118,7 +118,7 @@ def _refuse(message: str) -> None:
     raise SettingsError(f"baton serve: {message}")
 
 
-def _refuse_flags_of_vllm_s_server(changed: dict[str, Any]) -> None:
+def _refuse_server_flags(changed: dict[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     frontend = {field.name for field in dataclasses.fields(BaseFrontendArgs)}
     for key, value in changed.items():

@@ -1,13 +1,13 @@
-"""Compile constraints on trial, in a process: `python -m baton.engines.vllm.compile_server <descriptor>`.
+"""Compile a request's constraint on trial, in a process that may be killed.
 
-It has one thread and the compilers loaded, so that a child starts in milliseconds. Each request on its
-control socket is one byte with the socket of a job. A child reads the job, does what vLLM would do with it,
-and says so byte by byte. A child ends by a signal, whatever its compiler is doing, when it has used up its
-processor time or when the gateway closes the job's socket. The server ends when the gateway closes the
-control socket.
+Run as `python -m baton.engines.vllm.compile_server <descriptor>`. The process has one thread and the
+compilers loaded, so that a forked child starts in milliseconds. Each message on its control socket is one
+byte with the socket of a job. A child reads the job, compiles it as vLLM would, and reports each phase with
+one byte. A signal ends the child, whatever its compiler is doing, when its processor time is used up or the
+gateway closes the job's socket. The server ends when the gateway closes the control socket.
 
-vLLM's `auto` tries xgrammar first, llguidance for what that refuses, and outlines for `patternProperties`
-that it refuses; what one of them refuses costs no more, and is vLLM's to say.
+vLLM's `auto` backend tries xgrammar first, llguidance for what xgrammar refuses, and outlines for
+`patternProperties` that both refuse. A constraint that they refuse costs no more; vLLM reports that itself.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from typing import Any, TypeVar
 Made = TypeVar("Made")
 
 FORKED, VALIDATED, COMPILED = b"f", b"v", b"c"
+"""Bytes that a child reports its phases with."""
 VALIDATION_SHARE = 0.1
-"""Of a job's processor time, what vLLM does on the event loop may take so much."""
+"""Share of a job's processor time that validation may take, which vLLM does on the event loop."""
 VALIDATION_S = 0.4
-"""Seconds that it may take in any case: a slow processor needs half of them for ordinary patterns."""
+"""Seconds that validation may take in any case: a slow processor needs half of them for ordinary patterns."""
 VOCABULARY = 4096
-"""Tokens to compile for. A model has ten to sixty times as many; time grows less than that."""
+"""Tokens to compile for. A model has ten to sixty times as many; the time grows less than that."""
 REGEX_CHARS = 100_000
-"""Longest regular expression that outlines may make of a schema: vLLM parses it on the event loop."""
+"""Most characters of the regular expression that outlines makes of a schema; vLLM parses it on the loop."""
 REFUSED = frozenset({"multipleOf", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames"})
 FORMATS = frozenset(
     (
@@ -47,10 +48,11 @@ FORMATS = frozenset(
         *("relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid"),
     )
 )
-"""Keywords that vLLM keeps from xgrammar, and formats that it does not: see vLLM's `backend_xgrammar`."""
+"""Keywords with which vLLM does not use xgrammar, and formats with which it does: see `backend_xgrammar`."""
 MEMORY_BYTES = 2 * 1024**3
+"""Bytes of address space of a child."""
 UNNEEDED = ("torch", "transformers", "xgrammar.matcher", "xgrammar.testing", "xgrammar.kernels")
-"""What xgrammar imports for masks and tokenizers: nothing a compiler needs, but 200 MB and four seconds."""
+"""Modules of 200 MB and four seconds that xgrammar imports for masks and tokenizers, not for its compiler."""
 
 
 class _Absent(types.ModuleType):
@@ -74,7 +76,7 @@ def _without(names: tuple[str, ...]) -> Iterator[None]:
 
 
 def vocabulary(size: int = VOCABULARY) -> list[bytes]:
-    """Every byte, and words of two to ten letters, half of them after a space: the same ones every time."""
+    """Return every byte, and words of two to ten letters, half of them after a space; always the same."""
     chance = random.Random(0)
     found = dict.fromkeys(bytes([byte]) for byte in range(256))
     while len(found) < size - 1:
@@ -86,7 +88,7 @@ def vocabulary(size: int = VOCABULARY) -> list[bytes]:
 
 
 def may_be_refused(root: Any) -> bool:
-    """Whether vLLM may keep a schema from xgrammar though that takes it; in doubt, it may."""
+    """Return whether vLLM may use another backend for a schema that xgrammar accepts; in doubt, True."""
     open_values = [root]
     while open_values:
         value = open_values.pop()
@@ -108,7 +110,7 @@ def may_be_refused(root: Any) -> bool:
 
 
 class Compilers:
-    """The compilers of vLLM's backends, for the same small vocabulary."""
+    """The compilers of vLLM's backends, all for the same small vocabulary."""
 
     def __init__(self) -> None:
         sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
@@ -132,7 +134,15 @@ class Compilers:
         self._words = outlines_core.Vocabulary(end, {token: [at] for at, token in enumerate(tokens[:-1])})
 
     def parse(self, kind: str, text: str) -> list[Any]:
-        """Do what vLLM does when it validates a constraint; returns what is left to compile."""
+        """Validate a constraint as vLLM does.
+
+        Args:
+            kind: `json`, `regex`, `structural_tag` or `grammar`.
+            text: the constraint.
+
+        Returns:
+            What is left to compile.
+        """
         grammar = self._xgrammar.Grammar
         if kind == "json":
             made = _tried(lambda: grammar.from_json_schema(text))
@@ -174,10 +184,10 @@ class Compilers:
 
 
 def _tried(make: Callable[[], Made]) -> Made | None:
-    """What a compiler makes; None if it refuses, which has cost what it cost. Memory must not run out."""
+    """Return what a compiler makes; None if it refuses. End the process if it runs out of memory."""
     try:
         return make()
-    except Exception as error:  # noqa: BLE001  # three foreign compilers raise anything; vLLM will say it
+    except Exception as error:  # noqa: BLE001  # the compilers raise anything; vLLM reports the refusal
         if isinstance(error, MemoryError | RecursionError) or "bad_alloc" in str(error):
             os._exit(1)
         return None
@@ -189,12 +199,12 @@ def _end_with(job: socket.socket) -> None:
     fcntl.fcntl(job, fcntl.F_SETFL, fcntl.fcntl(job, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
     poll.register(job, 0)
-    if poll.poll(0):  # it closed before that
+    if poll.poll(0):  # it has closed already
         os._exit(1)
 
 
 def _serve(job: socket.socket, compilers: Compilers) -> None:
-    """The child's whole life: read a job, validate it, compile it."""
+    """Read a job, validate it and compile it, within the limits of a child process."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with job.makefile("rb") as lines:
@@ -211,7 +221,7 @@ def _serve(job: socket.socket, compilers: Compilers) -> None:
 def _fork(control: socket.socket, job: socket.socket, compilers: Compilers) -> None:
     try:
         pid = os.fork()
-    except OSError:  # no room for another process: the gateway sees the job's socket close
+    except OSError:  # too many processes: the gateway sees the job's socket close
         return
     if not pid:
         try:
@@ -223,11 +233,11 @@ def _fork(control: socket.socket, job: socket.socket, compilers: Compilers) -> N
 
 
 def main() -> None:
-    """Fork a child for every job that comes on the descriptor named on the command line."""
+    """Fork a child for every job that arrives on the descriptor named on the command line."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
     with socket.socket(fileno=int(sys.argv[1])) as control:
         compilers = Compilers()
-        gc.freeze()  # what is loaded stays shared between the children
+        gc.freeze()  # keeps the loaded modules shared between the children
         while True:
             byte, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not byte:

@@ -1,4 +1,4 @@
-"""The thread an engine is built in, and lives as long as."""
+"""Build an engine in a thread that lives as long as the engine, and end both."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from baton.engines.process.shared_memory import release, segments_of
 
 GRACE_S = 0.5
 """Seconds an engine's processes get to end by themselves. On a CPU a worker never does: its interpreter takes
-more than five to unload what it imported, and saves have been waited for before."""
+more than five to unload its modules. Saves have ended before."""
 BREAK_OFF_EVERY_S = 0.1
+"""Seconds between two looks for new processes of a build that is to end."""
 KILLED_WITHIN_S = 5.0
+"""Seconds within which killed processes should be gone; else they are logged."""
 log = structlog.get_logger("baton.engine")
 
 
@@ -35,10 +37,18 @@ def processes_of(client: AsyncLLM) -> list[psutil.Process]:
 
 
 class EngineThread(threading.Thread):
-    """Builds one AsyncLLM and lives as long as it does.
+    """A thread that builds one `AsyncLLM` and lives as long as it does.
 
-    Building blocks for some twenty seconds, so it is not done on the event loop; and the kernel ends
-    an engine's processes when the *thread* that spawned them ends.
+    The build blocks for some twenty seconds, so it must not run on the event loop; and the kernel ends an
+    engine's processes when the thread that started them ends.
+
+    Args:
+        args: vLLM's engine arguments.
+        logger: the stat logger's class.
+        name: the engine's name.
+
+    Attributes:
+        built: the engine's client, once it is built, or the error that the build ended with.
     """
 
     def __init__(self, args: AsyncEngineArgs, logger: type[PrometheusStatLogger], name: str) -> None:
@@ -49,16 +59,16 @@ class EngineThread(threading.Thread):
         self._ended = threading.Event()
         self._processes: list[psutil.Process] = []
         self._segments: set[Path] = set()
-        self._foreign = set(multiprocessing.active_children())  # other engines'; they start one by one
+        self._of_others = set(multiprocessing.active_children())  # engines start one by one
         self.built: Future[AsyncLLM] = Future()
 
     def run(self) -> None:
-        self.built.set_running_or_notify_cancel()  # whoever stops waiting must not cancel what goes on
+        self.built.set_running_or_notify_cancel()  # a waiter that gives up must not cancel the build
         try:
-            # Sockets lie there; whatever cleans up temporary files may have removed it meanwhile.
+            # vLLM's sockets lie there; a cleaner of temporary files may have removed it meanwhile.
             Path(envs.VLLM_RPC_BASE_PATH).mkdir(mode=0o700, exist_ok=True)
             client = AsyncLLM.from_engine_args(self._args, stat_loggers=[self._logger])
-        except BaseException as error:  # noqa: BLE001  # the thread's border: handed to who waits for `built`
+        except BaseException as error:  # noqa: BLE001  # the thread's border: raised where `built` is awaited
             self._settled.set()
             self.built.set_exception(error)
             return
@@ -67,15 +77,15 @@ class EngineThread(threading.Thread):
         self._settled.set()
         self.built.set_result(client)
         self._ended.wait()
-        client.shutdown(timeout=GRACE_S)  # kills the core after it, and what is still below the core
-        del client, self.built  # the last references: vLLM's finalizer fails at interpreter exit
+        client.shutdown(timeout=GRACE_S)  # then kills the core and its descendants
+        del client, self.built  # the last references: at interpreter exit vLLM's finalizer fails
 
     def kill(self) -> None:
-        """End the engine's processes at once."""
+        """Kill the engine's processes at once."""
         kill(self._processes)
 
     async def end(self) -> None:
-        """Stop the engine, also one that is still being built, and wait until it is gone."""
+        """Stop the engine, or its build, and wait until its processes are gone."""
         self._ended.set()
         await asyncio.to_thread(self._end)
 
@@ -88,19 +98,19 @@ class EngineThread(threading.Thread):
         self._sweep()
 
     def _interrupt(self) -> None:
-        """Raise `SystemExit` in a build that has started no process yet: it may be seconds from that."""
+        """Raise `SystemExit` in a build that has started no process yet, which may take it seconds more."""
         assert self.ident is not None
         raised = ctypes.py_object(SystemExit)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), raised)
 
     def _cores(self) -> set[BaseProcess]:
-        """The processes that this build has started."""
-        return set(multiprocessing.active_children()) - self._foreign
+        """Return the processes that this build has started."""
+        return set(multiprocessing.active_children()) - self._of_others
 
     def _break_off(self) -> None:
-        """Kill what the build has started so far; it notices within milliseconds, and gives up.
+        """Kill the processes that the build has started so far; it notices within milliseconds, and fails.
 
-        A core that is asked to end while it is being made goes on until it is made.
+        A core that is asked to end while it starts would go on until it has started.
         """
         found = trees_of(core.pid for core in self._cores())
         self._processes += found
@@ -108,7 +118,7 @@ class EngineThread(threading.Thread):
         kill(found)
 
     def _sweep(self) -> None:
-        """Kill what outlived the engine (a worker whose core was lost), and release its shared memory."""
+        """Kill processes that outlived the engine, e.g. workers of a dead core; release its shared memory."""
         self.kill()
         if left := wait_until_gone(self._processes, KILLED_WITHIN_S):
             log.warning("engine_processes_left", count=len(left))

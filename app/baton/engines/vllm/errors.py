@@ -1,7 +1,7 @@
-"""vLLM's exceptions and error answers, translated at the seam into Baton's.
+"""Translate vLLM's exceptions and error answers into Baton's errors.
 
-Messages of client errors are vLLM's own words, because they name the field and the limit; paths,
-addresses and class names are taken out. Messages of server errors are always ours.
+Messages of client errors are vLLM's own, scrubbed, because they name the field and the limit. Messages of
+server errors are always Baton's.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ TABLE: tuple[tuple[type[BaseException], type[BatonError]], ...] = (
     (VLLMClientError, InvalidRequest),
     (VLLMServerError, InternalError),
     (VLLMError, InternalError),
-    # Raw exceptions that vLLM's serving code still raises for bad requests, by its own table.
+    # Python's exceptions that vLLM's serving code raises for bad requests, by its own table.
     (NotImplementedError, OperationUnsupported),
     (ValueError, InvalidRequest),
     (TypeError, InvalidRequest),
     (OverflowError, InvalidRequest),
-    # And what its code meets in a request of a shape nobody thought of; always logged with its traceback.
+    # Exceptions at a request of a shape that vLLM does not expect; always logged with their traceback.
     (LookupError, Unprocessable),
     (AttributeError, Unprocessable),
     (AssertionError, Unprocessable),
 )
-"""The first row that fits an exception decides."""
+"""vLLM's exception and Baton's error for it; the first row that fits decides."""
 UNFORESEEN = (LookupError, AttributeError, AssertionError)
-"""What vLLM's code raises at a shape nobody thought of."""
+"""Exceptions at a request of a shape that vLLM does not expect."""
 
 MISPLACED_IMAGES = (
     "prompt placeholders corresponding to",
@@ -76,38 +76,39 @@ MISPLACED_IMAGES = (
     "Failed to apply prompt replacement for mm_items",
     MISCOUNTED,
 )
-"""vLLM's words and our models', in errors of several types, for images that a prompt has no place for."""
+"""Texts of vLLM's and Baton's models' errors, of several types, when a prompt has no place for an image."""
 UNPROCESSED_IMAGE = re.compile(r"Failed to apply \w+ on data=")
-"""Its words for what a model's own image processor raised; the data itself follow."""
+"""Text of vLLM's error when a model's own image processor raised; the image's data follow it."""
 
-CONTEXT_WORDS = ("maximum context length", "max_model_len", "maximum model length")
+CONTEXT_LENGTH = ("maximum context length", "max_model_len", "maximum model length")
+"""Texts of vLLM's errors when prompt and answer exceed the model's context length."""
 
 
 def translate(error: BaseException) -> BatonError:
-    """The `BatonError` that stands for a foreign exception."""
+    """Return the `BatonError` for an exception that vLLM raised; `InternalError` for an unknown one."""
     if isinstance(error, BatonError):
         return error
     if isinstance(error, ValidationError):
-        ours_to_mend = error.title.endswith(("Response", "StreamResponse", "Event"))
-        return GenerationFailed() if ours_to_mend else from_validation(error)
-    if (about_images := _of_images(str(error))) is not None:
-        return about_images
-    for foreign, ours in TABLE:
-        if isinstance(error, foreign):
+        of_an_answer = error.title.endswith(("Response", "StreamResponse", "Event"))
+        return GenerationFailed() if of_an_answer else from_validation(error)
+    if (image_error := _image_error(str(error))) is not None:
+        return image_error
+    for theirs, ours in TABLE:
+        if isinstance(error, theirs):
             return _build(ours, error)
     if any(cls.__name__ == "TemplateError" for cls in type(error).__mro__):
         return InvalidRequest("The model's chat template refuses these messages: " + scrub(str(error)))
     return InternalError()
 
 
-def _of_images(said: str) -> BatonError | None:
-    if any(words in said for words in MISPLACED_IMAGES):
+def _image_error(message: str) -> BatonError | None:
+    if any(text in message for text in MISPLACED_IMAGES):
         return ImagesMisplaced(
             "The prompt has not one place for each of its images: send images in messages of the user, where "
-            "the model's chat template has a place for them, and leave what stands for one out of texts.",
+            "the model's chat template has a place for them, and leave image placeholders out of texts.",
             param="messages",
         )
-    if UNPROCESSED_IMAGE.search(said):
+    if UNPROCESSED_IMAGE.search(message):
         return InvalidImage("The model's image processor cannot take one of these images; send another size.")
     return None
 
@@ -120,15 +121,15 @@ def _build(ours: type[BatonError], error: BaseException) -> BatonError:
 
 
 def client_error(ours: type[BatonError], message: str, param: str | None) -> BatonError:
-    """A client error in vLLM's words, made fit to show."""
+    """Build a client error with vLLM's message, scrubbed."""
     text = scrub(message)
-    if ours is InvalidRequest and any(word in text for word in CONTEXT_WORDS):
+    if ours is InvalidRequest and any(word in text for word in CONTEXT_LENGTH):
         ours = ContextTooLong
     return ours(text, param=param)
 
 
 def from_response(response: ErrorResponse) -> BatonError:
-    """The `BatonError` for an error answer that a vLLM handler returned instead of raising."""
+    """Return the `BatonError` for an `ErrorResponse` that a vLLM handler returned instead of raising."""
     error = response.error
     if error.code == HTTPStatus.NOT_FOUND:
         missing = ModelNotFound if error.param == "model" else NotFound
@@ -143,7 +144,7 @@ def from_response(response: ErrorResponse) -> BatonError:
 
 
 def from_validation(error: ValidationError) -> BatonError:
-    """A pydantic refusal of the body: the first field at fault, and how many more there are."""
+    """Build the error for a body that pydantic refuses: the first invalid field, and how many more are."""
     items = error.errors(include_url=False, include_input=False)
     first = items[0]
     cause = first.get("ctx", {}).get("error")
@@ -159,7 +160,7 @@ def from_validation(error: ValidationError) -> BatonError:
 
 
 def _is_field(part: str) -> bool:
-    """Whether a part of a pydantic location is a name or an index the client wrote."""
+    """Return whether a part of a pydantic location is a name or an index of the client's body."""
     return re.fullmatch(r"[a-z_][a-z0-9_]*|\d+", part) is not None and part not in _INNER_PARTS
 
 

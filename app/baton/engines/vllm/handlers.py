@@ -1,4 +1,4 @@
-"""vLLM's own serving handlers, one set per engine, and which operation each of them answers."""
+"""Build vLLM's own serving handlers for an engine, and choose the one that answers an operation."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ from baton.engines.vllm.errors import from_response
 from baton.telemetry.ids import RequestContext
 
 BEFORE_THE_ENGINE = ("response.created", "response.in_progress")
+"""Events that vLLM sends before the engine has accepted the request."""
 Method = Callable[[Any, Request], Awaitable[Any]]
 
 
@@ -57,10 +58,10 @@ class Route:
     """How vLLM answers one operation.
 
     Attributes:
-        request: the type of its request body.
-        response: the type of its answer in one piece.
-        handler: the attribute of the state that holds the serving object, and its method.
-        dump: how the answer is written, as vLLM's own router does.
+        request: type of its request body.
+        response: type of its answer in one piece.
+        handler: attribute of the state that holds the serving object, and the object's method.
+        dump: options of `model_dump_json` with which vLLM's own router writes the answer.
     """
 
     request: Any
@@ -117,7 +118,11 @@ ROUTES: dict[Operation, Route] = {
 
 
 class Handlers:
-    """The serving handlers of one engine."""
+    """The serving handlers of one engine.
+
+    Args:
+        state: the application state that vLLM's factory filled.
+    """
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -125,39 +130,39 @@ class Handlers:
 
     @classmethod
     async def build(cls, client: WatchedClient, namespace: Namespace, *, plugin: bool = False) -> Handlers:
-        """Build them with vLLM's own factory, as its API server does at its start.
+        """Build the handlers with vLLM's own factory, as its API server does at its start.
 
         Args:
             client: the engine.
             namespace: vLLM's serving options.
-            plugin: an IO processor plugin does this engine's pooling. vLLM's pooling handlers are left out
-                then: they would make a second instance of it.
+            plugin: whether an IO processor plugin does this engine's pooling. vLLM's pooling handlers are
+                left out then: they would make a second instance of it.
         """
         state = State()
         tasks = await client.get_supported_tasks()
         if plugin:
             tasks = tuple(task for task in tasks if task not in POOLING_TASKS)
         # vLLM's own server passes the namespace that the engine's configuration was made from, and with it
-        # the reasoning parser that was given or that the model's configuration brings along.
+        # the reasoning parser of the settings or of the model's configuration.
         namespace.structured_outputs_config = client.vllm_config.structured_outputs_config
         # The wrapper answers everything an EngineClient does.
         await init_app_state(client, state, namespace, tasks)
         return cls(state)
 
     def method(self, operation: Operation) -> Method | None:
-        """What answers `operation`, or None when this model cannot."""
+        """Return the handler's method that answers `operation`; None: the model does not support it."""
         attribute, method = ROUTES[operation].handler
         serving = getattr(self._state, attribute, None)
         return getattr(serving, method) if serving is not None else None
 
     def parse(self, operation: Operation, body: dict[str, Any]) -> Any:
-        """The request as vLLM's type. Raises pydantic's ValidationError."""
+        """Parse a body as vLLM's request type. Raises pydantic's ValidationError."""
         return self._parsers[operation].validate_python(body)
 
     async def render(self, body: dict[str, Any]) -> str:
-        """A conversation as the model's template writes it, by the renderer that chat requests pass too.
+        """Render a conversation with the model's chat template, by the renderer of chat requests.
 
-        Raises anything at all.
+        Raises what vLLM raises: anything.
         """
         request = self._parsers[Operation.CHAT].validate_python(body)
         tools = [tool.model_dump() for tool in request.tools] if request.tools else None
@@ -178,12 +183,13 @@ class Handlers:
         return str(prompt["prompt"])
 
     async def cards(self) -> list[dict[str, Any]]:
+        """List the engine's models in OpenAI's shape."""
         models = await self._state.openai_serving_models.show_available_models()
         return [card.model_dump() for card in models.data]
 
 
 def synthetic_request(context: RequestContext) -> Request:
-    """The request vLLM's handlers see: our id and the trace context, nothing else of the client's."""
+    """Make the HTTP request that vLLM's handlers get: Baton's id and the trace context, no client headers."""
     headers = [(b"x-request-id", context.request_id.encode())]
     if context.traceparent:
         headers.append((b"traceparent", context.traceparent.encode()))
@@ -193,10 +199,10 @@ def synthetic_request(context: RequestContext) -> Request:
 
 
 async def events(operation: Operation, generator: AsyncIterator[Any]) -> AsyncIterator[str]:
-    """A handler's stream as server-sent events; `/v1/responses` yields objects, the others text.
+    """Yield a handler's stream as server-sent events; `/v1/responses` yields objects, the others text.
 
-    vLLM sends the first two events of a response before the engine has looked at the request. They
-    wait for the third, so that what the engine refuses still has a status of its own.
+    vLLM sends the first two events of a response before the engine has accepted the request. They are held
+    back until the third, so that a request that the engine refuses still gets an HTTP status of its own.
     """
     if operation is not Operation.RESPONSES:
         async for event in generator:

@@ -1,8 +1,8 @@
-"""Prompts with images in token ids, by the engine's own renderer and processor.
+"""Put images into prompts of token ids, with the engine's own renderer and processor.
 
-vLLM knows images in the messages of a chat only, and writes that chat's token ids anew. A relay's prompt is
-token ids that were written before, the answers of models among them, so its images are laid over those:
-each at the place that is on record, with exactly the tokens there that the model's processor makes of it.
+vLLM takes images only in the messages of a chat, and renders that chat's token ids itself. The prompt of a
+request with a handoff is token ids that were rendered before, models' answers among them, so its images are
+put into those: each at its recorded place, which must hold the tokens that the model's processor makes of it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 KEPT = ("arrival_time", "prompt")
-"""Of a prompt of token ids, beside them."""
+"""Keys of vLLM's `TokensInput` that are kept."""
 ADDED = 1
-"""Tokens that a model's processor may put at a prompt's end by itself."""
+"""Most tokens that a model's processor may add at a prompt's end by itself."""
 log = structlog.get_logger("baton.engine")
 
 
 class ImagePrompts:
-    """What one engine makes of images.
+    """The prompts with images of one engine.
 
     Args:
         client: the engine.
-        name: as clients call it.
+        name: the engine's name, for error messages.
     """
 
     def __init__(self, client: AsyncLLM, name: str) -> None:
@@ -49,7 +49,7 @@ class ImagePrompts:
     async def place(
         self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
-        """See `Engine.place`. Raises anything at all where vLLM cannot do it."""
+        """Do `Engine.place`. Raises what vLLM raises: anything."""
         digests = await asyncio.to_thread(lambda: [image.digest for image in images])
         parts = await asyncio.to_thread(_parts, images, digests)
         rendered = await self._processed(prompt, parts, cached=False)
@@ -61,8 +61,8 @@ class ImagePrompts:
             raise ImagesMisplaced()
         if not target and not begins:
             raise InvalidRequest(
-                f"The model '{self._name}' takes images at the beginning of a context only, and this one "
-                "goes on from a handoff.",
+                f"The model '{self._name}' takes images only at the beginning of a context, and this one "
+                "continues a handoff.",
             )
         rows = zip(images, digests, ranges, strict=True)
         return tokens, [
@@ -70,9 +70,10 @@ class ImagePrompts:
         ]
 
     def _inserted(self, prompt: list[int], tokens: list[int], ranges: Sequence[Any]) -> bool:
-        """Whether a model has put its images before a prompt and left that as it was, but for how it begins
-        and ends: PaliGemma closes a prompt with a newline, Fuyu takes off the beginning of the text and adds
-        that of the answer.
+        """Return whether the processor inserted all images before a prompt, and left its text alone.
+
+        The text's first and last tokens may differ: PaliGemma ends a prompt with a newline, Fuyu drops the
+        beginning-of-sequence token and adds the one that begins an answer.
         """
         text = _without(tokens, ranges)
         first = self._client.renderer.get_tokenizer().bos_token_id
@@ -80,18 +81,21 @@ class ImagePrompts:
         leading = ranges[-1].offset + ranges[-1].length <= len(tokens) - len(begun)
         return leading and begun[: len(given)] == given and len(begun) - len(given) <= ADDED
 
-    async def laid_over(self, prompt: Any, placed: Sequence[PlacedImage]) -> Any:
-        """A prompt of token ids as vLLM's multimodal input.
+    async def add(self, prompt: Any, placed: Sequence[PlacedImage]) -> Any:
+        """Add images to a prompt of token ids that holds their placeholders already.
 
         Args:
             prompt: vLLM's `TokensInput`.
-            placed: every image its ids stand for, in order.
+            placed: every image that the prompt holds, in order.
+
+        Returns:
+            vLLM's multimodal input.
 
         Raises:
-            HandoffIncompatible: the images are not what the ids stand for, by this engine's processor.
+            HandoffIncompatible: this engine's processor makes other tokens of an image than the prompt holds.
         """
         tokens = list(prompt["prompt_token_ids"])
-        rendered = await self._known(_outline(tokens, placed), placed)
+        rendered = await self._processed_once(_outline(tokens, placed), placed)
         ranges = _ranges(rendered, [each.digest for each in placed])
         for each, span in zip(placed, ranges, strict=True):
             made = rendered["prompt_token_ids"][span.offset : span.offset + span.length]
@@ -101,26 +105,26 @@ class ImagePrompts:
         whole: Any = mm_input(tokens, rendered["mm_kwargs"], rendered["mm_hashes"], {IMAGE: spans})
         return {name: prompt[name] for name in KEPT if name in prompt} | whole
 
-    async def _known(self, prompt: list[int], placed: Sequence[PlacedImage]) -> Any:
-        """What the engine makes of images, of those it knows without looking at them again."""
+    async def _processed_once(self, prompt: list[int], placed: Sequence[PlacedImage]) -> Any:
+        """Process a prompt and its images; those in vLLM's cache are not decoded again."""
         digests = [each.digest for each in placed]
         cache = self._client.renderer.mm_processor_cache
         new = [cache is None or not cache.is_cached_item(digest) for digest in digests]
         if not all(new):
             parts = await asyncio.to_thread(_parts, [each.image for each in placed], digests, new)
-            with contextlib.suppress(ValueError):  # one has left the cache just now
+            with contextlib.suppress(ValueError):  # an image was evicted just now
                 return await self._processed(prompt, parts, cached=True)
         parts = await asyncio.to_thread(_parts, [each.image for each in placed], digests)
         return await self._processed(prompt, parts, cached=True)
 
     async def _processed(self, prompt: list[int], parts: list[Any], *, cached: bool) -> Any:
-        """The engine's own words for a prompt and its images.
+        """Process a prompt and its images as vLLM does.
 
         Args:
-            prompt: token ids in which the images have no room yet.
-            parts: the images, in order.
-            cached: what the engine's processes keep of them may be used. Only where the prompt goes to the
-                engine next: they keep the same only as long as each sees what the other does.
+            prompt: token ids without the images' placeholders.
+            parts: the images, in order, from `_parts`.
+            cached: whether vLLM's caches of images may be used. Only where the prompt is sent to the engine
+                next: the caches of the two processes agree only as long as both see the same images.
         """
         config = self._client.model_config
         settings = config.multimodal_config
@@ -140,16 +144,16 @@ class ImagePrompts:
 def _parts(
     images: Sequence[ClientImage], digests: Sequence[str], wanted: Sequence[bool] | None = None
 ) -> list[Any]:
-    """Images as parts of a chat's message, which is how vLLM reads them. Not for the event loop.
+    """Return images as parts of a chat's message, which is how vLLM takes them. Too slow for the event loop.
 
     Args:
         images: the images.
-        digests: their names.
-        wanted: which of them are to be looked at; the others are only named. None: all.
+        digests: their digests.
+        wanted: for each image whether its data is needed, else only its digest is given. None: all are.
     """
     urls = [
-        {"url": image.url} if look else None
-        for image, look in zip(images, wanted or [True] * len(images), strict=True)
+        {"url": image.url} if needed else None
+        for image, needed in zip(images, wanted or [True] * len(images), strict=True)
     ]
     return [
         {"type": "image_url", "image_url": url, "uuid": digest}
@@ -158,16 +162,16 @@ def _parts(
 
 
 def _ranges(rendered: Any, digests: list[str]) -> list[Any]:
-    """Where each image stands, in order.
+    """Return the range of each image's tokens, in order.
 
     Raises:
-        HandoffIncompatible: the engine knows one by another name than ours, or not as an image.
+        HandoffIncompatible: the engine identifies an image by another digest, or takes it for no image.
     """
     if rendered.get("type") != "multimodal" or set(rendered["mm_placeholders"]) != {IMAGE}:
         raise _unfit("no image")
     ranges = list(rendered["mm_placeholders"][IMAGE])
     if rendered["mm_hashes"][IMAGE] != digests:
-        raise _unfit("another name")  # an image with settings of its own: its digest is not all there is
+        raise _unfit("another name")  # the engine's image settings are part of its hash
     reached = 0
     for span in ranges:
         if span.offset < reached:
@@ -177,15 +181,16 @@ def _ranges(rendered: Any, digests: list[str]) -> list[Any]:
 
 
 def _target(prompt: list[int], tokens: list[int], ranges: Sequence[Any]) -> tuple[int, ...] | None:
-    """The tokens that gave way to each image; none where a model puts images in without being told where.
+    """Find the tokens that each image's placeholders replaced.
 
     Args:
-        prompt: before.
-        tokens: after.
-        ranges: where the images stand now.
+        prompt: token ids before.
+        tokens: token ids after.
+        ranges: where the images stand in `tokens`.
 
     Returns:
-        None where that cannot be told, or one is left that gave way to no image.
+        The replaced tokens, the same for each image; None: they cannot be found, or the text holds them where
+        no image replaced them.
     """
     rest = len(tokens) - sum(span.length for span in ranges)
     each, odd = divmod(len(prompt) - rest, len(ranges))
@@ -204,28 +209,29 @@ def _target(prompt: list[int], tokens: list[int], ranges: Sequence[Any]) -> tupl
 
 
 def _without(tokens: list[int], ranges: Sequence[Any]) -> list[int]:
-    """A prompt without its images."""
+    """Return a prompt without the tokens of its images."""
     images = {index for span in ranges for index in range(span.offset, span.offset + span.length)}
     return [token for index, token in enumerate(tokens) if index not in images]
 
 
 def _holds(tokens: list[int], run: tuple[int, ...]) -> bool:
-    """Whether a run of tokens is among these."""
+    """Return whether a run of tokens is part of `tokens`."""
     starts = range(len(tokens) - len(run) + 1) if run else ()
     return any(tuple(tokens[start : start + len(run)]) == run for start in starts)
 
 
 def _outline(tokens: list[int], placed: Sequence[PlacedImage]) -> list[int]:
-    """A short prompt in which the model's processor finds a place for each image, in order."""
+    """Return a short prompt in which the model's processor finds a place for each image, in order."""
     targets = [token for each in placed for token in each.target]
     behind = placed[-1].offset + placed[-1].length
     return targets or [*tokens[: placed[0].offset], *tokens[behind : behind + 1]]
 
 
 def _unfit(what: str) -> HandoffIncompatible:
+    """Log what differs, and return the error for the client."""
     log.error("relay_image_not_placed", found=what)
     return HandoffIncompatible(
-        "This engine makes something else of the context's images than a handoff of it would hold; "
+        "This engine processes the context's images into other tokens than a handoff of it would hold; "
         "send the images without 'handoff'.",
         param="handoff",
     )

@@ -1,4 +1,4 @@
-"""Builds the real fleet. Importing this imports vLLM, which takes seconds."""
+"""Build the fleet of vLLM engines from the settings. Importing this imports vLLM, which takes seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.config.groups import EngineSettings
 from baton.config.settings import Settings
 from baton.engines.cpu import read_processor
 from baton.engines.fleet import Fleet
-from baton.engines.vllm.arguments import processor_s_dtype
+from baton.engines.vllm.arguments import processor_dtype
 from baton.engines.vllm.command_line import settings_from_command_line
 from baton.engines.vllm.engine import VllmEngine
 
@@ -27,20 +27,20 @@ def build_fleet(
     tenants: bool,
     last_words: Callable[[], str | None],
 ) -> Fleet:
-    """The engines of the settings, not started.
+    """Build the engines of the settings, without starting them.
 
     Args:
         settings: the settings.
-        models: where the weights of each engine are, by the engine's name.
-        tenants: several tenants share the engines, so each gets a prefix cache of its own.
-        last_words: the cause a dead engine process printed, if one can be found.
+        models: path of each engine's weights, by the engine's name.
+        tenants: whether several tenants share the engines, so that each gets a prefix cache of its own.
+        last_words: returns the cause that a dead engine process printed, if one can be found.
 
     Raises:
-        SettingsError: an argument vLLM does not know.
+        SettingsError: the arguments or options of an engine are invalid.
     """
-    if thinking := [engine.name for engine in settings.engines if engine.latent]:
+    if latent := [engine.name for engine in settings.engines if engine.latent]:
         most = settings.handoffs.latent_steps_max
-        structlog.get_logger("baton.engine").info("latent_steps_allowed", engines=thinking, most=most)
+        structlog.get_logger("baton.engine").info("latent_steps_allowed", engines=latent, most=most)
     salt = _tenant_salt() if tenants else lambda _tenant: None
     engines = [
         VllmEngine(
@@ -57,9 +57,9 @@ def build_fleet(
 
 
 def _log_dtypes(settings: Settings, models: Mapping[str, str]) -> None:
-    """Log which engines compute in float32 because the processor is faster in it."""
+    """Log which engines compute in float32 because the processor has no bfloat16 instructions."""
     for engine in settings.engines:
-        if dtype := processor_s_dtype(engine, models[engine.name]):
+        if dtype := processor_dtype(engine, models[engine.name]):
             structlog.get_logger("baton.engine").info(
                 "dtype_chosen",
                 engine=engine.name,
@@ -70,7 +70,7 @@ def _log_dtypes(settings: Settings, models: Mapping[str, str]) -> None:
 
 
 def transfer_config(settings: Settings) -> dict[str, Any]:
-    """vLLM's KV transfer config for our connector and our store."""
+    """Return vLLM's KV transfer config with Baton's connector and its store."""
     return {
         "kv_connector": "BatonConnector",
         "kv_connector_module_path": "baton_kv.connector",
@@ -86,7 +86,7 @@ def transfer_config(settings: Settings) -> dict[str, Any]:
 
 
 def _tenant_salt() -> Callable[[str], str | None]:
-    """A tenant's prefix-cache salt: HMAC-SHA256 under a key that lives as long as this process."""
+    """Return a function that makes a tenant's prefix-cache salt: HMAC-SHA256 under a key of this process."""
     secret = secrets.token_bytes(32)
 
     def salt(tenant: str) -> str:
@@ -98,5 +98,5 @@ def _tenant_salt() -> Callable[[str], str | None]:
 def engine_from_command_line(
     arguments: list[str], *, handoff: bool = False, latent: bool = False
 ) -> EngineSettings:
-    """Read one engine as `vllm serve` users type it."""
+    """Read one engine's settings from the arguments of `vllm serve`; see `settings_from_command_line`."""
     return settings_from_command_line(arguments, handoff=handoff, latent=latent)

@@ -1,8 +1,9 @@
-"""What vLLM knows of an engine's images, and what of that we do not leave to it.
+"""Read how an engine's model takes images, and correct vLLM's record of the images that its process has.
 
-vLLM keeps two caches of processed images: this process remembers what the engine process was sent, and sends
-it once. But it remembers when it has processed an image, not when that was sent: a request that is refused or
-cancelled in between leaves a memory of what never arrived, and the next request with the same image fails.
+vLLM caches processed images twice: this process records which images the engine process was sent, and sends
+each once. But it records an image when it is processed, not when it is sent: a request that is refused or
+cancelled in between leaves a record of an image that never arrived, and the next request with that image
+fails.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from baton.errors import EngineUnavailable
 
 IMAGE = "image"
 TOKEN_NAMES = ("image_token_id", "image_token_index")
-"""What models' configurations call the token that stands for an image."""
+"""Keys of a model's configuration for the token that stands for an image."""
 
 
 def image_input(client: Any) -> ImageInput:
-    """What images are to an engine's model.
+    """Return how an engine's model takes images.
 
     Args:
-        client: its `AsyncLLM`.
+        client: the engine's `AsyncLLM`.
     """
     config = client.model_config
     processor = client.renderer.mm_processor if config.is_multimodal_model else None
@@ -41,29 +42,31 @@ def image_input(client: Any) -> ImageInput:
 
 
 def _named(config: Any) -> bool:
-    """Whether a name that an image is given is its name, and no settings of the engine are part of it."""
+    """Return whether vLLM's caches use our digest of an image; with processor settings they hash both."""
     return not (config.mm_processor_kwargs or config.media_io_kwargs)
 
 
 def _placeholder(config: Any) -> str | None:
-    """What stands for an image in a chat, where the model's template leaves that to vLLM."""
-    from vllm.model_executor.model_loader import get_model_cls  # takes seconds, and vLLM has done it by now
+    """Return the text that vLLM puts into a chat for an image, where the model's template does not."""
+    from vllm.model_executor.model_loader import (
+        get_model_cls,  # takes seconds, and vLLM has imported it by now
+    )
 
     try:
         text = get_model_cls(config).get_placeholder_str(IMAGE, 1)
-    except ValueError:  # how a model says that it has none
+    except ValueError:  # the model has none
         return None
     return text if isinstance(text, str) else None
 
 
 def hashes_of(prompt: Any) -> list[str]:
-    """What the multimodal items of a rendered prompt are called in vLLM's caches."""
+    """Return the keys of a rendered prompt's multimodal items in vLLM's caches."""
     hashes = prompt.get("mm_hashes") if isinstance(prompt, Mapping) else None
     return [name for names in (hashes or {}).values() for name in names]
 
 
-def strays(prompt: Any, tokens: frozenset[int]) -> int:
-    """How many tokens of a rendered prompt stand for an image without belonging to one."""
+def stray_placeholders(prompt: Any, tokens: frozenset[int]) -> int:
+    """Count the image placeholder tokens of a rendered prompt that belong to no image."""
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     if not ids or not any(token in ids for token in tokens):
         return 0
@@ -73,12 +76,12 @@ def strays(prompt: Any, tokens: frozenset[int]) -> int:
 
 
 class ConfirmedSenderCache(LruKeyReplicatedSenderCache):
-    """vLLM's memory of what the engine process has, which only counts what that has shown to have.
+    """vLLM's record of the items that the engine process has, which only counts confirmed ones.
 
     An item that was processed but not confirmed is processed and sent again.
 
     Args:
-        known: what vLLM made; it shares its entries.
+        known: the record that vLLM made; the entries are shared with it.
     """
 
     def __init__(self, known: LruKeyReplicatedSenderCache) -> None:
@@ -86,7 +89,7 @@ class ConfirmedSenderCache(LruKeyReplicatedSenderCache):
         self._confirmed: set[str] = set()
 
     def confirm(self, hashes: Iterable[str]) -> None:
-        """The engine process has worked on these, and so has them."""
+        """Count these items from now on: the engine process has worked on them, and so has them."""
         self._confirmed.update(hashes)
         if len(self._confirmed) > 2 * len(self._cache) + 64:
             self._confirmed = {name for name in self._confirmed.copy() if name in self._cache}
@@ -109,10 +112,10 @@ class ConfirmedSenderCache(LruKeyReplicatedSenderCache):
 
 
 def confirm_before_reuse(client: Any) -> None:
-    """Give an engine's client a `ConfirmedSenderCache`, where it keeps a memory that can go wrong.
+    """Replace the record of an engine's client with a `ConfirmedSenderCache`, where it can go wrong.
 
     Args:
-        client: its `AsyncLLM`, before its first request.
+        client: the engine's `AsyncLLM`, before its first request.
     """
     renderer = client.renderer
     if type(renderer._mm_processor_cache) is LruKeyReplicatedSenderCache:
@@ -121,25 +124,26 @@ def confirm_before_reuse(client: Any) -> None:
 
 @dataclass(frozen=True)
 class Sent:
-    """The images of one request on its way to the engine process.
+    """The images of one request that is sent to the engine process.
 
     Attributes:
-        cache: vLLM's memory of what that has.
-        hashes: what the images are called there.
+        cache: vLLM's record of the items that the process has; None: it keeps none.
+        hashes: the images' keys in it.
     """
 
     cache: BaseMultiModalProcessorCache | None = None
     hashes: Sequence[str] = ()
 
     def settle(self, *, failed: bool) -> None:
-        """Note what the first output tells: they are there, or the request failed.
+        """Confirm the images after the request's first output, unless it failed.
 
         Raises:
-            EngineUnavailable: it failed because one was not there after all. vLLM has forgotten that by now.
+            EngineUnavailable: the request failed because the engine process did not have an image after all.
+                vLLM has dropped its record by then, so that a retry sends it.
         """
         if not isinstance(self.cache, ConfirmedSenderCache) or not self.hashes:
             return
         if not failed:
             self.cache.confirm(self.hashes)
         elif not all(self.cache.is_cached(list(self.hashes))):
-            raise EngineUnavailable("The engine has to be sent an image of this request anew; try again.")
+            raise EngineUnavailable("An image of this request must be sent to the engine again; try again.")

@@ -1,7 +1,7 @@
-"""vLLM's request and response schemas for our OpenAPI document: `python -m baton.engines.vllm.schemas`.
+"""Print vLLM's request and response schemas for Baton's OpenAPI document.
 
-`make schemas` writes them to `api/vllm_schemas.json`, checked in, so that the document needs no vLLM and a
-change of vLLM's protocol shows as a change of that file.
+`make schemas` runs `python -m baton.engines.vllm.schemas` and writes `http/vllm_schemas.json`. The file is
+checked in, so that the document needs no vLLM, and a change of vLLM's protocol shows as a change of the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TEMPLATE = "#/components/schemas/{model}"
 
 
 def schemas() -> dict[str, Any]:
-    """`operations`: request and response schema by operation; `components`: what they refer to."""
+    """Return `operations`, the request and response schema of each, and the `components` they refer to."""
     inputs: list[tuple[str, Any, TypeAdapter[Any]]] = []
     for operation, route in ROUTES.items():
         inputs.append((f"{operation.value}:request", "validation", TypeAdapter(route.request)))
@@ -32,7 +32,7 @@ def schemas() -> dict[str, Any]:
 
 
 def as_text() -> str:
-    """The file's content."""
+    """Return the content of the file."""
     return json.dumps(schemas(), indent=1, sort_keys=True) + "\n"
 
 

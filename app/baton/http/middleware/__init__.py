@@ -1,1 +1,1 @@
-"""ASGI middleware, one a file. `server.py` joins them, and its list is their order."""
+"""ASGI middleware, one class a file. `server.create_app` adds them in order."""

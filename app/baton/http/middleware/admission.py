@@ -1,4 +1,4 @@
-"""Turn new work away while memory is short, and take back what a request was admitted to."""
+"""Refuse new requests while memory is short, and release a request's places when it has been answered."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from baton.http.request_state import state_of
 from baton.telemetry.memory import MemoryWatch
 
 ALWAYS_ANSWERED = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
-"""Methods that are answered also without memory: they look, or they free something."""
+"""Methods that are answered even if memory is short: they only read, or free something."""
 MEMORY_RETRY_AFTER_S = 5
 
 
 class AdmissionMiddleware:
-    """Turns new work away while memory is short, and takes back what a request was let into."""
+    """Refuses new requests while memory is short, and releases their places in the queues at the end."""
 
     def __init__(self, app: ASGIApp, *, memory: MemoryWatch) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""From an API key to a tenant; without a key nothing but the public health routes answers."""
+"""Find the tenant of a request by its API key, and refuse requests without a valid key."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from baton.errors import Unauthorized
 from baton.http.request_state import state_of
 
 PUBLIC_PATHS = frozenset({"/livez", "/readyz", "/health", "/version"})
+"""Paths that need no key."""
 
 
 class AuthMiddleware:
-    """Deny by default: every path is closed unless it is listed, whatever a router would make of it.
+    """Requires a key for every path that is not listed as public.
 
     Args:
-        app: what to protect.
-        keyring: the known keys; None serves everyone as the local tenant.
+        app: the app to protect.
+        keyring: the known keys; None: every request is the local tenant's.
     """
 
     def __init__(self, app: ASGIApp, *, keyring: Keyring | None) -> None:
@@ -33,7 +34,7 @@ class AuthMiddleware:
 
 
 def presented_key(headers: list[tuple[bytes, bytes]]) -> str:
-    """The key a client sent, OpenAI's way or Anthropic's; an empty string when there is none."""
+    """Return the key of a request, from OpenAI's header or Anthropic's; empty: there is none."""
     found = ""
     for name, value in headers:
         if name == b"authorization":

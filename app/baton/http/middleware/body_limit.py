@@ -1,4 +1,4 @@
-"""Limit how large a request's body is, how slowly it may come, and what all bodies hold together."""
+"""Limit the size of a request's body, the time it may take to arrive, and the memory of all bodies."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ UPLOAD_PATH = "/pooling"
 
 
 class BodyLimitMiddleware:
-    """Refuse a body that is too large, by its announced length or once it is, or that comes too slowly.
+    """Refuses bodies that are too large, by their announced length or as they arrive, or too slow.
 
     Args:
-        app: what the bodies are for.
-        bodies: room for the bodies that are held in memory.
-        uploads: room for the files that are written to disk as they come.
+        app: the app that reads the bodies.
+        bodies: budget of the bodies that are held in memory.
+        uploads: budget of the files that are written to disk as they arrive.
         edge: how long a body may take.
     """
 
@@ -45,16 +45,16 @@ class BodyLimitMiddleware:
                 raise _too_large(limit)
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 raise UnsupportedMediaType(
-                    "Bodies are taken as they are, not compressed: send it without 'Content-Encoding'."
+                    "The request body must not be compressed: send it without 'Content-Encoding'."
                 )
         with budget.lease(state_of(scope).context.tenant) as lease:
             await self._app(scope, Body(receive, limit, self._edge, lease).receive, send)
 
 
 class Body:
-    """One body on its way in: how much of it came, and how long it was waited for.
+    """A body that is arriving, with its size and the time spent waiting for it.
 
-    Only waiting counts: while the application is busy elsewhere, the client is not the slow one.
+    Only waiting counts: a client is not slow while the application is busy.
     """
 
     def __init__(self, receive: Receive, limit: ByteSize, edge: EdgeSettings, lease: BodyLease) -> None:
@@ -67,13 +67,13 @@ class Body:
         self._whole = False
 
     async def receive(self) -> Message:
-        """The next piece; once the body is whole, the client's end, for as long as that takes.
+        """Receive the next part of the body; after the last one, wait until the client disconnects.
 
         Raises:
-            BodyTooLarge: there is more of it than may be.
-            RequestTimeout: it comes too slowly.
-            RateLimited: its tenant's bodies take their share already.
-            GatewayOverloaded: all bodies take what they may together, or memory is short.
+            BodyTooLarge: the body is larger than its limit.
+            RequestTimeout: the body comes too slowly.
+            RateLimited: the bodies of its tenant take their share of memory already.
+            GatewayOverloaded: all bodies take their budget already, or memory is short.
         """
         if self._whole:
             return await self._receive()
@@ -101,12 +101,12 @@ class Body:
                 return await self._receive()
         except TimeoutError:
             raise RequestTimeout(
-                f"The body did not arrive within {self._edge.body_s:g} s, nor at "
-                f"{self._edge.body_bytes_per_s.human_readable()} per second; send it again, faster."
+                f"The request body came too slowly: it may take {self._edge.body_s:g} s, and longer only at "
+                f"{self._edge.body_bytes_per_s.human_readable()} per second or more. Send it again, faster."
             ) from None
         finally:
             self._waited += now() - began
 
 
 def _too_large(limit: ByteSize) -> BodyTooLarge:
-    return BodyTooLarge(f"The request body may hold at most {limit.human_readable()}.")
+    return BodyTooLarge(f"The request body is too large: at most {limit.human_readable()} are allowed.")

@@ -1,7 +1,6 @@
-"""How the gateway ends: it says so, lets running requests finish, and tells those that cannot.
+"""Drain the gateway: let running requests finish, and end the rest with an error that clients can read.
 
-The middleware stands where every request passes, so that one that is cut off gets its last words whatever it
-was doing: a stream one `error` event, a request without an answer yet a 503.
+A request that is ended without an answer gets a 503; a stream gets a last `error` event.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from baton.errors import ShuttingDown
 from baton.http.error_body import error_event, error_response
 
 LAST_WORDS_S = 1.0
-"""How long a client that is cut off may take to read why."""
+"""Seconds to send the error to a client whose request is ended."""
 
 log = structlog.get_logger("baton.server")
 
 
 class Drain:
-    """The end of one gateway.
+    """The drain of one gateway, with the requests that run.
 
     Attributes:
-        begun: it is asked to end; new requests had better go elsewhere.
+        begun: the gateway is draining; new requests should go to another one.
     """
 
     def __init__(self) -> None:
@@ -35,10 +34,11 @@ class Drain:
         self._cut: set[asyncio.Task[object]] = set()
 
     def begin(self) -> None:
+        """Begin to drain."""
         self.begun = True
 
     def cut(self) -> int:
-        """End every request that still runs; returns how many there were."""
+        """End every request that still runs; returns their number."""
         running = self._running - self._cut
         self._cut |= running
         for task in running:
@@ -46,11 +46,12 @@ class Drain:
         return len(running)
 
     def was_cut(self, task: asyncio.Task[object]) -> bool:
+        """Return whether the drain ended the request of this task."""
         return task in self._cut
 
     @contextlib.contextmanager
     def watching(self, task: asyncio.Task[object]) -> Iterator[None]:
-        """The request that runs in this task, for as long as it does."""
+        """Register the task of a request while it runs."""
         self._running.add(task)
         try:
             yield
@@ -60,7 +61,7 @@ class Drain:
 
 
 class DrainMiddleware:
-    """Gives requests that are cut off their last words."""
+    """Answers requests that the drain ends."""
 
     def __init__(self, app: ASGIApp, *, drain: Drain) -> None:
         self._app = app
@@ -71,7 +72,7 @@ class DrainMiddleware:
         if scope["type"] != "http" or task is None:
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send, self._drain)
+        answer = _Response(send, self._drain)
         with self._drain.watching(task):
             try:
                 await self._app(scope, receive, answer.send)
@@ -82,8 +83,8 @@ class DrainMiddleware:
                 await answer.last_words(scope, receive)
 
 
-class _Answer:
-    """What has been said of one answer."""
+class _Response:
+    """A response, with how much of it was sent."""
 
     def __init__(self, send: Send, drain: Drain) -> None:
         self._send = send
@@ -96,14 +97,14 @@ class _Answer:
         if message["type"] == "http.response.start":
             self._begun = True
             self._streams = (b"content-type", b"text/event-stream; charset=utf-8") in message["headers"]
-            if self._drain.begun:  # so that whoever keeps connections open opens the next one elsewhere
+            if self._drain.begun:  # so that clients open their next connection elsewhere
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
         elif message["type"] == "http.response.body":
             self._over = not message.get("more_body", False)
         await self._send(message)
 
     async def last_words(self, scope: Scope, receive: Receive) -> None:
-        """Say why it ends here; a client that does not listen is left."""
+        """Send the error, unless the client does not read it in time."""
         log.info("request_cut_off", path=scope["path"])
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):

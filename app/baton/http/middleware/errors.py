@@ -1,7 +1,7 @@
-"""Turn exceptions into answers. `errors.py` of `baton` has the exceptions, `error_body` their shape.
+"""Turn exceptions into error responses. `baton.errors` has the exceptions, `error_body` their JSON shape.
 
-Once an answer has begun, its status is out: a stream then ends with an `error` event (`sse.py`), and anything
-else is cut off.
+Once a response has begun, its status cannot change: a stream ends with an `error` event (see `sse.py`), any
+other response is cut off.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STATUS_ERRORS: dict[int, type[BatonError]] = {
 
 
 class ErrorMiddleware:
-    """Answers whatever is raised below it."""
+    """Answers every exception that the app raises."""
 
     def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics) -> None:
         self._app = app
@@ -59,7 +59,7 @@ class ErrorMiddleware:
             if started:
                 raise
             await error_response(error, scope)(scope, receive, send)
-        except Exception as error:  # the border of the application: nothing leaves it as it came
+        except Exception as error:  # the border of the app: clients never see a raw exception
             self._log.error("unexpected_error", path=scope.get("path"), exc_info=error)
             if started:
                 raise
@@ -67,7 +67,7 @@ class ErrorMiddleware:
 
 
 async def http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (no such route, wrong method) in our shape."""
+    """Answer Starlette's own errors (no such route, wrong method) in our JSON shape."""
     assert isinstance(error, HTTPException)
     ours = STATUS_ERRORS.get(error.status_code, InternalError)()
     response = error_response(ours, request.scope)
@@ -77,7 +77,7 @@ async def http_exception(request: Request, error: Exception) -> Response:
 
 
 async def invalid_parameters(request: Request, error: Exception) -> Response:
-    """FastAPI's refusal of a query parameter, in our shape."""
+    """Answer FastAPI's error about a query parameter in our JSON shape."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])

@@ -1,12 +1,12 @@
-"""The hosts a request may name, and the web pages that may send one.
+"""Refuse requests for unknown hosts, and requests that web pages of other sites send.
 
-A browser sends requests for every page it shows, also to a gateway on its own machine. Without API keys
-nothing else tells such a page from the person at the keyboard. Two ways lead there:
+A browser sends the requests of every page that it shows, even to a gateway on its own machine. Without API
+keys, a page could use the gateway in two ways:
 
-- the page makes a host name of its own point to 127.0.0.1, and the browser takes the gateway for the page's
-  own server (DNS rebinding): the `Host` header tells;
-- the page sends a form or a script's request to `http://127.0.0.1:8000` itself: `Origin` and
-  `Sec-Fetch-Site` tell, which a browser sets and a page cannot.
+- it lets a host name of its own point to 127.0.0.1, so that the browser takes the gateway for the page's own
+  server (DNS rebinding): the `Host` header shows that;
+- it sends a form or a script's request to `http://127.0.0.1:8000`: `Origin` and `Sec-Fetch-Site` show that,
+  which the browser sets and a page cannot change.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from baton.http.middleware.auth import PUBLIC_PATHS
 AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]*)?")
 ORIGIN = re.compile(r"https?://([^/@?#\s]+)")
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Methods that change nothing; another site's page cannot read their answers, for there is no CORS."""
+"""Methods that change nothing; without CORS, pages of other sites cannot read their answers."""
 OWN_PAGE = (b"same-origin", b"none")
-"""Values of `Sec-Fetch-Site`: a page of the gateway's own, or the person at the browser."""
+"""Values of `Sec-Fetch-Site`: a page of the gateway itself, or the person at the browser."""
 
 
 class HostNames:
-    """The names that a gateway answers under: those of loopback, and what the operator adds.
+    """The host names under which a gateway answers: those of loopback, and the operator's.
 
     Args:
-        entries: `example.org`, `*.example.org` or an IP address each, without a port.
+        entries: the operator's: `example.org`, `*.example.org` or an IP address, without a port.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
@@ -44,11 +44,11 @@ class HostNames:
         self._names = frozenset(_plain(entry) for entry in entries)
 
     def __contains__(self, authority: str) -> bool:
-        """Whether `HOST` or `HOST:PORT` is one of them."""
+        """Return whether `HOST` or `HOST:PORT` is one of them."""
         return is_loopback(_name_in(authority)) or self.added(authority)
 
     def added(self, authority: str) -> bool:
-        """Whether it is one of those the operator added."""
+        """Return whether the operator added it."""
         name = _name_in(authority)
         return name in self._names or name.endswith(self._endings)
 
@@ -59,7 +59,7 @@ def _name_in(authority: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """A name in the one way it is compared in; `localhost.` is `localhost`."""
+    """Normalize a host name or address; `localhost.` is `localhost`."""
     name = name.strip("[]") if name.startswith("[") else name.removesuffix(".")
     try:
         return str(ip_address(name))
@@ -68,10 +68,10 @@ def _plain(name: str) -> str:
 
 
 def names_for(settings: Settings, *, keyless: bool) -> HostNames | None:
-    """The names that the gateway answers under; None: any.
+    """Return the names under which the gateway answers; None: any.
 
-    On loopback without keys only known names are safe. Elsewhere clients have a key, or the network was
-    opened on purpose, and the names they use cannot be known: there the operator's list, if any, decides.
+    On loopback without keys only known names are safe. Otherwise clients have a key, or the operator opened
+    the port to the network, and the names in use are not known: the operator's list decides, if there is one.
     """
     if settings.edge.allowed_hosts or (keyless and settings.loopback):
         return HostNames(settings.edge.allowed_hosts)
@@ -79,12 +79,12 @@ def names_for(settings: Settings, *, keyless: bool) -> HostNames | None:
 
 
 class OriginMiddleware:
-    """Refuses requests that name a host of somebody else's, or that come from somebody else's web page.
+    """Refuses requests for unknown hosts, and requests from web pages of other sites.
 
     Args:
-        app: what to protect.
-        settings: the settings.
-        keyless: the gateway has no keys: other sites' pages are refused what changes anything.
+        app: the app to protect.
+        settings: the gateway's.
+        keyless: the gateway has no keys; pages of other sites may not change anything.
     """
 
     def __init__(self, app: ASGIApp, *, settings: Settings, keyless: bool) -> None:
@@ -104,13 +104,13 @@ class OriginMiddleware:
         await self._app(scope, receive, send)
 
     def _check_host(self, scope: Scope) -> None:
-        """Raise `HostNotAllowed` unless the request names a host of ours."""
+        """Raise `HostNotAllowed` unless the gateway answers under the request's host."""
         host = _host(scope)
         if self._hosts is not None and host not in self._hosts:
             raise HostNotAllowed(_misdirected(host))
 
     def _check_page(self, scope: Scope) -> None:
-        """Raise `OriginNotAllowed` when a browser says that another site's page sent the request."""
+        """Raise `OriginNotAllowed` if a browser reports that another site's page sent the request."""
         for name, value in scope["headers"]:
             if name == b"sec-fetch-site" and value not in OWN_PAGE:
                 raise OriginNotAllowed()
@@ -123,7 +123,7 @@ class OriginMiddleware:
 
 
 def host_guard(names: HostNames | None) -> Callable[[Request], None]:
-    """A FastAPI dependency with the same check, for a port without the gateway's layers."""
+    """Return a FastAPI dependency with the same check, for a port without the gateway's middleware."""
 
     def check(request: Request) -> None:
         host = _host(request.scope)
@@ -134,13 +134,13 @@ def host_guard(names: HostNames | None) -> Callable[[Request], None]:
 
 
 def _host(scope: Scope) -> str:
-    """The `Host` header; the server's parser lets no request in that has two."""
+    """Return the `Host` header; the server's parser refuses requests with several."""
     found = (value for name, value in scope["headers"] if name == b"host")
     return next(found, b"").decode("latin-1")
 
 
 def _misdirected(host: str) -> str:
     return (
-        f"This server does not answer under the host '{host[:255]}'. Ask for it as 'localhost', or add the "
-        "host's name, without a port, to the setting edge.allowed_hosts."
+        f"This server does not answer under the host '{host[:255]}'. Use 'localhost', or add the name of the "
+        "host, without a port, to the setting edge.allowed_hosts."
     )

@@ -1,4 +1,4 @@
-"""Give a request its id; when it is over, count it and log one line. The outermost middleware."""
+"""Give each request its id, and count and log it at its end. The outermost middleware."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from baton.telemetry.metrics import GatewayMetrics
 from baton.telemetry.series import NOBODY, OTHER
 
 PROBES = frozenset({"/livez", "/readyz", "/health", "/metrics"})
-"""Asked every few seconds by machines: counted, but logged only at level debug."""
+"""Routes that probes request every few seconds: counted, but logged only at level debug."""
 
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 
 
 class RequestContextMiddleware:
-    """RED metrics, the access log and the id headers.
+    """Sets the request's context and id headers, counts requests, and writes the access log.
 
     Args:
-        app: what to observe.
-        metrics: where to count.
-        routes: what is answered; their templates are the labels, of all else it is `other`.
-        unidentified: the tenant of a request until a key has said who asks.
+        app: the app that answers.
+        metrics: where requests are counted.
+        routes: the routes whose paths are metric labels; all other paths are `other`.
+        unidentified: the tenant of a request until its key is known.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RequestContextMiddleware:
 
 
 def _id_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:
-    """Ours as `X-Request-Id`, the client's own beside it, as OpenAI's API answers them."""
+    """Return our id as `X-Request-Id`, and the client's own beside it, as OpenAI's API does."""
     headers = [(b"x-request-id", context.request_id.encode())]
     if context.client_request_id:
         headers.append((b"x-client-request-id", context.client_request_id.encode()))

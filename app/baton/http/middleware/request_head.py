@@ -1,4 +1,4 @@
-"""What a request's head may be: no longer than anyone needs, and to be read in one way only."""
+"""Refuse request heads that are too long or ambiguous."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 class RequestHeadMiddleware:
     """Refuses heads that servers read in different ways (RFC 9112, sections 3.2 and 6.3), and long ones.
 
-    The server's parser takes most of them: it reads more of a head at once than `MAX_HEAD_BYTES` when
-    that much is there, and lets `Transfer-Encoding` win over a `Content-Length` beside it.
+    The server's parser accepts most of them: it may read more than `MAX_HEAD_BYTES` of a head at once, and
+    ignores a `Content-Length` beside `Transfer-Encoding`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -32,25 +32,26 @@ class RequestHeadMiddleware:
 
 
 def refuse_bad_head(scope: Scope) -> None:
-    """Look at the request line and every header.
+    """Check the request line and every header.
 
     Raises:
         UriTooLong: the target is too long.
-        HeadersTooLarge: there are too many headers, or too long ones.
-        MalformedRequest: its length is given in two ways, its host is none, or its version is another.
+        HeadersTooLarge: there are too many headers, or they are too long.
+        MalformedRequest: the body's length is given twice, the host is not valid, or the version is neither
+            HTTP/1.1 nor HTTP/1.0.
     """
     if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_TARGET_BYTES:
         raise UriTooLong()
     headers = scope["headers"]
     if len(headers) > MAX_HEADERS:
-        raise HeadersTooLarge(f"The request has more than {MAX_HEADERS} headers.")
+        raise HeadersTooLarge(f"The request has {len(headers)} headers; at most {MAX_HEADERS} are allowed.")
     size, framings = 0, 0
     for name, value in headers:
         size += len(name) + len(value)
         if name in (b"content-length", b"transfer-encoding"):
             framings += 1
         elif name == b"host" and not HOST.fullmatch(value):
-            raise MalformedRequest("The 'Host' header names no host.")
+            raise MalformedRequest("The 'Host' header is not a valid host.")
     if size > MAX_HEAD_BYTES:
         raise HeadersTooLarge()
     if framings > 1:

@@ -1,1 +1,1 @@
-"""The routes: `forwarded` is the table of those that hand a request to an engine as it comes."""
+"""The routes. `forwarded` is the table of those that pass a request on to an engine unchanged."""

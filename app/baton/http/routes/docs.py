@@ -1,7 +1,7 @@
-"""`GET /docs`: the API's documentation as a page, which loads nothing from elsewhere.
+"""Serve the API's documentation as a page at `GET /docs`, which loads nothing from other hosts.
 
-`swagger_ui/` holds `index.html` and `start.js`, which are ours, and of the npm package swagger-ui-dist 5.35.0
-(Apache-2.0) the bundle, its style sheet and their licenses, unchanged. For another version take them from
+`swagger_ui/` holds our `index.html` and `start.js`, and unchanged from the npm package swagger-ui-dist 5.35.0
+(Apache-2.0) the bundle, its style sheet and their licenses. To update it, take these files from
 `npm pack swagger-ui-dist` and change the digests in tests/protocol/test_docs.py.
 """
 
@@ -21,28 +21,28 @@ MEDIA_TYPES = {
     "swagger-ui.css": "text/css",
     "start.js": "text/javascript",
 }
-"""The files the page loads."""
+"""The files that the page loads."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-"""The page runs our scripts only, asks this gateway only, and is shown in nobody's frame."""
+"""The page may run only our scripts and call only this gateway, and no other page may embed it."""
 
 
 @router.get("/docs")
 async def page() -> FileResponse:
-    """The page."""
+    """Return the page with the API's documentation."""
     return FileResponse(FOLDER / "index.html", media_type="text/html", headers=HEADERS)
 
 
 @router.get("/docs/{file}")
 async def page_file(file: str) -> FileResponse:
-    """A file that the page loads.
+    """Return a file that the page loads.
 
     Raises:
-        NotFound: it loads no such file.
+        NotFound: the page has no file of this name.
     """
     media_type = MEDIA_TYPES.get(file)
     if media_type is None:
@@ -52,5 +52,5 @@ async def page_file(file: str) -> FileResponse:
 
 @router.get("/redoc")
 async def redoc() -> RedirectResponse:
-    """The address of a second such page, which showed the same."""
+    """Redirect to `/docs`."""
     return RedirectResponse("docs", headers=HEADERS)

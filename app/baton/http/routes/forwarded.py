@@ -1,6 +1,6 @@
-"""The operations that are forwarded to an engine as they come: one row of `FORWARDED` a route.
+"""Serve the operations that are forwarded to an engine, each a row of `FORWARDED`.
 
-To add one: a member of `engines.port.Operation`, its handler in `engines/vllm/handlers.py`, a row here.
+To add one, write a member of `engines.port.Operation`, its handler in `engines/vllm/handlers.py`, a row here.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from baton.errors import InvalidRequest
 from baton.http.pipeline import Prepare, answer, unchanged
 
 STORED = ("background", "previous_response_id")
-"""Fields that only work where responses are stored; vLLM's store would be one for all tenants."""
+"""Fields that need stored responses. vLLM's store is off, because it is shared by all tenants."""
 
 
 def without_store(body: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what needs a stored response, and store none.
+    """Refuse fields that need a stored response, and let the engine store none.
 
     Raises:
         InvalidRequest: `background` or `previous_response_id` is set.
@@ -28,7 +28,7 @@ def without_store(body: dict[str, Any]) -> dict[str, Any]:
     for field in STORED:
         if body.get(field):
             raise InvalidRequest(
-                f"'{field}' needs stored responses, and nothing is stored here: "
+                f"'{field}' needs stored responses, which this server does not have: leave it out and "
                 "send the earlier turns in 'input'.",
                 param=field,
             )
@@ -41,10 +41,10 @@ class ForwardedRoute:
 
     Attributes:
         path: the path, from the root.
-        operation: what an engine is asked.
+        operation: the operation of the engine.
         name: its name in the OpenAPI document.
-        description: what it does, in a sentence.
-        prepare: what is done to the body before an engine is chosen.
+        description: its description there, in a sentence.
+        prepare: changes the body before an engine is chosen.
     """
 
     path: str
@@ -55,7 +55,7 @@ class ForwardedRoute:
 
     @property
     def endpoint(self) -> Callable[[Request], Awaitable[Response]]:
-        """The function that FastAPI calls."""
+        """The endpoint that FastAPI calls."""
 
         async def endpoint(request: Request) -> Response:
             return await answer(request, self.operation, self.prepare)
@@ -63,8 +63,8 @@ class ForwardedRoute:
         return endpoint
 
 
-SCORE = "Say how well texts match."
-RERANK = "Order documents by how well they match a query, as clients of Jina and Cohere ask for it."
+SCORE = "Score how well pairs of texts match."
+RERANK = "Order documents by how well they match a query, with the API of Jina and Cohere."
 
 FORWARDED = (
     ForwardedRoute("/v1/completions", Operation.COMPLETIONS, "create_completions", "Complete a text."),

@@ -1,4 +1,4 @@
-"""`/v1/handoffs`: what this tenant's requests have left behind, and leaving something without an answer."""
+"""Serve `/v1/handoffs`: create, list, show, change and delete a tenant's handoffs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ router = APIRouter()
 
 @router.post("/v1/handoffs", status_code=201)
 async def create_handoff(request: Request) -> Response:
-    """Compute a context and leave it behind, without an answer: 201 when it is there in time, else 202."""
+    """Compute a context and save it as a handoff, without an answer.
+
+    Answers 201 when the handoff is ready within `handoffs.wait_s`, otherwise 202 while it is pending.
+    """
     gateway = gateway_of(request)
     admit(request)
     body = await read_json(request, gateway.settings.limits)
@@ -57,7 +60,8 @@ async def _create(
     images: Sequence[ClientImage],
 ) -> Response:
     context, source = context_of(request), None
-    if options.source:  # waited for before there is a place: its own request may need one
+    # A pending source is waited for before this request takes a place: its own request may need the place.
+    if options.source:
         source = await gateway.handoffs.source(options.source, engine, context.tenant)
     ticket = await take_place(request, engine)
     session = await gateway.sessions.open_new(engine, body, context, options, source, images)
@@ -69,7 +73,7 @@ async def _create(
         done, _ = await asyncio.wait({work}, timeout=gateway.settings.handoffs.wait_s)
     except asyncio.CancelledError:
         work.cancel()
-        session.fail()  # the work may not have begun, and then says nothing itself
+        session.fail()  # work that has not begun yet cannot fail the handoff itself
         raise
     shown = work.result() if done else target.public()
     ready = target.state is HandoffState.READY
@@ -83,7 +87,10 @@ async def list_handoffs(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: Annotated[str | None, Query(max_length=64)] = None,
 ) -> dict[str, Any]:
-    """The tenant's handoffs, the newest first; `after` an id come the ones before it."""
+    """List the tenant's handoffs, the newest first.
+
+    For the next page, set `after` to the `last_id` of this one.
+    """
     page, more = await gateway_of(request).handoffs.page(context_of(request).tenant, limit=limit, after=after)
     rows = [record.public() for record in page]
     ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
@@ -92,13 +99,13 @@ async def list_handoffs(
 
 @router.get("/v1/handoffs/{handoff_id}")
 async def retrieve_handoff(request: Request, handoff_id: str) -> dict[str, Any]:
-    """One handoff."""
+    """Show one handoff."""
     return (await gateway_of(request).handoffs.get(handoff_id, context_of(request).tenant)).public()
 
 
 @router.patch("/v1/handoffs/{handoff_id}")
 async def change_handoff(request: Request, handoff_id: str) -> dict[str, Any]:
-    """Pin a handoff's KV or unpin it, let it live so many seconds from now, call it something else."""
+    """Change a handoff: pin or unpin its KV, set its lifetime from now (`ttl_s`) or its label."""
     gateway = gateway_of(request)
     changes = parse_options(HandoffChanges, await read_json(request, gateway.settings.limits))
     record = await gateway.handoffs.get(handoff_id, context_of(request).tenant)
@@ -108,7 +115,7 @@ async def change_handoff(request: Request, handoff_id: str) -> dict[str, Any]:
 
 @router.delete("/v1/handoffs/{handoff_id}", status_code=204)
 async def delete_handoff(request: Request, handoff_id: str) -> Response:
-    """Forget a handoff and its KV; a request that loads it now comes to its end."""
+    """Delete a handoff with its KV. Requests that are loading it are not disturbed."""
     handoffs = gateway_of(request).handoffs
     await handoffs.delete(await handoffs.get(handoff_id, context_of(request).tenant))
     return Response(status_code=204)

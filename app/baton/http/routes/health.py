@@ -1,4 +1,4 @@
-"""Is it alive, is it ready, what is it. The only routes that answer without a key."""
+"""Report health and version. These are the only routes that need no API key."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ router = APIRouter()
 
 @router.get("/livez")
 async def livez() -> dict[str, str]:
-    """The process answers: the event loop turns. Says nothing of the engines."""
+    """Report that the process answers requests, whatever the state of its engines."""
     return {"status": "alive"}
 
 
 @router.get("/readyz", responses={503: {"description": "No engine is ready."}})
 async def readyz(request: Request) -> Response:
-    """Requests are welcome: all engines were started, one at least answers, and no end is near.
+    """Report whether to send requests: all engines were started, at least one answers, no drain has begun.
 
-    An engine that is lost is being started anew and costs only its own requests, so `degraded` is a 200.
-    The states are counted, not named: this route is public.
+    While a failed engine is restarted the status is `degraded` with 200, as only its own requests fail. The
+    answer has the number of engines in each state, without their names, because this route is public.
     """
     gateway = gateway_of(request)
     body = {"status": _condition(gateway), "engines": gateway.fleet.count_states()}
@@ -31,7 +31,7 @@ async def readyz(request: Request) -> Response:
 
 @router.get("/health", response_class=Response, responses={503: {"description": "No engine is ready."}})
 async def health(request: Request) -> Response:
-    """As vLLM's clients know it: an empty 200, or 503; the same as `/readyz`."""
+    """Report the same as `/readyz`, as vLLM does: with an empty 200 or 503."""
     gateway = gateway_of(request)
     return Response(status_code=_status(gateway), headers=_retry(gateway))
 
@@ -54,5 +54,5 @@ def _retry(gateway: Gateway) -> dict[str, str]:
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    """The gateway's version."""
+    """Return the gateway's version."""
     return {"version": __version__}

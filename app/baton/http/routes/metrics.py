@@ -1,4 +1,4 @@
-"""`GET /metrics`: the gateway's series and every engine's, for Prometheus."""
+"""Serve the metrics of the gateway and of every engine at `GET /metrics`, for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ router = APIRouter()
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Every series of every tenant, in Prometheus' text format; never on a port that tenants reach."""
+    """Return all metrics of all tenants in Prometheus' text format.
+
+    Tenants cannot reach the port that serves this route.
+    """
     return Response(gateway_of(request).fleet.metrics_page(), media_type=CONTENT_TYPE_LATEST)
 
 
 def app_of(gateway: Gateway) -> FastAPI:
-    """The app of a port of its own, which asks for no key.
+    """Return the app that serves the metrics on a port of their own, without a key.
 
-    On loopback it answers under known names only; elsewhere who scrapes it asks by any address.
+    On loopback it answers only under known host names; elsewhere, scrapers may use any address.
     """
     settings = gateway.settings
     names = HostNames(settings.edge.allowed_hosts) if is_loopback(settings.metrics.host) else None

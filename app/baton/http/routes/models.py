@@ -1,4 +1,4 @@
-"""`GET /v1/models`: what is served, by all engines."""
+"""Serve `GET /v1/models`: the models of all engines."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """Every model that is served."""
+    """List the served models."""
     engines = gateway_of(request).fleet.engines
     return {"object": "list", "data": [card for engine in engines for card in engine.cards()]}
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
-    """One served model."""
+    """Show one served model."""
     for engine in gateway_of(request).fleet.engines:
         for card in engine.cards():
             if card["id"] == model:

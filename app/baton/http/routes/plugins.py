@@ -1,4 +1,4 @@
-"""`GET /v1/plugins`: every vLLM plugin that is installed, and why one is not used."""
+"""Serve `GET /v1/plugins`: the installed vLLM plugins, and why one is not used."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ router = APIRouter()
 PLATFORMS = "vllm.platform_plugins"
 IO_PROCESSORS = "vllm.io_processor_plugins"
 BY_IMPORT = ("vllm.general_plugins", "vllm.stat_logger_plugins")
-"""Groups whose plugins vLLM loads on its own, in this process too, with the first engine."""
+"""Groups whose plugins vLLM loads by itself with the first engine, in this process too."""
 
 
 @router.get("/v1/plugins")
 def list_plugins(request: Request) -> dict[str, Any]:
-    """The installed plugins of all of vLLM's groups, with the engines that run each IO processor."""
+    """List the installed plugins of all of vLLM's groups, with the engines that use each IO processor."""
     users: dict[str, list[str]] = {}
     for engine in gateway_of(request).fleet.engines:
         if engine.plugin is not None:
@@ -35,7 +35,7 @@ def list_plugins(request: Request) -> dict[str, Any]:
 
 
 def _unused(row: dict[str, object]) -> str:
-    """Why nothing here uses a plugin that vLLM may load; empty if something does."""
+    """Return why a plugin that vLLM could load is not used; empty if it is used."""
     group, module = row["group"], str(row["value"]).partition(":")[0]
     if group in BY_IMPORT and module not in sys.modules:
         return "no engine here has loaded it, or it failed; see the log"

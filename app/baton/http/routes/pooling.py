@@ -25,9 +25,9 @@ from baton.http.pipeline import admit, operate, strip, unless_gone
 from baton.http.request_body import read_json
 from baton.http.request_state import context_of, state_of
 from baton.http.state import Gateway, gateway_of
-from baton.pooling.answer import Answer
+from baton.pooling.answer import PluginAnswer
 from baton.pooling.runner import Runner
-from baton.pooling.uploads import RESULTS, Spool
+from baton.pooling.uploads import RESULTS, UploadSpool
 from baton.pooling.values import ResultFile, Upload
 from baton.telemetry.ids import RequestContext
 from baton_spool import make
@@ -105,7 +105,7 @@ async def _upload(request: Request) -> Response:
         _require_query_priority(priority)
         gateway.metrics.stripped.labels("priority").inc()
     query = {name: value for name, value in request.query_params.items() if name not in QUERY_OURS}
-    spool = Spool(gateway.settings.pooling.spool_dir)
+    spool = UploadSpool(gateway.settings.pooling.spool_dir)
     try:
         async with runner.receiving(context_of(request).tenant):
             await spool.fill(request.stream())
@@ -156,7 +156,7 @@ def _not_acceptable(offered: list[str]) -> NotAcceptable:
 
 
 async def _as_file(
-    gateway: Gateway, answer: Answer, files: list[ResultFile], kind: str, context: RequestContext
+    gateway: Gateway, answer: PluginAnswer, files: list[ResultFile], kind: str, context: RequestContext
 ) -> Response:
     if kind == ZIP:
         return await _as_zip(gateway, answer, files, context)
@@ -180,7 +180,7 @@ async def _with_follow_up(request: Request, runner: Runner, body: Json, follow_u
     )
 
 
-async def _as_json(gateway: Gateway, answer: Answer, context: RequestContext) -> Response:
+async def _as_json(gateway: Gateway, answer: PluginAnswer, context: RequestContext) -> Response:
     """Answer in the form of vLLM's `IOProcessorResponse`."""
     body = await _packed(gateway, context, await answer.data(), {})
     await answer.close()
@@ -196,7 +196,7 @@ async def _packed(gateway: Gateway, context: RequestContext, data: Any, more: Js
 
 
 async def _as_zip(
-    gateway: Gateway, answer: Answer, files: list[ResultFile], context: RequestContext
+    gateway: Gateway, answer: PluginAnswer, files: list[ResultFile], context: RequestContext
 ) -> Response:
     folder = gateway.settings.pooling.spool_dir
     packed = await asyncio.to_thread(make, folder, RESULTS)

@@ -1,1 +1,1 @@
-"""Check what a request asks for, before an engine sees it."""
+"""Validate a request's body before an engine sees it: its JSON, fields, schemas and patterns."""

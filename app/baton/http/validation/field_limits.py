@@ -1,6 +1,6 @@
-"""How much of everything one request may ask for: one table, looked up before an engine sees the request.
+"""Limit the fields of a request by one table, `FIELD_LIMITS`, before an engine sees the request.
 
-A value of the wrong type is not looked at: vLLM says what is wrong with it.
+Values of the wrong type are not checked here: vLLM refuses them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STRING_CHARS = 1024
 """Longest stop string or bad word."""
 TOKEN_IDS = 1024
 VOCABULARY = 262_144
-"""More tokens than any model knows."""
+"""More tokens than any model's vocabulary has."""
 ENTRIES = 1024
 TOOLS = 512
 ARGUMENTS = 64
@@ -45,19 +45,19 @@ RENDERER_ARGUMENTS = frozenset(
         "truncation",
     }
 )
-"""Arguments of vLLM's and transformers' renderers: a template's own variables cannot be called so."""
+"""Arguments of vLLM's and transformers' renderers, which a template's own variables must not override."""
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 UNSAID_TOKENS = 4096
-"""What an answer whose length is not limited counts as."""
+"""Length that is assumed for an answer without a limit."""
 BEYOND = 2**63
-"""Stands for a text of so many digits that it is no float."""
+"""Stands for a number that is too large for a float."""
 
 
 def check_field_limits(body: Mapping[str, Any], limits: LimitSettings) -> None:
-    """Refuse a request that asks for too much of something.
+    """Refuse a request with a field above its limit.
 
     Raises:
-        InvalidRequest: it does; `param` names the field, the text its limit.
+        InvalidRequest: a field is above its limit; `param` names it, and the message names the limit.
     """
     for name, check in FIELD_LIMITS.items():
         value = body.get(name)
@@ -68,7 +68,7 @@ def check_field_limits(body: Mapping[str, Any], limits: LimitSettings) -> None:
 
 
 def _check_values(body: Mapping[str, Any], limits: LimitSettings) -> None:
-    """Bound what the answers hold together: each token of each answer, and each log probability of it."""
+    """Limit the log probabilities of all tokens of all answers together."""
     per_token = [field for field in ("logprobs", "top_logprobs") if _as_number(body.get(field))]
     if not per_token:
         return
@@ -83,7 +83,7 @@ def _check_values(body: Mapping[str, Any], limits: LimitSettings) -> None:
         fields = ["prompt"] * (several > 1) + ["n"] * ("n" in body) + lengths + per_token
         raise InvalidRequest(
             f"{' times '.join(map(repr, fields))} make {values} log probabilities; at most "
-            f"{limits.logprob_values} are taken (setting limits.logprob_values). Ask for less of one.",
+            f"{limits.logprob_values} are allowed (setting limits.logprob_values). Lower one of them.",
             param=per_token[-1],
         )
 
@@ -91,19 +91,20 @@ def _check_values(body: Mapping[str, Any], limits: LimitSettings) -> None:
 def _check_answers(body: Mapping[str, Any], limits: LimitSettings) -> None:
     prompts, n = body.get("prompt"), _as_number(body.get("n"))
     if isinstance(prompts, list) and not _is_tokens(prompts) and n is not None:
-        said = "makes {} answers to all prompts together"
-        _refuse_above(len(prompts) * n, limits.prompts, "n", "prompts", said)
+        phrase = "makes {} answers to all prompts together"
+        _refuse_above(len(prompts) * n, limits.prompts, "n", "prompts", phrase)
 
 
-def _refuse_above(given: int, most: int, name: str, setting: str | None, said: str = "is {}") -> None:
+def _refuse_above(given: int, most: int, name: str, setting: str | None, phrase: str = "is {}") -> None:
     if given > most:
         where = f" (setting limits.{setting})" if setting else ""
-        told = said.format(given)
-        raise InvalidRequest(f"'{name}' {told}; at most {most} are taken{where}.", param=name)
+        raise InvalidRequest(
+            f"'{name}' {phrase.format(given)}; at most {most} are allowed{where}.", param=name
+        )
 
 
 def _as_number(value: Any) -> int | None:
-    """A whole number as vLLM's types read it, to which texts of digits are numbers too."""
+    """Return a whole number as vLLM reads it, which takes strings of digits too."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -126,7 +127,7 @@ def _number(setting: str) -> Check:
 def _logprobs(name: str, value: Any, limits: LimitSettings) -> None:
     if _as_number(value) == -1:
         raise InvalidRequest(
-            f"'{name}' is -1, which stands for all; at most {limits.logprobs} are taken "
+            f"'{name}' is -1, which stands for all; at most {limits.logprobs} are allowed "
             "(setting limits.logprobs).",
             param=name,
         )
@@ -142,7 +143,7 @@ def _strings(name: str, value: Any, limits: LimitSettings) -> None:
 
 
 def _entries(most: int, what: str) -> Check:
-    """A list or an object of at most so many entries."""
+    """Return a check for a list or an object of at most `most` entries."""
 
     def check(name: str, value: Any, limits: LimitSettings) -> None:
         if isinstance(value, list | dict):
@@ -160,13 +161,13 @@ def _arguments(name: str, value: Any, limits: LimitSettings) -> None:
 
 
 def _template_arguments(name: str, value: Any, limits: LimitSettings) -> None:
-    """What a chat template is given beside the messages, which the renderer passes it itself."""
+    """Check a chat template's variables, which must not override the renderer's own arguments."""
     _entries(ARGUMENTS, "arguments")(name, value, limits)
     taken = sorted(RENDERER_ARGUMENTS & value.keys()) if isinstance(value, dict) else ()
     for inner in taken:
         raise InvalidRequest(
-            f"'{name}.{inner}' is an argument of the renderer itself and no variable of a chat template: "
-            "leave it out. What a request may set of these has a field of its own.",
+            f"'{name}.{inner}' is an argument of the renderer, not a variable of a chat template: leave it "
+            "out. A request may set it only where it has a field for it.",
             param=f"{name}.{inner}",
         )
 
@@ -176,7 +177,7 @@ def _is_tokens(value: list[Any]) -> bool:
 
 
 def _prompts(name: str, value: Any, limits: LimitSettings) -> None:
-    """Texts, token ids, or lists of them; one list of token ids is one prompt."""
+    """Check prompts: texts, token ids, or lists of them; a list of token ids is one prompt."""
     if isinstance(value, list) and not _is_tokens(value):
         _refuse_above(len(value), limits.prompts, name, "prompts", "has {} prompts")
     elif isinstance(value, dict):
@@ -184,7 +185,7 @@ def _prompts(name: str, value: Any, limits: LimitSettings) -> None:
 
 
 def _messages(name: str, value: Any, limits: LimitSettings) -> None:
-    """One conversation or several, token ids, or prompts: `input` may be any of these."""
+    """Check one or several conversations, token ids, or prompts: `input` may be any of these."""
     if not isinstance(value, list) or _is_tokens(value):
         return
     if not any(isinstance(item, dict) for item in value):
@@ -283,4 +284,4 @@ FIELD_LIMITS: Mapping[str, Check] = {
     ),
     check_schema,
 )
-"""What bounds each field, whichever operation it belongs to."""
+"""The check of each field, for all operations."""

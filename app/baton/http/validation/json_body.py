@@ -1,7 +1,7 @@
-"""The one place where a client's bytes become JSON: strictly by RFC 8259, and with the event loop alive.
+"""Parse request bodies as JSON, strictly by RFC 8259, and without blocking the event loop.
 
-The parser holds the interpreter while it works, and the event loop with it. What a body may cost is
-therefore bounded before it is parsed, by its bytes and by how many values it holds.
+The parser holds the interpreter lock, so the event loop stands still while it works. The size of a body and
+its number of values are therefore limited before it is parsed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.errors import BatonError, InvalidJson, InvalidRequest
 PIECE = 1024 * 1024
 SMALL_BYTES = 64 * 1024
 SMALL_VALUES = 10_000
-"""Bodies up to both of these take a few milliseconds at most, and are worked on where they came in."""
+"""Bodies up to both limits take a few milliseconds at most, and are parsed on the event loop."""
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
@@ -32,12 +32,12 @@ MAX_LINES = 10_000
 
 
 def is_small(body: bytes) -> bool:
-    """Whether what is done to a body takes a few milliseconds at most, and needs no thread."""
+    """Return whether work on a body takes a few milliseconds at most, and needs no thread."""
     return len(body) <= SMALL_BYTES and separators(body, SMALL_VALUES) <= SMALL_VALUES
 
 
 def separators(body: bytes, limit: int) -> int:
-    """Commas and colons, also those within texts: about as many as a body has values. Stops above `limit`."""
+    """Count commas and colons, about as many as a body has values; counting stops above `limit`."""
     found = 0
     for start in range(0, len(body), PIECE):
         piece = body[start : start + PIECE]
@@ -48,16 +48,16 @@ def separators(body: bytes, limit: int) -> int:
 
 
 def parse_object(body: bytes, limits: LimitSettings) -> dict[str, Any]:
-    """A body as a JSON object.
+    """Parse a body as a JSON object.
 
     Raises:
-        InvalidJson: it is no JSON, ambiguous, or holds a number that has no place in 64 bits.
-        InvalidRequest: it holds too many values, or is nested too deep.
+        InvalidJson: the body is not valid JSON, has a key twice, or holds a number that does not fit 64 bits.
+        InvalidRequest: the body holds too many values, or is nested too deep.
     """
     if separators(body, limits.body_values) > limits.body_values:
         raise InvalidRequest(
-            f"The request body holds too many values: at most {limits.body_values} commas and colons, "
-            "those within texts counted too, are taken (setting limits.body_values)."
+            f"The request body holds too many values: at most {limits.body_values} commas and colons are "
+            "allowed, counting those within strings (setting limits.body_values)."
         )
     try:
         parsed = from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="keys")
@@ -70,7 +70,7 @@ def parse_object(body: bytes, limits: LimitSettings) -> dict[str, Any]:
 
 
 def _refusal(said: str, body: bytes, limits: LimitSettings) -> BatonError:
-    """What the parser says, in words for whoever wrote the body."""
+    """Turn the parser's message into an error for the client."""
     if said.startswith("recursion limit"):
         return _too_deep(limits)
     if body.startswith(BYTE_ORDER_MARKS):
@@ -86,19 +86,19 @@ def _refusal(said: str, body: bytes, limits: LimitSettings) -> BatonError:
     elif said == "number out of range":
         said = "an integer that does not fit 64 bits with a sign"
     elif found and (word := _not_a_number(body, int(found[1]), int(found[2]))):
-        said = f"{word} is no JSON number,"
+        said = f"{word} is not a JSON number,"
     return InvalidJson(f"The request body is not valid JSON: {said}{where}.")
 
 
 def _not_a_number(body: bytes, line: int, column: int) -> str | None:
-    """`NaN` or the like, if that is what stands where the parser stopped."""
+    """Return `NaN` or `Infinity`, if the parser stopped at one."""
     if line > MAX_LINES:
         return None
     start = 0
     for _ in range(line - 1):
         start = body.index(b"\n", start) + 1
     start += column - 1
-    start -= body[start - 1 : start] == b"-"  # the parser has gone past it
+    start -= body[start - 1 : start] == b"-"  # the parser stops after the sign
     found = NOT_A_NUMBER.match(body, start)
     return found[0].decode() if found else None
 
@@ -110,7 +110,7 @@ def _too_deep(limits: LimitSettings) -> InvalidRequest:
 
 
 def _examine(root: dict[str, Any], limits: LimitSettings) -> None:
-    """Look at every container, level by level: how deep they lie, and which numbers they hold."""
+    """Check the depth and the numbers of all objects and lists, level by level."""
     level: list[dict[str, Any] | list[Any]] = [root]
     for _ in range(limits.body_depth):
         inner: list[dict[str, Any] | list[Any]] = []
@@ -136,7 +136,7 @@ def _all_fit(values: Collection[Any]) -> bool:
 
 
 def _unfit(container: dict[str, Any] | list[Any]) -> InvalidJson:
-    """What to say of the first number in `container` that does not fit."""
+    """Return the error for the first number in `container` that does not fit."""
     items = container.items() if isinstance(container, dict) else enumerate(container)
     place, value = next((place, value) for place, value in items if not _all_fit([value]))
     where = f"'{place[:MAX_SHOWN]}'" if isinstance(place, str) else f"item {place} of a list"

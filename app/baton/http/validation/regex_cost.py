@@ -1,36 +1,36 @@
-"""What a regular expression or a grammar costs whoever compiles it, read off its text alone."""
+"""Estimate the cost of compiling a regular expression or a grammar from its text alone."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
 
-UNFOLDED = 10_000
-"""Most single matches that bounded repetitions may stand for: `(a{100}){100}` is as many."""
+EXPANDED = 10_000
+"""Most elements that bounded repetitions may expand to: `(a{100}){100}` expands to as many."""
 
 TOKEN = re.compile(
     r"\\(?:.|\n)|\[\^?\]?(?:\\(?:.|\n)|[^\]\\])*+(?:\]|\\?\Z)|\((?:\?(?:[:=!>]|<[=!]|P?<\w*+>))?|\)|\||[*+?]"
     r"|\{(?P<low>\d++)(?P<comma>,)?(?P<high>\d++)?\}|\^|\$|(?:.|\n)"
 )
-"""What a pattern is made of. Every way of going wrong is an element too, so that no text is read twice."""
+"""One element of a pattern. Malformed ones match too, so that no text is read twice."""
 GRAMMAR_TOKEN = re.compile(r"[^\\\[()|*+?{^$]++|" + TOKEN.pattern)
-"""The same, a stretch of plain text being one element."""
+"""The same for grammars, where a run of plain text is one element."""
 LITERAL = re.compile(r"\"(?:[^\"\\\n]|\\.)*+(?:\"|\\?(?=\n)|\\?\Z)|'(?:[^'\\\n]|\\.)*+(?:'|\\?(?=\n)|\\?\Z)")
-"""A text in a grammar; its brackets and stars mean themselves."""
+"""A string literal in a grammar, whose brackets and stars have no special meaning."""
 
 
 class TooCostly(Exception):
-    """A pattern that is not worth its cost; the text says why."""
+    """A pattern would cost too much to compile; the message says why."""
 
 
 @dataclass
 class _Element:
-    """One thing that may be repeated: how many single matches it stands for, and what is certain of it.
+    """An element of a pattern, which may be repeated.
 
     Attributes:
-        size: single matches, once its repetitions are written out.
-        vague: it may match the same text in several ways, by repeating itself without end.
-        certain: it matches at least one character, once.
+        size: number of elements that its repetitions expand to.
+        vague: it repeats without limit, so it may match a text in several ways.
+        certain: it matches at least one character.
         repeated: a repetition has been applied to it.
     """
 
@@ -42,10 +42,10 @@ class _Element:
 
 @dataclass
 class _Group:
-    """What stands between two brackets, as far as it has been read.
+    """The elements between two brackets that were read so far.
 
     Attributes:
-        summed: its elements add up; else the largest counts, as in grammars, which are long in any case.
+        summed: its size is the sum of its elements; otherwise the largest counts, as in grammars.
     """
 
     summed: bool = True
@@ -61,7 +61,7 @@ class _Group:
 
     def next_alternative(self) -> None:
         self._settle()
-        # What repeats without end, with nothing certain beside it, can be cut into pieces anywhere.
+        # An unlimited repetition beside nothing certain can match a text in several ways.
         self.vague = self.vague or (self.open_vague and not self.open_certain)
         self.open_vague = self.open_certain = False
 
@@ -69,8 +69,8 @@ class _Group:
         if self.last is None:
             return
         self.size = self.size + self.last.size if self.summed else max(self.size, self.last.size)
-        if self.size > UNFOLDED:
-            raise TooCostly(f"its repetitions, written out, make more than {UNFOLDED} elements")
+        if self.size > EXPANDED:
+            raise TooCostly(f"its repetitions expand to more than {EXPANDED} elements")
         self.open_vague = self.open_vague or self.last.vague
         self.open_certain = self.open_certain or (self.last.certain and not self.last.vague)
         self.last = None
@@ -80,19 +80,19 @@ class _Group:
         return _Element(max(self.size, 1), self.vague)
 
 
-def examine(text: str, depth: int, *, grammar: bool = False) -> int:
-    """Look at a regular expression, or at a grammar, whose rules are looked at as one.
-
-    Returns:
-        how many single matches it stands for, its repetitions written out.
+def expanded_size(text: str, depth: int, *, grammar: bool = False) -> int:
+    """Estimate the cost of a regular expression, or of all rules of a grammar together.
 
     Args:
-        text: in whatever dialect; what is wrong with it is for others to say.
-        depth: groups within one another.
-        grammar: repetition within repetition is common and harmless there.
+        text: the pattern, in any dialect; its syntax is not checked.
+        depth: most groups within one another.
+        grammar: the text is a grammar, where repetitions within repetitions are common and harmless.
+
+    Returns:
+        The number of elements that its repetitions expand to.
 
     Raises:
-        TooCostly: it nests too deep, repeats repetitions, or stands for too much.
+        TooCostly: its groups are nested too deep, it repeats repetitions, or it expands to too much.
     """
     groups = [_Group(not grammar)]
     tokens = GRAMMAR_TOKEN.finditer(LITERAL.sub("x", text)) if grammar else TOKEN.finditer(text)
@@ -122,7 +122,7 @@ def _repeat(element: _Element | None, token: re.Match[str], *, strict: bool) -> 
         return
     endless = token[0] in ("*", "+") or (token["comma"] is not None and token["high"] is None)
     if endless and element.vague and strict:
-        raise TooCostly("it repeats without end what already repeats without end, as (a+)+ does")
+        raise TooCostly("it repeats without limit what already repeats without limit, as (a+)+ does")
     element.size *= max(int(token["high"] or token["low"] or 1), 1)
     element.vague = element.vague or endless
     element.certain = element.certain and token[0] not in ("*", "?") and token["low"] != "0"

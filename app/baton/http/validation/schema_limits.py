@@ -1,4 +1,4 @@
-"""What a schema, a pattern or a grammar of a request may cost those who compile it."""
+"""Limit the size and the cost of a request's schemas, patterns and grammars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic_core import to_json
 
 from baton.config.groups import LimitSettings
 from baton.errors import InvalidRequest
-from baton.http.validation.regex_cost import TooCostly, examine
+from baton.http.validation.regex_cost import TooCostly, expanded_size
 
 ENUM = 4096
 """Most values of one `enum` or `choice`."""
@@ -18,19 +18,19 @@ PATTERNS = frozenset({"pattern", "regex", "whitespace_pattern", "guided_regex", 
 GRAMMARS = frozenset({"grammar", "guided_grammar", "definition"})
 LISTS = frozenset({"enum", "choice", "guided_choice"})
 WRITTEN = frozenset({"json", "guided_json", "structural_tag"})
-"""These may hold JSON as text."""
+"""Fields that may hold JSON as a string."""
 
 
 def check_schema(name: str, value: Any, limits: LimitSettings) -> None:
-    """Bound what `value` holds, wherever in it that stands.
+    """Check every schema, pattern and grammar in a field, at any depth.
 
     Args:
         name: the field, for the error.
-        value: what the client sent in it: an object with schemas in it, a pattern, a grammar.
+        value: its value: an object that holds schemas, a pattern or a grammar.
         limits: the limits.
 
     Raises:
-        InvalidRequest: it is too much of something.
+        InvalidRequest: a limit is exceeded.
     """
     if isinstance(value, dict | list):
         size = len(to_json(value)) - _grammar_bytes(value)
@@ -40,13 +40,13 @@ def check_schema(name: str, value: Any, limits: LimitSettings) -> None:
 
 
 def _grammar_bytes(value: Any) -> int:
-    """A grammar has a limit of its own."""
+    """Return the bytes of a value's grammars, which have a limit of their own."""
     texts = [value.get(key) for key in GRAMMARS] if isinstance(value, dict) else []
     return sum(len(to_json(text)) for text in texts if isinstance(text, str))
 
 
 def _too_long(key: str, given: str, setting: str, most: int, name: str) -> InvalidRequest:
-    said = f"'{key}' holds {given}; at most {int(most)} are taken (setting limits.{setting})."
+    said = f"'{key}' holds {given}; at most {int(most)} are allowed (setting limits.{setting})."
     return InvalidRequest(said, param=name)
 
 
@@ -67,7 +67,7 @@ def _walk(name: str, root: Any, limits: LimitSettings) -> None:
         if isinstance(value, list):
             if key in LISTS and len(value) > ENUM:
                 raise InvalidRequest(
-                    f"'{key}' has {len(value)} values; at most {ENUM} are taken.", param=name
+                    f"'{key}' has {len(value)} values; at most {ENUM} are allowed.", param=name
                 )
             open_values += [("", item, depth + 1) for item in value if isinstance(item, dict | list)]
         else:
@@ -82,7 +82,7 @@ def _pattern_keys(value: dict[str, Any]) -> list[str]:
 
 
 def _check_text(key: str, text: str, name: str, limits: LimitSettings, *, outermost: bool) -> Any:
-    """Bound a text by what its key says it is; JSON written in it is looked at too."""
+    """Check a string by its key; returns the JSON that is written in it, if there is any."""
     if key in PATTERNS:
         _check_pattern(key, text, name, limits)
     elif key in GRAMMARS:
@@ -102,7 +102,7 @@ def _written(key: str, text: str, name: str) -> Any:
     try:
         return from_json(text.encode(), allow_inf_nan=False, catch_duplicate_keys=True)
     except ValueError:
-        raise InvalidRequest(f"'{key}' is a text that is not valid JSON.", param=name) from None
+        raise InvalidRequest(f"'{key}' is a string that is not valid JSON.", param=name) from None
 
 
 def _check_pattern(key: str, text: str, name: str, limits: LimitSettings) -> None:
@@ -114,7 +114,9 @@ def _check_pattern(key: str, text: str, name: str, limits: LimitSettings) -> Non
 
 def _check_cost(key: str, text: str, name: str, limits: LimitSettings, *, grammar: bool) -> None:
     try:
-        examine(text, limits.schema_depth, grammar=grammar)
+        expanded_size(text, limits.schema_depth, grammar=grammar)
     except TooCostly as error:
         kind = "grammar" if grammar else "pattern"
-        raise InvalidRequest(f"The {kind} in '{key}' costs too much: {error}.", param=name) from None
+        raise InvalidRequest(
+            f"The {kind} in '{key}' costs too much to compile: {error}.", param=name
+        ) from None

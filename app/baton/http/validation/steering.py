@@ -15,7 +15,7 @@ STEERING_KEYS = (
 )
 """Fields of vLLM's requests that steer its caches, its scheduler or its image reading past the gateway."""
 ARGUMENTS = "vllm_xargs"
-"""Arguments for whatever in an engine knows them: a connector, a logits processor, a model."""
+"""Arguments for extensions of an engine: a connector, a logits processor, a model."""
 
 
 def strip_steering(body: dict[str, Any]) -> list[str]:
@@ -28,7 +28,7 @@ def strip_steering(body: dict[str, Any]) -> list[str]:
 
 
 def strip_arguments(body: dict[str, Any], allowed: Collection[str]) -> int:
-    """Drop what clients may not set in `vllm_xargs`; returns how many arguments that were."""
+    """Drop the arguments that clients may not set in `vllm_xargs`; returns their number."""
     extra = body.get(ARGUMENTS)
     if not isinstance(extra, dict):
         return 0

@@ -1,4 +1,4 @@
-"""Constraints compiled on trial before an engine gets them, in a process that can be ended."""
+"""Compile constraints on trial in a process that can be killed, before an engine compiles them."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ from baton.http.validation.constraints import Constraint
 from baton.telemetry.queues import QueueMetrics
 
 COMPILED = b"c"
-"""What a child says at last; it says that it is there before: see `engines/compile_server.py`."""
+"""What a child sends when it has compiled; see `engines/vllm/compile_server.py`."""
 REMEMBERED = 4096
-"""Most verdicts that are kept."""
+"""Most results that are remembered."""
 PLACES = max(1, min(4, (os.cpu_count() or 1) // 2))
 WAITING = 256
 WAIT_S = 30.0
 STARVED = 60
-"""A child that got so little of the processor that its time lasted so many times longer is given up."""
+"""A child is given up when its processor time takes this many times longer on the clock."""
 REFUSED_FOR_S = 300.0
-"""A constraint that did not compile in time is tried again after so long: the machine may have been busy."""
+"""Seconds until a constraint that did not compile in time is tried again: the machine may have been busy."""
 
 log = structlog.get_logger("baton.schemas")
 
 
 @dataclass(frozen=True)
 class _Server:
-    """A compile server: its process, and the socket it takes jobs on."""
+    """A compile server: its process, and the socket on which it takes jobs."""
 
     process: subprocess.Popen[bytes]
     control: socket.socket
 
     @staticmethod
     def start() -> _Server:
+        """Start a compile server."""
         control, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -56,23 +57,23 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # compilers quote what clients send
-                process_group=0,  # a terminal's interrupt is the gateway's to act on
+                process_group=0,  # only the gateway handles a terminal's interrupt
             )
         return _Server(process, control)
 
     def stop(self) -> None:
-        """End it at once: it holds nothing, and its children end with their jobs."""
+        """Kill the server; its children end when their sockets close."""
         self.control.close()
         self.process.kill()
         self.process.wait()
 
 
 class TrialCompiler:
-    """Compiles constraints on trial, a few at a time, each tenant in turn; remembers what came of them.
+    """Compiles constraints on trial, a few at a time and each tenant in turn, and remembers the results.
 
     Args:
-        limits: how much processor time one constraint may take.
-        metrics: counts who waits.
+        limits: with the processor time that one constraint may take.
+        metrics: counts waiting requests.
     """
 
     def __init__(self, limits: LimitSettings, metrics: QueueMetrics) -> None:
@@ -85,17 +86,17 @@ class TrialCompiler:
         self._server: _Server | None = None
 
     def close(self) -> None:
-        """End the process, and with it what it compiles."""
+        """Stop the compile server and its children."""
         server, self._server = self._server, None
         if server is not None:
             server.stop()
 
     async def require(self, constraints: Sequence[Constraint], tenant: str) -> None:
-        """Let constraints through that compile in time.
+        """Refuse constraints that do not compile in time.
 
         Raises:
-            InvalidRequest: one does not; `param` names its field.
-            GatewayOverloaded: too many are being compiled.
+            InvalidRequest: a constraint takes too long; `param` names its field.
+            GatewayOverloaded: too many constraints are being compiled.
         """
         if not self._seconds:
             return
@@ -123,10 +124,10 @@ class TrialCompiler:
 
     @contextlib.asynccontextmanager
     async def _alone(self, key: bytes) -> AsyncIterator[None]:
-        """Let one request at a time try a constraint; the others wait for what comes of it.
+        """Let one request at a time try a constraint; others wait for its result.
 
         Raises:
-            GatewayOverloaded: that took too long.
+            GatewayOverloaded: the result took too long.
         """
         lock = self._under_way.setdefault(key, asyncio.Lock())
         try:
@@ -138,7 +139,7 @@ class TrialCompiler:
             yield
         finally:
             lock.release()
-            self._under_way.pop(key, None)  # who waits for it has it; who comes later finds the verdict
+            self._under_way.pop(key, None)  # waiting requests hold it; later ones find the result
 
     def _known(self, key: bytes) -> bool | None:
         verdict, until = self._verdicts.get(key, (None, 0.0))
@@ -153,10 +154,10 @@ class TrialCompiler:
             self._verdicts.popitem(last=False)
 
     async def _try(self, constraint: Constraint) -> bool:
-        """Compile it; a second try is made where no child could be had, as its server died.
+        """Compile a constraint, with a second try if the compile server died.
 
         Raises:
-            GatewayOverloaded: there is no process, or not enough processor time, to do it.
+            GatewayOverloaded: no process could be started, or it got too little processor time.
         """
         asked = {"kind": constraint.kind, "text": constraint.text, "seconds": self._seconds}
         for _ in range(2):
@@ -164,7 +165,7 @@ class TrialCompiler:
             said = await self._asked(server, json.dumps(asked).encode() + b"\n")
             if said:
                 return said.endswith(COMPILED)
-            await self._replace(server)  # there was no child, and nothing is known of the constraint
+            await self._replace(server)  # the server died, and the constraint was not tried
         raise _busy()
 
     async def _asked(self, server: _Server, job: bytes) -> bytes:
@@ -187,7 +188,7 @@ class TrialCompiler:
             if self._server is None:
                 try:
                     self._server = await asyncio.to_thread(_Server.start)
-                except OSError as error:  # no room for another process
+                except OSError as error:  # the system has no resources for another process
                     log.warning("compile_server_not_started", reason=error.strerror)
                     raise _busy() from None
             return self._server
@@ -202,10 +203,10 @@ class TrialCompiler:
 
 @contextlib.contextmanager
 def _job_at(server: _Server) -> Iterator[socket.socket]:
-    """A socket to a child; the child ends, whatever it is doing, when it closes."""
+    """Return a socket to a new child, which ends when the socket closes."""
     ours, theirs = socket.socketpair()
     with ours:
-        with theirs, contextlib.suppress(OSError):  # a server that is gone closes it too
+        with theirs, contextlib.suppress(OSError):  # the socket also closes if the server has died
             socket.send_fds(server.control, [b"j"], [theirs.fileno()])
         ours.setblocking(False)
         yield ours

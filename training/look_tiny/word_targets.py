@@ -1,4 +1,4 @@
-"""The first part of the training: each image token becomes the embedding of a word."""
+"""Stage 1 of the training: train each image token to be the embedding of a word."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from baton_vision.look.chats import Speller
-from baton_vision.look.design import IMAGE_TOKENS
-from baton_vision.look.facts import COLOURS, FEATURES, NUMBERS, SHAPES, Facts, words
-from baton_vision.look.network import Eyes, normalised, shrunk
-from baton_vision.look.pictures import make_sample
-from baton_vision.look.recipe import Book, Log, Recipe, Trainer, save
+from training.look_tiny.architecture import IMAGE_TOKENS
+from training.look_tiny.chats import ChatTokenizer
+from training.look_tiny.facts import COLOURS, FEATURES, NUMBERS, SHAPES, Facts, words
+from training.look_tiny.network import VisionEncoder, normalised, shrunk
+from training.look_tiny.pictures import make_sample
+from training.look_tiny.recipe import Log, Recipe, Trainer, ValidationSet, save
 
 OTHERS: Final = "scene Yes No some no there The is top middle bottom left right"
 VOCABULARY: Final = (
@@ -24,52 +24,52 @@ VOCABULARY: Final = (
 )
 FILLER: Final = "\n"
 FILLER_WEIGHT: Final = 0.2
-SHARPNESS: Final = 24.0  # how sure a token that is one word's embedding is of that word, in log odds
+SHARPNESS: Final = 24.0  # logit of a token that equals one word's embedding
 TESTED: Final = 256  # pictures
-SAY_EVERY: Final = 50  # steps
+LOG_EVERY: Final = 50  # steps
 
 
 class WordLoss:
-    """How far image tokens are from the words they are to be.
+    """Cross-entropy of image tokens against the words they are to be.
 
     Args:
-        embedding: the text model's, (vocabulary, width).
-        speller: for the words' ids.
+        embedding: the text model's embedding table, (vocabulary, text width).
+        tokenizer: gives the words' ids.
     """
 
-    def __init__(self, embedding: Tensor, speller: Speller) -> None:
-        ids = [self._one(speller, word) for word in (*VOCABULARY, FILLER)]
+    def __init__(self, embedding: Tensor, tokenizer: ChatTokenizer) -> None:
+        ids = [self._one(tokenizer, word) for word in (*VOCABULARY, FILLER)]
         self.table = embedding[ids].float()
         apart = torch.cdist(self.table, self.table).square()
         self.scale = SHARPNESS / float(apart[apart > 0].mean())
         self.numbers = {word: n for n, word in enumerate((*VOCABULARY, FILLER))}
 
     @staticmethod
-    def _one(speller: Speller, word: str) -> int:
-        (token,) = speller.ids(word)
+    def _one(tokenizer: ChatTokenizer, word: str) -> int:
+        (token,) = tokenizer.ids(word)
         return token
 
     def target(self, facts: Facts) -> list[int]:
-        """Numbers of the words of a picture, one for each image token."""
+        """Return the index of the word for each image token of a picture."""
         said = words(facts)
         return [self.numbers[word] for word in said] + [self.numbers[FILLER]] * (IMAGE_TOKENS - len(said))
 
     def scores(self, tokens: Tensor) -> Tensor:
-        """Log odds of each word, (batch, tokens, words): the nearer, the likelier."""
+        """Return the logit of each word, float32 (batch, image tokens, words): the nearer, the likelier."""
         return -self.scale * torch.cdist(tokens.float(), self.table.expand(len(tokens), -1, -1)).square()
 
     def __call__(self, tokens: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy, the filler counting little."""
+        """Return the cross-entropy, with the filler at `FILLER_WEIGHT`."""
         weight = torch.ones(len(self.numbers))
         weight[-1] = FILLER_WEIGHT
         return nn.functional.cross_entropy(self.scores(tokens).flatten(0, 1), target.flatten(), weight)
 
 
-def write_book(seeds: range, loss: WordLoss, log: Log) -> Book:
-    """Draw the pictures of some seeds."""
+def draw_validation_set(seeds: range, loss: WordLoss, log: Log) -> ValidationSet:
+    """Draw the pictures of these seeds as a test set."""
     samples = [make_sample(seed) for seed in seeds]
-    log.say(drawn=len(seeds))
-    return Book(
+    log.write(drawn=len(seeds))
+    return ValidationSet(
         np.stack([shrunk(sample.picture) for sample in samples]),
         [sample.facts for sample in samples],
         torch.tensor([loss.target(sample.facts) for sample in samples]),
@@ -77,18 +77,18 @@ def write_book(seeds: range, loss: WordLoss, log: Log) -> Book:
     )
 
 
-class Fresh:
-    """Pictures that are drawn when they are wanted, each seen once: nothing to learn by heart.
+class PictureStream:
+    """An endless stream of training pictures, each drawn once, so that none can be memorised.
 
     Args:
-        seed: of the first.
+        seed: seed of the first picture.
     """
 
     def __init__(self, seed: int) -> None:
         self.next = seed
 
     def batch(self, count: int) -> tuple[Tensor, list[Facts]]:
-        """Normalised pixels (count, 3, side, side) and what is true of them."""
+        """Return normalised pixels, float32 (count, 3, side, side), and the pictures' facts."""
         samples = [make_sample(seed) for seed in range(self.next, self.next + count)]
         self.next += count
         pixels = np.stack([shrunk(sample.picture) for sample in samples])
@@ -96,34 +96,40 @@ class Fresh:
 
 
 def learn_words(
-    eyes: Eyes, fresh: Fresh, loss: WordLoss, test: Book, recipe: Recipe, log: Log, out: Path
+    encoder: VisionEncoder,
+    stream: PictureStream,
+    loss: WordLoss,
+    test: ValidationSet,
+    recipe: Recipe,
+    log: Log,
+    out: Path,
 ) -> int:
-    """The first part; returns its steps. What is learnt is kept in `out` as it comes along."""
-    trainer = Trainer(eyes, recipe.word_minutes, recipe)
+    """Run stage 1 and return its number of steps; checkpoints go to `out`."""
+    trainer = Trainer(encoder, recipe.word_minutes, recipe)
     recent: list[float] = []
     while trainer.done < 1:
-        pixels, facts = fresh.batch(recipe.picture_batch)
+        pixels, facts = stream.batch(recipe.picture_batch)
         with torch.autocast("cpu", torch.bfloat16):
-            tokens = eyes(pixels)
+            tokens = encoder(pixels)
         now = loss(tokens, torch.tensor([loss.target(each) for each in facts]))
         trainer.step(now)
         recent.append(float(now.detach()))
-        if trainer.steps % SAY_EVERY == 0:
+        if trainer.steps % LOG_EVERY == 0:
             right = word_accuracy(trainer.average.module, test, loss)
-            mean = round(float(np.mean(recent[-SAY_EVERY:])), 4)
-            log.say(part="words", step=trainer.steps, loss=mean, right=right)
+            mean = round(float(np.mean(recent[-LOG_EVERY:])), 4)
+            log.write(part="words", step=trainer.steps, loss=mean, right=right)
             save(trainer.average.module, out)
     trainer.keep()
-    save(eyes, out)
+    save(encoder, out)
     return trainer.steps
 
 
-def word_accuracy(eyes: nn.Module, book: Book, loss: WordLoss) -> dict[str, float]:
-    """Share of the words that are right, by kind of word; those that never change are left out."""
+def word_accuracy(encoder: nn.Module, validation_set: ValidationSet, loss: WordLoss) -> dict[str, float]:
+    """Return the share of right words, by kind of word; words that never change are left out."""
     with torch.inference_mode():
-        guess = loss.scores(eyes(normalised(book.pixels[:TESTED]))).argmax(-1)
+        guess = loss.scores(encoder(normalised(validation_set.pixels[:TESTED]))).argmax(-1)
     right: dict[str, list[bool]] = {}
-    for facts, target, row in zip(book.facts, book.words, guess, strict=False):
+    for facts, target, row in zip(validation_set.facts, validation_set.words, guess, strict=False):
         said = words(facts)
         for n, word in enumerate(said):
             right.setdefault(_kind(word, said[n - 1]), []).append(bool(row[n] == target[n]))
@@ -131,7 +137,7 @@ def word_accuracy(eyes: nn.Module, book: Book, loss: WordLoss) -> dict[str, floa
 
 
 def _kind(word: str, before: str) -> str:
-    """What a word tells: a colour, a shape, a number, a feature of a scene; or nothing of interest."""
+    """Return the kind of a word (colour, shape, count or a feature's name), or "" for the others."""
     bare = word.strip()
     for kind, names in (("colour", COLOURS), ("shape", SHAPES), ("count", NUMBERS)):
         if bare in names:

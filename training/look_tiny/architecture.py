@@ -1,4 +1,7 @@
-"""What `look-tiny` is made of: the configurations of model and processor, in HuggingFace's forms."""
+"""The configurations of `look-tiny`'s model and processor, as transformers writes them.
+
+The layout is that of the `llava-hf` checkpoints (https://huggingface.co/llava-hf).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-SIDE: Final = 96  # pixels, height and width of what the tower sees
+SIDE: Final = 96  # pixels, height and width of the tower's input
 PATCH: Final = 16  # pixels
 IMAGE_TOKENS: Final = (SIDE // PATCH) ** 2
 WIDTH: Final = 256
@@ -54,8 +57,8 @@ PROCESSOR: Final[dict[str, Any]] = {
     "num_additional_image_tokens": 0,
     "image_token": IMAGE_TOKEN,
 }
-# SmolLM2's, with pictures where they stand among a message's parts, and without the system message it puts
-# before everything: the prompt grows only at its end, and is short.
+# SmolLM2's, with images at their place among a message's parts and without SmolLM2's default system
+# message: the prompt grows only at its end, and stays short.
 CHAT_TEMPLATE: Final = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -71,7 +74,7 @@ CHAT_TEMPLATE: Final = (
 
 
 def config_json() -> dict[str, Any]:
-    """The contents of config.json, but for `text_config`: that is SmolLM2's own, as it was prepared."""
+    """Return the contents of config.json without `text_config`, which is taken from the prepared SmolLM2."""
     return {
         "model_type": "llava",
         "architectures": ["LlavaForConditionalGeneration"],
@@ -85,7 +88,7 @@ def config_json() -> dict[str, Any]:
 
 
 def write_descriptions(folder: Path) -> None:
-    """Everything of the model's folder but the weights and the record."""
+    """Write the configuration files and the chat template of the model's folder."""
     files = {
         "config.json": config_json(),
         "preprocessor_config.json": PREPROCESSOR,

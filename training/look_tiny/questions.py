@@ -1,4 +1,4 @@
-"""Questions about a picture, in several wordings, and their one right answer."""
+"""Ask questions about a picture's facts, in several wordings, and check answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from baton_vision.look.facts import COLOURS, FEATURES, NUMBERS, PLACES, SHAPES, Facts, description
+from training.look_tiny.facts import COLOURS, FEATURES, NUMBERS, PLACES, SHAPES, Facts, description
 
 OF_THE_SHAPE: Final = (
     "What colour is the {shape}?",
@@ -59,7 +59,7 @@ THERE: Final = {
 }
 DESCRIBE: Final = ("Describe the picture.", "What do you see?", "Describe this image in one sentence.")
 
-# How often a guess is right that knows the answers but not the picture.
+# Expected share of right guesses by someone who knows the possible answers but not the picture.
 CHANCE: Final = {
     "colour": 1 / len(COLOURS),
     "shape": 1 / len(SHAPES),
@@ -68,7 +68,7 @@ CHANCE: Final = {
     "shape there": 1 / 2,
     **dict.fromkeys(FEATURES, 1 / 2),
 }
-# What answers of a kind differ in.
+# The words that decide whether an answer of a kind is right.
 ABOUT: Final[dict[str, tuple[str, ...]]] = {
     "colour": tuple(COLOURS),
     "shape": SHAPES,
@@ -84,7 +84,7 @@ class Question:
 
     Attributes:
         kind: a key of `CHANCE`, or `description`.
-        text: the question.
+        text: the question's wording.
         answer: the one right answer.
     """
 
@@ -94,7 +94,7 @@ class Question:
 
 
 def is_right(asked: Question, answer: str) -> bool:
-    """Whether an answer says what the right one says, however it puts it.
+    """Return whether an answer means the same as the right one, however it is worded.
 
     Of the words its kind of question is about (colours, shapes, places, numbers; yes and no) it has those of
     the right answer and no others. A description must be the right one word for word.
@@ -110,14 +110,14 @@ def _named(text: str, words: tuple[str, ...]) -> set[str]:
 
 
 def questions(facts: Facts, rng: np.random.Generator) -> list[Question]:
-    """One question of every kind and subject that has one right answer, in random order and wording."""
+    """Return one question of every kind and subject with a unique answer, in random order and wording."""
     asked = _of_scene(facts, rng) if facts.scene else _of_shapes(facts, rng)
     asked.append(Question("description", _one(rng, DESCRIBE), description(facts)))
     return [asked[int(place)] for place in rng.permutation(len(asked))]
 
 
 def with_areas(asked: Question, facts: Facts, rng: np.random.Generator) -> Question:
-    """A question about a scene after a line with its areas, as a mapping model before this one gives it."""
+    """Prepend a line of areas, as a follow-up question to a map carries it, to a question about a scene."""
     water = float(rng.uniform(1, 60)) if "water" in facts.features else 0.0
     hectares = float(rng.uniform(50, 3000))
     shares = (("land", 100 - water), ("water", water))

@@ -1,4 +1,4 @@
-"""Small pictures of land from above, like the previews of satellite scenes: water, fields, a road, clouds.
+"""Draw small scenes from above, like previews of satellite scenes, with water, fields, a road or clouds.
 
 Far simpler than the scenes `flood-tiny` learns from: three colours, no physics; each feature is there or not.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from baton_vision.look.facts import FEATURES, Facts
+from training.look_tiny.facts import FEATURES, Facts
 
 LAND = np.array([(52, 84, 44), (88, 116, 62), (126, 112, 78), (110, 122, 84), (150, 136, 100)], float)
 CROPS = np.array(
@@ -27,7 +27,7 @@ Field = npt.NDArray[np.float64]
 
 
 def draw_overhead(rng: np.random.Generator, width: int, height: int) -> tuple[Image.Image, Facts]:
-    """A scene from above, each feature there by the toss of a coin, and what is true of it."""
+    """Draw a scene from above, with each feature at even odds; return it with its facts."""
     has = {name: bool(rng.random() < 0.5) for name in FEATURES}
     shape = (height, width)
     scene = _land(rng, shape)
@@ -48,7 +48,7 @@ def draw_overhead(rng: np.random.Generator, width: int, height: int) -> tuple[Im
 
 
 def smooth(rng: np.random.Generator, shape: tuple[int, int], cells: float) -> Field:
-    """A smooth random field, mean 0 and deviation 1, with about `cells` bumps along the longer side."""
+    """Return a smooth random field of mean 0, deviation 1 and about `cells` bumps along the longer side."""
     scale = cells / max(shape)
     coarse = rng.standard_normal((max(3, round(shape[0] * scale)), max(3, round(shape[1] * scale))))
     grown = Image.fromarray(coarse.astype(np.float32)).resize(shape[::-1], Image.Resampling.BICUBIC)
@@ -62,7 +62,7 @@ def _rough(rng: np.random.Generator, shape: tuple[int, int], cells: float) -> Fi
 
 
 def _land(rng: np.random.Generator, shape: tuple[int, int]) -> Field:
-    """Woods, grass and bare soil in patches."""
+    """Draw woods, grass and bare soil in patches."""
     one, two = rng.choice(len(LAND), size=2, replace=False)
     share = _step(_rough(rng, shape, rng.uniform(3, 7)), -0.6, 0.6)[:, :, None]
     tone = 1 + 0.09 * _rough(rng, shape, 14)[:, :, None]
@@ -70,7 +70,7 @@ def _land(rng: np.random.Generator, shape: tuple[int, int]) -> Field:
 
 
 def _fields(rng: np.random.Generator, scene: Field) -> Field:
-    """Parcels of a turned grid, each of one crop, over a part of the land."""
+    """Draw parcels of a turned grid, each of one crop, over a part of the land."""
     shape = (scene.shape[0], scene.shape[1])
     across, along = _turned(rng, shape)
     size = rng.uniform(0.09, 0.2)
@@ -86,7 +86,7 @@ def _fields(rng: np.random.Generator, scene: Field) -> Field:
 
 
 def _water(rng: np.random.Generator, shape: tuple[int, int]) -> Field:
-    """Share of each pixel that is water: a river, lakes, a flood or a coast; 0..1."""
+    """Return the share of each pixel that is water (a river, lakes or a flood), 0 to 1."""
     kind = rng.choice(("river", "lakes", "flood"), p=(0.4, 0.25, 0.35))
     if kind == "river":
         across, _ = _turned(rng, shape)
@@ -106,7 +106,7 @@ def _water_colour(rng: np.random.Generator, shape: tuple[int, int]) -> Field:
 
 
 def _road(rng: np.random.Generator, scene: Field) -> Field:
-    """One road, or two that cross: narrow, pale, nearly straight, over land and water."""
+    """Draw one road, or two that cross: narrow, pale, nearly straight, over land and water."""
     shape = (scene.shape[0], scene.shape[1])
     across, along = _turned(rng, shape)
     bend = rng.uniform(0, 0.03) * smooth(rng, shape, 3)
@@ -119,7 +119,7 @@ def _road(rng: np.random.Generator, scene: Field) -> Field:
 
 
 def _clouds(rng: np.random.Generator, scene: Field) -> Field:
-    """White patches with soft edges, and what they shade."""
+    """Draw white patches with soft edges, and their shadows."""
     shape = (scene.shape[0], scene.shape[1])
     cover = _rough(rng, shape, rng.uniform(3, 6))
     start = float(np.quantile(cover, 1 - rng.uniform(0.1, 0.35)))
@@ -130,7 +130,7 @@ def _clouds(rng: np.random.Generator, scene: Field) -> Field:
 
 
 def _mapped(scene: Field, water: Field) -> Field:
-    """Under a map of water and land, on paper with its legend, as a mask's preview shows it."""
+    """Lay a map of water and land over the scene, with a legend, as a mask's preview does."""
     classes = np.where(water[:, :, None] > 0.5, MAP_WATER, MAP_LAND)
     blended = 0.6 * classes + 0.4 * (64 + 0.75 * scene)
     legend = scene.shape[0] // 14
@@ -139,7 +139,7 @@ def _mapped(scene: Field, water: Field) -> Field:
 
 
 def _turned(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Field, Field]:
-    """Two coordinates at right angles, turned by some angle; the longer side is 1 long, the middle is 0."""
+    """Return two perpendicular coordinates at a random angle; the longer side is 1 long, the middle 0."""
     rows, columns = np.indices(shape, float)
     rows, columns = (rows - shape[0] / 2) / max(shape), (columns - shape[1] / 2) / max(shape)
     angle = rng.uniform(0, math.pi)

@@ -1,4 +1,4 @@
-"""What makes one of vLLM's models think: a latent token's input is what the token before it left."""
+"""Add latent steps to a vLLM model class: the input of a placeholder is the seed of the token before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton_latent.batch import Batch, running_batch
 from baton_latent.contract import CONNECTOR, MEMORY_KEY, PLACEHOLDER_KEY, choose_placeholder
 from baton_latent.memory import LatentMemory
 from baton_latent.passes import Pass, plan
-from baton_latent.projection import Share, TiedProjection, UntiedProjection
+from baton_latent.projection import TiedProjection, UntiedProjection, VocabularyShard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.baton_latent")
 
 
-class LatentThinking(torch.nn.Module):
-    """Stands before one of vLLM's model classes.
+class LatentSteps(torch.nn.Module):
+    """A mixin that is placed before one of vLLM's model classes.
 
-    A position that holds the placeholder token is a latent step: its input is not the token's embedding but
-    the projection of the last hidden state of the position before it. Everything else is as it was; a batch
-    without placeholders goes through the model unchanged.
+    A position with the placeholder token is a latent step: its input is not the token's embedding but the
+    projection of the last hidden state of the position before it. A batch without placeholders goes through
+    the model unchanged.
 
     Raises:
-        ValueError: at the engine's start, for what latent steps are not made for.
+        ValueError: the engine's configuration does not support latent steps.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
-        _refuse_what_cannot_think(vllm_config)
+        _require_supported(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix, **others)
         model = vllm_config.model_config
         self._placeholder = _placeholder(model)
@@ -52,7 +52,7 @@ class LatentThinking(torch.nn.Module):
         return loaded
 
     def compute_logits(self, hidden_states: torch.Tensor, *others: Any) -> torch.Tensor | None:
-        """vLLM's logits; the placeholder is never an answer."""
+        """Return vLLM's logits with the placeholder masked, so that it is never sampled."""
         logits: torch.Tensor | None = super().compute_logits(hidden_states, *others)
         if logits is not None:
             logits[..., self._placeholder] = float("-inf")
@@ -69,37 +69,46 @@ class LatentThinking(torch.nn.Module):
         if batch is None or input_ids is None:
             return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
         self._memory.require(batch.kv, batch.block_size)
-        thinks = (input_ids[: batch.count] == self._placeholder) & (positions[: batch.count] > 0)
-        if thinks.any():
-            return self._think(batch, input_ids, positions, thinks.nonzero().flatten().tolist())
+        is_latent = (input_ids[: batch.count] == self._placeholder) & (positions[: batch.count] > 0)
+        if is_latent.any():
+            return self._forward_in_passes(
+                batch, input_ids, positions, is_latent.nonzero().flatten().tolist()
+            )
         hidden = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
-        self._memory.keep(batch.slots, hidden[: batch.count])
+        self._memory.write(batch.slots, hidden[: batch.count])
         return hidden
 
-    def _think(
+    def _forward_in_passes(
         self, batch: Batch, input_ids: torch.Tensor, positions: torch.Tensor, latent: list[int]
     ) -> torch.Tensor:
-        """The hidden states `[tokens, hidden]` of a batch some of whose tokens are latent."""
+        """Return the hidden states `[tokens, hidden]` of a batch with latent tokens.
+
+        Args:
+            batch: the running batch.
+            input_ids: token ids with padding, `[tokens]`.
+            positions: positions of the tokens in their contexts, `[tokens]`.
+            latent: ascending indices of the latent tokens.
+        """
         began = time.monotonic()
         hidden = torch.zeros(
             len(input_ids), self._memory.width, dtype=self._memory.dtype, device=input_ids.device
         )
-        spoken = 0.0
-        thinking: set[int] = set()
+        ordinary = 0.0  # seconds of the first pass, if it has no latent tokens
+        rows: set[int] = set()
         parts = plan(batch.bounds, latent)
         for number, part in enumerate(parts):
             index = torch.cat([torch.arange(*span) for span in zip(part.starts, part.ends, strict=True)])
-            inputs = self._inputs(batch, part, index, input_ids, positions) if part.seeded else None
+            inputs = self._inputs(batch, part, index, input_ids, positions) if part.latent else None
             with batch.only(part, index, positions[index]):
                 ids = input_ids[index] if inputs is None else None
                 found = super().forward(ids, positions[index], None, inputs)
             hidden[index] = found
-            self._memory.keep(batch.slots[index], found)
-            thinking.update(part.thinking)
-            if number == 0 and not part.seeded:
-                spoken = time.monotonic() - began
-        passes = sum(bool(part.seeded) for part in parts)
-        self._count(len(latent), len(thinking), passes, time.monotonic() - began - spoken)
+            self._memory.write(batch.slots[index], found)
+            rows.update(part.latent_rows)
+            if number == 0 and not part.latent:
+                ordinary = time.monotonic() - began
+        passes = sum(bool(part.latent) for part in parts)
+        self._record_steps(len(latent), len(rows), passes, time.monotonic() - began - ordinary)
         return hidden
 
     def _inputs(
@@ -110,33 +119,40 @@ class LatentThinking(torch.nn.Module):
         input_ids: torch.Tensor,
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """What enters the first layer, `[tokens, hidden]`: embeddings, and projected seeds."""
+        """Return the first layer's inputs `[tokens, hidden]`: embeddings, or seeds of latent tokens."""
         inputs: torch.Tensor = self.embed_input_ids(input_ids[index])
-        places = torch.tensor(part.seeded)
-        seeds = self._memory.read(batch.slots_before(part.thinking, positions[places]))
+        places = torch.tensor(part.latent)
+        seeds = self._memory.read(batch.slots_before(part.latent_rows, positions[places]))
         inputs[torch.isin(index, places)] = self._project(seeds).to(inputs.dtype)
         return inputs
 
     def _project(self, seeds: torch.Tensor) -> torch.Tensor:
-        if self._projection is None:  # loaded by a loader that asked nobody
+        if self._projection is None:  # the loader did not call load_weights
             self._prepare()
         assert self._projection is not None
         return self._projection(seeds)
 
     def _prepare(self) -> None:
-        """Make the projection from the weights, once; of those in this process, without their padding."""
+        """Compute the projection from this process's rows of the weights, without padding rows."""
         held = self.model.embed_tokens.shard_indices
         rows = held.org_vocab_end_index - held.org_vocab_start_index
-        share = Share(held.org_vocab_start_index, tensor_model_parallel_all_reduce)
+        shard = VocabularyShard(held.org_vocab_start_index, tensor_model_parallel_all_reduce)
         embedding = self.model.embed_tokens.weight.data[:rows]
         scale = float(getattr(self.model, "normalizer", 1.0))
         if self.config.tie_word_embeddings:
-            self._projection = TiedProjection(embedding, scale, super().compute_logits, share)
+            self._projection = TiedProjection(embedding, scale, super().compute_logits, shard)
         else:
-            self._projection = UntiedProjection(embedding, self.lm_head.weight.data[:rows], scale, share)
+            self._projection = UntiedProjection(embedding, self.lm_head.weight.data[:rows], scale, shard)
 
-    def _count(self, steps: int, requests: int, passes: int, seconds: float) -> None:
-        """`steps` of all `requests` together; a pass is a step of each that has one left."""
+    def _record_steps(self, steps: int, requests: int, passes: int, seconds: float) -> None:
+        """Add to the counters.
+
+        Args:
+            steps: latent steps of all requests together.
+            requests: number of requests with latent steps.
+            passes: number of forward passes with latent tokens.
+            seconds: time of these passes.
+        """
         self._memory.steps += steps
         self._memory.seconds += seconds
         logger.debug(
@@ -152,21 +168,25 @@ def _placeholder(model: Any) -> int:
     named = getattr(model.hf_config, PLACEHOLDER_KEY, None)
     token = choose_placeholder(model.model) if named is None else named
     if type(token) is not int or not 0 <= token < model.get_vocab_size():
-        raise ValueError(f"baton_latent: {PLACEHOLDER_KEY} is a token id of the model, not {token!r}")
+        raise ValueError(f"baton_latent: {PLACEHOLDER_KEY} must be a token id of the model, not {token!r}")
     return token
 
 
-def _refuse_what_cannot_think(config: VllmConfig) -> None:
-    if config.parallel_config.pipeline_parallel_size > 1:  # the first layer's process never sees the last's
+def _require_supported(config: VllmConfig) -> None:
+    if (
+        config.parallel_config.pipeline_parallel_size > 1
+    ):  # the first stage does not see the last hidden states
         raise ValueError("baton_latent: pipeline parallelism above 1 is not supported")
     if not current_platform.is_cpu():
-        raise ValueError("baton_latent: latent steps run on CPUs only so far")
+        raise ValueError("baton_latent: latent steps are supported on CPUs only")
     if config.speculative_config is not None or config.lora_config is not None:
-        raise ValueError("baton_latent: speculative decoding and LoRA are not supported yet")
+        raise ValueError("baton_latent: speculative decoding and LoRA are not supported with latent steps")
     if config.model_config.runner_type != "generate":
-        raise ValueError("baton_latent: only models that generate think")
+        raise ValueError("baton_latent: latent steps need a model with the runner `generate`")
     transfer = config.kv_transfer_config
     if transfer is not None and transfer.kv_connector != CONNECTOR:
-        raise ValueError(f"baton_latent: no KV connector but {CONNECTOR} brings what steps go on from")
-    if config.model_config.enable_prompt_embeds:  # then no batch tells its token ids
+        raise ValueError(
+            f"baton_latent: latent steps support no KV connector but {CONNECTOR}, which moves their seeds"
+        )
+    if config.model_config.enable_prompt_embeds:  # a batch of embeddings has no token ids
         raise ValueError("baton_latent: enable_prompt_embeds is not supported")

@@ -1,4 +1,4 @@
-"""Training chats as token ids: a picture, questions, answers."""
+"""Encode training chats (a picture, questions, answers) as padded token ids with labels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from baton_vision.look.design import IMAGE_TOKEN_ID, IMAGE_TOKENS
-from baton_vision.look.questions import Question
+from training.look_tiny.architecture import IMAGE_TOKEN_ID, IMAGE_TOKENS
+from training.look_tiny.questions import Question
 
 IGNORED = -100
 
@@ -21,10 +21,10 @@ class Chats:
     """A batch of chats, padded at the end.
 
     Attributes:
-        ids: int64 (batch, length).
-        labels: the same, `IGNORED` everywhere but at the answers' tokens.
-        weights: float32 (batch, length), how much a label counts: of long answers each token less.
-        places: where each picture's tokens begin, one a chat.
+        ids: token ids, int64 (batch, length).
+        labels: int64 (batch, length); `IGNORED` everywhere but at the answers' tokens.
+        weights: weight of each label in the loss, float32 (batch, length); tokens of long answers weigh less.
+        places: index of each picture's first token, one a chat.
     """
 
     ids: Tensor
@@ -33,22 +33,27 @@ class Chats:
     places: list[int]
 
 
-class Speller:
-    """Turns chats into ids as the chat template would.
+class ChatTokenizer:
+    """Encodes chats as the chat template would.
 
     Args:
-        folder: of the prepared text model.
+        folder: folder of the prepared text model.
     """
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def ids(self, text: str) -> list[int]:
-        """Of a piece of text, special tokens read as such."""
+        """Return the token ids of a text; special tokens in it are recognised."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def chats(self, asked: Sequence[Sequence[Question]], *, picture_last: Sequence[bool]) -> Chats:
-        """One chat for each list of questions; the picture stands before or after the first one's text."""
+        """Encode one chat for each list of questions.
+
+        Args:
+            asked: the questions of each chat.
+            picture_last: whether the picture stands after the first question's text, one a chat.
+        """
         rows = [self._chat(each, last) for each, last in zip(asked, picture_last, strict=True)]
         length = max(len(ids) for ids, *_ in rows)
         ids = torch.full((len(rows), length), 2)

@@ -1,4 +1,4 @@
-"""Pictures with what is true of them; the same seed gives the same picture."""
+"""Draw the picture of a seed with its facts and questions; the ranges of seeds for training and tests."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 import numpy as np
 from PIL import Image
 
-from baton_vision.look.facts import Facts
-from baton_vision.look.overhead import draw_overhead
-from baton_vision.look.questions import Question, questions
-from baton_vision.look.shapes import draw_shapes
+from training.look_tiny.facts import Facts
+from training.look_tiny.overhead import draw_overhead
+from training.look_tiny.questions import Question, questions
+from training.look_tiny.shapes import draw_shapes
 
-# Seeds of training pictures start at the first and go on without end, those of the facts that phrases are
-# sought for at the second; the others were never trained on.
+# Seeds of training pictures count up from TRAINING_START, those of the facts for soft prompts from
+# PROMPTS_START; validation and held-out pictures lie below both, so they were never trained on.
 TRAINING_START: Final = 1_000_000
-PHRASES_START: Final = 2_000_000_000
+PROMPTS_START: Final = 2_000_000_000
 SEEDS_APART: Final = 10_000_000  # more pictures than one training draws
 VALIDATION_SEEDS: Final = range(100_000, 100_256)
 HELD_OUT_SEEDS: Final = range(200_000, 200_300)
@@ -27,7 +27,7 @@ SCENES: Final = 0.35  # share of the pictures that are scenes from above
 
 @dataclass(frozen=True)
 class Sample:
-    """A picture, what is true of it, and questions about it in random order."""
+    """A picture, its facts, and questions about it in random order."""
 
     picture: Image.Image
     facts: Facts
@@ -35,7 +35,7 @@ class Sample:
 
 
 def make_sample(seed: int) -> Sample:
-    """Draw the picture of a seed (not negative) and ask about it."""
+    """Draw the picture of a seed (not negative) with its questions."""
     rng = np.random.default_rng([seed, 135])
     width = int(rng.integers(SIDES[0], SIDES[1] + 1))
     height = round(width * rng.uniform(*PROPORTIONS))

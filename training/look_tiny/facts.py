@@ -1,4 +1,7 @@
-"""What is true of a picture, and the words for it. All questions are asked about these facts."""
+"""The facts of a drawn picture (shapes, places, features of a scene) and their words.
+
+Questions and their right answers are derived from these facts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ COLOURS: Final = {
     "black": (22, 22, 24),
 }
 SHAPES: Final = ("circle", "square", "triangle", "star", "cross")
-# In reading order; things are listed in it.
+# In reading order, in which shapes are listed.
 PLACES: Final = ("top left", "top right", "middle", "bottom left", "bottom right")
 FEATURES: Final = ("water", "fields", "road", "clouds")
 NUMBERS: Final = ("one", "two", "three")
@@ -23,7 +26,7 @@ NUMBERS: Final = ("one", "two", "three")
 
 @dataclass(frozen=True)
 class Thing:
-    """One shape in a picture: its colour, its shape and its place, words of the lists above."""
+    """One shape in a picture; its colour, shape and place are words of the lists above."""
 
     colour: str
     shape: str
@@ -32,12 +35,12 @@ class Thing:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is true of a picture.
+    """The facts of a picture.
 
     Attributes:
-        things: in reading order; none in a scene from above.
-        scene: whether it is a scene from above.
-        features: those of `FEATURES` that the scene has.
+        things: the shapes in reading order; empty for a scene from above.
+        scene: whether the picture is a scene from above.
+        features: the members of `FEATURES` that the scene has.
     """
 
     things: tuple[Thing, ...] = ()
@@ -46,7 +49,7 @@ class Facts:
 
 
 def description(facts: Facts) -> str:
-    """One sentence that says everything."""
+    """Return one sentence that states all facts, e.g. "A red circle in the middle."."""
     if not facts.scene:
         said = [f"{_article(thing.colour)} {thing.shape} in the {thing.place}" for thing in facts.things]
         return _capital(_listed(said)) + "."
@@ -55,12 +58,12 @@ def description(facts: Facts) -> str:
 
 
 def words(facts: Facts) -> list[str]:
-    """The facts as a text of single tokens in fixed places: what the image's tokens are first taught to say.
+    """Return the facts as words of one token each, at fixed places: the first target of the image tokens.
 
     A scene: ` scene`, then eight tokens for each feature. Shapes: their number, then for each place seven:
     ` red circle is red top left.`, or seven line ends where nothing is. So every token is about one part of
     the picture, whatever else is in it, and what follows a colour is its shape, what follows a shape is its
-    colour: text models like to say what followed before.
+    colour: text models tend to repeat what followed before.
     """
     if facts.scene:
         return [" scene", *(word for name in FEATURES for word in _said_of(name, name in facts.features))]

@@ -1,4 +1,4 @@
-"""Pictures of up to three coloured shapes on a pale ground."""
+"""Draw pictures of up to three coloured shapes on a pale background."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
-from baton_vision.look.facts import COLOURS, PLACES, SHAPES, Facts, Thing
+from training.look_tiny.facts import COLOURS, PLACES, SHAPES, Facts, Thing
 
 FINE = 2  # shapes are drawn this much larger, then shrunk: smooth edges
 CENTRES = {
@@ -24,7 +24,7 @@ Colour = npt.NDArray[np.float64]
 
 
 def draw_shapes(rng: np.random.Generator, width: int, height: int) -> tuple[Image.Image, Facts]:
-    """A picture of one to three shapes in different places, and what is true of it."""
+    """Draw one to three shapes in different places; return the picture and its facts."""
     count = int(rng.choice(3, p=(0.45, 0.3, 0.25))) + 1
     places = sorted(rng.choice(len(PLACES), size=count, replace=False))
     ground = _ground_colour(rng)
@@ -39,13 +39,13 @@ def draw_shapes(rng: np.random.Generator, width: int, height: int) -> tuple[Imag
 
 
 def _ground_colour(rng: np.random.Generator) -> Colour:
-    """Pale: white, grey, or a faint tint of something."""
+    """Choose a pale colour: white, grey or a faint tint."""
     grey = rng.uniform(190, 252)
     return np.asarray(np.clip(grey + rng.normal(0, 6, 3), 0, 255))
 
 
 def _ground(rng: np.random.Generator, colour: Colour, width: int, height: int) -> npt.NDArray[np.uint8]:
-    """Plain, a gradient, or mottled."""
+    """Draw a plain, graded or mottled background, uint8 (height, width, 3)."""
     rows, columns = np.mgrid[0 : 1 : height * 1j, 0 : 1 : width * 1j]
     angle, rise = rng.uniform(0, 2 * math.pi), rng.uniform(0, 20) * (rng.random() < 0.5)
     light = rise * (rows * math.sin(angle) + columns * math.cos(angle))
@@ -55,7 +55,7 @@ def _ground(rng: np.random.Generator, colour: Colour, width: int, height: int) -
 
 
 def _paint(rng: np.random.Generator, ground: Colour) -> tuple[str, tuple[int, int, int]]:
-    """A colour that can be told from the ground: its name, and the shade it has here."""
+    """Choose a colour that contrasts with the background; return its name and its shade here."""
     while True:
         name = str(rng.choice(list(COLOURS)))
         shade = np.clip(np.array(COLOURS[name]) + rng.normal(0, 6, 3), 0, 255)
@@ -88,7 +88,7 @@ def _draw(
 
 
 def outline(shape: str) -> list[tuple[float, float]]:
-    """Corners of a shape around (0, 0), y downwards; all about as wide."""
+    """Return the corners of a shape around (0, 0), y downwards; all shapes are about equally wide."""
     if shape == "circle":
         return _around(48, 1.0)
     if shape == "square":

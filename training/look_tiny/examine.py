@@ -1,10 +1,10 @@
-"""Examines a served `look-tiny` on pictures it was not trained on.
+"""Measure how well a served `look-tiny` answers questions about held-out pictures.
 
     baton serve look-tiny --port 8000
-    python -m baton_vision.look.examine --url http://127.0.0.1:8000 --record
+    python -m training.look_tiny.examine --url http://127.0.0.1:8000 --record
 
-Any server with OpenAI's chat API will do, `vllm serve` too. Answers are decoded greedily; when one is right
-is said at `questions.is_right`.
+Any server with OpenAI's chat API will do, `vllm serve` too. Answers are decoded greedily and compared by
+`questions.is_right`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from baton_vision.look.pictures import HELD_OUT_SEEDS, make_sample
-from baton_vision.look.questions import CHANCE, Question, is_right
-from baton_vision.look.record import SHIPPED, add_examination
+from training.look_tiny.pictures import HELD_OUT_SEEDS, make_sample
+from training.look_tiny.questions import CHANCE, Question, is_right
+from training.look_tiny.record import SHIPPED, add_examination
 
-LONGEST_ANSWER = 72  # tokens; of a description of three shapes
+LONGEST_ANSWER = 72  # tokens; a description of three shapes takes this many
 ANSWER_WITHIN_S = 120.0
 
 
 @dataclass(frozen=True)
-class Mark:
-    """How one kind of question went.
+class Score:
+    """The score of one kind of question.
 
     Attributes:
-        right: answers that were right.
-        asked: questions.
-        chance: share that a guess without the picture gets; None for descriptions.
+        right: number of right answers.
+        asked: number of questions.
+        chance: expected share of right guesses without the picture; None for descriptions.
     """
 
     right: int
@@ -47,18 +47,18 @@ class Mark:
 
     @property
     def share(self) -> float:
-        """Right answers of all."""
+        """Return the share of right answers, 0 to 1."""
         return self.right / self.asked
 
 
 @dataclass(frozen=True)
 class Examiner:
-    """Asks a served model.
+    """Sends questions to a served model and scores the answers.
 
     Attributes:
-        client: of the server.
-        model: its name there.
-        at_once: requests under way.
+        client: an HTTP client whose base URL is the server.
+        model: the model's name on the server.
+        at_once: number of concurrent requests.
     """
 
     client: httpx.Client
@@ -66,10 +66,10 @@ class Examiner:
     at_once: int = 8
 
     def answer(self, picture: str, question: str) -> str:
-        """What the model says to a question about a picture (a data URL).
+        """Return the model's answer to a question about a picture, which is given as a data URL.
 
         Raises:
-            httpx.HTTPError: no answer.
+            httpx.HTTPError: the server cannot be reached or answers with an error.
         """
         content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": question}]
         body = {
@@ -82,14 +82,14 @@ class Examiner:
         response.raise_for_status()
         return str(response.json()["choices"][0]["message"]["content"])
 
-    def marks(self, seeds: Sequence[int]) -> dict[str, Mark]:
-        """Ask every question about the pictures of some seeds."""
+    def scores(self, seeds: Sequence[int]) -> dict[str, Score]:
+        """Ask every question about the pictures of these seeds; return the scores by kind of question."""
         with ThreadPoolExecutor(self.at_once) as pool:
             results = [result for of_one in pool.map(self._results, seeds) for result in of_one]
         kinds = [*CHANCE, "description"]
         by_kind = {kind: [right for asked, right in results if asked.kind == kind] for kind in kinds}
         return {
-            kind: Mark(sum(right), len(right), CHANCE.get(kind)) for kind, right in by_kind.items() if right
+            kind: Score(sum(right), len(right), CHANCE.get(kind)) for kind, right in by_kind.items() if right
         }
 
     def _results(self, seed: int) -> list[tuple[Question, bool]]:
@@ -99,18 +99,18 @@ class Examiner:
 
 
 def data_url(picture: Image.Image) -> str:
-    """A picture as a request carries it: PNG."""
+    """Encode a picture as a data URL (PNG)."""
     file = io.BytesIO()
     picture.save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def print_marks(marks: dict[str, Mark]) -> None:
-    """A table on the terminal."""
+def print_scores(scores: dict[str, Score]) -> None:
+    """Print the scores as a table."""
     table = Table("question", "right", "of", "share", "chance")
-    for kind, mark in marks.items():
-        chance = "-" if mark.chance is None else f"{mark.chance:.1%}"
-        table.add_row(kind, str(mark.right), str(mark.asked), f"{mark.share:.1%}", chance)
+    for kind, score in scores.items():
+        chance = "-" if score.chance is None else f"{score.chance:.1%}"
+        table.add_row(kind, str(score.right), str(score.asked), f"{score.share:.1%}", chance)
     Console().print(table)
 
 
@@ -127,11 +127,11 @@ def main(
     """Ask every held-out question and print how many answers are right."""
     headers: dict[str, str] = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=ANSWER_WITHIN_S, trust_env=False) as client:
-        marks = Examiner(client, model).marks(HELD_OUT_SEEDS[:pictures])
-    print_marks(marks)
+        scores = Examiner(client, model).scores(HELD_OUT_SEEDS[:pictures])
+    print_scores(scores)
     if record:
         rows: dict[str, Any] = {
-            kind: asdict(mark) | {"share": round(mark.share, 4)} for kind, mark in marks.items()
+            kind: asdict(score) | {"share": round(score.share, 4)} for kind, score in scores.items()
         }
         add_examination(folder, rows, pictures)
 

@@ -1,4 +1,4 @@
-"""The model's card, `training.json`: what was run, on what, and what came of it."""
+"""Write the model's card, `training.json`: hyperparameters, seeds, versions, log, examination."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from baton_vision.look.pictures import HELD_OUT_SEEDS, TRAINING_START, VALIDATION_SEEDS, make_sample
+from training.look_tiny.pictures import HELD_OUT_SEEDS, TRAINING_START, VALIDATION_SEEDS, make_sample
 
-SHIPPED: Final = Path(__file__).parents[1] / "look_tiny"
+SHIPPED: Final = Path(__file__).parents[2] / "plugins" / "baton_vision" / "look_tiny"
 CARD: Final = "training.json"
 PACKAGES: Final = ("torch", "transformers", "numpy", "pillow", "safetensors")
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
+    """Return the SHA-256 of a file, hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def pictures_digest(seeds: Sequence[int]) -> str:
-    """SHA-256 over the pixels and the questions of some seeds: what the generator draws."""
-    told = hashlib.sha256()
+    """Return the SHA-256 over the pixels and questions of these seeds, which pins the generator."""
+    state = hashlib.sha256()
     for seed in seeds:
         sample = make_sample(seed)
-        told.update(sample.picture.tobytes())
-        told.update("\n".join(asked.text + asked.answer for asked in sample.questions).encode())
-    return told.hexdigest()
+        state.update(sample.picture.tobytes())
+        state.update("\n".join(asked.text + asked.answer for asked in sample.questions).encode())
+    return state.hexdigest()
 
 
 def write_card(
     folder: Path, recipe: dict[str, Any], steps: dict[str, int], log: Sequence[dict[str, Any]]
 ) -> None:
-    """Write the card of freshly trained weights; the examination is still to come."""
+    """Write the card of freshly trained weights; `add_examination` completes it."""
     weights = folder / "model.safetensors"
     card = {
-        "command": "python -m baton_vision.look.train",
+        "command": "python -m training.look_tiny.train",
         "recipe": recipe,
         "steps": steps,
         "seeds": {
@@ -55,7 +55,7 @@ def write_card(
 
 
 def add_examination(folder: Path, rows: dict[str, Any], pictures: int) -> None:
-    """Write what the served model reached on held-out pictures into its card."""
+    """Add the served model's scores on held-out pictures to its card."""
     card = json.loads((folder / CARD).read_text())
     card["examination"] = {
         "pictures": pictures,

@@ -1,8 +1,8 @@
-"""The second part of the training: which image tokens the frozen text model answers from.
+"""Stage 2 of the training: tune soft prompts, the image tokens from which the text model answers.
 
-No picture is needed for it. A picture is its facts here, and each fact has tokens of its own, which are free:
-the text model is asked questions about made-up facts, and the loss of its answers goes back through it into
-those tokens. (Prompt tuning, Lester et al. 2021, arXiv:2104.08691, with a prompt that depends on the facts.)
+This is prompt tuning (Lester et al. 2021, arXiv:2104.08691) with a prompt that depends on a picture's facts.
+No pictures are drawn: each fact has parameters of its own, the frozen text model is asked questions about
+random facts, and the loss of its answers is backpropagated into those parameters.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from baton_vision.look.answers import Listener, share_right
-from baton_vision.look.chats import Chats, Speller
-from baton_vision.look.design import IMAGE_TOKENS, TEXT_WIDTH
-from baton_vision.look.facts import COLOURS, FEATURES, NUMBERS, PLACES, SHAPES, Facts
-from baton_vision.look.first_words import WordLoss
-from baton_vision.look.pictures import PHRASES_START, SEEDS_APART, Sample, make_sample
-from baton_vision.look.questions import Question, with_areas
-from baton_vision.look.recipe import Book, Log, Recipe, Schedule
+from training.look_tiny.architecture import IMAGE_TOKENS, TEXT_WIDTH
+from training.look_tiny.chats import Chats, ChatTokenizer
+from training.look_tiny.facts import COLOURS, FEATURES, NUMBERS, PLACES, SHAPES, Facts
+from training.look_tiny.pictures import PROMPTS_START, SEEDS_APART, Sample, make_sample
+from training.look_tiny.questions import Question, with_areas
+from training.look_tiny.recipe import Log, Recipe, Schedule, ValidationSet
+from training.look_tiny.text_model import TextModel, measure_accuracy
+from training.look_tiny.word_targets import WordLoss
 
 FILE: Final = "phrases.safetensors"
-SPOT: Final = 7  # tokens that tell of one place
-SAY_EVERY, TEST_EVERY = 25, 100  # steps
+SPOT: Final = 7  # tokens for one place
+LOG_EVERY, TEST_EVERY = 25, 100  # steps
 QUESTIONS: Final = 3  # in one chat
 HARD: Final = {"shape": 2.0, "shape there": 2.0}  # how much more often these are asked
 NOISE: Final = 0.4  # of the tokens, at most: a share of how far those of different pictures lie apart
@@ -41,24 +41,24 @@ TESTED: Final = 40  # pictures, three questions each
 
 
 def spreads(tokens: Tensor, seen: Sequence[Facts]) -> Tensor:
-    """How far the tokens of pictures of one sort lie apart, mean square: (2,), of shapes and of scenes."""
+    """Return the variance of the tokens among pictures of shapes and among scenes, (2,)."""
     scenes = torch.tensor([facts.scene for facts in seen])
     return torch.stack([tokens[~scenes].var(0).mean(), tokens[scenes].var(0).mean()])
 
 
 def sorts(seen: Sequence[Facts]) -> Tensor:
-    """Which of the two each picture is: 0 for shapes, 1 for a scene."""
+    """Return the sort of each picture, int64 (pictures,): 0 for shapes, 1 for a scene."""
     return torch.tensor([int(facts.scene) for facts in seen])
 
 
-class Phrases(nn.Module):
-    """The image tokens of a picture with some facts.
+class SoftPrompts(nn.Module):
+    """The tuned image tokens for given facts.
 
-    Each is the embedding of its word (see `facts.words`) and, added to that, what was learnt: for its place
-    among the tokens, and for each fact of what it tells of.
+    Each is the embedding of its word (see `facts.words`) plus learnt offsets: one for its place among the
+    tokens, and one for each fact that it encodes.
 
     Args:
-        words: knows the words.
+        words: the word targets of stage 1.
     """
 
     def __init__(self, words: WordLoss) -> None:
@@ -72,7 +72,7 @@ class Phrases(nn.Module):
         self.feature = _free(IMAGE_TOKENS, len(FEATURES), 2)
 
     def forward(self, seen: Sequence[Facts]) -> Tensor:
-        """Tokens (pictures, image tokens, text width)."""
+        """Return tokens (pictures, image tokens, text width)."""
         return torch.stack([self._of(facts) for facts in seen])
 
     def _of(self, facts: Facts) -> Tensor:
@@ -81,21 +81,21 @@ class Phrases(nn.Module):
             each = [self.feature[:, n, int(name in facts.features)] for n, name in enumerate(FEATURES)]
             return said + torch.stack(each).sum(0)
         things = {thing.place: thing for thing in facts.things}
-        told = [self.count[len(things) - 1][None]]
+        rows = [self.count[len(things) - 1][None]]
         for n, place in enumerate(PLACES):
             spot = self.there[int(place in things), n]
             if (thing := things.get(place)) is not None:
                 spot = spot + self.colour[:, list(COLOURS).index(thing.colour)]
                 spot = spot + self.shape[:, SHAPES.index(thing.shape)]
-            told.append(spot)
-        return said + torch.cat(told)
+            rows.append(spot)
+        return said + torch.cat(rows)
 
     def save(self, folder: Path) -> None:
-        """Write what was learnt."""
+        """Write the parameters to a folder."""
         save_file({name: value.contiguous() for name, value in self.state_dict().items()}, folder / FILE)
 
     def load(self, folder: Path) -> None:
-        """Take what `save` wrote."""
+        """Read the parameters that `save` wrote."""
         self.load_state_dict(load_file(folder / FILE))
 
 
@@ -104,68 +104,68 @@ def _free(*shape: int) -> nn.Parameter:
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What this part works with.
+class PromptTuning:
+    """The tuning of soft prompts.
 
     Attributes:
-        listener: the text model.
-        speller: of the chats.
-        test: pictures to be tested on.
-        out: folder for the phrases as they come along.
+        text_model: the frozen text model.
+        tokenizer: encodes the chats.
+        test: pictures to validate on.
+        out: folder for checkpoints of the prompts.
     """
 
-    listener: Listener
-    speller: Speller
-    test: Book
+    text_model: TextModel
+    tokenizer: ChatTokenizer
+    test: ValidationSet
     out: Path
 
-    def learn(self, phrases: Phrases, recipe: Recipe, log: Log) -> int:
-        """Look for the tokens; returns the steps."""
+    def learn(self, prompts: SoftPrompts, recipe: Recipe, log: Log) -> int:
+        """Tune the prompts and return the number of steps."""
         schedule = Schedule(recipe.phrase_rate, recipe.phrase_minutes)
-        optimiser = torch.optim.Adam(phrases.parameters(), lr=recipe.phrase_rate, betas=(0.9, 0.98))
+        optimiser = torch.optim.Adam(prompts.parameters(), lr=recipe.phrase_rate, betas=(0.9, 0.98))
         recent: list[float] = []
-        noise = NOISE * spreads(phrases(self.test.facts), self.test.facts).detach().sqrt()
+        noise = NOISE * spreads(prompts(self.test.facts), self.test.facts).detach().sqrt()
         for facts, chats in self._chats(recipe):
             if schedule.done >= 1:
                 break
-            loss = self.listener.loss(chats, _blurred(phrases(facts), noise[sorts(facts)]))
+            loss = self.text_model.loss(chats, _blurred(prompts(facts), noise[sorts(facts)]))
             optimiser.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(phrases.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(prompts.parameters(), 1.0)
             optimiser.param_groups[0]["lr"] = schedule.step()
             optimiser.step()
             recent.append(float(loss.detach()))
-            if schedule.steps % SAY_EVERY == 0:
-                log.say(
-                    part="phrases", step=schedule.steps, loss=round(float(np.mean(recent[-SAY_EVERY:])), 4)
+            if schedule.steps % LOG_EVERY == 0:
+                log.write(
+                    part="phrases", step=schedule.steps, loss=round(float(np.mean(recent[-LOG_EVERY:])), 4)
                 )
             if schedule.steps % TEST_EVERY == 0:
-                log.say(
-                    part="phrases", step=schedule.steps, right=self.right(phrases(self.test.facts[:TESTED]))
+                log.write(
+                    part="phrases", step=schedule.steps, right=self.right(prompts(self.test.facts[:TESTED]))
                 )
-                phrases.save(self.out)
-        phrases.save(self.out)
+                prompts.save(self.out)
+        prompts.save(self.out)
         return schedule.steps
 
     def right(self, tokens: Tensor) -> dict[str, float]:
-        """Share of right answers about the first of the test's pictures, if these are their tokens."""
+        """Return the share of right answers about the first test pictures, given their image tokens."""
         asked = [questions[:QUESTIONS] for questions in self.test.questions[: len(tokens)]]
-        return share_right(self.listener, self.speller, tokens.detach(), asked)
+        return measure_accuracy(self.text_model, self.tokenizer, tokens.detach(), asked)
 
     def _chats(self, recipe: Recipe) -> Iterator[tuple[list[Facts], Chats]]:
-        """Batches without end: facts, and a chat of a few questions about each."""
+        """Yield batches without end: facts, and a chat of a few questions about each."""
         rng = np.random.default_rng(recipe.seed + 1)
-        seed = PHRASES_START + SEEDS_APART * recipe.seed
+        seed = PROMPTS_START + SEEDS_APART * recipe.seed
         while True:
             samples = [make_sample(seed + n) for n in range(recipe.phrase_batch)]
             seed += len(samples)
             asked = [_asked(sample, rng) for sample in samples]
             last = [bool(rng.random() < PICTURE_LAST) for _ in samples]
-            yield [sample.facts for sample in samples], self.speller.chats(asked, picture_last=last)
+            yield [sample.facts for sample in samples], self.tokenizer.chats(asked, picture_last=last)
 
 
 def _blurred(tokens: Tensor, noise: Tensor) -> Tensor:
-    """Tokens as a tower may say them, not quite as they should be: each picture's more or less so."""
+    """Add noise of a random strength per picture, since a tower does not output the tokens exactly."""
     much = noise * torch.rand(len(tokens))
     return tokens + much[:, None, None] * torch.randn_like(tokens)
 

@@ -1,4 +1,4 @@
-"""What the frozen text model answers when it is shown image tokens."""
+"""Run the frozen text model on chats with image tokens: logits, loss, accuracy."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from baton_vision.look.chats import IGNORED, Chats, Speller
-from baton_vision.look.design import IMAGE_TOKENS
-from baton_vision.look.questions import Question
+from training.look_tiny.architecture import IMAGE_TOKENS
+from training.look_tiny.chats import IGNORED, Chats, ChatTokenizer
+from training.look_tiny.questions import Question
 
 AT_ONCE: Final = 16  # chats
 
 
-class Listener:
-    """The frozen text model, hearing image tokens.
+class TextModel:
+    """The frozen text model, fed with image tokens in place of placeholders.
 
     Args:
-        model: HuggingFace's.
+        model: transformers' causal language model.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     def scores(self, chats: Chats, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits (answer tokens, vocabulary) with their labels and weights.
+        """Return logits, labels and weights of the answers' tokens.
+
+        Logits are float32 (answer tokens, vocabulary), labels and weights (answer tokens,).
 
         Args:
             chats: questions and answers.
-            tokens: of each chat's picture, (batch, image tokens, text width).
+            tokens: the image tokens of each chat's picture, (batch, image tokens, text width).
         """
         embedded = self.model.get_input_embeddings()(chats.ids)
         rows = torch.arange(len(chats.ids))[:, None]
@@ -43,30 +45,30 @@ class Listener:
         return logits, chats.labels[:, 1:][wanted], chats.weights[:, 1:][wanted]
 
     def loss(self, chats: Chats, tokens: Tensor) -> Tensor:
-        """Weighted cross-entropy of the answers."""
+        """Return the weighted cross-entropy of the answers."""
         logits, labels, weights = self.scores(chats, tokens)
         each = nn.functional.cross_entropy(logits, labels, reduction="none")
         return (each * weights).sum() / weights.sum()
 
 
-def share_right(
-    listener: Listener, speller: Speller, tokens: Tensor, asked: Sequence[Sequence[Question]]
+def measure_accuracy(
+    text_model: TextModel, tokenizer: ChatTokenizer, tokens: Tensor, asked: Sequence[Sequence[Question]]
 ) -> dict[str, float]:
-    """Share of right answers, by kind of question: right is what greedy decoding gives whole.
+    """Return the share of answers that greedy decoding gives exactly, by kind of question.
 
     Args:
-        listener: the text model.
-        speller: of the chats.
-        tokens: of each picture, (pictures, image tokens, text width).
-        asked: questions about each of as many pictures.
+        text_model: the text model.
+        tokenizer: encodes the chats.
+        tokens: the image tokens of each picture, (pictures, image tokens, text width).
+        asked: the questions about each picture.
     """
     rows = [(n, question) for n, questions in enumerate(asked) for question in questions]
     right: dict[str, list[bool]] = {}
     for start in range(0, len(rows), AT_ONCE):
         part = rows[start : start + AT_ONCE]
-        chats = speller.chats([[question] for _, question in part], picture_last=[False] * len(part))
+        chats = tokenizer.chats([[question] for _, question in part], picture_last=[False] * len(part))
         with torch.inference_mode():
-            logits, labels, _ = listener.scores(chats, tokens[[n for n, _ in part]])
+            logits, labels, _ = text_model.scores(chats, tokens[[n for n, _ in part]])
         hits = (logits.argmax(-1) == labels).split((chats.labels != IGNORED).sum(1).tolist())
         for (_, question), hit in zip(part, hits, strict=True):
             right.setdefault(question.kind, []).append(bool(hit.all()))
