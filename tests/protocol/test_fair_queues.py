@@ -27,7 +27,7 @@ from sample_plugins import Current, Files, plugin
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import ImageInput
-from baton.http.middleware import body_limit as limits
+from baton.http import request_body
 from baton.images import reader
 
 pytestmark = pytest.mark.fault("E13")
@@ -287,7 +287,7 @@ def test_large_bodies(tmp_path: Path) -> None:
     with serving(tmp_path, FakeEngine("a")) as tenants:
         baseline = tenants.ask("/v1/completions", modest)
         with (
-            held_up(limits, "parse_object", greedy) as calls,
+            held_up(request_body, "parse_object", greedy) as calls,
             tenants.flood(40, "/v1/completions", greedy, JSON),
         ):
             assert until(lambda: len(calls) >= 4)
