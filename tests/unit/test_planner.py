@@ -110,7 +110,7 @@ def test_while_it_computes_it_loads_a_little_now_and_then() -> None:
     assert limits == [0, TOKENS // 20, 0, TOKENS // 20]
 
 
-def test_an_engine_that_thinks_may_take_as_long_as_its_thoughts_do() -> None:
+def test_a_step_may_take_as_long_as_its_latent_steps() -> None:
     """All of a prompt's latent steps may be within one step of it, and it does not hang meanwhile."""
     throughput = Throughput()
     watch = TransferWatch(throughput, TransferMetrics(CollectorRegistry(), "a"))

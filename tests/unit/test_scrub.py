@@ -1,4 +1,4 @@
-"""What foreign code says is made fit to show."""
+"""Messages of libraries are scrubbed before a client sees them."""
 
 from __future__ import annotations
 

@@ -392,7 +392,7 @@ def test_a_context_whose_model_said_what_stands_for_an_image_is_not_gone_on_from
         body = {"model": "reader", "messages": [user("so?")], "handoff": {"from": left["context"].left}}
         refused = client.post(CHAT, json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
-    assert "context it goes on from" in refused.json()["error"]["message"]
+    assert "context that it continues" in refused.json()["error"]["message"]
     answer = eyes.ask("reader", {"messages": [user("so?")], "handoff": {"from": left["prompt"].left}})
     assert answer.said == eyes.seer.says(answer.prompt, [shown])
 

@@ -238,8 +238,8 @@ def _refuse_image_placeholders(call: Call, prompt: Any) -> None:
     if stray_placeholders(prompt, call.images.tokens):
         texts = ", ".join(f"'{text}'" for text in call.images.texts)
         call.failure = InvalidRequest(
-            "The prompt, or the context that it continues, holds an image placeholder of this model (written "
-            f"{texts}) that belongs to no image: leave it out, and send images as parts of messages.",
+            "The prompt, or the context that it continues, holds a token that stands for an image of this "
+            f"model (written {texts}) but belongs to none: leave it out; send images as parts of messages.",
             param="prompt",
         )
         raise call.failure

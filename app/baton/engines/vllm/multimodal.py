@@ -146,4 +146,4 @@ class Sent:
         if not failed:
             self.cache.confirm(self.hashes)
         elif not all(self.cache.is_cached(list(self.hashes))):
-            raise EngineUnavailable("An image of this request must be sent to the engine again; try again.")
+            raise EngineUnavailable("An image of this request did not reach the engine; try again.")
