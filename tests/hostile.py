@@ -28,9 +28,9 @@ ROUTES: dict[str, dict[str, Any]] = {
 """Every route that takes JSON and reaches an engine, with a body that it answers."""
 
 VALUES: dict[str, tuple[bytes, str, str]] = {
-    "NaN": (b"NaN", "invalid_json", "NaN is no JSON number"),
-    "Infinity": (b"[1, Infinity]", "invalid_json", "Infinity is no JSON number"),
-    "-Infinity": (b'{"y": -Infinity}', "invalid_json", "-Infinity is no JSON number"),
+    "NaN": (b"NaN", "invalid_json", "NaN is not a JSON number"),
+    "Infinity": (b"[1, Infinity]", "invalid_json", "Infinity is not a JSON number"),
+    "-Infinity": (b'{"y": -Infinity}', "invalid_json", "-Infinity is not a JSON number"),
     "1e400": (b"1e400", "invalid_json", "'x' is a number too large"),
     "-1e400": (b"[0, -1e400]", "invalid_json", "item 1 of a list is a number too large"),
     "a float of 400 digits": (b"1" + b"0" * 400 + b".5", "invalid_json", "a number too large"),

@@ -42,7 +42,7 @@
     │   ├── ShuttingDown             503 shutting_down         (retryable)
     │   ├── TooManyConnections       503 too_many_connections  (retryable)
     │   ├── GatewayOverloaded        503 gateway_overloaded    (retryable)
-    │   ├── PluginBusy               503 plugin_busy           (retryable; or the plugin's own code)
+    │   ├── PluginBusy               503 plugin_busy           (retryable) or the plugin's own code
     │   └── PluginTimeout            504 plugin_timeout
     └── OperatorError                not sent over HTTP: one paragraph on the terminal, and an exit code
         ├── SettingsError            exit 2

@@ -93,48 +93,19 @@ def create_app(
         report: called with each engine's name and the phase that its start is in.
         memory_reader: reads how much memory is available; None: from Linux.
     """
-    counted = fleet.metrics
-    reserve = int(settings.admission.memory_reserve)
     reader = memory_reader or MemoryReader()
-    memory = MemoryWatch(reader, reserve, counted.memory)
+    memory = MemoryWatch(reader, int(settings.admission.memory_reserve), fleet.metrics.memory)
     keyring = keyring_for(settings)
-    handoffs = handoffs_of(settings, counted.handoffs)
-    gateway = Gateway(
-        settings,
-        fleet,
-        counted,
-        handoffs,
-        Sessions(handoffs, Planner(), counted.handoffs, settings.handoffs),
-        Pooling(settings.pooling, counted.pooling, counted.queues),
-        Drain(),
-        Admission(settings.admission, fleet.names, counted.admission),
-        ImageReader(
-            settings.images,
-            counted.images,
-            fetcher_of(settings.images),
-            queues=counted.queues,
-            wait_s=settings.admission.wait_s,
-        ),
-        body_threads(counted.queues, settings.admission.wait_s),
-        TrialCompiler(settings.limits, counted.queues),
-    )
+    gateway = _build_gateway(settings, fleet)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        with (
-            contextlib.closing(gateway.pooling),
-            contextlib.closing(gateway.images),
-            contextlib.closing(gateway.body_threads),
-            contextlib.closing(gateway.compiler),
+        async with (
+            _services(gateway, memory, metrics_listener),
+            _running(app, fleet, report),
+            gateway.handoffs.settling(),
         ):
-            async with (
-                gateway.handoffs.running(),
-                _beside(watch_lag(counted.loop_lag), memory.run()),
-                _metrics_port(gateway, metrics_listener),
-                _running(app, fleet, report),
-                gateway.handoffs.settling(),
-            ):
-                yield
+            yield
 
     app = FastAPI(
         title="Baton",
@@ -156,6 +127,31 @@ def create_app(
     return app
 
 
+def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
+    """Create the services that the routes use."""
+    metrics = fleet.metrics
+    handoffs = handoffs_of(settings, metrics.handoffs)
+    return Gateway(
+        settings,
+        fleet,
+        metrics,
+        handoffs,
+        Sessions(handoffs, Planner(), metrics.handoffs, settings.handoffs),
+        Pooling(settings.pooling, metrics.pooling, metrics.queues),
+        Drain(),
+        Admission(settings.admission, fleet.names, metrics.admission),
+        ImageReader(
+            settings.images,
+            metrics.images,
+            fetcher_of(settings.images),
+            queues=metrics.queues,
+            wait_s=settings.admission.wait_s,
+        ),
+        body_threads(metrics.queues, settings.admission.wait_s),
+        TrialCompiler(settings.limits, metrics.queues),
+    )
+
+
 def _add_middleware(
     app: FastAPI, gateway: Gateway, keyring: Keyring | None, memory: MemoryWatch, available: int | None
 ) -> None:
@@ -174,14 +170,33 @@ def _add_middleware(
     app.add_middleware(RequestHeadMiddleware)
     app.add_middleware(ErrorMiddleware, metrics=gateway.metrics)
     app.add_middleware(DrainMiddleware, drain=gateway.drain)
-    nobody = LOCAL_TENANT if keyring is None else NO_TENANT
+    unidentified = LOCAL_TENANT if keyring is None else NO_TENANT
     app.add_middleware(
-        RequestContextMiddleware, metrics=gateway.metrics, routes=app.routes, unidentified=nobody
+        RequestContextMiddleware, metrics=gateway.metrics, routes=app.routes, unidentified=unidentified
     )
 
 
 @contextlib.asynccontextmanager
-async def _beside(*watches: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def _services(
+    gateway: Gateway, memory: MemoryWatch, metrics_listener: socket.socket | None
+) -> AsyncIterator[None]:
+    """Run what the gateway needs beside its engines, and close it at the end."""
+    with (
+        contextlib.closing(gateway.pooling),
+        contextlib.closing(gateway.images),
+        contextlib.closing(gateway.body_threads),
+        contextlib.closing(gateway.compiler),
+    ):
+        async with (
+            gateway.handoffs.running(),
+            _watching(watch_lag(gateway.metrics.loop_lag), memory.run()),
+            _metrics_port(gateway, metrics_listener),
+        ):
+            yield
+
+
+@contextlib.asynccontextmanager
+async def _watching(*watches: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run background watches while inside."""
     tasks = [asyncio.create_task(watch) for watch in watches]
     try:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from baton.config.settings import load_settings
-from baton.http.middleware.drain import LAST_WORDS_S
+from baton.http.middleware.drain import ERROR_WITHIN_S
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -43,7 +43,7 @@ def compose() -> dict[str, Any]:
 
 def drain_s(config: Path) -> float:
     settings = load_settings(config)
-    return settings.drain_delay_s + settings.drain_timeout_s + LAST_WORDS_S + ENGINES_END_S
+    return settings.drain_delay_s + settings.drain_timeout_s + ERROR_WITHIN_S + ENGINES_END_S
 
 
 def seconds(text: str) -> int:

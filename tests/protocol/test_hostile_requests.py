@@ -260,9 +260,9 @@ def test_a_limit_is_a_setting(tmp_path: Any) -> None:
     with run_fake(FakeEngine("text"), limits={"n": 2, "stop": 1}) as gateway, gateway.client() as client:
         body = ROUTES["/v1/completions"]
         error = client.post("/v1/completions", json=body | {"n": 3}).json()["error"]
-        assert error["message"] == "'n' is 3; at most 2 are taken (setting limits.n)."
+        assert error["message"] == "'n' is 3; at most 2 are allowed (setting limits.n)."
         error = client.post("/v1/completions", json=body | {"stop": ["a", "b"]}).json()["error"]
-        assert error["message"] == "'stop' has 2 strings; at most 1 are taken (setting limits.stop)."
+        assert error["message"] == "'stop' has 2 strings; at most 1 are allowed (setting limits.stop)."
     assert time.monotonic() - began < 30
 
 

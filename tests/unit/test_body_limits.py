@@ -113,7 +113,7 @@ async def receive_slowly(pause_s: float, work_s: float) -> list[bytes]:
 
 def test_a_body_s_time_is_what_the_gateway_waits_for_it() -> None:
     assert asyncio.run(receive_slowly(pause_s=0.001, work_s=0.3)) == [b"a", b"b", b"c"]
-    with pytest.raises(RequestTimeout, match=r"did not arrive within 0\.2 s"):
+    with pytest.raises(RequestTimeout, match=r"may take 0\.2 s"):
         asyncio.run(receive_slowly(pause_s=0.15, work_s=0))
 
 

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from baton.config.settings import Settings
 from baton.errors import FleetLost, OperatorError, StartError
-from baton.http.middleware.drain import LAST_WORDS_S
+from baton.http.middleware.drain import ERROR_WITHIN_S
 from baton.http.protocol import protocol_for
 from baton.http.state import Gateway
 
@@ -76,7 +76,7 @@ class GatewayServer(uvicorn.Server):
                 app,
                 app.state.gateway,
                 lifespan="on",
-                timeout_graceful_shutdown=settings.drain_timeout_s + ceil(LAST_WORDS_S) + 1,
+                timeout_graceful_shutdown=settings.drain_timeout_s + ceil(ERROR_WITHIN_S) + 1,
             )
         )
         self._app = app

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.errors import ShuttingDown
 from baton.http.error_body import error_event, error_response
 
-LAST_WORDS_S = 1.0
+ERROR_WITHIN_S = 1.0
 """Seconds to send the error to a client whose request is ended."""
 
 log = structlog.get_logger("baton.server")
@@ -80,7 +80,7 @@ class DrainMiddleware:
                 if not self._drain.was_cut(task):
                     raise
                 task.uncancel()
-                await answer.last_words(scope, receive)
+                await answer.send_error(scope, receive)
 
 
 class _Response:
@@ -103,11 +103,11 @@ class _Response:
             self._over = not message.get("more_body", False)
         await self._send(message)
 
-    async def last_words(self, scope: Scope, receive: Receive) -> None:
+    async def send_error(self, scope: Scope, receive: Receive) -> None:
         """Send the error, unless the client does not read it in time."""
         log.info("request_cut_off", path=scope["path"])
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(ERROR_WITHIN_S):
                 if not self._begun:
                     await error_response(ShuttingDown(), scope)(scope, receive, self.send)
                 elif self._streams and not self._over:
