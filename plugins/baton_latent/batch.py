@@ -83,7 +83,7 @@ class Batch:
             attn_metadata=metadata,
             slot_mapping=slots,
             # The compiled graph takes token ids; passes that start from vectors run eagerly.
-            skip_compiled=self._context.skip_compiled or bool(part.seeded),
+            skip_compiled=self._context.skip_compiled or bool(part.latent),
         )
         with override_forward_context(inside):
             yield
