@@ -1,87 +1,21 @@
-"""The two roles together, on tensors of our own: what is saved is loaded, or nothing is."""
+"""The two roles together, on tensors: an entry is loaded exactly, or not at all."""
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
-import numpy
 import pytest
 import torch
+from connector.role_engines import BLOCK, PROMPT, Engine
 
-from baton_kv.blocks import KVBlocks, LayoutRefused
+from baton_kv.blocks import KVBlocks
 from baton_kv.contract import (
-    PARAMS_KEY,
-    Malformed,
-    TransferParams,
     new_key,
     params_to_load,
     params_to_save,
-    parse,
     transfer_params,
 )
 from baton_kv.entry import ImageRef
 from baton_kv.messages import StepJobs
-from baton_kv.scheduler_role import SchedulerRole
-from baton_kv.secret import store_secret
-from baton_kv.stores.base import StoreError
 from baton_kv.stores.memory import MemoryStore
-from baton_kv.worker_role import Finished, WorkerRole
-
-SECRET = b"s" * 32
-BLOCK = 16
-PROMPT = list(range(100, 150))
-
-
-class Engine:
-    """A pool and both roles, as one engine has them; `strided` as vLLM lays layers out."""
-
-    def __init__(
-        self, store: MemoryStore, fingerprint: str = "one", seed: int = 0, *, verify: bool = True
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        pool = torch.rand((12, 3, 2, BLOCK, 8), generator=generator)  # blocks, layers, heads, tokens, values
-        self.layers = [pool[:, layer] for layer in range(3)]
-        self.scheduler = SchedulerRole(store, SECRET, fingerprint, BLOCK)
-        self.worker = WorkerRole(store, SECRET, fingerprint, KVBlocks(self.layers), verify=verify)
-
-    def run(self, jobs: int) -> Finished:
-        """Let this step's jobs end."""
-        self.worker.start(self.scheduler.step())
-        finished = Finished()
-        deadline = time.monotonic() + 10
-        while len(finished.outcomes) < jobs:
-            assert time.monotonic() < deadline, "the jobs did not end"
-            found = self.worker.poll()
-            finished.saved |= found.saved
-            finished.loaded |= found.loaded
-            finished.failed_blocks |= found.failed_blocks
-            finished.outcomes += found.outcomes
-        self.scheduler.report(finished.outcomes)
-        return finished
-
-    def save(
-        self,
-        params: object,
-        blocks: list[int],
-        tokens: list[int] = PROMPT,
-        images: tuple[ImageRef, ...] = (),
-    ) -> str:
-        held, answer = self.scheduler.finished(
-            "a",
-            params,
-            tokens=tokens,
-            prompt=len(tokens) - 1,
-            computed=len(tokens),
-            block_ids=blocks,
-            whole=True,
-            images=images,
-        )
-        assert held
-        assert answer is not None
-        assert self.run(1).saved == {"a"}
-        key: str = answer[PARAMS_KEY]["load"]
-        return key
 
 
 @pytest.fixture
@@ -286,122 +220,3 @@ def test_a_load_that_nobody_waits_for_any_more_is_not_gone_on_with(store: Memory
     assert (finished.loaded, finished.outcomes[0].failure) == ({"b"}, "given_up")
     assert all(torch.equal(one, other) for one, other in zip(before, engine.layers, strict=True))
     assert engine.worker._given_up == set()
-
-
-def test_a_save_that_fails_releases_its_blocks_and_leaves_nothing(store: MemoryStore) -> None:
-    engine = Engine(store)
-    engine.worker._blocks.gather = None  # type: ignore[assignment,method-assign]  # whatever breaks there
-    held, _ = engine.scheduler.finished(
-        "a", params_to_save(), tokens=PROMPT, prompt=49, computed=49, block_ids=[1, 2, 3, 6], whole=True
-    )
-    assert held
-    finished = engine.run(1)
-    assert finished.saved == {"a"}
-    assert finished.outcomes[0].failure == "other"
-    assert list(store.keys()) == []
-
-
-@pytest.mark.parametrize(
-    ("tokens", "computed", "blocks", "whole"),
-    [
-        (PROMPT, 49, [1, 2, 3, 6], False),
-        ([5], 1, [1], True),
-        (PROMPT, 0, [], True),
-        (PROMPT, 49, [1], True),
-        (PROMPT, 49, [1, 0, 3, 6], True),
-    ],
-)
-def test_what_is_not_whole_is_not_saved(
-    store: MemoryStore, tokens: list[int], computed: int, blocks: list[int], whole: bool
-) -> None:
-    engine = Engine(store)
-    answer = engine.scheduler.finished(
-        "a",
-        params_to_save(),
-        tokens=tokens,
-        prompt=len(tokens),
-        computed=computed,
-        block_ids=blocks,
-        whole=whole,
-    )
-    assert answer == (False, None)
-    assert engine.scheduler.step().saves == []
-
-
-def test_the_last_sampled_token_has_no_kv(store: MemoryStore) -> None:
-    engine = Engine(store)
-    key = engine.save(params_to_save(), [1, 2, 3, 6], tokens=PROMPT[:33])
-    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 32
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        None,
-        "text",
-        7,
-        [],
-        {},
-        {PARAMS_KEY: None},
-        {PARAMS_KEY: "x"},
-        {PARAMS_KEY: {"load": "../../etc/passwd"}},
-        {PARAMS_KEY: {"load": 7}},
-        {PARAMS_KEY: {"load": "local/short"}},
-        {PARAMS_KEY: {"version": 2, "load": new_key("local")}},
-        {PARAMS_KEY: {"save": "x" * 10_000}},
-        {PARAMS_KEY: {"load": {"a": {}}}},
-    ],
-)
-def test_nothing_a_client_sends_reaches_the_store(store: MemoryStore, params: object) -> None:
-    engine = Engine(store)
-    assert engine.scheduler.matched("b", params, PROMPT, 0) == 0
-    answer = engine.scheduler.finished(
-        "b", params, tokens=PROMPT, prompt=49, computed=49, block_ids=[1, 2, 3, 6], whole=True
-    )
-    assert answer == (False, None)
-    assert {told.failure for told in engine.scheduler.take_outcomes()} <= {"malformed"}
-
-
-def test_an_answer_s_parameters_are_the_next_request_s() -> None:
-    key = new_key("acme")
-    assert parse(params_to_load(key)) == TransferParams(load=key)
-    assert parse(params_to_save(key)) == TransferParams(save=key)
-    saves = parse(params_to_save())
-    assert isinstance(saves, TransferParams)
-    assert (saves.save_key or "").startswith("local/")
-    assert isinstance(parse({PARAMS_KEY: 1}), Malformed)
-
-
-def test_tensors_that_cannot_be_moved_by_blocks_are_refused() -> None:
-    with pytest.raises(LayoutRefused):
-        KVBlocks([torch.zeros(4, 8, 6).transpose(1, 2)])
-    with pytest.raises(LayoutRefused):
-        KVBlocks([torch.zeros(4, 8), torch.zeros(4, 16)])
-
-
-def test_blocks_are_gathered_in_the_order_asked() -> None:
-    layer = torch.arange(6 * 4, dtype=torch.float32).reshape(6, 4)
-    blocks = KVBlocks([layer])
-    found = [numpy.frombuffer(block, numpy.float32).tolist() for block in blocks.gather(0, [4, 1])]
-    assert found == [[16, 17, 18, 19], [4, 5, 6, 7]]
-
-
-def test_a_store_s_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:
-    secret = store_secret(tmp_path)
-    assert store_secret(tmp_path) == secret
-    assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
-    (tmp_path / "secret").write_bytes(b"short")
-    with pytest.raises(ValueError, match="not 32 bytes long"):
-        store_secret(tmp_path)
-
-
-def test_a_store_that_cannot_be_read_is_a_miss(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(store)
-    key = engine.save(params_to_save(), [1, 2, 3, 6])
-
-    def broken(_key: str) -> object:
-        raise StoreError("reading: input/output error")
-
-    monkeypatch.setattr(store, "open", broken)
-    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 0
-    assert [told.failure for told in engine.scheduler.take_outcomes()] == ["device"]

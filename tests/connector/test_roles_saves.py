@@ -1,0 +1,148 @@
+"""The two roles together, on tensors: what is saved, what is not, and what parameters may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from connector.role_engines import PROMPT, Engine
+
+from baton_kv.blocks import KVBlocks, LayoutRefused
+from baton_kv.contract import (
+    PARAMS_KEY,
+    Malformed,
+    TransferParams,
+    new_key,
+    params_to_load,
+    params_to_save,
+    parse,
+)
+from baton_kv.secret import store_secret
+from baton_kv.stores.base import StoreError
+from baton_kv.stores.memory import MemoryStore
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def test_a_save_that_fails_releases_its_blocks_and_leaves_nothing(store: MemoryStore) -> None:
+    engine = Engine(store)
+    engine.worker._blocks.gather = None  # type: ignore[assignment,method-assign]  # whatever breaks there
+    held, _ = engine.scheduler.finished(
+        "a", params_to_save(), tokens=PROMPT, prompt=49, computed=49, block_ids=[1, 2, 3, 6], whole=True
+    )
+    assert held
+    finished = engine.run(1)
+    assert finished.saved == {"a"}
+    assert finished.outcomes[0].failure == "other"
+    assert list(store.keys()) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "computed", "blocks", "whole"),
+    [
+        (PROMPT, 49, [1, 2, 3, 6], False),
+        ([5], 1, [1], True),
+        (PROMPT, 0, [], True),
+        (PROMPT, 49, [1], True),
+        (PROMPT, 49, [1, 0, 3, 6], True),
+    ],
+)
+def test_what_is_not_whole_is_not_saved(
+    store: MemoryStore, tokens: list[int], computed: int, blocks: list[int], whole: bool
+) -> None:
+    engine = Engine(store)
+    answer = engine.scheduler.finished(
+        "a",
+        params_to_save(),
+        tokens=tokens,
+        prompt=len(tokens),
+        computed=computed,
+        block_ids=blocks,
+        whole=whole,
+    )
+    assert answer == (False, None)
+    assert engine.scheduler.step().saves == []
+
+
+def test_the_last_sampled_token_has_no_kv(store: MemoryStore) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [1, 2, 3, 6], tokens=PROMPT[:33])
+    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 32
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        "text",
+        7,
+        [],
+        {},
+        {PARAMS_KEY: None},
+        {PARAMS_KEY: "x"},
+        {PARAMS_KEY: {"load": "../../etc/passwd"}},
+        {PARAMS_KEY: {"load": 7}},
+        {PARAMS_KEY: {"load": "local/short"}},
+        {PARAMS_KEY: {"version": 2, "load": new_key("local")}},
+        {PARAMS_KEY: {"save": "x" * 10_000}},
+        {PARAMS_KEY: {"load": {"a": {}}}},
+    ],
+)
+def test_nothing_a_client_sends_reaches_the_store(store: MemoryStore, params: object) -> None:
+    engine = Engine(store)
+    assert engine.scheduler.matched("b", params, PROMPT, 0) == 0
+    answer = engine.scheduler.finished(
+        "b", params, tokens=PROMPT, prompt=49, computed=49, block_ids=[1, 2, 3, 6], whole=True
+    )
+    assert answer == (False, None)
+    assert {told.failure for told in engine.scheduler.take_outcomes()} <= {"malformed"}
+
+
+def test_an_answer_s_parameters_are_the_next_request_s() -> None:
+    key = new_key("acme")
+    assert parse(params_to_load(key)) == TransferParams(load=key)
+    assert parse(params_to_save(key)) == TransferParams(save=key)
+    saves = parse(params_to_save())
+    assert isinstance(saves, TransferParams)
+    assert (saves.save_key or "").startswith("local/")
+    assert isinstance(parse({PARAMS_KEY: 1}), Malformed)
+
+
+def test_tensors_that_cannot_be_moved_by_blocks_are_refused() -> None:
+    with pytest.raises(LayoutRefused):
+        KVBlocks([torch.zeros(4, 8, 6).transpose(1, 2)])
+    with pytest.raises(LayoutRefused):
+        KVBlocks([torch.zeros(4, 8), torch.zeros(4, 16)])
+
+
+def test_blocks_are_gathered_in_the_order_asked() -> None:
+    layer = torch.arange(6 * 4, dtype=torch.float32).reshape(6, 4)
+    blocks = KVBlocks([layer])
+    found = [numpy.frombuffer(block, numpy.float32).tolist() for block in blocks.gather(0, [4, 1])]
+    assert found == [[16, 17, 18, 19], [4, 5, 6, 7]]
+
+
+def test_a_store_s_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:
+    secret = store_secret(tmp_path)
+    assert store_secret(tmp_path) == secret
+    assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
+    (tmp_path / "secret").write_bytes(b"short")
+    with pytest.raises(ValueError, match="not 32 bytes long"):
+        store_secret(tmp_path)
+
+
+def test_a_store_that_cannot_be_read_is_a_miss(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [1, 2, 3, 6])
+
+    def broken(_key: str) -> object:
+        raise StoreError("reading: input/output error")
+
+    monkeypatch.setattr(store, "open", broken)
+    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 0
+    assert [told.failure for told in engine.scheduler.take_outcomes()] == ["device"]
