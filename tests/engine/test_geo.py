@@ -79,7 +79,9 @@ def nearly_all_the_same(mask: Any, reference: Any) -> bool:
 def decoders(gateway: RealGateway) -> list[psutil.Process]:
     """The processes that decode rasters for scenes now."""
     servers = [
-        p for p in psutil.Process(gateway.process.pid).children() if "baton_geo.raster.fork_server" in " ".join(p.cmdline())
+        p
+        for p in psutil.Process(gateway.process.pid).children()
+        if "baton_geo.raster.fork_server" in " ".join(p.cmdline())
     ]
     return [child for server in servers for child in server.children()]
 
