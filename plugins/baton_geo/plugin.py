@@ -29,7 +29,7 @@ from baton_geo.prithvi import PrithviConfig
 from baton_geo.queries import options_of_query
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneRequest
-from baton_geo.scenes import RunningScene, Scenes
+from baton_geo.scenes import RunningScene, RunningScenes
 from baton_geo.settings import geo_settings
 from baton_geo.sources import Sources
 from baton_geo.spool import Spooled, prepare_folder
@@ -79,7 +79,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         self._decoders = Decoders(
             self._settings.decoders, self._settings.decoder_wait_s, self._settings.spool
         )
-        self._scenes = Scenes(self._settings.limits.seconds)
+        self._scenes = RunningScenes(self._settings.limits.seconds)
         weakref.finalize(self, self._scenes.close)  # also at the end of the process
         self._open_threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "geo-open")
         self._tile_threads = ThreadPoolExecutor(2 * self._settings.decoders, "geo-tile")

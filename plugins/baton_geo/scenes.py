@@ -49,7 +49,7 @@ class RunningScene:
         self.raster.close()
 
 
-class Scenes:
+class RunningScenes:
     """The running scenes of one plugin. Safe to use from several threads.
 
     Args:

@@ -10,7 +10,7 @@ import pytest
 
 from baton_geo import scenes as scenes_module
 from baton_geo.contract import GeoOptions
-from baton_geo.scenes import RunningScene, Scenes
+from baton_geo.scenes import RunningScene, RunningScenes
 
 
 class Thing:
@@ -28,7 +28,7 @@ def running(request_id: str | None = None, **given: Any) -> RunningScene:
 
 def test_every_output_finds_its_scene_and_tile() -> None:
     """However the outputs of many scenes are mixed."""
-    scenes = Scenes(60)
+    scenes = RunningScenes(60)
     many = [running(str(n)) for n in range(16)]
     for one in many:
         scenes.add(one)
@@ -41,7 +41,7 @@ def test_every_output_finds_its_scene_and_tile() -> None:
 
 def test_a_serial_number_is_good_once() -> None:
     """A second output under it belongs to nobody."""
-    scenes = Scenes(60)
+    scenes = RunningScenes(60)
     one = running()
     scenes.add(one)
     serial = scenes.serial(one, 3)
@@ -52,7 +52,7 @@ def test_a_serial_number_is_good_once() -> None:
 
 def test_a_dropped_scene_is_closed_and_its_numbers_lead_nowhere() -> None:
     """Dropped twice, it is closed and forgotten all the same."""
-    scenes = Scenes(60)
+    scenes = RunningScenes(60)
     one = running("r")
     scenes.add(one)
     serial = scenes.serial(one, 0)
@@ -65,8 +65,8 @@ def test_a_dropped_scene_is_closed_and_its_numbers_lead_nowhere() -> None:
 
 
 def test_only_the_scenes_of_a_request_are_its() -> None:
-    """Scenes without a request id are nobody's."""
-    scenes = Scenes(60)
+    """Scenes without a request id belong to no request."""
+    scenes = RunningScenes(60)
     ours, theirs, offline = running("a"), running("b"), running(None)
     for one in (ours, theirs, offline):
         scenes.add(one)
@@ -75,7 +75,7 @@ def test_only_the_scenes_of_a_request_are_its() -> None:
 
 def test_a_scene_nobody_came_back_for_goes_with_the_next() -> None:
     """An engine that failed between the hooks leaves no raster process behind for good."""
-    scenes = Scenes(10)
+    scenes = RunningScenes(10)
     lost = running(began=-1000.0)
     scenes.add(lost)
     scenes.add(running())
@@ -86,7 +86,7 @@ def test_a_scene_nobody_came_back_for_goes_with_the_next() -> None:
 def test_numbers_start_again_and_pass_over_those_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Token ids are finite; a long-lived scene keeps its number."""
     monkeypatch.setattr(scenes_module, "SERIALS", 4)
-    scenes = Scenes(60)
+    scenes = RunningScenes(60)
     one = running()
     scenes.add(one)
     kept = scenes.serial(one, 0)
@@ -99,7 +99,7 @@ def test_numbers_start_again_and_pass_over_those_in_use(monkeypatch: pytest.Monk
 
 def test_threads_never_share_a_number() -> None:
     """Eight threads, one set of numbers."""
-    scenes = Scenes(60)
+    scenes = RunningScenes(60)
     one = running()
     scenes.add(one)
     given: list[int] = []

@@ -22,7 +22,7 @@ from torch import nn
 
 from baton_geo.flood.scenes import UNKNOWN, WATER
 from baton_geo.flood.sensor import UNIT
-from training.flood_tiny.measure import Figures, Mask, Method, Scenes, draw_scenes, figures
+from training.flood_tiny.measure import Figures, Mask, Method, ScenesBySeed, draw_scenes, figures
 from training.flood_tiny.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
 
 RECORD: Final = Path(__file__).with_name("baselines.json")
@@ -47,7 +47,7 @@ def ndwi(pixels: npt.NDArray[np.int16]) -> Mask:
     return np.asarray(_difference(pixels[1], pixels[3]) > 0)
 
 
-def tuned_mndwi(scenes: Scenes) -> tuple[Method, float]:
+def tuned_mndwi(scenes: ScenesBySeed) -> tuple[Method, float]:
     """Fit the threshold of MNDWI: (green - SWIR 1) / (green + SWIR 1).
 
     Xu 2006 (doi:10.1080/01431160600589179).
@@ -66,7 +66,7 @@ def tuned_mndwi(scenes: Scenes) -> tuple[Method, float]:
     return lambda pixels: np.asarray(_difference(pixels[1], pixels[4]) >= threshold), threshold
 
 
-def pixel_mlp(scenes: Scenes, *, steps: int = 4000, batch: int = 8192) -> Method:
+def pixel_mlp(scenes: ScenesBySeed, *, steps: int = 4000, batch: int = 8192) -> Method:
     """Train a perceptron with two hidden layers on single pixels of `scenes`, six bands each."""
     values, truth = _pixels(scenes)
     mean, std = values.mean(dim=0), values.std(dim=0)
@@ -92,7 +92,7 @@ def pixel_mlp(scenes: Scenes, *, steps: int = 4000, batch: int = 8192) -> Method
     return method
 
 
-def all_baselines(scenes: Scenes) -> dict[str, Method]:
+def all_baselines(scenes: ScenesBySeed) -> dict[str, Method]:
     """Return every method by name; MNDWI and the perceptron are fitted on `scenes`."""
     mndwi, threshold = tuned_mndwi(scenes)
     return {
@@ -130,7 +130,7 @@ def _difference(one: npt.NDArray[np.int16], other: npt.NDArray[np.int16]) -> Ind
     return np.asarray((a - b) / np.where(total == 0, 1, total))
 
 
-def _pixels(scenes: Scenes) -> tuple[torch.Tensor, torch.Tensor]:
+def _pixels(scenes: ScenesBySeed) -> tuple[torch.Tensor, torch.Tensor]:
     """Return reflectances (n, 6) and truth (n,), both float32, of random known pixels of each scene."""
     rng = np.random.default_rng(SEED)
     values, truth = [], []

@@ -10,12 +10,12 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from baton_geo.flood.scenes import UNKNOWN, WATER, Scene, make_scene
+from baton_geo.flood.scenes import UNKNOWN, WATER, SyntheticScene, make_scene
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Method: TypeAlias = Callable[[npt.NDArray[np.int16]], Mask]
 """Maps digital numbers (6, height, width) to a mask of the water (height, width)."""
-Scenes: TypeAlias = Mapping[int, Scene]
+ScenesBySeed: TypeAlias = Mapping[int, SyntheticScene]
 """Scenes by their seeds."""
 
 
@@ -34,7 +34,7 @@ class Figures:
     scenes: dict[int, float]
 
 
-def draw_scenes(seeds: Iterable[int], *, size: int = 512, processes: int = 2) -> dict[int, Scene]:
+def draw_scenes(seeds: Iterable[int], *, size: int = 512, processes: int = 2) -> dict[int, SyntheticScene]:
     """Draw the scenes of these seeds, `size` x `size` pixels each, in several processes."""
     seeds = list(seeds)
     with ProcessPoolExecutor(processes) as pool:
@@ -42,7 +42,7 @@ def draw_scenes(seeds: Iterable[int], *, size: int = 512, processes: int = 2) ->
         return dict(zip(seeds, drawn, strict=True))
 
 
-def figures(method: Method, scenes: Scenes) -> Figures:
+def figures(method: Method, scenes: ScenesBySeed) -> Figures:
     """Measure a method; pixels whose truth is unknown are left out.
 
     Raises:

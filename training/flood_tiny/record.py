@@ -15,7 +15,7 @@ import numpy as np
 
 from baton_geo.flood.scenes import make_scene
 from training.flood_tiny.baselines import all_baselines, print_figures
-from training.flood_tiny.measure import Figures, Method, Scenes, draw_scenes, figures
+from training.flood_tiny.measure import Figures, Method, ScenesBySeed, draw_scenes, figures
 from training.flood_tiny.predict import Predictor
 from training.flood_tiny.seeds import HELD_OUT_SEEDS, VALIDATION_SEEDS
 
@@ -44,7 +44,7 @@ def generator_digest() -> str:
     return found.hexdigest()
 
 
-def measured(folder: Path, training: Scenes) -> dict[str, Figures]:
+def measured(folder: Path, training: ScenesBySeed) -> dict[str, Figures]:
     """Measure the model in a folder, and the baselines, on the held-out scenes."""
     held_out = draw_scenes(HELD_OUT_SEEDS)
     methods: dict[str, Method] = {"flood-tiny": Predictor.of_folder(folder), **all_baselines(training)}
@@ -52,7 +52,7 @@ def measured(folder: Path, training: Scenes) -> dict[str, Figures]:
 
 
 def write_record(
-    folder: Path, recipe: Recipe, training: Scenes, losses: Sequence[float], seconds: float
+    folder: Path, recipe: Recipe, training: ScenesBySeed, losses: Sequence[float], seconds: float
 ) -> None:
     """Measure the model in a folder and write training.json beside it."""
     validation = figures(Predictor.of_folder(folder), draw_scenes(VALIDATION_SEEDS))

@@ -29,7 +29,7 @@ from baton_geo.flood.scenes import UNKNOWN, WATER
 from baton_geo.flood.sensor import NODATA, UNIT
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter
 from training.flood_tiny.architecture import TILE, card, config_json
-from training.flood_tiny.measure import Scenes, draw_scenes
+from training.flood_tiny.measure import ScenesBySeed, draw_scenes
 from training.flood_tiny.predict import SHIPPED, normalised
 from training.flood_tiny.record import write_record
 from training.flood_tiny.seeds import TRAINING_SEEDS
@@ -62,7 +62,7 @@ class Recipe:
     tile: int = TILE
 
 
-def band_statistics(scenes: Scenes) -> tuple[list[float], list[float]]:
+def band_statistics(scenes: ScenesBySeed) -> tuple[list[float], list[float]]:
     """Return each band's mean and standard deviation in reflectance, without nodata, to five places."""
     count, total, squares = 0, np.zeros(6), np.zeros(6)
     for scene in scenes.values():
@@ -75,7 +75,7 @@ def band_statistics(scenes: Scenes) -> tuple[list[float], list[float]]:
     return [round(float(m), 5) for m in mean], [round(float(s), 5) for s in std]
 
 
-def crops(scenes: Scenes, rasters: Card, recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
+def crops(scenes: ScenesBySeed, rasters: Card, recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches without end: float32 (batch, 6, 1, tile, tile) and int64 (batch, tile, tile).
 
     Pixels are normalised. Each crop is rotated, mirrored, and made slightly brighter or

@@ -12,7 +12,7 @@ import rasterio
 import typer
 from rasterio.transform import from_origin
 
-from baton_geo.flood.scenes import Scene, make_scene
+from baton_geo.flood.scenes import SyntheticScene, make_scene
 from baton_geo.flood.sensor import NODATA
 from baton_geo.flood.sky import PIXEL_M
 from baton_geo.flood.spectra import BANDS
@@ -22,7 +22,7 @@ DEFAULT_SEED: Final = 9101  # flood-tiny was not trained on it
 WEST, NORTH = 399_960.0, 5_100_000.0  # metres; an arbitrary place in UTM zone 33 N
 
 
-def write_geotiff(scene: Scene, path: Path) -> None:
+def write_geotiff(scene: SyntheticScene, path: Path) -> None:
     """Write the six bands as a tiled, deflated, georeferenced int16 GeoTIFF with band names and nodata.
 
     Raises:

@@ -26,7 +26,7 @@ PHENOMENA: Final[tuple[Phenomenon, ...]] = get_args(Phenomenon)
 
 
 @dataclass(frozen=True)
-class Scene:
+class SyntheticScene:
     """A scene and its truth.
 
     Attributes:
@@ -40,7 +40,7 @@ class Scene:
 
 def make_scene(
     seed: int, height: int = 512, width: int = 512, *, without: Collection[Phenomenon] = ()
-) -> Scene:
+) -> SyntheticScene:
     """Draw one scene; the same arguments give the same bytes.
 
     Args:
@@ -65,4 +65,4 @@ def make_scene(
     missing = beyond_swath(streams, (height, width))
     water = (ground.water >= 0.5) & (opacity < 0.5)
     label = np.where(missing, UNKNOWN, np.where(water, WATER, LAND)).astype(np.uint8)
-    return Scene(digital(light, missing), label)
+    return SyntheticScene(digital(light, missing), label)

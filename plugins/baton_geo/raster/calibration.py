@@ -24,7 +24,7 @@ EFFECT = 0.01  # standard deviations: an offset that moves no band by as much ch
 
 
 @dataclass(frozen=True)
-class Linear:
+class ScaleOffset:
     """A scale and an offset as GDAL defines them: value = number * scale + offset."""
 
     scale: float = 1.0
@@ -39,12 +39,12 @@ class Stated:
     """The scales and offsets that a file states.
 
     Attributes:
-        bands: of each of the file's bands; `Linear()` where the file states nothing.
+        bands: of each of the file's bands; `ScaleOffset()` where the file states nothing.
         shifted: the product that the file names itself, if its numbers are known to contain an offset; a band
             without an offset in `bands` then lacks it. None: no such product is named.
     """
 
-    bands: tuple[Linear, ...]
+    bands: tuple[ScaleOffset, ...]
     shifted: str | None = None
 
 
@@ -92,16 +92,16 @@ def conversion(
     if offset is None:
         _check_offset_is_given(lines, stated, dtype, scale)
     if scale is not None or offset is not None:
-        requested = Linear(1.0 if scale is None else scale, offset or 0.0)
+        requested = ScaleOffset(1.0 if scale is None else scale, offset or 0.0)
         _check_has_effect(card, requested, own)
         return _conversion(card, own, [requested] * len(bands), f"the request says {requested}")
-    if any(line != Linear() for line in lines):
+    if any(line != ScaleOffset() for line in lines):
         return _by_file(card, own, lines)
     return _conversion(card, own, lines)
 
 
 def _check_offset_is_given(
-    lines: list[Linear], stated: Stated, dtype: np.dtype[Any], scale: float | None
+    lines: list[ScaleOffset], stated: Stated, dtype: np.dtype[Any], scale: float | None
 ) -> None:
     """Refuse a request without `offset` where the file's numbers contain one that would be ignored."""
     odd = next((line for line in lines if line.offset), None)
@@ -118,8 +118,8 @@ def _check_offset_is_given(
         raise RasterUnusable(_offset_is_missing(stated.shifted, dtype, scale), param="offset")
 
 
-def _by_file(card: Card, own: float, lines: list[Linear]) -> Conversion:
-    odd = next(line for line in lines if line != Linear())
+def _by_file(card: Card, own: float, lines: list[ScaleOffset]) -> Conversion:
+    odd = next(line for line in lines if line != ScaleOffset())
     for line in lines:
         if not (SCALE_LIMITS[0] <= line.scale <= SCALE_LIMITS[1] and abs(line.offset) <= OFFSET_LIMIT):
             raise RasterUnusable(f"the file states {line}, which cannot be; {ADVICE}", param="scale")
@@ -130,12 +130,12 @@ def _by_file(card: Card, own: float, lines: list[Linear]) -> Conversion:
         return _conversion(card, own, lines, origin)
     if any(line.offset for line in lines):
         raise RasterUnusable(f"{origin}, which do not lead to the model's units; {ADVICE}", param="scale")
-    plain = _conversion(card, own, [Linear()] * len(lines))
+    plain = _conversion(card, own, [ScaleOffset()] * len(lines))
     note = f"{origin}; that is not the model's unit, so the numbers are used as they are"
     return Conversion(plain.times, plain.plus, (note,))
 
 
-def _conversion(card: Card, own: float, lines: list[Linear], origin: str = "") -> Conversion:
+def _conversion(card: Card, own: float, lines: list[ScaleOffset], origin: str = "") -> Conversion:
     units = [_unit(card, own, line.scale) for line in lines]
     pairs = list(zip(lines, units, strict=True))
     times = np.array([line.scale * unit for line, unit in pairs])
@@ -168,7 +168,7 @@ def _unit(card: Card, own: float, scale: float) -> float:
     return min((other, own), key=lambda unit: round(_apart(scale * unit, own), 6))
 
 
-def _leads_to_a_unit(card: Card, own: float, line: Linear) -> bool:
+def _leads_to_a_unit(card: Card, own: float, line: ScaleOffset) -> bool:
     times = line.scale * _unit(card, own, line.scale)
     limit = math.log(UNIT_FACTOR) + 1e-6
     return any(_apart(times, unit) <= limit for unit in (card.scale, card.float_scale))
@@ -179,7 +179,7 @@ def _apart(one: float, other: float) -> float:
     return abs(math.log(abs(one / other))) if one and other else math.inf
 
 
-def _check_has_effect(card: Card, requested: Linear, own: float) -> None:
+def _check_has_effect(card: Card, requested: ScaleOffset, own: float) -> None:
     """Refuse an offset without a scale that is in the unit after a scale, as -0.1 with integers."""
     largest = abs(requested.offset * own) / min(band.std for band in card.bands)
     if requested.scale == 1 and requested.offset and largest < EFFECT:

@@ -19,7 +19,7 @@ from rasterio.windows import Window
 
 from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.areas import EllipsoidArea, PixelArea, PlaneArea, ellipsoid
-from baton_geo.raster.calibration import Linear, Stated
+from baton_geo.raster.calibration import ScaleOffset, Stated
 from baton_geo.raster.headers import UNCOMPRESSED, check_tiff
 from baton_geo.raster.messages import SceneRequest
 from baton_geo.raster.source import Georeference
@@ -143,7 +143,7 @@ class GeoTiff:
 
     def _stated(self) -> Stated:
         data = self._dataset
-        lines = [Linear(data.scales[band - 1], data.offsets[band - 1]) for band in self._bands]
+        lines = [ScaleOffset(data.scales[band - 1], data.offsets[band - 1]) for band in self._bands]
         band_tags = [data.tags(band) for band in self._bands]
         return read_stated(lines, data.tags(), band_tags, integers=self.dtype.kind in "iu")
 

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from baton_geo.errors import RasterBroken, RasterTooLarge, RasterUnusable
-from baton_geo.raster.calibration import Linear, Stated
+from baton_geo.raster.calibration import ScaleOffset, Stated
 from baton_geo.raster.headers import MEMORY_SHARE, check_image_model, check_size
 from baton_geo.raster.magic import Kind
 from baton_geo.raster.messages import SceneRequest
@@ -66,7 +66,7 @@ class ImageSource:
         self.dtype: np.dtype[Any] = np.dtype("uint8")
         self.names: tuple[str | None, ...] = ("RED", "GREEN", "BLUE")
         self.nodata: float | None = None
-        self.stated = Stated((Linear(),) * len(self.names))
+        self.stated = Stated((ScaleOffset(),) * len(self.names))
         self.block_height, self.first_look = 1, pixels * 3
         self.place = Georeference()
         self.acquired: str | None = None

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from baton_geo.raster.calibration import Linear, Stated
+from baton_geo.raster.calibration import ScaleOffset, Stated
 
 Tags = Mapping[str, str]
 VALUE_CHARACTERS = 4096  # characters of a tag's value
@@ -20,7 +20,9 @@ SENTINEL_OFFSETS = ("boa_add_offset", "radio_add_offset")
 APPLIED = ("true", "1", "yes")
 
 
-def read_stated(lines: Sequence[Linear], tags: Tags, band_tags: Sequence[Tags], *, integers: bool) -> Stated:
+def read_stated(
+    lines: Sequence[ScaleOffset], tags: Tags, band_tags: Sequence[Tags], *, integers: bool
+) -> Stated:
     """Read the scales and offsets that a file states.
 
     A band's scale and offset as GDAL knows them come first; then the tags `scale_factor` and `add_offset`, of
@@ -52,7 +54,7 @@ def _plain(tags: Tags) -> dict[str, str]:
     return plain
 
 
-def _of_band(line: Linear, tags: Tags, shifted: bool) -> Linear:
+def _of_band(line: ScaleOffset, tags: Tags, shifted: bool) -> ScaleOffset:
     """Combine GDAL's scale and offset with the tags'; Sentinel-2's offsets are in the file's numbers."""
     if line.offset:
         return line
@@ -62,7 +64,7 @@ def _of_band(line: Linear, tags: Tags, shifted: bool) -> Linear:
     if offset is None and shifted:
         shifts = (_number(tags, name) for name in SENTINEL_OFFSETS)
         offset = next((shift * scale for shift in shifts if shift is not None), None)
-    return Linear(scale, offset or 0.0)
+    return ScaleOffset(scale, offset or 0.0)
 
 
 def _number(tags: Tags, name: str) -> float | None:

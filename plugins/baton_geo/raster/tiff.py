@@ -29,7 +29,7 @@ INTEGERS = {1: "u1", 3: "u2", 4: "u4", 13: "u4", 16: "u8", 18: "u8"}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TiffTag:
     """One tag: type and count of its values, and their offset in the file."""
 
     type: int
@@ -134,7 +134,7 @@ class TiffHeader:
             raise RasterBroken("the file became shorter while it was read")
         return data
 
-    def _directory(self, place: int) -> tuple[dict[int, Entry], int]:
+    def _directory(self, place: int) -> tuple[dict[int, TiffTag], int]:
         """Read the tags of the directory at `place`, and the offset of the next one; 0: there is none."""
         layout = self._layout
         count = self._unpack(layout.count, place, layout)
@@ -142,19 +142,19 @@ class TiffHeader:
             raise RasterBroken(f"the TIFF header has {count} tags")
         begin = place + struct.calcsize("<" + layout.count)
         data = self._read(begin, count * layout.entry)
-        tags: dict[int, Entry] = {}
+        tags: dict[int, TiffTag] = {}
         for number in range(count):
             start = number * layout.entry
             tag, kind, values = struct.unpack_from(f"{layout.order}HH{layout.offset}", data, start)
             tags.setdefault(tag, self._entry(kind, values, begin + start + layout.entry - layout.inline))
         return tags, self._unpack(layout.offset, begin + len(data), layout)
 
-    def _entry(self, kind: int, count: int, place: int) -> Entry:
+    def _entry(self, kind: int, count: int, place: int) -> TiffTag:
         """Return a tag's entry: short values are in the entry itself, others where it points."""
         width = np.dtype(INTEGERS[kind]).itemsize if kind in INTEGERS else 1
         if kind in INTEGERS and count * width > self._layout.inline:
             place = self._unpack(self._layout.offset, place, self._layout)
-        return Entry(kind, count, place)
+        return TiffTag(kind, count, place)
 
     def _count_others(self, first: int, place: int) -> int:
         seen, others = {first}, 0
@@ -180,7 +180,7 @@ class TiffHeader:
             return np.array([default], np.uint64)
         return self._values(entry, at_most)
 
-    def _values(self, entry: Entry, at_most: int) -> npt.NDArray[np.uint64]:
+    def _values(self, entry: TiffTag, at_most: int) -> npt.NDArray[np.uint64]:
         if entry.type not in INTEGERS:
             raise RasterBroken("the TIFF header has a number of the wrong type")
         kind: np.dtype[Any] = np.dtype(self._layout.order + INTEGERS[entry.type])

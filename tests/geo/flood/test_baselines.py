@@ -7,18 +7,18 @@ import json
 import numpy as np
 import pytest
 
-from baton_geo.flood.scenes import LAND, UNKNOWN, WATER, Scene, make_scene
+from baton_geo.flood.scenes import LAND, UNKNOWN, WATER, SyntheticScene, make_scene
 from training.flood_tiny import baselines
 from training.flood_tiny.measure import figures
 from training.flood_tiny.seeds import HELD_OUT_SEEDS
 
 
-def scene(label: list[list[int]], green: int = 1000, nir: int = 500, swir: int = 500) -> Scene:
+def scene(label: list[list[int]], green: int = 1000, nir: int = 500, swir: int = 500) -> SyntheticScene:
     """Every pixel with the same three bands."""
     truth = np.array(label, dtype=np.uint8)
     pixels = np.zeros((6, *truth.shape), dtype=np.int16)
     pixels[1], pixels[3], pixels[4] = green, nir, swir
-    return Scene(pixels, truth)
+    return SyntheticScene(pixels, truth)
 
 
 def test_figures_by_hand():

@@ -15,10 +15,10 @@ from geo.raster.made import make_card, read_tiff, write_tiff
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import GeoError, RasterUnusable, RequestInvalid
-from baton_geo.flood.scenes import Scene, make_scene
+from baton_geo.flood.scenes import SyntheticScene, make_scene
 from baton_geo.flood.sensor import NODATA
 from baton_geo.prithvi import PrithviSegmenter
-from baton_geo.raster.calibration import Linear, Stated, conversion
+from baton_geo.raster.calibration import ScaleOffset, Stated, conversion
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneInfo, SceneRequest
 from baton_geo.settings import GeoLimits
@@ -74,7 +74,7 @@ def flooded(
     decoders: Decoders,
     folder: Path,
     model: PrithviSegmenter,
-    scenes: dict[int, Scene],
+    scenes: dict[int, SyntheticScene],
     added: int,
     **asked: float,
 ) -> Figures:
@@ -327,7 +327,7 @@ def test_nothing_said_is_the_card_alone() -> None:
     """As before there was a scale to say: the card's number for the type, and its offset."""
     card = REFLECTANCE.model_copy(update={"float_scale": 2.0, "offset": 0.5})
     for dtype, times in (("int16", 1e-4), ("float32", 2.0)):
-        line = conversion(card, np.dtype(dtype), (0,), Stated((Linear(),)))
+        line = conversion(card, np.dtype(dtype), (0,), Stated((ScaleOffset(),)))
         assert (line.times.tolist(), line.plus.tolist(), line.notes) == ([times], [0.5], ())
 
 
