@@ -25,7 +25,7 @@ from examples.demo.gateway import ARRIVED, PHASE, READY, Follower, _config, _las
 from examples.demo.run import run
 from examples.demo.ships_log import DAYS, EVENTS, FEW_DAYS, ships_log
 
-RELAYED = Way("handoff", "handed on", "a", "b", supports_handoffs=True)
+RELAYED = Way("handoff", "handed on", "a", "b", relays=True)
 PLAIN = Way("text, cold", "sent again", "b", "b")
 OTHER_COPY = Way("text, other", "sent again", "b", "b", copy="2")
 
