@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import structlog
-from gateways import FakeGateway, RealGateway, run_fake
-from otlp import EXPORTER, Collector
-from raster_host import RasterHost
-from wheel_environment import CPU_LOCK, WheelEnvironment, build
+from support.gateways import FakeGateway, RealGateway, run_fake
+from support.otlp import EXPORTER, Collector
+from support.raster_host import RasterHost
+from support.wheel_environment import CPU_LOCK, WheelEnvironment, build
 
 from baton.admission.api_keys import create_key
 from baton.config.settings import load_settings

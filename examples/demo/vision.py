@@ -38,9 +38,7 @@ INTRODUCTION = (
     "watcher asks it for a description. A hydrologist and a pilot go on from the watcher's context at the "
     "same time: what the picture is to the model was computed once."
 )
-CLOSING = (
-    "The picture is described by a model with 139 million parameters that has seen made-up pictures only."
-)
+CLOSING = "The preview is described by a model with 139 million parameters that has seen made-up images only."
 # float32, so that a prompt's answer does not depend on how much of it was prefilled at a time.
 CONFIG = (
     HEAD

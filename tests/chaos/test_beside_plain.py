@@ -17,10 +17,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from beside_vllm import VllmServer
-from gateways import RealGateway
-from watched_streams import Stream, cores, streaming, wait_for
-from wire import address
+from support.beside_vllm import VllmServer
+from support.gateways import RealGateway
+from support.watched_streams import Stream, cores, streaming, wait_for
+from support.wire import address
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 MIB = 2**20

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from gateways import RealGateway
 from prometheus_client.parser import text_string_to_metric_families
-from stats_page import assert_counted_once
-from watched_streams import cores, family, shared_memory, streaming, wait_for
+from support.gateways import RealGateway
+from support.stats_page import assert_counted_once
+from support.watched_streams import cores, family, shared_memory, streaming, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 CONFIG = Path(__file__).parent / "engines.toml"

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
-from hostile import EVIL, ROUTES, TOO_MUCH, asking, hostile_json
+from support.gateways import FakeGateway, run_fake
+from support.hostile import EVIL, ROUTES, TOO_MUCH, asking, hostile_json
 
 from baton.admission.api_keys import create_key
 from baton.config.groups import EngineSettings

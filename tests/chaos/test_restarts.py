@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from gateways import free_port, run_fake
-from wire import TEXT
+from support.gateways import free_port, run_fake
+from support.wire import TEXT
 
 from baton.engines.fake.engine import FakeEngine
 

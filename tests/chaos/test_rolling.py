@@ -16,8 +16,8 @@ from pathlib import Path
 import envoy
 import httpx
 import pytest
-from gateways import FakeProcess
-from watched_streams import wait_for
+from support.gateways import FakeProcess
+from support.watched_streams import wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(180)]
 CONFIG = Path(__file__).parent / "envoy.json"

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 
 import httpx
-import pictures
 import pytest
-from gateways import run_fake
+from support import pictures
+from support.gateways import run_fake
 
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import Plugin

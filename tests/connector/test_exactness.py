@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offline_engines import OWN, Answer, OfflineEngine, prompt
+from support.offline_engines import OWN, Answer, OfflineEngine, prompt
 
 from baton_kv.contract import PARAMS_KEY, params_to_save
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from offline_engines import OWN, OfflineEngine, prompt, same
+from support.offline_engines import OWN, OfflineEngine, prompt, same
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore

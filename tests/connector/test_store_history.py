@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import store_history
-from store_history import BUDGET, WRONG
+from support import store_history
+from support.store_history import BUDGET, WRONG
 
 from baton.handoffs.repository import HandoffRepository
 from baton_kv.stores.file import FileStore

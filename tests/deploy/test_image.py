@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import images
 import pytest
 import rasterio
-from gateways import free_port
-from images import Container, until
+from support import images
+from support.gateways import free_port
+from support.images import Container, until
 
 from baton.admission.api_keys import create_key
 

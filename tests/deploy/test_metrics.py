@@ -15,8 +15,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from gateways import RealGateway, run_fake
-from prometheus_server import (
+from support.gateways import RealGateway, run_fake
+from support.prometheus_server import (
     DEPLOY,
     RULES,
     WINDOW_S,

@@ -1,4 +1,4 @@
-"""The examples in deploy/examples/ and the demo run against a real gateway."""
+"""The examples in examples/ and the demo run against a real gateway."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from gateways import RealGateway
+from support.gateways import RealGateway
 
 from baton.config.settings import load_settings
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "deploy" / "examples"
+EXAMPLES = ROOT / "examples"
 DEMO = (sys.executable, "-m", "examples.demo")
 LANGGRAPH = ("langgraph", "langchain_openai")
 MISSING = [package for package in LANGGRAPH if find_spec(package) is None]

@@ -11,9 +11,9 @@ import tomllib
 from typing import Any
 
 import pytest
-from geo_readme import README, blocks, rows, server_command
 from pydantic import BaseModel, TypeAdapter
 from pydantic_core import PydanticUndefined
+from support.geo_readme import README, blocks, rows, server_command
 
 from baton_geo.card import Band, Card, ClassLabel
 from baton_geo.contract import ClassArea, GeoAnswer, GeoFile, GeoOptions, GeoRequest

@@ -10,8 +10,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from gateways import RealGateway
 from markdown_it import MarkdownIt
+from support.gateways import RealGateway
 
 from baton.config.settings import load_settings
 

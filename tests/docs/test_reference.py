@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from errors_tree import ANSWERED
-from gateways import run_fake
+from support.errors_tree import ANSWERED
+from support.gateways import run_fake
 
 from baton import errors
 from baton.config.groups import EngineSettings, Frozen

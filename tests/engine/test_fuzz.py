@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from gateways import RealGateway
 from hypothesis import HealthCheck, Phase, given, settings, strategies
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
+from support.gateways import RealGateway
 
 pytestmark = pytest.mark.engine
 EMBED_PATHS = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank")

@@ -17,7 +17,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from gateways import READY_WITHIN_S, RealGateway
+from support.gateways import READY_WITHIN_S, RealGateway
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore

@@ -16,12 +16,12 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from asked import asked_all_the_time
-from gateways import RealGateway
 from PIL import Image
-from raster_host import RasterHost
-from rasters import RGB, geotiff, opened, written
-from torch_pipeline import torch_mask
+from support.asked import asked_all_the_time
+from support.gateways import RealGateway
+from support.raster_host import RasterHost
+from support.rasters import RGB, geotiff, opened, written
+from support.torch_pipeline import torch_mask
 
 from baton.models.catalog import FLOOD_TINY
 from baton.models.store import ModelStore

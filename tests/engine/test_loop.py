@@ -6,8 +6,8 @@ import time
 
 import httpx
 import pytest
-from asked import asked_all_the_time
-from gateways import RealGateway
+from support.asked import asked_all_the_time
+from support.gateways import RealGateway
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

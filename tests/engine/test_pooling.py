@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from gateways import RealGateway
+from support.gateways import RealGateway
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 import pytest
-from gateways import RealGateway
-from relays import ask, cached, ids, told
+from support.gateways import RealGateway
+from support.relays import ask, cached, ids, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 DOCUMENT = " ".join(f"Chapter {number} tells of {number * 37 % 101} birds." for number in range(60))

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateways import RealGateway
-from relays import ask, cached, ids, told
+from support.gateways import RealGateway
+from support.relays import ask, cached, ids, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 WORDS = "The {number} bird sat on the {number} branch and sang of {number} rivers. "

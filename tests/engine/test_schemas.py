@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from asked import asked_all_the_time
-from gateways import RealGateway
-from schemas import DEAR, ORDINARY
+from support.asked import asked_all_the_time
+from support.gateways import RealGateway
+from support.schemas import DEAR, ORDINARY
 
 pytestmark = [
     pytest.mark.engine,

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from gateways import RealGateway
-from rasters import geotiff
-from stats_page import assert_counted_once, totals
+from support.gateways import RealGateway
+from support.rasters import geotiff
+from support.stats_page import assert_counted_once, totals
 
 pytestmark = pytest.mark.engine
 LONG = "The quick brown fox jumps over the lazy dog. " * 60

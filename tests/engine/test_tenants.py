@@ -9,8 +9,8 @@ import time
 import httpx
 import numpy
 import pytest
-from gateways import RealGateway
-from otlp import Collector
+from support.gateways import RealGateway
+from support.otlp import Collector
 
 pytestmark = pytest.mark.engine
 PROMPT = "A prompt of several blocks, so that its prefix is worth caching. " * 8

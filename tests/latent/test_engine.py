@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from latent.reference import Reference
 from latent.thinkers import SAID, Thinker
-from offline_engines import OfflineEngine, prompt
+from support.offline_engines import OfflineEngine, prompt
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore

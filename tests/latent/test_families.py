@@ -11,7 +11,7 @@ import pytest
 import torch
 from latent.reference import Reference
 from latent.thinkers import SAID, Thinker
-from offline_engines import OfflineEngine, prompt
+from support.offline_engines import OfflineEngine, prompt
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore

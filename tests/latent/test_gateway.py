@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateways import RealGateway
 from latent.reference import Reference
-from offline_engines import prompt
-from relays import ask, cached, ids, told
+from support.gateways import RealGateway
+from support.offline_engines import prompt
+from support.relays import ask, cached, ids, told
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from latent.reference import Reference, Thought
-from offline_engines import Answer, OfflineEngine
+from support.offline_engines import Answer, OfflineEngine
 
 SAID = 16
 """Tokens generated after each prompt."""

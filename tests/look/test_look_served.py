@@ -1,4 +1,4 @@
-"""`look-tiny` as `deploy/examples/vision.toml` serves it."""
+"""`look-tiny` as `examples/vision.toml` serves it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from gateways import RealGateway
+from support.gateways import RealGateway
 
 from examples.demo.vision import encoded_by
 from training.look_tiny.architecture import IMAGE_TOKENS
@@ -20,7 +20,7 @@ from training.look_tiny.pictures import HELD_OUT_SEEDS, Sample, make_sample
 from training.look_tiny.questions import Question, is_right
 
 pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(300)]
-CONFIG = Path(__file__).parents[2] / "deploy" / "examples" / "vision.toml"
+CONFIG = Path(__file__).parents[2] / "examples" / "vision.toml"
 BARRED, OF_EACH = ("colour", "shape", "water"), 12
 BAR = 0.8  # of few questions; over all of them the card holds 0.9
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from plain_servers import ROWS, PlainServer
-from raster_host import RasterHost
-from wheel_environment import WheelEnvironment
+from support.plain_servers import ROWS, PlainServer
+from support.raster_host import RasterHost
+from support.wheel_environment import WheelEnvironment
 
 
 @pytest.fixture(scope="package")

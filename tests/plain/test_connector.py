@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offline_engines import OWN, Answer, prompt, same
-from plain_servers import PlainServer
+from support.offline_engines import OWN, Answer, prompt, same
+from support.plain_servers import PlainServer
 
 from baton_kv.contract import PARAMS_KEY, new_key, params_to_load, params_to_save
 

@@ -15,12 +15,12 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from geo_readme import blocks
 from numpy.typing import NDArray
-from plain_servers import PlainServer
-from raster_host import RasterHost
-from rasters import RGB, geotiff, opened
-from torch_pipeline import as_torch_says
+from support.geo_readme import blocks
+from support.plain_servers import PlainServer
+from support.raster_host import RasterHost
+from support.rasters import RGB, geotiff, opened
+from support.torch_pipeline import as_torch_says
 
 from baton_geo.settings import GeoSettings
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from plain_servers import QUIET, smollm2
-from wheel_environment import ROOT, WheelEnvironment
+from support.plain_servers import QUIET, smollm2
+from support.wheel_environment import ROOT, WheelEnvironment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.chaos]
 README = (ROOT / "plugins" / "baton_latent" / "README.md").read_text()

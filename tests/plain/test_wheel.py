@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from plain_servers import ROWS, PlainServer, loads
-from stats_page import assert_counted_once, totals
-from wheel_environment import ROOT, WheelEnvironment
+from support.plain_servers import ROWS, PlainServer, loads
+from support.stats_page import assert_counted_once, totals
+from support.wheel_environment import ROOT, WheelEnvironment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 LONG = ("latent", "vision")

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
-from plugin_gateways import ask, until, upload
-from sample_plugins import Current, Files, plugin
+from support.gateways import FakeGateway, run_fake
+from support.plugin_gateways import ask, until, upload
+from support.sample_plugins import Current, Files, plugin
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import GenerationFailed

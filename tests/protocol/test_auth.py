@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import structlog
-from gateways import FakeGateway, raw_status, run_fake
+from support.gateways import FakeGateway, raw_status, run_fake
 
 from baton.admission.api_keys import LOOK_EVERY_S, create_key, keyring_for, read_keys, revoke_key
 from baton.config.settings import load_settings

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from gateways import FakeGateway
-from plugin_gateways import ask, served, until, upload
-from sample_plugins import Async, Current, Files
+from support.gateways import FakeGateway
+from support.plugin_gateways import ask, served, until, upload
+from support.sample_plugins import Async, Current, Files
 
 NUMBERS = [0.03, 0.01, 0.02]
 

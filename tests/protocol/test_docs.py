@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
+from support.gateways import FakeGateway, run_fake
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateways import FakeProcess
+from support.gateways import FakeProcess
 
 from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gateways import FakeGateway, run_fake
-from wire import (
+from support.gateways import FakeGateway, run_fake
+from support.wire import (
     TEXT,
     answer_to,
     connect,

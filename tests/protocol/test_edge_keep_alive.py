@@ -12,9 +12,9 @@ import anthropic
 import httpx
 import openai
 import pytest
-from gateways import FakeGateway, run_fake
 from starlette.types import Message
-from wire import connect, metric, request, rest_of, slow_reader, small_buffers, statuses, wait_for
+from support.gateways import FakeGateway, run_fake
+from support.wire import connect, metric, request, rest_of, slow_reader, small_buffers, statuses, wait_for
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import EngineRestarting, GenerationFailed

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import pytest
 import structlog
-from gateways import FakeGateway, run_fake
-from wire import TEXT, connect, metric, open_connections, request, rss, talk, wait_for
+from support.gateways import FakeGateway, run_fake
+from support.wire import TEXT, connect, metric, open_connections, request, rss, talk, wait_for
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import Json, Operation, Reply, StreamReply, TransferRequest

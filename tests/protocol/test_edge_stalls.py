@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from gateways import FakeGateway, run_fake
-from wire import (
+from support.gateways import FakeGateway, run_fake
+from support.wire import (
     TEXT,
     address,
     answer_to,
@@ -37,7 +37,7 @@ from baton.config.groups import EdgeSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.http.protocol import connections_allowed
 
-HOLD = Path(__file__).parents[1] / "hold_connections.py"
+HOLD = Path(__file__).parents[1] / "support" / "hold_connections.py"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 LONG_WORD = "w" * 20_000
 

@@ -17,12 +17,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import pictures
 import pytest
-from gateways import FakeGateway, run_fake
 from geo.sources.hosts import Handler, hosting, page
-from plugin_gateways import until
-from sample_plugins import Current, Files, plugin
+from support import pictures
+from support.gateways import FakeGateway, run_fake
+from support.plugin_gateways import until
+from support.sample_plugins import Current, Files, plugin
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine

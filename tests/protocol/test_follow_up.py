@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
 from PIL import Image
-from sample_plugins import SECRET, Current, plugin
+from support.gateways import FakeGateway, run_fake
+from support.sample_plugins import SECRET, Current, plugin
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.http.follow_up import with_description

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
+from support.gateways import FakeGateway, run_fake
 
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fake.prompt import token_ids

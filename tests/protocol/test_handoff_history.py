@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
-from noise import part, picture, text, user
+from support.gateways import FakeGateway, run_fake
+from support.noise import part, picture, text, user
 
 from baton.config.groups import EngineSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
-from noise import part, picture, text, user
+from support.gateways import FakeGateway, run_fake
+from support.noise import part, picture, text, user
 
 from baton.admission.api_keys import create_key
 from baton.config.groups import EngineSettings

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
-from wire import connect, request, wait_for
+from support.gateways import FakeGateway, run_fake
+from support.wire import connect, request, wait_for
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine

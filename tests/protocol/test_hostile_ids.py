@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 import structlog
-from gateways import FakeGateway, run_fake
+from support.gateways import FakeGateway, run_fake
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine

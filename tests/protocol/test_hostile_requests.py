@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
-from hostile import EVIL, ROUTES, TOO_MUCH, asking, hostile_json, json_schema, tool
-from leaks import leaks
-from loop_lag import loop_lag
+from support.gateways import FakeGateway, run_fake
+from support.hostile import EVIL, ROUTES, TOO_MUCH, asking, hostile_json, json_schema, tool
+from support.leaks import leaks
+from support.loop_lag import loop_lag
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine

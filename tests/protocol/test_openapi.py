@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gateways import FakeGateway, run_fake
+from support.gateways import FakeGateway, run_fake
 
 from baton.engines.fake.engine import FakeEngine
 from baton.http.middleware.auth import PUBLIC_PATHS

@@ -10,9 +10,9 @@ from statistics import quantiles
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
-from load import Answer, Outcome, Plan, run
 from prometheus_client.parser import text_string_to_metric_families
+from support.gateways import FakeGateway, run_fake
+from support.load import Answer, Outcome, Plan, run
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine

@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import pictures
 import pytest
-from gateways import FakeGateway, run_fake
 from geo.sources.hosts import Handler, Host, Names, hosting, page, redirect
 from httpx import Response
+from support import pictures
+from support.gateways import FakeGateway, run_fake
 
 from baton.config.groups import ImageSettings
 from baton.engines.fake.engine import FakeEngine

@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from gateways import run_fake
-from plugin_gateways import ask, served, until, upload
-from sample_plugins import SECRET, Async, Classic, Current, Files, Lazy, Swallowing
+from support.gateways import run_fake
+from support.plugin_gateways import ask, served, until, upload
+from support.sample_plugins import SECRET, Async, Classic, Current, Files, Lazy, Swallowing
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import GenerationFailed

@@ -9,7 +9,7 @@ import time
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
+from support.gateways import FakeGateway, run_fake
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import EngineOverloaded, EngineUnavailable, StartError

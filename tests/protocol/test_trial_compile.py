@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from gateways import FakeGateway, run_fake
-from hostile import ROUTES, json_schema
-from loop_lag import loop_lag
 from prometheus_client import CollectorRegistry
-from schemas import DEAR, ORDINARY, flat
+from support.gateways import FakeGateway, run_fake
+from support.hostile import ROUTES, json_schema
+from support.loop_lag import loop_lag
+from support.schemas import DEAR, ORDINARY, flat
 
 from baton.config.groups import LimitSettings
 from baton.engines.fake.engine import FakeEngine

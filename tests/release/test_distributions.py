@@ -11,7 +11,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from wheel_environment import BUILD_LOCK, CPU_LOCK, PROJECT, ROOT, WheelEnvironment, clean, closure, pinned
+from support.wheel_environment import (
+    BUILD_LOCK,
+    CPU_LOCK,
+    PROJECT,
+    ROOT,
+    WheelEnvironment,
+    clean,
+    closure,
+    pinned,
+)
 
 import baton
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from noise import picture
+from support.noise import picture
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.processing.inputs import ProcessorInputs

@@ -7,9 +7,9 @@ from collections import Counter
 
 import httpx
 import pytest
-from footprint import blocks_in_use, descriptors, memory_mib
-from gateways import RealGateway
-from watched_streams import wait_for
+from support.footprint import blocks_in_use, descriptors, memory_mib
+from support.gateways import RealGateway
+from support.watched_streams import wait_for
 
 pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.timeout(1800)]
 REQUESTS = 10_000

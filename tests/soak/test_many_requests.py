@@ -8,7 +8,7 @@ import gc
 import httpx
 import psutil
 import pytest
-from gateways import FakeGateway
+from support.gateways import FakeGateway
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 ROUNDS = 12_500

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schemas import DEAR, ORDINARY, flat
+from support.schemas import DEAR, ORDINARY, flat
 
 from baton.config.groups import LimitSettings
 from baton.errors import InvalidRequest

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateways import run_fake
 from rich.console import Console
+from support.gateways import run_fake
 
 from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from errors_tree import ANSWERED
+from support.errors_tree import ANSWERED
 
 from baton import errors
 

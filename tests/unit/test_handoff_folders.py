@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from planted import foreign_folder, link, open_folder, pipe, plain_file
 from prometheus_client import CollectorRegistry
+from support.planted import foreign_folder, link, open_folder, pipe, plain_file
 
 from baton.config.settings import Settings
 from baton.engines.fake.engine import FakeEngine

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from noise import picture
 from prometheus_client import CollectorRegistry
+from support.noise import picture
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine

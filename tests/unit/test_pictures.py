@@ -9,11 +9,11 @@ import threading
 from typing import Any
 
 import numpy as np
-import pictures
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageChops
+from support import pictures
 
 from baton.config.groups import ImageSettings
 from baton.errors import GatewayOverloaded, ImageTooLarge, InvalidImage

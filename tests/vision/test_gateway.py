@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pictures
 import pytest
-from asked import asked_all_the_time
-from gateways import RealGateway
+from support import pictures
+from support.asked import asked_all_the_time
+from support.gateways import RealGateway
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from gateways import RealGateway
-from noise import part, picture, user
+from support.gateways import RealGateway
+from support.noise import part, picture, user
 
 pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(600)]
 

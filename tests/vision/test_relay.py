@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from gateways import RealGateway
-from noise import part, picture, user
 from PIL import Image
+from support.gateways import RealGateway
+from support.noise import part, picture, user
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
 from vision.tiny_vision import make_llava
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rgb_model import make_rgb
+from support.rgb_model import make_rgb
 
 
 @pytest.fixture(scope="session")

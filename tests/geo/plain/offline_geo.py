@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from geo_readme import blocks
+from support.geo_readme import blocks
 
 import baton_geo
 

@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from rasters import RGB, geotiff, opened
 from safetensors.torch import load_file
-from torch_pipeline import torch_mask
+from support.rasters import RGB, geotiff, opened
+from support.torch_pipeline import torch_mask
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).parent / "offline_geo.py"

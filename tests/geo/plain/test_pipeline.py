@@ -13,8 +13,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from rasters import RGB, geotiff, opened
-from torch_pipeline import torch_chances, torch_mask
+from support.rasters import RGB, geotiff, opened
+from support.torch_pipeline import torch_chances, torch_mask
 
 from baton_geo.card import Card
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load, read_checkpoint

@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import yaml
-from gateways import free_port
 
-DEPLOY = Path(__file__).parents[1] / "deploy"
+from support.gateways import free_port
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus/alerts.yml"
 NAME = re.compile(r"\b(?:baton_\w+|vllm:\w+)\b")
 WINDOW_S = 20

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import openai
-from gateways import RealGateway
+
+from support.gateways import RealGateway
 
 
 def ask(gateway: RealGateway, model: str, prompt: str | list[int], **more: Any) -> openai.types.Completion:

@@ -28,7 +28,7 @@ class OfflineEngine:
 
     def __init__(self, store: Path, *, model: str | None = None, **args: object) -> None:
         model = model or ModelStore(load_settings().models_folder).resolve("smollm2")
-        script = str(Path(__file__).parent / "connector" / "offline.py")
+        script = str(Path(__file__).parents[1] / "connector" / "offline.py")
         self._store = store
         self.computed = self.preempted = 0
         given = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "block_size": 32} | args

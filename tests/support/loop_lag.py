@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gateways import FakeGateway
+from support.gateways import FakeGateway
 
 EVERY_S = 0.005
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BASE = "localhost/baton-test:base"
 TOOLS = ("buildah", "crun", "debootstrap", "unshare")
 BUILD_S = 3000

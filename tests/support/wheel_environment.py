@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CPU_LOCK = ROOT / "requirements-cpu.lock"
 BUILD_LOCK = ROOT / "requirements-build.lock"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from gateways import FakeGateway, run_fake
 
 from baton.engines.fake.engine import FakeEngine
+from support.gateways import FakeGateway, run_fake
 
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 TEXT = {"model": "a", "prompt": "one two three", "max_tokens": 4}

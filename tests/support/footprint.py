@@ -6,7 +6,8 @@ import re
 
 import httpx
 import psutil
-from gateways import RealGateway
+
+from support.gateways import RealGateway
 
 
 def memory_mib(gateway: RealGateway) -> float:

@@ -21,23 +21,23 @@ from typing import Any
 
 import httpx
 import numpy as np
-from geo_readme import server_command
 from latent.reference import Reference
 from markdown_it import MarkdownIt
-from offline_engines import prompt
 from PIL.Image import Image
-from raster_host import RasterHost
-from rasters import RGB, geotiff, opened
-from rgb_model import make_rgb
-from torch_pipeline import torch_mask
 from vision.reference import Reference as LookReference
 from vision.tiny_vision import make_llava, picture
-from wheel_environment import ROOT, clean
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore
 from baton_kv.contract import params_to_save
 from baton_latent import choose_placeholder, prepare_latent_prompt
+from support.geo_readme import server_command
+from support.offline_engines import prompt
+from support.raster_host import RasterHost
+from support.rasters import RGB, geotiff, opened
+from support.rgb_model import make_rgb
+from support.torch_pipeline import torch_mask
+from support.wheel_environment import ROOT, clean
 
 READY_WITHIN_S = 120
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}

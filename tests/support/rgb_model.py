@@ -8,12 +8,12 @@ from pathlib import Path
 from subprocess import run
 
 import torch
-from rasters import RGB
 from safetensors.torch import load_file, save_file
 
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load, read_checkpoint
+from support.rasters import RGB
 
-MAKER = Path(__file__).parent / "engine" / "geo_models.py"
+MAKER = Path(__file__).parents[1] / "engine" / "geo_models.py"
 GAIN = 4
 
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from gateways import FakeGateway, run_fake
-from sample_plugins import plugin
 
 from baton.config.groups import PoolingSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
+from support.gateways import FakeGateway, run_fake
+from support.sample_plugins import plugin
 
 
 @contextmanager

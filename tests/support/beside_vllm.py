@@ -13,10 +13,10 @@ from pathlib import Path
 
 import httpx
 import psutil
-from gateways import READY_WITHIN_S, RealGateway
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore
+from support.gateways import READY_WITHIN_S, RealGateway
 
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TORCHDYNAMO_DISABLE": "1"}
 

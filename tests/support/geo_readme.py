@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-README = Path(__file__).parents[1] / "plugins" / "baton_geo" / "README.md"
+README = Path(__file__).parents[2] / "plugins" / "baton_geo" / "README.md"
 
 
 def blocks(language: str) -> list[str]:

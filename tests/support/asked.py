@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from gateways import RealGateway
+
+from support.gateways import RealGateway
 
 HELD_UP_S = 1.0
 """What would hold the loop does so for seconds; a machine under test has two cores for all of it."""

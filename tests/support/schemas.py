@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hostile import json_schema
+from support.hostile import json_schema
 
 Body = dict[str, Any]
 LOWEST, HIGHEST = -(2**63), 2**63 - 1

@@ -1,0 +1,1 @@
+"""What tests share: gateways, engines, plugins, loads and files to test with."""
