@@ -25,7 +25,7 @@ from baton.errors import OperatorError
 from baton.serve import welcome
 from baton.telemetry.progress import PhaseProgress
 
-RELAYED = Way("handoff", "handed on", "a", "b", supports_handoffs=True)
+RELAYED = Way("handoff", "handed on", "a", "b", relays=True)
 PLAIN = Way("text, cold", "sent again", "b", "b")
 OTHER_COPY = Way("text, other", "sent again", "b", "b", copy="2")
 
