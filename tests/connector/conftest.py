@@ -22,7 +22,7 @@ def relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Relay:
 
 @pytest.fixture
 def device(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MB."""
+    """Mount a file system of 8 MB."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("only root can mount a small device")
     command = ["mount", "-t", "tmpfs", "-o", "size=8m,mode=0700", "tmpfs", str(tmp_path)]

@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _counts(llm: object) -> dict[str, int]:
-    """What the scheduler itself counted so far."""
+    """Return the scheduler's own counters."""
     found = {"computed": 0, "preempted": 0}
     for metric in llm.get_metrics():  # type: ignore[attr-defined]  # vLLM's LLM, imported late
         if metric.name == "vllm:prompt_tokens_by_source" and metric.labels["source"] == "local_compute":

@@ -72,7 +72,7 @@ def first(store: Path) -> Iterator[OfflineEngine]:
 
 @pytest.fixture(scope="module")
 def second(store: Path) -> Iterator[OfflineEngine]:
-    """A small pool, so that a large batch is preempted, and small chunks of prefill."""
+    """Start an engine with a small pool, so that a large batch is preempted, and small chunks of prefill."""
     pool = 224 * 1024 * 1024
     with OfflineEngine(
         store, enable_prefix_caching=True, max_num_batched_tokens=192, kv_cache_memory_bytes=pool, **ARGS

@@ -27,7 +27,7 @@ PLANTS = [link, pipe, plain_file, open_folder, foreign_folder]
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A folder of somebody's, with files as old as those that a store sweeps."""
+    """Make a foreign folder with files as old as those that a store sweeps."""
     folder = tmp_path / "victim"
     for name in ("document", ".hidden", "scope/old.kv"):
         path = folder / name
@@ -43,7 +43,7 @@ def untouched(victim: Path) -> bool:
 
 
 def error_of(act: Callable[[], object], kind: type[Exception] = StoreError) -> str:
-    """What an act raises; it may not hang."""
+    """Return what an act raises; fail if it hangs."""
     errors: list[str] = []
 
     def run() -> None:

@@ -53,7 +53,7 @@ def events_of(folder: Path) -> list[Event]:
 
 
 def violations(events: list[Event], *, deleted_for_good: bool) -> list[Event]:
-    """The gets that saw what nobody had put, or what had been replaced or deleted before they began."""
+    """Return the gets that saw what nobody had put, or what had been replaced or deleted before they began."""
     ended = {(each.key, each.value): each.ended for each in events if each.op == "put"}
     puts, deletes = defaultdict(list), defaultdict(list)
     for each in events:
@@ -77,7 +77,7 @@ def violations(events: list[Event], *, deleted_for_good: bool) -> list[Event]:
 
 
 def work(kind: str, tmp_path: Path, seconds: float) -> tuple[list[Event], int]:
-    """What several processes did in so long, and how many of them were killed."""
+    """Run several processes for a while; return their events and how many were killed."""
     rng, kills, started = random.Random(3), 0, 0
     logs = tmp_path / "logs"
     logs.mkdir()

@@ -18,7 +18,7 @@ TINY = Path(__file__).parents[1] / "connector" / "tiny_models.py"
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of models; Qwen2 and Gemma are tied, Mistral and Llama have a head of their own."""
+    """Make a folder of models; Qwen2 and Gemma are tied, Mistral and Llama have a head of their own."""
     folder = tmp_path_factory.mktemp("families")
     source = ModelStore(load_settings().models_folder).resolve("smollm2")
     subprocess.run([sys.executable, str(TINY), source, str(folder), CALM], check=True, capture_output=True)

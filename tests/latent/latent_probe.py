@@ -55,7 +55,7 @@ class Probe:
             torch.save(found | {"resumed": name in self.resumed}, path)
 
     def require_compiled(self) -> None:
-        """The model's layers run as `torch.compile` made them."""
+        """Return whether the model's layers run as `torch.compile` made them."""
         assert self.model_runner.model.model.compiled
 
     def _read(self, blocks: list[int]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Thinker:
             self.require_written(found, thought, count)
 
     def require_written(self, found: dict[str, torch.Tensor], thought: Thought, count: int) -> None:
-        """The first `count` positions' keys and values are the reference's."""
+        """Check that the first `count` positions' keys and values are the reference's."""
         for kind, layers in (("keys", thought.keys), ("values", thought.values)):
             wanted = torch.stack(layers).transpose(1, 2)[:, :count]
             apart = (found[kind][:, :count] - wanted).norm(dim=(2, 3)) / wanted.norm(dim=(2, 3))
@@ -52,13 +52,13 @@ class Thinker:
             print(f"{count} positions: {kind} within {float(apart.max()):.1e}")
 
     def require_seeds(self, found: dict[str, torch.Tensor], thought: Thought, count: int) -> None:
-        """The first `count` positions' hidden states are the reference's, whoever computed them."""
+        """Check that the first `count` positions' hidden states are the reference's, whoever computed them."""
         alike = torch.nn.functional.cosine_similarity(found["seeds"][:count], thought.hidden[:count])
         assert float(alike.min()) > 0.9999, f"hidden: {float(alike.min())} at {int(alike.argmin())}"
         print(f"{count} positions: cosine {float(alike.min()):.7f}")
 
     def dump(self, answer: Answer) -> dict[str, torch.Tensor]:
-        """What the engine wrote for a request, by position."""
+        """Return what the engine wrote for a request, by position."""
         path = self.folder / "dump.pt"
         self.engine.call("dump", answer["id"], str(path))
         written: dict[str, torch.Tensor] = torch.load(path)

@@ -27,7 +27,7 @@ BAR = 0.8  # of few questions; over all of them the card holds 0.9
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
-    """The shipped settings, with a store of this module's own."""
+    """Start the shipped settings with a store of this module's own."""
     folder = tmp_path_factory.mktemp("vision")
     store = {"BATON_HANDOFFS__STORE": f"file:{folder / 'handoffs'}"}
     with RealGateway(["--config", str(CONFIG)], folder, store) as running:
@@ -42,7 +42,7 @@ def client(gateway: RealGateway) -> Iterator[httpx.Client]:
 
 
 def some_questions() -> Iterator[tuple[Sample, Question]]:
-    """The first `OF_EACH` held-out questions of each kind that has a bar, one of a kind to a picture."""
+    """Yield the first `OF_EACH` held-out questions of each kind that has a bar, one of a kind to a picture."""
     taken: Counter[str] = Counter()
     for sample in map(make_sample, HELD_OUT_SEEDS):
         for kind in BARRED:

@@ -20,7 +20,7 @@ class Hands:
 
 
 def told(*steps: tuple[float, Step], ahead: bool = False) -> list[Spent]:
-    """What steps took that were told so many seconds after one another."""
+    """Return the cost of steps that were reported so many seconds after one another."""
     hands = Hands()
     clock, spent = StepClock(hands, ahead=ahead), []
     for seconds, step in steps:

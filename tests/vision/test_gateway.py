@@ -56,14 +56,14 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
 
 @pytest.fixture(scope="module")
 def token(gateway: RealGateway) -> int:
-    """What stands for an image in this model's prompts."""
+    """Return the id of the image placeholder."""
     config = json.loads((gateway.output.parent / "model" / "config.json").read_text())
     found: int = config.get("image_token_index", config.get("image_token_id"))
     return found
 
 
 def file(seed: int) -> bytes:
-    """A picture like no other: bands of colours in an order of their own."""
+    """Draw a picture like no other: bands of colours in an order of their own."""
     made = pictures.image(32, 32)
     for row in range(32):
         made.paste(tuple((seed * 37 + row * step) % 256 for step in (7, 31, 101)), (0, row, 32, row + 1))
@@ -89,7 +89,7 @@ def ask(gateway: RealGateway, *parts: dict[str, Any], **fields: Any) -> httpx.Re
 
 
 def said(answer: httpx.Response) -> list[float]:
-    """What was said, by its log probabilities: noise speaks in bytes that are no text."""
+    """Return an answer's log probabilities; random weights give bytes that are no text."""
     assert answer.status_code == 200, answer.text
     return [token["logprob"] for token in answer.json()["choices"][0]["logprobs"]["content"]]
 
@@ -281,7 +281,7 @@ def test_bad_input_is_refused_and_the_engine_untouched(gateway: RealGateway, nam
 
 
 def filler(gateway: RealGateway, tokens: int) -> dict[str, Any]:
-    """A text that makes a chat of so many tokens, without images."""
+    """Return a text that makes a chat of so many tokens, without images."""
     with gateway.client() as client:
         for words in range(tokens):
             part = text("z" * words)

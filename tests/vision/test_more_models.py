@@ -120,7 +120,7 @@ def encoded(gateway: RealGateway, model: str) -> str:
 
 
 def whole(name: str, ids: list[int]) -> list[int]:
-    """An answer's prompt as it can be sent with its image: Fuyu takes it expanded, BLIP-2 without its four tokens."""
+    """Return an answer's prompt as it can be sent with its image: Fuyu takes it expanded, BLIP-2 without its four tokens."""
     return ids if name == "fuyu" else ids[4:]
 
 

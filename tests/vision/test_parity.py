@@ -51,7 +51,7 @@ def llava_asks() -> list[Ask]:
 
 
 def as_tokens(reference: Reference, asked: Ask) -> Ask:
-    """The same prompt as token ids."""
+    """Return the same prompt as token ids."""
     assert isinstance(asked.prompt, str)
     return replace(asked, prompt=reference.processor.tokenizer(asked.prompt)["input_ids"])
 
@@ -83,7 +83,7 @@ def refused(engine: VisionEngine, known: Ask, *asked: Ask) -> None:
 
 
 def other_image(engine: VisionEngine, prompt: str) -> None:
-    """The same image under its name is reused, encoder, KV and all; another one in its place never is."""
+    """Check that the same image under its name is reused, encoder, KV and all; another one in its place never is."""
     prompt += " Are there roads and clouds on a green field, and water left of the two blue circles?"
     mine, other = (Ask(prompt, [picture(33, 44, seed)], [f"name-{seed}"], whole=False) for seed in (8, 9))
     (first,), (again,), (swapped,) = engine.ask(mine), engine.ask(mine), engine.ask(other)

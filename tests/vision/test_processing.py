@@ -48,7 +48,7 @@ class Processor:
         self.reference = Reference(folder)
 
     def apply(self, prompt: str | list[int], images: list[Any], **args: Any) -> dict[str, Any]:
-        """What vLLM's renderer gets from it: the text is tokenized as the renderer does."""
+        """Return what vLLM's renderer gets from it: the text is tokenized as the renderer does."""
         items = self.processor.info.parse_mm_data({"image": images})
         return self.processor(prompt, items, **args)
 

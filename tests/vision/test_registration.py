@@ -52,7 +52,7 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told() -> Any:
-    """What a process of its own saw: where torchvision is, where it is not, and at a second call."""
+    """Return what a process of its own saw: where torchvision is, where it is not, and at a second call."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -106,7 +106,7 @@ class Eyes:
         return int(float(value))
 
     def encodes(self, model: str, before: int, expected: int) -> None:
-        """The count of images has gone up by so many, no more."""
+        """Check that the count of encoded images has gone up by so many, no more."""
         deadline = time.monotonic() + 3
         while self.encoded(model) - before < expected and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -180,7 +180,7 @@ class Cases:
         return picture(self._number, chance.choice([8, 24, 30, 61]), chance.choice([8, 30, 47]))
 
     def message(self, chance: random.Random, images: int) -> tuple[dict[str, Any], list[ClientImage]]:
-        """What a person says: words, and so many pictures at places of any kind."""
+        """Make a user's message of words with so many pictures at random places."""
         pictures = [self.picture(chance) for _ in range(images)]
         parts: list[Any] = [part(each) for each in pictures]
         for _ in range(chance.randint(1, 3)):

@@ -225,7 +225,7 @@ def make_blip2(folder: Path, *, spare: int = 60) -> Path:
 
 
 def write(model: PreTrainedModel, folder: Path, layout: str) -> None:
-    """Configuration and weights, every bias and norm moved from where it starts."""
+    """Write configuration and weights, with every bias and norm moved from where it starts."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

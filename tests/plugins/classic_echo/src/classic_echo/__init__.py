@@ -2,5 +2,5 @@
 
 
 def register() -> str:
-    """The class, by its qualified name, as vLLM's plugin loader wants it."""
+    """Return the class by its qualified name, as vLLM's plugin loader wants it."""
     return "classic_echo.processor.ClassicEcho"
