@@ -180,7 +180,7 @@ def test_a_sparse_file_of_too_many_pixels_is_refused(decoders: Decoders, tmp_pat
         (plain_tags(t278=(4, [0])), RasterBroken, "no pixels"),
         (plain_tags(t322=(4, [0]), t323=(4, [16])), RasterBroken, "no pixels"),
         (plain_tags(t322=(4, [2**31]), t323=(4, [2**31]), t324=(4, [-1]), t325=(4, [99])), RasterTooLarge, "at most 134217728"),
-        (plain_tags(t258=(3, [64]), t339=(3, [3])), RasterUnusable, "64-bit floats; taken are"),
+        (plain_tags(t258=(3, [64]), t339=(3, [3])), RasterUnusable, "64-bit floats; supported are"),
         (plain_tags(t258=(3, [64]), t339=(3, [2])), RasterUnusable, "64-bit signed integers"),
         (plain_tags(t258=(3, [64]), t339=(3, [6])), RasterUnusable, "64-bit complex numbers"),
         (plain_tags(t258=(3, [32]), t339=(3, [5])), RasterUnusable, "32-bit complex integers"),
@@ -278,7 +278,7 @@ def test_strips_too_tall_for_memory_are_refused(decoders: Decoders, tmp_path: Pa
     )
     error = refusal(decoders, path, request)
     assert isinstance(error, RasterTooLarge)
-    assert "write it anew with tiles" in error.message
+    assert "rewrite it with tiles" in error.message
 
 
 def test_a_file_over_the_size_limit_is_refused(decoders: Decoders, tmp_path: Path) -> None:
