@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.structured_output import backend_xgrammar  # after the skip
 
-from baton.engines.vllm.compile_server import FORMATS, may_be_refused  # after the skip
+from baton.engines.process.compile_server import FORMATS, may_be_refused  # after the skip
 
 leaves = st.sampled_from([{"type": "string"}, {"type": "integer", "multipleOf": 5}, {"format": "email"}, {}])
 keywords = st.sampled_from(
@@ -56,7 +56,7 @@ def test_the_formats_that_xgrammar_takes_are_vllms() -> None:
 
 PARSE = """
 import json, sys
-from baton.engines.vllm.compile_server import Compilers
+from baton.engines.process.compile_server import Compilers
 compilers = Compilers()
 for kind, text in json.load(sys.stdin):
     parsed = compilers.parse(kind, text)

@@ -25,7 +25,7 @@ from baton.http.validation.constraints import Constraint
 from baton.telemetry.queues import QueueMetrics
 
 COMPILED = b"c"
-"""What a child sends when it has compiled; see `engines/vllm/compile_server.py`."""
+"""What a child sends when it has compiled; see `engines/process/compile_server.py`."""
 REMEMBERED = 4096
 """Most results that are remembered."""
 PLACES = max(1, min(4, (os.cpu_count() or 1) // 2))
@@ -52,7 +52,7 @@ class _Server:
         control, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "baton.engines.vllm.compile_server", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "baton.engines.process.compile_server", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

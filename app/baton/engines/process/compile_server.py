@@ -1,6 +1,6 @@
 """Compile a request's constraint on trial, in a process that may be killed.
 
-Run as `python -m baton.engines.vllm.compile_server <descriptor>`. The process has one thread and the
+Run as `python -m baton.engines.process.compile_server <descriptor>`. The process has one thread and the
 compilers loaded, so that a forked child starts in milliseconds. Each message on its control socket is one
 byte with the socket of a job. A child reads the job, compiles it as vLLM would, and reports each phase with
 one byte. A signal ends the child, whatever its compiler is doing, when its processor time is used up or the
