@@ -64,94 +64,78 @@ def test_tenants_take_turns_and_within_one_first_come_is_first_served() -> None:
 
 
 @pytest.mark.fault("E8")
-def test_a_later_request_never_overtakes_a_waiting_one() -> None:
-    async def scene() -> None:
-        queue = queue_of()
-        await queue.enter("a")
-        first = asyncio.create_task(queue.enter("a"))
-        await soon()
-        queue.leave("a")  # the place is the first's from now on, though it has not run yet
-        second = asyncio.create_task(queue.enter("b"))
-        await soon()
-        assert first.done()
-        assert not second.done()
-        queue.leave("a")
-        await second
-
-    asyncio.run(scene())
+async def test_a_later_request_never_overtakes_a_waiting_one() -> None:
+    queue = queue_of()
+    await queue.enter("a")
+    first = asyncio.create_task(queue.enter("a"))
+    await soon()
+    queue.leave("a")  # the place is the first's from now on, though it has not run yet
+    second = asyncio.create_task(queue.enter("b"))
+    await soon()
+    assert first.done()
+    assert not second.done()
+    queue.leave("a")
+    await second
 
 
 @pytest.mark.fault("E8")
-def test_a_full_queue_refuses_at_once_and_keeps_room_for_other_tenants() -> None:
+async def test_a_full_queue_refuses_at_once_and_keeps_room_for_other_tenants() -> None:
     """An eighth of it is for tenants who have less than their share."""
-
-    async def scene() -> None:
-        queue = queue_of(room=16)
-        await queue.enter("greedy")
-        tasks = [asyncio.create_task(queue.enter("greedy")) for _ in range(20)]
-        await soon()
-        assert queue.waiting == 14
-        for task in tasks[14:]:
-            assert isinstance(task.exception(), EngineOverloaded)
-        newcomers = [asyncio.create_task(queue.enter("modest")) for _ in range(3)]
-        await soon()
-        assert queue.waiting == 16
-        assert [task.done() for task in newcomers] == [False, False, True]
-        refusal = newcomers[2].exception()
-        assert isinstance(refusal, EngineOverloaded)
-        assert (refusal.retry_after_s or 0) >= 1
-        for task in (*tasks, *newcomers):
-            task.cancel()
-        await asyncio.gather(*tasks, *newcomers, return_exceptions=True)
-        assert (queue.running, queue.waiting) == (1, 0)
-
-    asyncio.run(scene())
+    queue = queue_of(room=16)
+    await queue.enter("greedy")
+    tasks = [asyncio.create_task(queue.enter("greedy")) for _ in range(20)]
+    await soon()
+    assert queue.waiting == 14
+    for task in tasks[14:]:
+        assert isinstance(task.exception(), EngineOverloaded)
+    newcomers = [asyncio.create_task(queue.enter("modest")) for _ in range(3)]
+    await soon()
+    assert queue.waiting == 16
+    assert [task.done() for task in newcomers] == [False, False, True]
+    refusal = newcomers[2].exception()
+    assert isinstance(refusal, EngineOverloaded)
+    assert (refusal.retry_after_s or 0) >= 1
+    for task in (*tasks, *newcomers):
+        task.cancel()
+    await asyncio.gather(*tasks, *newcomers, return_exceptions=True)
+    assert (queue.running, queue.waiting) == (1, 0)
 
 
 @pytest.mark.fault("E8")
-def test_many_tenants_with_few_requests_may_fill_the_whole_queue() -> None:
-    async def scene() -> None:
-        queue = queue_of(room=16)
-        await queue.enter("a")
-        tasks = [asyncio.create_task(queue.enter(f"tenant-{number}")) for number in range(20)]
-        await soon()
-        assert (queue.waiting, sum(task.done() for task in tasks)) == (16, 4)
-        for task in tasks[16:]:
-            assert isinstance(task.exception(), EngineOverloaded)
-        for task in tasks[:16]:
-            task.cancel()
-        await asyncio.gather(*tasks[:16], return_exceptions=True)
-
-    asyncio.run(scene())
+async def test_many_tenants_with_few_requests_may_fill_the_whole_queue() -> None:
+    queue = queue_of(room=16)
+    await queue.enter("a")
+    tasks = [asyncio.create_task(queue.enter(f"tenant-{number}")) for number in range(20)]
+    await soon()
+    assert (queue.waiting, sum(task.done() for task in tasks)) == (16, 4)
+    for task in tasks[16:]:
+        assert isinstance(task.exception(), EngineOverloaded)
+    for task in tasks[:16]:
+        task.cancel()
+    await asyncio.gather(*tasks[:16], return_exceptions=True)
 
 
 @pytest.mark.fault("E8")
-def test_a_queue_without_waiting_room_refuses_at_once() -> None:
-    async def scene() -> None:
-        queue = queue_of(room=0)
+async def test_a_queue_without_waiting_room_refuses_at_once() -> None:
+    queue = queue_of(room=0)
+    await queue.enter("a")
+    with pytest.raises(EngineOverloaded):
         await queue.enter("a")
-        with pytest.raises(EngineOverloaded):
-            await queue.enter("a")
-        queue.leave("a")
-        await queue.enter("a")
-
-    asyncio.run(scene())
+    queue.leave("a")
+    await queue.enter("a")
 
 
 @pytest.mark.fault("E8")
-def test_a_request_that_waits_too_long_is_refused_and_removed() -> None:
-    async def scene() -> None:
-        queue = queue_of(wait_s=0.05)
-        await queue.enter("a")
-        began = time.monotonic()
-        with pytest.raises(EngineOverloaded, match=r"within 0\.05 seconds"):
-            await queue.enter("b")
-        assert time.monotonic() - began >= 0.05
-        assert (queue.running, queue.waiting) == (1, 0)
-        queue.leave("a")
-        assert queue.running == 0
-
-    asyncio.run(scene())
+async def test_a_request_that_waits_too_long_is_refused_and_removed() -> None:
+    queue = queue_of(wait_s=0.05)
+    await queue.enter("a")
+    began = time.monotonic()
+    with pytest.raises(EngineOverloaded, match=r"within 0\.05 seconds"):
+        await queue.enter("b")
+    assert time.monotonic() - began >= 0.05
+    assert (queue.running, queue.waiting) == (1, 0)
+    queue.leave("a")
+    assert queue.running == 0
 
 
 @pytest.mark.fault("E8")
@@ -239,128 +223,110 @@ async def through(
 
 
 @pytest.mark.fault("E8")
-def test_each_tenant_has_its_own_rate_and_gets_retry_after() -> None:
+async def test_each_tenant_has_its_own_rate_and_gets_retry_after() -> None:
     clock = Clock()
     admission = admission_of(clock, tenant_rate=6, tenant_burst=2)
 
     async def handler(request: Request) -> None:
         admit(admission, request)
 
-    async def scene() -> None:
-        await through(handler)
-        await through(handler)
-        for passed, left in ((0.0, 10), (2.5, 8)):
-            clock.now += passed
-            with pytest.raises(RateLimited) as refused:
-                await through(handler)
-            assert refused.value.retry_after_s == left
-        await through(handler, "globex")
-        clock.now += 8
-        await through(handler)
-
-    asyncio.run(scene())
+    await through(handler)
+    await through(handler)
+    for passed, left in ((0.0, 10), (2.5, 8)):
+        clock.now += passed
+        with pytest.raises(RateLimited) as refused:
+            await through(handler)
+        assert refused.value.retry_after_s == left
+    await through(handler, "globex")
+    clock.now += 8
+    await through(handler)
 
 
 @pytest.mark.fault("E8")
-def test_a_tenants_running_requests_are_counted_until_their_answers_end() -> None:
+async def test_a_tenants_running_requests_are_counted_until_their_answers_end() -> None:
     """However they end; and a refused one does not count."""
     admission = admission_of(tenant_requests=1)
+    open_door = asyncio.Event()
 
-    async def scene() -> None:
-        open_door = asyncio.Event()
+    async def slow(request: Request) -> None:
+        admit(admission, request)
+        await open_door.wait()
 
-        async def slow(request: Request) -> None:
-            admit(admission, request)
-            await open_door.wait()
+    async def failing(request: Request) -> None:
+        admit(admission, request)
+        raise InternalError
 
-        async def failing(request: Request) -> None:
-            admit(admission, request)
-            raise InternalError
-
-        running = asyncio.create_task(through(slow))
-        await soon()
-        for _ in range(2):
-            with pytest.raises(RateLimited):
-                await through(slow)
-        with pytest.raises(InternalError):
-            await through(failing, "globex")
-        with pytest.raises(InternalError):
-            await through(failing, "globex")
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-        open_door.set()
-        await through(slow)
-
-    asyncio.run(scene())
+    running = asyncio.create_task(through(slow))
+    await soon()
+    for _ in range(2):
+        with pytest.raises(RateLimited):
+            await through(slow)
+    with pytest.raises(InternalError):
+        await through(failing, "globex")
+    with pytest.raises(InternalError):
+        await through(failing, "globex")
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    open_door.set()
+    await through(slow)
 
 
 @pytest.mark.fault("E8")
-def test_a_request_refused_because_others_are_under_way_costs_nothing_of_the_rate() -> None:
+async def test_a_request_refused_because_others_are_under_way_costs_nothing_of_the_rate() -> None:
     """Two may be made; one is under way, and many more are refused meanwhile."""
     admission = admission_of(tenant_requests=1, tenant_rate=6, tenant_burst=2)
+    open_door = asyncio.Event()
 
-    async def scene() -> None:
-        open_door = asyncio.Event()
+    async def slow(request: Request) -> None:
+        admit(admission, request)
+        await open_door.wait()
 
-        async def slow(request: Request) -> None:
-            admit(admission, request)
-            await open_door.wait()
-
-        running = asyncio.create_task(through(slow))
-        await soon()
-        for _ in range(5):
-            with pytest.raises(RateLimited, match="are running"):
-                await through(slow)
-        open_door.set()
-        await running
-        await through(slow)
-        with pytest.raises(RateLimited, match="a minute"):
+    running = asyncio.create_task(through(slow))
+    await soon()
+    for _ in range(5):
+        with pytest.raises(RateLimited, match="are running"):
             await through(slow)
-
-    asyncio.run(scene())
+    open_door.set()
+    await running
+    await through(slow)
+    with pytest.raises(RateLimited, match="a minute"):
+        await through(slow)
 
 
 @pytest.mark.fault("E8")
-def test_a_full_engine_does_not_delay_another() -> None:
+async def test_a_full_engine_does_not_delay_another() -> None:
     admission = admission_of(engine_requests=1, engine_waiting=0)
 
-    async def scene() -> None:
-        async def at_f(request: Request) -> None:
-            await enter(admission, request, "f")
+    async def at_f(request: Request) -> None:
+        await enter(admission, request, "f")
 
-        async def at_e(request: Request) -> None:
-            await enter(admission, request, "e")
-            with pytest.raises(EngineOverloaded):
-                await through(at_e)
-            await through(at_f)
+    async def at_e(request: Request) -> None:
+        await enter(admission, request, "e")
+        with pytest.raises(EngineOverloaded):
+            await through(at_e)
+        await through(at_f)
 
-        await through(at_e)
-
-    asyncio.run(scene())
+    await through(at_e)
 
 
 @pytest.mark.fault("E8")
-def test_work_that_goes_on_after_the_answer_keeps_its_place() -> None:
+async def test_work_that_goes_on_after_the_answer_keeps_its_place() -> None:
     admission = admission_of(engine_requests=1, engine_waiting=0, tenant_requests=1)
+    done = asyncio.Event()
+    work = asyncio.create_task(done.wait())
 
-    async def scene() -> None:
-        done = asyncio.Event()
-        work = asyncio.create_task(done.wait())
+    async def handler(request: Request) -> None:
+        admit(admission, request)
+        (await enter(admission, request, "e")).keep_until(work)
 
-        async def handler(request: Request) -> None:
-            admit(admission, request)
-            (await enter(admission, request, "e")).keep_until(work)
-
+    await through(handler)
+    with pytest.raises(RateLimited):
         await through(handler)
-        with pytest.raises(RateLimited):
-            await through(handler)
-        done.set()
-        await work
-        await soon()
-        await through(handler)
-
-    asyncio.run(scene())
+    done.set()
+    await work
+    await soon()
+    await through(handler)
 
 
 @pytest.mark.fault("E8")

@@ -181,24 +181,20 @@ def test_as_requests_end_the_places_move_to_equal_shares() -> None:
     assert least >= 64
 
 
-def test_a_free_place_goes_to_the_tenant_that_holds_fewest() -> None:
+async def test_a_free_place_goes_to_the_tenant_that_holds_fewest() -> None:
     """Though another has waited longer."""
-
-    async def scene() -> None:
-        queue = queue_of(4, reserve=0)
-        for tenant in "aabc":
-            await queue.enter(tenant)
-        longer = asyncio.create_task(queue.enter("a"))
-        await settle()
-        shorter = asyncio.create_task(queue.enter("b"))
-        await settle()
-        queue.leave("c")
-        await settle()
-        assert (shorter.done(), longer.done()) == (True, False)
-        queue.leave("b")
-        await longer
-
-    asyncio.run(scene())
+    queue = queue_of(4, reserve=0)
+    for tenant in "aabc":
+        await queue.enter(tenant)
+    longer = asyncio.create_task(queue.enter("a"))
+    await settle()
+    shorter = asyncio.create_task(queue.enter("b"))
+    await settle()
+    queue.leave("c")
+    await settle()
+    assert (shorter.done(), longer.done()) == (True, False)
+    queue.leave("b")
+    await longer
 
 
 def test_a_tenant_with_few_requests_is_not_starved_by_one_with_many() -> None:
@@ -218,17 +214,14 @@ def test_a_tenant_with_few_requests_is_not_starved_by_one_with_many() -> None:
     assert asyncio.run(scene())[:7] == ["a", "a", "b", "a", "b", "a", "b"]
 
 
-def test_one_that_waits_too_long_is_told_how_long_and_when_to_come_back() -> None:
-    async def scene() -> None:
-        queue = queue_of(1, wait_s=0.02)
+async def test_one_that_waits_too_long_is_told_how_long_and_when_to_come_back() -> None:
+    queue = queue_of(1, wait_s=0.02)
+    await queue.enter("a")
+    with pytest.raises(EngineOverloaded, match=r"after 0\.02 seconds") as told:
         await queue.enter("a")
-        with pytest.raises(EngineOverloaded, match=r"after 0\.02 seconds") as told:
-            await queue.enter("a")
-        assert told.value.retry_after_s == 5
-        await queue.enter("b")
-        assert (queue.running, queue.waiting) == (2, 0)
-
-    asyncio.run(scene())
+    assert told.value.retry_after_s == 5
+    await queue.enter("b")
+    assert (queue.running, queue.waiting) == (2, 0)
 
 
 def threads_of(places: int) -> tuple[FairQueue, FairThreads]:
@@ -236,45 +229,38 @@ def threads_of(places: int) -> tuple[FairQueue, FairThreads]:
     return queue, FairThreads(queue, "test")
 
 
-def test_work_that_was_given_up_keeps_its_thread_until_it_is_done() -> None:
+async def test_work_that_was_given_up_keeps_its_thread_until_it_is_done() -> None:
     """A thread cannot be stopped; what came later would wait behind it, whoever's it is."""
+    queue, threads = threads_of(1)
+    begun, release = threading.Event(), threading.Event()
 
-    async def scene() -> None:
-        queue, threads = threads_of(1)
-        begun, release = threading.Event(), threading.Event()
+    def work() -> None:
+        begun.set()
+        release.wait(20)
 
-        def work() -> None:
-            begun.set()
-            release.wait(20)
-
-        given_up = asyncio.create_task(threads.run("a", work))
-        await asyncio.to_thread(begun.wait, 20)
-        given_up.cancel()
-        await asyncio.gather(given_up, return_exceptions=True)
-        assert queue.held("a") == 1
-        following = asyncio.create_task(threads.run("a", lambda: "a's next"))
-        assert await threads.run("b", lambda: "b's") == "b's"
-        assert not following.done()
-        release.set()
-        assert await following == "a's next"
-        await settle()
-        assert queue.running == 0
-        threads.close()
-
-    asyncio.run(scene())
+    given_up = asyncio.create_task(threads.run("a", work))
+    await asyncio.to_thread(begun.wait, 20)
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    assert queue.held("a") == 1
+    following = asyncio.create_task(threads.run("a", lambda: "a's next"))
+    assert await threads.run("b", lambda: "b's") == "b's"
+    assert not following.done()
+    release.set()
+    assert await following == "a's next"
+    await settle()
+    assert queue.running == 0
+    threads.close()
 
 
-def test_work_that_fails_gives_its_thread_back_and_says_why() -> None:
-    async def scene() -> None:
-        queue, threads = threads_of(1)
-        for _ in range(3):
-            with pytest.raises(ZeroDivisionError):
-                await threads.run("a", lambda: 1 // 0)
-        await settle()
-        assert queue.running == 0
-        threads.close()
-        with pytest.raises(RuntimeError):
-            await threads.run("a", time.monotonic)
-        assert queue.running == 0
-
-    asyncio.run(scene())
+async def test_work_that_fails_gives_its_thread_back_and_says_why() -> None:
+    queue, threads = threads_of(1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            await threads.run("a", lambda: 1 // 0)
+    await settle()
+    assert queue.running == 0
+    threads.close()
+    with pytest.raises(RuntimeError):
+        await threads.run("a", time.monotonic)
+    assert queue.running == 0

@@ -96,28 +96,25 @@ def test_a_lock_that_is_no_file_ends_the_start(plant: Callable[[Path, Path], Non
 @pytest.mark.fault("B8")
 @pytest.mark.fault("B14")
 @pytest.mark.parametrize("plant", [link, pipe])
-def test_a_record_or_image_swapped_for_a_link_or_a_pipe_is_not_read(
+async def test_a_record_or_image_swapped_for_a_link_or_a_pipe_is_not_read(
     plant: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
-    async def story() -> None:
-        handoffs = gateway(tmp_path / "store")
-        record, other = await left(handoffs), await left(handoffs)
-        path, aside = tmp_path / "store" / "records" / f"{record.id}.json", tmp_path / "aside"
-        path.rename(aside)
-        plant(path, aside)
-        image = next((tmp_path / "store" / "images").glob(f"{other.id}.*"))
-        image.rename(tmp_path / "picture")
-        plant(image, tmp_path / "picture")
-        for each in (handoffs, gateway(tmp_path / "store")):
-            with pytest.raises(HandoffNotFound):
-                await asyncio.wait_for(each.get(record.id, "local"), HANGS_AFTER_S)
-            found = await each.get(other.id, "local")
-            with pytest.raises(HandoffImagesLost):
-                await asyncio.wait_for(each.images(found), HANGS_AFTER_S)
-        assert HandoffRecord.model_validate_json(aside.read_text()).id == record.id
-        assert (tmp_path / "picture").read_bytes() == PICTURE.data
-
-    asyncio.run(story())
+    handoffs = gateway(tmp_path / "store")
+    record, other = await left(handoffs), await left(handoffs)
+    path, aside = tmp_path / "store" / "records" / f"{record.id}.json", tmp_path / "aside"
+    path.rename(aside)
+    plant(path, aside)
+    image = next((tmp_path / "store" / "images").glob(f"{other.id}.*"))
+    image.rename(tmp_path / "picture")
+    plant(image, tmp_path / "picture")
+    for each in (handoffs, gateway(tmp_path / "store")):
+        with pytest.raises(HandoffNotFound):
+            await asyncio.wait_for(each.get(record.id, "local"), HANGS_AFTER_S)
+        found = await each.get(other.id, "local")
+        with pytest.raises(HandoffImagesLost):
+            await asyncio.wait_for(each.images(found), HANGS_AFTER_S)
+    assert HandoffRecord.model_validate_json(aside.read_text()).id == record.id
+    assert (tmp_path / "picture").read_bytes() == PICTURE.data
 
 
 @pytest.mark.fault("B14")

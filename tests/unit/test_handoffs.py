@@ -92,19 +92,16 @@ async def change(handoffs: Handoffs, record: HandoffRecord, changes: dict[str, A
     return True
 
 
-def test_a_handoff_lives_its_seconds_and_then_its_files_go(house: House) -> None:
-    async def story() -> None:
-        handoffs = house.handoffs()
-        record = await house.left(handoffs, ttl_s=60)
-        house.clocks.pass_(59)
-        assert await there(handoffs, record)
-        house.clocks.pass_(2)
-        assert not await there(handoffs, record)
-        async with handoffs.running():
-            await asyncio.sleep(0.05)
-        assert [path for path in house.folder.rglob("*") if record.id in path.name] == []
-
-    asyncio.run(story())
+async def test_a_handoff_lives_its_seconds_and_then_its_files_go(house: House) -> None:
+    handoffs = house.handoffs()
+    record = await house.left(handoffs, ttl_s=60)
+    house.clocks.pass_(59)
+    assert await there(handoffs, record)
+    house.clocks.pass_(2)
+    assert not await there(handoffs, record)
+    async with handoffs.running():
+        await asyncio.sleep(0.05)
+    assert [path for path in house.folder.rglob("*") if record.id in path.name] == []
 
 
 RECORD = {"tenant": "t", "model": "m", "weights": "w", "created_at": 1.0, "ttl_s": 9e9, "expires_at": 9e9}
@@ -154,220 +151,178 @@ JUMPS: list[Callable[[Clocks], None]] = [
 
 @pytest.mark.parametrize("jump", JUMPS)
 @pytest.mark.fault("H2")
-def test_a_clock_jump_changes_no_expiry(house: House, jump: Callable[[Clocks], None]) -> None:
-    async def story() -> None:
-        handoffs = house.handoffs()
-        record = await house.left(handoffs, ttl_s=60)
-        jump(house.clocks)
-        assert await there(handoffs, record)
-        house.clocks.pass_(61)
-        assert not await there(handoffs, record)
-
-    asyncio.run(story())
+async def test_a_clock_jump_changes_no_expiry(house: House, jump: Callable[[Clocks], None]) -> None:
+    handoffs = house.handoffs()
+    record = await house.left(handoffs, ttl_s=60)
+    jump(house.clocks)
+    assert await there(handoffs, record)
+    house.clocks.pass_(61)
+    assert not await there(handoffs, record)
 
 
 @pytest.mark.parametrize(("jumped", "alive"), [(0, True), (86_400, False), (-86_400, True)])
 @pytest.mark.fault("H2")
-def test_over_a_restart_a_handoff_keeps_its_remaining_time_at_most(
+async def test_over_a_restart_a_handoff_keeps_its_remaining_time_at_most(
     house: House, jumped: float, alive: bool
 ) -> None:
-    async def story() -> None:
-        record = await house.left(house.handoffs(), ttl_s=60)
-        house.clocks.pass_(10)
-        house.clocks.wall += jumped
-        again = house.handoffs()
-        assert await there(again, record) is alive
-        house.clocks.pass_(61)
-        assert not await there(again, record)
-
-    asyncio.run(story())
+    record = await house.left(house.handoffs(), ttl_s=60)
+    house.clocks.pass_(10)
+    house.clocks.wall += jumped
+    again = house.handoffs()
+    assert await there(again, record) is alive
+    house.clocks.pass_(61)
+    assert not await there(again, record)
 
 
-def test_a_label_and_a_pin_outlive_the_process(house: House) -> None:
-    async def story() -> None:
-        first = house.handoffs()
-        record = await house.left(first, label="old")
-        await first.change(record, {"label": "new", "pin": True})
-        found = await house.handoffs().get(record.id, "local")
-        assert (found.label, found.pin, list(found.tokens)) == ("new", True, [1, 2, 3])
-
-    asyncio.run(story())
+async def test_a_label_and_a_pin_outlive_the_process(house: House) -> None:
+    first = house.handoffs()
+    record = await house.left(first, label="old")
+    await first.change(record, {"label": "new", "pin": True})
+    found = await house.handoffs().get(record.id, "local")
+    assert (found.label, found.pin, list(found.tokens)) == ("new", True, [1, 2, 3])
 
 
-def test_two_gateways_over_one_store_find_each_other_s_handoffs(house: House) -> None:
-    async def story() -> None:
-        first, second = house.handoffs(), house.handoffs()
-        record = await house.left(first)
-        assert (await second.source(record.id, ENGINE, "local")).state is HandoffState.READY
-
-    asyncio.run(story())
+async def test_two_gateways_over_one_store_find_each_other_s_handoffs(house: House) -> None:
+    first, second = house.handoffs(), house.handoffs()
+    record = await house.left(first)
+    assert (await second.source(record.id, ENGINE, "local")).state is HandoffState.READY
 
 
-def test_only_half_of_the_store_can_be_pinned(house: House) -> None:
-    async def story() -> None:
-        handoffs = house.handoffs(budget=1024 * 1024)
-        first = await house.left(handoffs, 400_000, pin=True)
-        assert first.pin
-        second = await house.left(handoffs, 400_000)
-        with pytest.raises(HandoffPinsFull):
-            await handoffs.change(second, {"pin": True})
-        third = await house.left(handoffs, 400_000, pin=True)
-        assert not third.pin, "its request is over; its handoff says that it is not pinned"
-        await handoffs.change(first, {"pin": False})
+async def test_only_half_of_the_store_can_be_pinned(house: House) -> None:
+    handoffs = house.handoffs(budget=1024 * 1024)
+    first = await house.left(handoffs, 400_000, pin=True)
+    assert first.pin
+    second = await house.left(handoffs, 400_000)
+    with pytest.raises(HandoffPinsFull):
         await handoffs.change(second, {"pin": True})
-
-    asyncio.run(story())
-
-
-def test_entries_that_belong_to_nobody_are_swept_and_a_plain_engine_s_are_not(house: House) -> None:
-    async def story() -> None:
-        handoffs = house.handoffs()
-        kept = await house.left(handoffs)
-        store = FileStore(house.folder / "store")
-        orphan, young, plain = "f" * 32 + "/" + "o" * 32, "f" * 32 + "/" + "y" * 32, new_key("local")
-        for key in (orphan, young, plain):
-            store.put(key, [b"x"])
-        past = time.time() - ORPHANED_AFTER_S - 5
-        for key in (orphan, plain, kept.key):
-            os.utime(house.folder / "store" / "entries" / f"{key}.kv", (past, past))
-        async with handoffs.running():
-            await asyncio.sleep(0.1)
-        assert set(store.keys()) == {kept.key, young, plain}
-
-    asyncio.run(story())
+    third = await house.left(handoffs, 400_000, pin=True)
+    assert not third.pin, "its request is over; its handoff says that it is not pinned"
+    await handoffs.change(first, {"pin": False})
+    await handoffs.change(second, {"pin": True})
 
 
-def test_a_save_that_comes_late_is_known_when_it_is_there(
+async def test_entries_that_belong_to_nobody_are_swept_and_a_plain_engine_s_are_not(house: House) -> None:
+    handoffs = house.handoffs()
+    kept = await house.left(handoffs)
+    store = FileStore(house.folder / "store")
+    orphan, young, plain = "f" * 32 + "/" + "o" * 32, "f" * 32 + "/" + "y" * 32, new_key("local")
+    for key in (orphan, young, plain):
+        store.put(key, [b"x"])
+    past = time.time() - ORPHANED_AFTER_S - 5
+    for key in (orphan, plain, kept.key):
+        os.utime(house.folder / "store" / "entries" / f"{key}.kv", (past, past))
+    async with handoffs.running():
+        await asyncio.sleep(0.1)
+    assert set(store.keys()) == {kept.key, young, plain}
+
+
+async def test_a_save_that_comes_late_is_known_when_it_is_there(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> None:
-        monkeypatch.setattr("baton.handoffs.saves.COMMIT_WITHIN_S", 0.01)
-        handoffs, relay = house.handoffs(), TransferRequest()
-        record = handoffs.begin(ENGINE, "local", parent=None)
-        handoffs.end(record, relay, [1, 2])
-        await handoffs.settled(record, 5)
-        assert (record.state, record.bytes) == (HandoffState.READY, 0)
-        FileStore(house.folder / "store").put(record.key, [b"late"])
-        relay.report.save_over.set()
-        await asyncio.gather(*handoffs._background)
-        assert record.bytes == 4
-
-    asyncio.run(story())
+    monkeypatch.setattr("baton.handoffs.saves.COMMIT_WITHIN_S", 0.01)
+    handoffs, relay = house.handoffs(), TransferRequest()
+    record = handoffs.begin(ENGINE, "local", parent=None)
+    handoffs.end(record, relay, [1, 2])
+    await handoffs.settled(record, 5)
+    assert (record.state, record.bytes) == (HandoffState.READY, 0)
+    FileStore(house.folder / "store").put(record.key, [b"late"])
+    relay.report.save_over.set()
+    await asyncio.gather(*handoffs._background)
+    assert record.bytes == 4
 
 
-def test_a_pending_handoff_that_is_deleted_and_then_fails_troubles_nobody(house: House) -> None:
-    async def story() -> None:
-        handoffs = house.handoffs()
-        record = handoffs.begin(ENGINE, "local", parent=None)
-        await handoffs.delete(record)
-        handoffs.end(record, None)
-        house.clocks.pass_(10_000)
-        assert await handoffs.page("other", limit=5, after=None) == ([], False)
-        assert not await there(handoffs, record)
-
-    asyncio.run(story())
+async def test_a_pending_handoff_that_is_deleted_and_then_fails_troubles_nobody(house: House) -> None:
+    handoffs = house.handoffs()
+    record = handoffs.begin(ENGINE, "local", parent=None)
+    await handoffs.delete(record)
+    handoffs.end(record, None)
+    house.clocks.pass_(10_000)
+    assert await handoffs.page("other", limit=5, after=None) == ([], False)
+    assert not await there(handoffs, record)
 
 
 @pytest.mark.fault("D4")
-def test_a_handoff_that_is_deleted_while_a_request_waits_for_it_is_not_given_out(
+async def test_a_handoff_that_is_deleted_while_a_request_waits_for_it_is_not_given_out(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> None:
-        handoffs, waits = house.handoffs(), asyncio.Event()
-        settled = handoffs.settled
+    handoffs, waits = house.handoffs(), asyncio.Event()
+    settled = handoffs.settled
 
-        async def noted(record: HandoffRecord, within_s: float) -> None:
-            waits.set()
-            await settled(record, within_s)
+    async def noted(record: HandoffRecord, within_s: float) -> None:
+        waits.set()
+        await settled(record, within_s)
 
-        monkeypatch.setattr(handoffs, "settled", noted)
-        record = handoffs.begin(ENGINE, "local", parent=None)
-        consumer = asyncio.create_task(handoffs.source(record.id, ENGINE, "local"))
-        await asyncio.wait_for(waits.wait(), 5)
-        await handoffs.delete(record)
-        assert not consumer.done(), "its producer is not over yet"
-        relay = TransferRequest()
-        relay.report.save_over.set()
-        handoffs.end(record, relay, [1, 2, 3])
-        with pytest.raises(HandoffNotFound):
-            await asyncio.wait_for(consumer, 5)
-
-    asyncio.run(story())
+    monkeypatch.setattr(handoffs, "settled", noted)
+    record = handoffs.begin(ENGINE, "local", parent=None)
+    consumer = asyncio.create_task(handoffs.source(record.id, ENGINE, "local"))
+    await asyncio.wait_for(waits.wait(), 5)
+    await handoffs.delete(record)
+    assert not consumer.done(), "its producer is not over yet"
+    relay = TransferRequest()
+    relay.report.save_over.set()
+    handoffs.end(record, relay, [1, 2, 3])
+    with pytest.raises(HandoffNotFound):
+        await asyncio.wait_for(consumer, 5)
 
 
-def test_a_deleted_handoff_never_comes_back(house: House) -> None:
-    async def story() -> None:
-        for _ in range(50):
-            handoffs = house.handoffs()
-            record = await house.left(handoffs)
-            await asyncio.gather(
-                handoffs.delete(record),
-                change(handoffs, record, {"label": "x"}),
-                *(there(handoffs, record) for _ in range(3)),
-            )
-            assert not await there(handoffs, record)
-            assert not (house.folder / "records" / f"{record.id}.json").exists()
-
-    asyncio.run(story())
-
-
-def test_what_one_gateway_deletes_or_prolongs_holds_for_the_other(house: House) -> None:
-    async def story() -> None:
-        first, second = house.handoffs(), house.handoffs()
-        deleted, prolonged = await house.left(first), await house.left(first, ttl_s=60)
-        assert await there(second, deleted)
-        assert await there(second, prolonged)
-        await first.delete(deleted)
-        assert not await there(second, deleted)
-        await first.change(prolonged, {"ttl_s": 600})
-        house.clocks.pass_(61)
-        async with second.running():
-            await asyncio.sleep(0.05)
-        assert await there(second, prolonged)
-        assert await there(first, prolonged)
-
-    asyncio.run(story())
-
-
-def test_a_pin_asked_for_before_there_is_anything_counts_when_it_comes(house: House) -> None:
-    async def story() -> None:
-        handoffs = house.handoffs(budget=1024 * 1024)
-        for size, pinned in ((400_000, True), (400_000, False)):
-            record = handoffs.begin(ENGINE, "local", parent=None)
-            await handoffs.change(record, {"pin": True})
-            FileStore(house.folder / "store").put(record.key, [b"k" * size])
-            handoffs.end(record, TransferRequest(), [1])
-            await asyncio.gather(*handoffs._background)
-            mark = house.folder / "store" / "entries" / f"{record.key}.pin"
-            assert (record.pin, mark.exists()) == (pinned, pinned)
-        await handoffs.change(record, {"pin": False})
-
-    asyncio.run(story())
-
-
-def test_a_save_that_is_over_and_left_nothing_is_not_looked_for(house: House) -> None:
-    async def story() -> None:
-        handoffs, relay = house.handoffs(), TransferRequest()
-        record = handoffs.begin(ENGINE, "local", parent=None)
-        relay.report.save_over.set()
-        handoffs.end(record, relay, [1, 2])
-        await asyncio.wait_for(asyncio.gather(*handoffs._background), 2)
-        assert (record.state, record.bytes) == (HandoffState.READY, 0)
-
-    asyncio.run(story())
-
-
-def test_the_end_waits_only_a_moment_for_a_save_that_never_comes(house: House) -> None:
-    async def story() -> None:
+async def test_a_deleted_handoff_never_comes_back(house: House) -> None:
+    for _ in range(50):
         handoffs = house.handoffs()
-        async with handoffs.running():
-            record = handoffs.begin(ENGINE, "local", parent=None)
-            handoffs.end(record, TransferRequest(), [1, 2])
-            await asyncio.sleep(0)
-        assert handoffs._background == set()
-        assert await there(house.handoffs(), record), "its token ids are kept"
+        record = await house.left(handoffs)
+        await asyncio.gather(
+            handoffs.delete(record),
+            change(handoffs, record, {"label": "x"}),
+            *(there(handoffs, record) for _ in range(3)),
+        )
+        assert not await there(handoffs, record)
+        assert not (house.folder / "records" / f"{record.id}.json").exists()
 
-    asyncio.run(story())
+
+async def test_what_one_gateway_deletes_or_prolongs_holds_for_the_other(house: House) -> None:
+    first, second = house.handoffs(), house.handoffs()
+    deleted, prolonged = await house.left(first), await house.left(first, ttl_s=60)
+    assert await there(second, deleted)
+    assert await there(second, prolonged)
+    await first.delete(deleted)
+    assert not await there(second, deleted)
+    await first.change(prolonged, {"ttl_s": 600})
+    house.clocks.pass_(61)
+    async with second.running():
+        await asyncio.sleep(0.05)
+    assert await there(second, prolonged)
+    assert await there(first, prolonged)
+
+
+async def test_a_pin_asked_for_before_there_is_anything_counts_when_it_comes(house: House) -> None:
+    handoffs = house.handoffs(budget=1024 * 1024)
+    for size, pinned in ((400_000, True), (400_000, False)):
+        record = handoffs.begin(ENGINE, "local", parent=None)
+        await handoffs.change(record, {"pin": True})
+        FileStore(house.folder / "store").put(record.key, [b"k" * size])
+        handoffs.end(record, TransferRequest(), [1])
+        await asyncio.gather(*handoffs._background)
+        mark = house.folder / "store" / "entries" / f"{record.key}.pin"
+        assert (record.pin, mark.exists()) == (pinned, pinned)
+    await handoffs.change(record, {"pin": False})
+
+
+async def test_a_save_that_is_over_and_left_nothing_is_not_looked_for(house: House) -> None:
+    handoffs, relay = house.handoffs(), TransferRequest()
+    record = handoffs.begin(ENGINE, "local", parent=None)
+    relay.report.save_over.set()
+    handoffs.end(record, relay, [1, 2])
+    await asyncio.wait_for(asyncio.gather(*handoffs._background), 2)
+    assert (record.state, record.bytes) == (HandoffState.READY, 0)
+
+
+async def test_the_end_waits_only_a_moment_for_a_save_that_never_comes(house: House) -> None:
+    handoffs = house.handoffs()
+    async with handoffs.running():
+        record = handoffs.begin(ENGINE, "local", parent=None)
+        handoffs.end(record, TransferRequest(), [1, 2])
+        await asyncio.sleep(0)
+    assert handoffs._background == set()
+    assert await there(house.handoffs(), record), "its token ids are kept"
 
 
 def test_a_save_under_way_is_waited_for_while_the_engines_still_run(house: House) -> None:
@@ -395,40 +350,32 @@ def test_a_save_under_way_is_waited_for_while_the_engines_still_run(house: House
     asyncio.run(story())
 
 
-def test_only_saves_hold_up_the_engines_end(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_saves_hold_up_the_engines_end(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other work in the background ends with them."""
     monkeypatch.setattr("baton.handoffs.service.CLOSE_WITHIN_S", 60)
-
-    async def story() -> None:
-        handoffs = house.handoffs()
-        endless = handoffs.begin_work(asyncio.sleep(600))
-        async with asyncio.timeout(20), handoffs.settling():
-            pass
-        endless.cancel()
-
-    asyncio.run(story())
+    handoffs = house.handoffs()
+    endless = handoffs.begin_work(asyncio.sleep(600))
+    async with asyncio.timeout(20), handoffs.settling():
+        pass
+    endless.cancel()
 
 
-def test_a_tenant_s_oldest_go_when_it_leaves_too_much(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        monkeypatch.setattr("baton.handoffs.service.MAX_PER_TENANT", 3)
-        handoffs = house.handoffs()
-        records = [await house.left(handoffs) for _ in range(5)]
-        assert [await there(handoffs, record) for record in records] == [False, False, True, True, True]
-        monkeypatch.setattr("baton.handoffs.service.MAX_WEIGHT_PER_TENANT", 2500)
-        async with handoffs.running():
-            await asyncio.sleep(0.05)
-        assert [await there(handoffs, record) for record in records[2:]] == [False, True, True]
+async def test_a_tenant_s_oldest_go_when_it_leaves_too_much(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.handoffs.service.MAX_PER_TENANT", 3)
+    handoffs = house.handoffs()
+    records = [await house.left(handoffs) for _ in range(5)]
+    assert [await there(handoffs, record) for record in records] == [False, False, True, True, True]
+    monkeypatch.setattr("baton.handoffs.service.MAX_WEIGHT_PER_TENANT", 2500)
+    async with handoffs.running():
+        await asyncio.sleep(0.05)
+    assert [await there(handoffs, record) for record in records[2:]] == [False, True, True]
 
-    asyncio.run(story())
 
-
-def test_a_record_that_cannot_be_read_is_as_if_there_were_none(house: House) -> None:
-    async def story() -> None:
-        record = await house.left(house.handoffs())
-        path = house.folder / "records" / f"{record.id}.json"
-        path.write_text(path.read_text()[:-20])
-        assert not await there(house.handoffs(), record)
-        assert not path.exists()
-
-    asyncio.run(story())
+async def test_a_record_that_cannot_be_read_is_as_if_there_were_none(house: House) -> None:
+    record = await house.left(house.handoffs())
+    path = house.folder / "records" / f"{record.id}.json"
+    path.write_text(path.read_text()[:-20])
+    assert not await there(house.handoffs(), record)
+    assert not path.exists()

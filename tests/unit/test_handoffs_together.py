@@ -120,168 +120,144 @@ async def ids(gateway: Handoffs, tenant: str = "local") -> list[str]:
 
 
 @pytest.mark.fault("D10")
-def test_of_changes_at_once_none_is_lost_and_what_is_deleted_stays_so(house: House) -> None:
-    async def story() -> None:
-        first, second = gateways = house.gateway(budget=1024 * KB), house.gateway(budget=1024 * KB)
-        rng, back, lost, over = random.Random(5), 0, 0, 0
-        for number in range(ROUNDS // 4):
-            record = await house.left(rng.choice(gateways), 200 * KB)
-            await ids(first if number % 2 else second)  # knows it, or comes to know it by its file
-            one, other = rng.sample(gateways, 2)
-            work = [
-                changed(one, record.id, label=f"label {number}"),
-                changed(other, record.id, pin=True),
-                tried(other.source(record.id, ENGINE, "local")),
-            ]
-            if ends := rng.random() < 0.5:
-                work.append(deleted(one, record.id))
-            rng.shuffle(work)
-            await asyncio.gather(*work)
-            over += house.pinned() > 512 * KB
-            for gateway in gateways:
-                found = await tried(gateway.get(record.id, "local"))
-                if ends:
-                    back += not isinstance(found, HandoffNotFound) or record.id in await ids(gateway)
-                else:
-                    lost += found.label != f"label {number}"
+async def test_of_changes_at_once_none_is_lost_and_what_is_deleted_stays_so(house: House) -> None:
+    first, second = gateways = house.gateway(budget=1024 * KB), house.gateway(budget=1024 * KB)
+    rng, back, lost, over = random.Random(5), 0, 0, 0
+    for number in range(ROUNDS // 4):
+        record = await house.left(rng.choice(gateways), 200 * KB)
+        await ids(first if number % 2 else second)  # knows it, or comes to know it by its file
+        one, other = rng.sample(gateways, 2)
+        work = [
+            changed(one, record.id, label=f"label {number}"),
+            changed(other, record.id, pin=True),
+            tried(other.source(record.id, ENGINE, "local")),
+        ]
+        if ends := rng.random() < 0.5:
+            work.append(deleted(one, record.id))
+        rng.shuffle(work)
+        await asyncio.gather(*work)
+        over += house.pinned() > 512 * KB
+        for gateway in gateways:
+            found = await tried(gateway.get(record.id, "local"))
             if ends:
-                back += any((house.folder / "store").rglob(f"*{record.id}*"))
-                continue
-            kept = await second.get(record.id, "local")
-            mark = house.folder / "store" / "entries" / f"{record.key}.pin"
-            lost += not kept.pin or not mark.exists()
-            await deleted(rng.choice(gateways), record.id)
-        print(f"\nD10: {ROUNDS} changes, uses and deletes: {back} came back, {lost} lost, {over} over half")
-        assert (back, lost, over) == (0, 0, 0)
-
-    asyncio.run(story())
+                back += not isinstance(found, HandoffNotFound) or record.id in await ids(gateway)
+            else:
+                lost += found.label != f"label {number}"
+        if ends:
+            back += any((house.folder / "store").rglob(f"*{record.id}*"))
+            continue
+        kept = await second.get(record.id, "local")
+        mark = house.folder / "store" / "entries" / f"{record.key}.pin"
+        lost += not kept.pin or not mark.exists()
+        await deleted(rng.choice(gateways), record.id)
+    print(f"\nD10: {ROUNDS} changes, uses and deletes: {back} came back, {lost} lost, {over} over half")
+    assert (back, lost, over) == (0, 0, 0)
 
 
 @pytest.mark.fault("D10")
-def test_pins_of_two_gateways_are_counted_together(house: House) -> None:
-    async def story() -> None:
-        gateways = [house.gateway(budget=1024 * KB) for _ in range(2)]
-        for _ in range(20):
-            left = [await house.left(each, 150 * KB) for each in (*gateways, *gateways)]
-            answers = await asyncio.gather(
-                *(
-                    changed(each, record.id, pin=True)
-                    for each, record in zip((*gateways, *gateways), left, strict=True)
-                )
+async def test_pins_of_two_gateways_are_counted_together(house: House) -> None:
+    gateways = [house.gateway(budget=1024 * KB) for _ in range(2)]
+    for _ in range(20):
+        left = [await house.left(each, 150 * KB) for each in (*gateways, *gateways)]
+        answers = await asyncio.gather(
+            *(
+                changed(each, record.id, pin=True)
+                for each, record in zip((*gateways, *gateways), left, strict=True)
             )
-            refused = sum(isinstance(answer, HandoffPinsFull) for answer in answers)
-            assert (refused, house.pinned()) == (1, 450 * KB)
-            for record in left:
-                await deleted(gateways[0], record.id)
-
-    asyncio.run(story())
-
-
-def test_a_tenant_s_pins_leave_room_for_another_s(house: House) -> None:
-    async def story() -> None:
-        handoffs = house.gateway(budget=1024 * KB)
-        mine = [await house.left(handoffs, 100 * KB, "acme") for _ in range(4)]
-        other = [await house.left(handoffs, 100 * KB, "globex") for _ in range(3)]
-        for records in (mine, other):
-            await handoffs.change(records[0], {"pin": True})
-            await handoffs.change(records[1], {"pin": True})
-            with pytest.raises(HandoffPinsFull):
-                await handoffs.change(records[2], {"pin": True})
-        assert house.pinned() == 400 * KB
-
-    asyncio.run(story())
+        )
+        refused = sum(isinstance(answer, HandoffPinsFull) for answer in answers)
+        assert (refused, house.pinned()) == (1, 450 * KB)
+        for record in left:
+            await deleted(gateways[0], record.id)
 
 
-def test_tenants_that_come_one_after_the_other_pin_no_more_than_half_together(house: House) -> None:
-    async def story() -> None:
-        handoffs = house.gateway(budget=1024 * KB)
-        for tenant in ("acme", "globex", "initech", "umbrella"):
-            records = [await house.left(handoffs, 60 * KB, tenant) for _ in range(3)]
-            for record in records:
-                await tried(handoffs.change(record, {"pin": True}))
-        print(f"\n{house.pinned() / (1024 * KB):.0%} of the budget is pinned")
-        assert 0 < house.pinned() <= 512 * KB
-
-    asyncio.run(story())
-
-
-def test_each_gateway_lists_the_other_s_handoffs_as_they_are(house: House) -> None:
-    async def story() -> None:
-        first, second = house.gateway(), house.gateway()
-        records = []
-        for gateway in (first, second, first):
-            records.append(await house.left(gateway))
-            house.now[0] += 1
-        newest_first = [record.id for record in records[::-1]]
-        assert await ids(first) == await ids(second) == newest_first
-        await changed(first, records[1].id, label="new", ttl_s=60)
-        page, _ = await second.page("local", limit=10, after=None)
-        assert (page[1].label, page[1].expires_at) == ("new", 1_700_000_000.0 + house.now[0] + 60)
-        await deleted(first, records[1].id)
-        assert await ids(second) == [newest_first[0], newest_first[2]]
-
-    asyncio.run(story())
+async def test_a_tenant_s_pins_leave_room_for_another_s(house: House) -> None:
+    handoffs = house.gateway(budget=1024 * KB)
+    mine = [await house.left(handoffs, 100 * KB, "acme") for _ in range(4)]
+    other = [await house.left(handoffs, 100 * KB, "globex") for _ in range(3)]
+    for records in (mine, other):
+        await handoffs.change(records[0], {"pin": True})
+        await handoffs.change(records[1], {"pin": True})
+        with pytest.raises(HandoffPinsFull):
+            await handoffs.change(records[2], {"pin": True})
+    assert house.pinned() == 400 * KB
 
 
-def test_a_handoff_that_another_gateway_gave_more_time_is_not_removed_when_its_time_is_over_here(
+async def test_tenants_that_come_one_after_the_other_pin_no_more_than_half_together(house: House) -> None:
+    handoffs = house.gateway(budget=1024 * KB)
+    for tenant in ("acme", "globex", "initech", "umbrella"):
+        records = [await house.left(handoffs, 60 * KB, tenant) for _ in range(3)]
+        for record in records:
+            await tried(handoffs.change(record, {"pin": True}))
+    print(f"\n{house.pinned() / (1024 * KB):.0%} of the budget is pinned")
+    assert 0 < house.pinned() <= 512 * KB
+
+
+async def test_each_gateway_lists_the_other_s_handoffs_as_they_are(house: House) -> None:
+    first, second = house.gateway(), house.gateway()
+    records = []
+    for gateway in (first, second, first):
+        records.append(await house.left(gateway))
+        house.now[0] += 1
+    newest_first = [record.id for record in records[::-1]]
+    assert await ids(first) == await ids(second) == newest_first
+    await changed(first, records[1].id, label="new", ttl_s=60)
+    page, _ = await second.page("local", limit=10, after=None)
+    assert (page[1].label, page[1].expires_at) == ("new", 1_700_000_000.0 + house.now[0] + 60)
+    await deleted(first, records[1].id)
+    assert await ids(second) == [newest_first[0], newest_first[2]]
+
+
+async def test_a_handoff_that_another_gateway_gave_more_time_is_not_removed_when_its_time_is_over_here(
     house: House,
 ) -> None:
-    async def story() -> None:
-        first, second = house.gateway(), house.gateway()
-        record = await house.left(first, ttl_s=60)
-        await ids(second)
-        house.now[0] += 50
-        await changed(first, record.id, ttl_s=600)
-        house.now[0] += 20
-        second._sweep()  # before it has looked at what the other did
-        await asyncio.gather(*second._background)
-        assert (await second.get(record.id, "local")).expires_at == record.expires_at
-        assert await ids(first) == await ids(second) == [record.id]
-
-    asyncio.run(story())
+    first, second = house.gateway(), house.gateway()
+    record = await house.left(first, ttl_s=60)
+    await ids(second)
+    house.now[0] += 50
+    await changed(first, record.id, ttl_s=600)
+    house.now[0] += 20
+    second._sweep()  # before it has looked at what the other did
+    await asyncio.gather(*second._background)
+    assert (await second.get(record.id, "local")).expires_at == record.expires_at
+    assert await ids(first) == await ids(second) == [record.id]
 
 
 @pytest.mark.fault("D4")
-def test_a_load_goes_on_when_another_gateway_deletes_its_handoff(house: House) -> None:
-    async def story() -> None:
-        first, second = house.gateway(), house.gateway()
-        record = await house.left(first, 1000)
-        source = await second.source(record.id, ENGINE, "local")
-        with FileStore(house.folder / "store").open(source.key) as loaded:
-            beginning = loaded.read(0, 500)
-            await deleted(first, record.id)
-            assert isinstance(await tried(second.source(record.id, ENGINE, "local")), HandoffNotFound)
-            assert beginning + loaded.read(500, 1000) == b"k" * 1000
-        assert list(FileStore(house.folder / "store").keys()) == []
-
-    asyncio.run(story())
+async def test_a_load_goes_on_when_another_gateway_deletes_its_handoff(house: House) -> None:
+    first, second = house.gateway(), house.gateway()
+    record = await house.left(first, 1000)
+    source = await second.source(record.id, ENGINE, "local")
+    with FileStore(house.folder / "store").open(source.key) as loaded:
+        beginning = loaded.read(0, 500)
+        await deleted(first, record.id)
+        assert isinstance(await tried(second.source(record.id, ENGINE, "local")), HandoffNotFound)
+        assert beginning + loaded.read(500, 1000) == b"k" * 1000
+    assert list(FileStore(house.folder / "store").keys()) == []
 
 
 @pytest.mark.fault("H3")
 @pytest.mark.parametrize("ahead", [600.0, -600.0])
-def test_a_host_whose_clock_is_wrong_leaves_nothing_that_lives_for_ever_or_dies_at_once(
+async def test_a_host_whose_clock_is_wrong_leaves_nothing_that_lives_for_ever_or_dies_at_once(
     house: House, ahead: float
 ) -> None:
-    async def story() -> None:
-        skewed, true = house.gateway(ahead=ahead, ttl_s=3600), house.gateway(ttl_s=3600)
-        record = await house.left(skewed)
-        assert (await true.get(record.id, "local")).id == record.id
-        await changed(true, record.id, ttl_s=100)
-        lived = 0
-        while not isinstance(await tried(true.get(record.id, "local")), HandoffNotFound):
-            house.now[0] += 10
-            lived += 10
-            assert lived <= 200, "it lives on"
-        assert lived >= 90
-        for gateway in (skewed, true):
-            async with gateway.running():
-                await asyncio.sleep(0.05)
-        assert list((house.folder / "store" / "records").glob("*.json")) == []
-        again = await house.left(skewed)
-        found = await true.get(again.id, "local")
-        assert 0 < true._index._deadlines[found.id] - house.now[0] <= 3600
-
-    asyncio.run(story())
+    skewed, true = house.gateway(ahead=ahead, ttl_s=3600), house.gateway(ttl_s=3600)
+    record = await house.left(skewed)
+    assert (await true.get(record.id, "local")).id == record.id
+    await changed(true, record.id, ttl_s=100)
+    lived = 0
+    while not isinstance(await tried(true.get(record.id, "local")), HandoffNotFound):
+        house.now[0] += 10
+        lived += 10
+        assert lived <= 200, "it lives on"
+    assert lived >= 90
+    for gateway in (skewed, true):
+        async with gateway.running():
+            await asyncio.sleep(0.05)
+    assert list((house.folder / "store" / "records").glob("*.json")) == []
+    again = await house.left(skewed)
+    found = await true.get(again.id, "local")
+    assert 0 < true._index._deadlines[found.id] - house.now[0] <= 3600
 
 
 def renewed(asked: int, limit: int) -> Callable[[House], Coroutine[Any, Any, float]]:
@@ -299,45 +275,36 @@ def test_a_new_life_is_no_longer_than_one_may_be(house: House) -> None:
     assert asyncio.run(renewed(30, 60)(house)) == 30
 
 
-def test_a_life_given_again_and_again_has_an_end(house: House) -> None:
-    async def story() -> None:
-        handoffs, other = (house.gateway(ttl_s=60, max_life_s=200) for _ in range(2))
-        record = await house.left(handoffs)
-        lived = 0
-        while True:
-            answer = await changed((handoffs, other)[lived % 4 // 2], record.id, ttl_s=60)
-            if isinstance(answer, HandoffNotFound):
-                break
-            assert answer.expires_at <= record.created_at + 200
-            house.now[0] += 10
-            lived += 10
-            assert lived <= 210, "it lives on"
-        assert lived >= 190
-
-    asyncio.run(story())
+async def test_a_life_given_again_and_again_has_an_end(house: House) -> None:
+    handoffs, other = (house.gateway(ttl_s=60, max_life_s=200) for _ in range(2))
+    record = await house.left(handoffs)
+    lived = 0
+    while True:
+        answer = await changed((handoffs, other)[lived % 4 // 2], record.id, ttl_s=60)
+        if isinstance(answer, HandoffNotFound):
+            break
+        assert answer.expires_at <= record.created_at + 200
+        house.now[0] += 10
+        lived += 10
+        assert lived <= 210, "it lives on"
+    assert lived >= 190
 
 
-def test_a_limit_on_all_of_a_life_below_that_of_one_does_not_shorten_it(house: House) -> None:
-    async def story() -> None:
-        handoffs = house.gateway(ttl_s=3600, max_life_s=10)
-        record = await house.left(handoffs)
-        assert record.expires_at - record.created_at == 3600
-        await handoffs.change(record, {"ttl_s": 3600})
-        assert record.expires_at - record.created_at == 3600
-
-    asyncio.run(story())
+async def test_a_limit_on_all_of_a_life_below_that_of_one_does_not_shorten_it(house: House) -> None:
+    handoffs = house.gateway(ttl_s=3600, max_life_s=10)
+    record = await house.left(handoffs)
+    assert record.expires_at - record.created_at == 3600
+    await handoffs.change(record, {"ttl_s": 3600})
+    assert record.expires_at - record.created_at == 3600
 
 
 @pytest.mark.fault("H2")
-def test_a_new_life_asked_for_after_the_clock_jumped_ends_none(house: House) -> None:
-    async def story() -> None:
-        handoffs = house.gateway(ttl_s=3600, max_life_s=3600)
-        record = await house.left(handoffs)
-        handoffs._wall = handoffs._sync._wall = lambda: 1_700_000_000.0 + house.now[0] + 86_400
-        await handoffs.change(record, {"ttl_s": 600})
-        assert (await handoffs.get(record.id, "local")).id == record.id
-
-    asyncio.run(story())
+async def test_a_new_life_asked_for_after_the_clock_jumped_ends_none(house: House) -> None:
+    handoffs = house.gateway(ttl_s=3600, max_life_s=3600)
+    record = await house.left(handoffs)
+    handoffs._wall = handoffs._sync._wall = lambda: 1_700_000_000.0 + house.now[0] + 86_400
+    await handoffs.change(record, {"ttl_s": 600})
+    assert (await handoffs.get(record.id, "local")).id == record.id
 
 
 def test_a_record_that_cannot_be_read_just_now_is_not_taken_for_a_deleted_one(

@@ -31,99 +31,80 @@ async def until(condition: Any, seconds: float = 5.0) -> bool:
 
 
 @pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt])
-def test_what_no_future_can_hold_is_told_all_the_same(kind: type[BaseException]) -> None:
+async def test_what_no_future_can_hold_is_told_all_the_same(kind: type[BaseException]) -> None:
     """A `next` without a default in a hook must not leave its request waiting."""
 
     def hook() -> None:
         raise kind
 
-    async def main() -> None:
-        threads = HookThreads("x", 1)
-        for _ in range(3):
-            with pytest.raises(HookEscape):
-                await asyncio.wait_for(threads.run("acme", hook), 5)
-        assert await threads.run("acme", lambda: 7) == 7
-
-    asyncio.run(main())
+    threads = HookThreads("x", 1)
+    for _ in range(3):
+        with pytest.raises(HookEscape):
+            await asyncio.wait_for(threads.run("acme", hook), 5)
+    assert await threads.run("acme", lambda: 7) == 7
 
 
-def test_a_cancel_that_meets_a_finished_hook_leaves_nobody_behind() -> None:
+async def test_a_cancel_that_meets_a_finished_hook_leaves_nobody_behind() -> None:
     """The count would never fall again, and in the end every request would be refused."""
-
-    async def main() -> None:
-        threads = HookThreads("x", 2)
-        over = threading.Event()
-        task = asyncio.ensure_future(threads.run("acme", over.set))
-        await asyncio.sleep(0)
-        over.wait(5)
-        time.sleep(0.05)  # noqa: ASYNC251  # the result is on its way to the loop, which is busy here
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert threads.left_behind == 0
-
-    asyncio.run(main())
+    threads = HookThreads("x", 2)
+    over = threading.Event()
+    task = asyncio.ensure_future(threads.run("acme", over.set))
+    await asyncio.sleep(0)
+    over.wait(5)
+    time.sleep(0.05)  # noqa: ASYNC251  # the result is on its way to the loop, which is busy here
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert threads.left_behind == 0
 
 
-def test_a_hook_left_behind_is_counted_until_it_comes_back() -> None:
+async def test_a_hook_left_behind_is_counted_until_it_comes_back() -> None:
     """And no longer."""
-
-    async def main() -> None:
-        threads = HookThreads("x", 1)
-        release = threading.Event()
-        task = asyncio.ensure_future(threads.run("acme", release.wait))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert threads.left_behind == 1
-        release.set()
-        assert await until(lambda: threads.left_behind == 0)
-
-    asyncio.run(main())
+    threads = HookThreads("x", 1)
+    release = threading.Event()
+    task = asyncio.ensure_future(threads.run("acme", release.wait))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert threads.left_behind == 1
+    release.set()
+    assert await until(lambda: threads.left_behind == 0)
 
 
-def test_a_blocked_loop_is_left_to_those_on_it_and_others_get_a_fresh_one() -> None:
+async def test_a_blocked_loop_is_left_to_those_on_it_and_others_get_a_fresh_one() -> None:
     """Those on it go on when it comes round; then its thread ends."""
-
-    async def main() -> None:
-        loop = HookLoop("x", 4)
-        with loop.borrowed() as first:
-            blocking = asyncio.ensure_future(first.run_here(block(STALLED_S + 1.0)))
-            await asyncio.sleep(STALLED_S + 0.5)
-            with loop.borrowed() as second:
-                assert second is not first
-                assert await second.run_here(idle())
-                assert loop.stuck == 1
-            await blocking
-            assert await first.run_here(idle())
-        assert await until(lambda: not first.is_alive())
-        assert loop.stuck == 0
-        loop.close()
-
-    asyncio.run(main())
+    loop = HookLoop("x", 4)
+    with loop.borrowed() as first:
+        blocking = asyncio.ensure_future(first.run_here(block(STALLED_S + 1.0)))
+        await asyncio.sleep(STALLED_S + 0.5)
+        with loop.borrowed() as second:
+            assert second is not first
+            assert await second.run_here(idle())
+            assert loop.stuck == 1
+        await blocking
+        assert await first.run_here(idle())
+    assert await until(lambda: not first.is_alive())
+    assert loop.stuck == 0
+    loop.close()
 
 
-def test_stuck_loops_are_bounded() -> None:
+async def test_stuck_loops_are_bounded() -> None:
     """Like threads."""
-
-    async def main() -> None:
-        loop = HookLoop("x", 1)
-        with loop.borrowed() as thread:
-            blocking = asyncio.ensure_future(thread.run_here(block(STALLED_S + 1.5)))
-            await asyncio.sleep(STALLED_S + 0.5)
-            with pytest.raises(PluginBusy), loop.borrowed():
-                pass
-            await blocking
-        assert await until(lambda: loop.stuck == 0)
-        with loop.borrowed() as fresh:
-            assert await fresh.run_here(idle())
-        loop.close()
-
-    asyncio.run(main())
+    loop = HookLoop("x", 1)
+    with loop.borrowed() as thread:
+        blocking = asyncio.ensure_future(thread.run_here(block(STALLED_S + 1.5)))
+        await asyncio.sleep(STALLED_S + 0.5)
+        with pytest.raises(PluginBusy), loop.borrowed():
+            pass
+        await blocking
+    assert await until(lambda: loop.stuck == 0)
+    with loop.borrowed() as fresh:
+        assert await fresh.run_here(idle())
+    loop.close()
 
 
-def test_a_plugin_that_stops_its_loop_has_it_back() -> None:
+async def test_a_plugin_that_stops_its_loop_has_it_back() -> None:
     """And one whose own task ends the interpreter, elsewhere."""
 
     async def stop() -> None:
@@ -132,36 +113,30 @@ def test_a_plugin_that_stops_its_loop_has_it_back() -> None:
     async def leave_the_interpreter() -> None:
         asyncio.get_running_loop().call_soon(sys.exit, 1)
 
-    async def main() -> None:
-        loop = HookLoop("x", 4)
-        for harm in (stop, leave_the_interpreter):
-            with loop.borrowed() as thread:
-                await asyncio.wait_for(thread.run_here(harm()), 5)
-                await asyncio.sleep(0.05)
-                assert await asyncio.wait_for(thread.run_here(idle()), 5)
-        loop.close()
-        assert await until(lambda: not thread.is_alive())
-
-    asyncio.run(main())
+    loop = HookLoop("x", 4)
+    for harm in (stop, leave_the_interpreter):
+        with loop.borrowed() as thread:
+            await asyncio.wait_for(thread.run_here(harm()), 5)
+            await asyncio.sleep(0.05)
+            assert await asyncio.wait_for(thread.run_here(idle()), 5)
+    loop.close()
+    assert await until(lambda: not thread.is_alive())
 
 
 @pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit, SystemExit])
-def test_a_coroutine_that_raises_what_ends_tasks_only_fails(kind: type[BaseException]) -> None:
+async def test_a_coroutine_that_raises_what_ends_tasks_only_fails(kind: type[BaseException]) -> None:
     """A cancelled request looks the same, and is not."""
 
     async def hook() -> None:
         raise kind
 
-    async def main() -> None:
-        loop = HookLoop("x", 4)
-        with loop.borrowed() as thread:
-            with pytest.raises(HookEscape):
-                await thread.run_here(hook())
-            task = asyncio.ensure_future(thread.run_here(idle(30)))
-            await asyncio.sleep(0.05)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        loop.close()
-
-    asyncio.run(main())
+    loop = HookLoop("x", 4)
+    with loop.borrowed() as thread:
+        with pytest.raises(HookEscape):
+            await thread.run_here(hook())
+        task = asyncio.ensure_future(thread.run_here(idle(30)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    loop.close()

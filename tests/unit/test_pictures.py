@@ -71,26 +71,23 @@ def test_so_many_are_fetched_at_once_whoever_asks() -> None:
     assert most == 3
 
 
-def test_who_gets_no_place_is_told_to_come_back_and_a_lost_client_leaves_its_place() -> None:
+async def test_who_gets_no_place_is_told_to_come_back_and_a_lost_client_leaves_its_place() -> None:
     async def fetch(_url: str, _where: str) -> bytes:
         await asyncio.sleep(60)
         return b""
 
-    async def main() -> None:
-        images = reading(fetch, fetches=1, fetch_s=0.05)
-        first = asyncio.create_task(images.read(named(1), "acme"))
-        await asyncio.sleep(0)
-        with pytest.raises(GatewayOverloaded) as caught:
-            await images.read(named(1), "acme")
-        assert caught.value.retryable
-        first.cancel()
-        await asyncio.wait({first})
-        assert images._fetches.running == 0
-
-    asyncio.run(main())
+    images = reading(fetch, fetches=1, fetch_s=0.05)
+    first = asyncio.create_task(images.read(named(1), "acme"))
+    await asyncio.sleep(0)
+    with pytest.raises(GatewayOverloaded) as caught:
+        await images.read(named(1), "acme")
+    assert caught.value.retryable
+    first.cancel()
+    await asyncio.wait({first})
+    assert images._fetches.running == 0
 
 
-def test_images_that_wait_to_be_read_for_too_long_are_told_to_come_back(
+async def test_images_that_wait_to_be_read_for_too_long_are_told_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And what was being read meanwhile is read to its end."""
@@ -102,21 +99,17 @@ def test_images_that_wait_to_be_read_for_too_long_are_told_to_come_back(
 
     monkeypatch.setattr("baton.images.reader.decode_image", held)
     parts = [ImagePart({}, "url", "images[0]", pictures.url_of(pictures.file_of(pictures.image())))]
-
-    async def main() -> None:
-        metrics = GatewayMetrics()
-        settings = ImageSettings(threads=1)
-        images = ImageReader(settings, metrics.images, no_fetch, queues=metrics.queues, wait_s=0.05)
-        first = asyncio.create_task(images.read(parts, "acme"))
-        await asyncio.sleep(0)
-        with pytest.raises(GatewayOverloaded, match="decoded already") as caught:
-            await images.read(parts, "acme")
-        assert (caught.value.retry_after_s or 0) >= 1
-        released.set()
-        assert len(await first) == 1
-        images.close()
-
-    asyncio.run(main())
+    metrics = GatewayMetrics()
+    settings = ImageSettings(threads=1)
+    images = ImageReader(settings, metrics.images, no_fetch, queues=metrics.queues, wait_s=0.05)
+    first = asyncio.create_task(images.read(parts, "acme"))
+    await asyncio.sleep(0)
+    with pytest.raises(GatewayOverloaded, match="decoded already") as caught:
+        await images.read(parts, "acme")
+    assert (caught.value.retry_after_s or 0) >= 1
+    released.set()
+    assert len(await first) == 1
+    images.close()
 
 
 async def no_fetch(_url: str, _where: str) -> bytes:

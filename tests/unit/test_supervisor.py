@@ -46,86 +46,70 @@ def sample(fleet: Fleet, name: str, **labels: str) -> float | None:
     return fleet.metrics.registry.get_sample_value(name, labels)
 
 
-def test_an_engine_that_died_is_back_and_the_other_was_never_away() -> None:
-    async def main() -> None:
-        alpha, beta = FakeEngine("alpha", behaviour=FakeBehaviour(start_seconds=0.3)), FakeEngine("beta")
-        async with running(alpha, beta) as fleet:
-            alpha.die()
-            assert (fleet.ready, fleet.whole) == (True, False)
-            with pytest.raises(EngineRestarting) as refused:
-                fleet.pick("alpha")
-            assert refused.value.retry_after_s == 1
-            assert fleet.pick("beta") is beta
-            await until(lambda: fleet.states["alpha"] is EngineState.READY)
-            assert (alpha.starts, beta.starts) == (2, 1)
-            assert sample(fleet, "baton_engine_restarts_total", engine="alpha", reason="died") == 1
-            assert sample(fleet, "baton_engine_state", engine="alpha", state="ready") == 1
-            assert sample(fleet, "baton_engine_state", engine="alpha", state="restarting") == 0
-
-    asyncio.run(main())
+async def test_an_engine_that_died_is_back_and_the_other_was_never_away() -> None:
+    alpha, beta = FakeEngine("alpha", behaviour=FakeBehaviour(start_seconds=0.3)), FakeEngine("beta")
+    async with running(alpha, beta) as fleet:
+        alpha.die()
+        assert (fleet.ready, fleet.whole) == (True, False)
+        with pytest.raises(EngineRestarting) as refused:
+            fleet.pick("alpha")
+        assert refused.value.retry_after_s == 1
+        assert fleet.pick("beta") is beta
+        await until(lambda: fleet.states["alpha"] is EngineState.READY)
+        assert (alpha.starts, beta.starts) == (2, 1)
+        assert sample(fleet, "baton_engine_restarts_total", engine="alpha", reason="died") == 1
+        assert sample(fleet, "baton_engine_state", engine="alpha", state="ready") == 1
+        assert sample(fleet, "baton_engine_state", engine="alpha", state="restarting") == 0
 
 
-def test_an_engine_that_hangs_is_ended_and_started_anew() -> None:
-    async def main() -> None:
-        alpha = FakeEngine("alpha")
-        async with running(alpha) as fleet:
-            alpha.behaviour.stalled_seconds = 0.4
-            await asyncio.sleep(0.7)
-            assert (alpha.kills, alpha.starts) == (0, 1), "it was given less time than it has"
-            alpha.behaviour.stalled_seconds = 0.6
-            await until(lambda: alpha.starts == 2)
-            assert alpha.kills == 1
-            assert sample(fleet, "baton_engine_restarts_total", engine="alpha", reason="hung") == 1
-
-    asyncio.run(main())
+async def test_an_engine_that_hangs_is_ended_and_started_anew() -> None:
+    alpha = FakeEngine("alpha")
+    async with running(alpha) as fleet:
+        alpha.behaviour.stalled_seconds = 0.4
+        await asyncio.sleep(0.7)
+        assert (alpha.kills, alpha.starts) == (0, 1), "it was given less time than it has"
+        alpha.behaviour.stalled_seconds = 0.6
+        await until(lambda: alpha.starts == 2)
+        assert alpha.kills == 1
+        assert sample(fleet, "baton_engine_restarts_total", engine="alpha", reason="hung") == 1
 
 
-def test_an_engine_known_for_long_steps_has_more_patience() -> None:
-    async def main() -> None:
-        alpha = FakeEngine("alpha", longest_step_s=1.0)
-        alpha.behaviour.stalled_seconds = 3.9
-        async with running(alpha):
-            await asyncio.sleep(1)
-            assert alpha.kills == 0
-            alpha.behaviour.stalled_seconds = 4.1
-            await until(lambda: alpha.kills == 1)
-
-    asyncio.run(main())
+async def test_an_engine_known_for_long_steps_has_more_patience() -> None:
+    alpha = FakeEngine("alpha", longest_step_s=1.0)
+    alpha.behaviour.stalled_seconds = 3.9
+    async with running(alpha):
+        await asyncio.sleep(1)
+        assert alpha.kills == 0
+        alpha.behaviour.stalled_seconds = 4.1
+        await until(lambda: alpha.kills == 1)
 
 
-def test_no_patience_set_means_never() -> None:
-    async def main() -> None:
-        alpha = FakeEngine("alpha")
-        alpha.behaviour.stalled_seconds = 1e6
-        async with running(alpha, supervision=SupervisionSettings(hang_s=0)):
-            await asyncio.sleep(0.7)
-            assert alpha.kills == 0
-
-    asyncio.run(main())
+async def test_no_patience_set_means_never() -> None:
+    alpha = FakeEngine("alpha")
+    alpha.behaviour.stalled_seconds = 1e6
+    async with running(alpha, supervision=SupervisionSettings(hang_s=0)):
+        await asyncio.sleep(0.7)
+        assert alpha.kills == 0
 
 
 @pytest.mark.fault("A4")
-def test_a_crash_loop_opens_the_breaker_and_the_others_serve() -> None:
+async def test_a_crash_loop_opens_the_breaker_and_the_others_serve() -> None:
     """Attempts are spread out, bounded, and the state is there to see."""
-
-    async def main() -> None:
-        alpha, beta = FakeEngine("alpha"), FakeEngine("beta")
-        async with running(alpha, beta) as fleet:
-            alpha.behaviour.start_error = StartError("the weights are gone")
-            alpha.die()
-            await until(lambda: fleet.states["alpha"] is EngineState.FAILED)
-            attempts = alpha.starts - 1
-            await asyncio.sleep(0.5)
-            assert alpha.starts - 1 == attempts == QUICK.restarts
-            assert sample(fleet, "baton_engine_state", engine="alpha", state="failed") == 1
-            with pytest.raises(EngineUnavailable) as refused:
-                fleet.pick("alpha")
-            assert (refused.value.code, refused.value.retry_after_s) == ("engine_unavailable", 30)
-            assert fleet.pick("beta") is beta
-            assert fleet.ready
-            assert not fleet.lost.is_set()
-
-    asyncio.run(main())
+    alpha, beta = FakeEngine("alpha"), FakeEngine("beta")
+    async with running(alpha, beta) as fleet:
+        alpha.behaviour.start_error = StartError("the weights are gone")
+        alpha.die()
+        await until(lambda: fleet.states["alpha"] is EngineState.FAILED)
+        attempts = alpha.starts - 1
+        await asyncio.sleep(0.5)
+        assert alpha.starts - 1 == attempts == QUICK.restarts
+        assert sample(fleet, "baton_engine_state", engine="alpha", state="failed") == 1
+        with pytest.raises(EngineUnavailable) as refused:
+            fleet.pick("alpha")
+        assert (refused.value.code, refused.value.retry_after_s) == ("engine_unavailable", 30)
+        assert fleet.pick("beta") is beta
+        assert fleet.ready
+        assert not fleet.lost.is_set()
 
 
 class Time:
@@ -152,19 +136,15 @@ class Time:
 
 
 @pytest.mark.fault("A4")
-def test_the_wait_before_each_restart_doubles_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_wait_before_each_restart_doubles_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first comes at once."""
-
-    async def main() -> None:
-        time, alpha = Time(monkeypatch), FakeEngine("alpha")
-        alpha.behaviour.start_error = StartError("the weights are gone")
-        alpha.die()
-        supervisor = time.supervisor(alpha, restarts=6, window_s=600, backoff_s=3, backoff_max_s=20)
-        await supervisor.keep_alive()
-        assert time.slept == [POLL_S, 0, 3, 6, 12, 20, 20]
-        assert (alpha.starts, supervisor.given_up) == (6, True)
-
-    asyncio.run(main())
+    time, alpha = Time(monkeypatch), FakeEngine("alpha")
+    alpha.behaviour.start_error = StartError("the weights are gone")
+    alpha.die()
+    supervisor = time.supervisor(alpha, restarts=6, window_s=600, backoff_s=3, backoff_max_s=20)
+    await supervisor.keep_alive()
+    assert time.slept == [POLL_S, 0, 3, 6, 12, 20, 20]
+    assert (alpha.starts, supervisor.given_up) == (6, True)
 
 
 @pytest.mark.fault("A3")
@@ -195,51 +175,42 @@ def test_one_look_at_which_an_engine_seems_stalled_does_not_end_it(monkeypatch: 
     asyncio.run(main())
 
 
-def test_restarts_long_ago_are_forgotten() -> None:
-    async def main() -> None:
-        alpha = FakeEngine("alpha")
-        patient = QUICK.model_copy(update={"restarts": 1, "window_s": 0.5})
-        async with running(alpha, supervision=patient) as fleet:
-            for starts in (2, 3):
-                alpha.die()
-                await until(lambda starts=starts: alpha.starts == starts and fleet.ready)
-                await asyncio.sleep(0.6)
+async def test_restarts_long_ago_are_forgotten() -> None:
+    alpha = FakeEngine("alpha")
+    patient = QUICK.model_copy(update={"restarts": 1, "window_s": 0.5})
+    async with running(alpha, supervision=patient) as fleet:
+        for starts in (2, 3):
             alpha.die()
-            await until(lambda: alpha.starts == 4 and fleet.ready)
-
-    asyncio.run(main())
-
-
-def test_a_fleet_that_lost_every_engine_says_so() -> None:
-    async def main() -> None:
-        engines = [FakeEngine("alpha"), FakeEngine("beta")]
-        async with running(*engines) as fleet:
-            for engine in engines:
-                engine.behaviour.start_error = StartError("gone")
-                engine.die()
-            await asyncio.wait_for(fleet.lost.wait(), 10)
-            assert not fleet.ready
-
-    asyncio.run(main())
+            await until(lambda starts=starts: alpha.starts == starts and fleet.ready)
+            await asyncio.sleep(0.6)
+        alpha.die()
+        await until(lambda: alpha.starts == 4 and fleet.ready)
 
 
-def test_what_goes_wrong_in_supervision_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        alpha = FakeEngine("alpha")
-        failures = iter([RuntimeError("unforeseen")])
-        whole = FakeEngine.stop
+async def test_a_fleet_that_lost_every_engine_says_so() -> None:
+    engines = [FakeEngine("alpha"), FakeEngine("beta")]
+    async with running(*engines) as fleet:
+        for engine in engines:
+            engine.behaviour.start_error = StartError("gone")
+            engine.die()
+        await asyncio.wait_for(fleet.lost.wait(), 10)
+        assert not fleet.ready
 
-        async def stop(self: FakeEngine) -> None:
-            for failure in failures:
-                raise failure
-            await whole(self)
 
-        monkeypatch.setattr(FakeEngine, "stop", stop)
-        async with running(alpha) as fleet:
-            alpha.die()
-            await until(lambda: fleet.ready and alpha.starts == 2)
+async def test_what_goes_wrong_in_supervision_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    alpha = FakeEngine("alpha")
+    failures = iter([RuntimeError("unforeseen")])
+    whole = FakeEngine.stop
 
-    asyncio.run(main())
+    async def stop(self: FakeEngine) -> None:
+        for failure in failures:
+            raise failure
+        await whole(self)
+
+    monkeypatch.setattr(FakeEngine, "stop", stop)
+    async with running(alpha) as fleet:
+        alpha.die()
+        await until(lambda: fleet.ready and alpha.starts == 2)
 
 
 def test_a_stop_ends_a_restart_under_way() -> None:
@@ -265,13 +236,10 @@ def test_progress_knows_its_longest_step() -> None:
     assert (progress.longest_s, progress.since()) == (0.0, 0.0)
 
 
-def test_each_engine_is_told_as_ready_when_it_is_and_not_when_all_are() -> None:
-    async def main() -> None:
-        told: list[tuple[str, str]] = []
-        fleet = Fleet([FakeEngine("alpha"), FakeEngine("beta")])
-        await fleet.start(lambda name, phase: told.append((name, phase)))
-        await fleet.stop()
-        loads = "pretending to load"
-        assert told == [("alpha", loads), ("alpha", "ready"), ("beta", loads), ("beta", "ready")]
-
-    asyncio.run(main())
+async def test_each_engine_is_told_as_ready_when_it_is_and_not_when_all_are() -> None:
+    told: list[tuple[str, str]] = []
+    fleet = Fleet([FakeEngine("alpha"), FakeEngine("beta")])
+    await fleet.start(lambda name, phase: told.append((name, phase)))
+    await fleet.stop()
+    loads = "pretending to load"
+    assert told == [("alpha", loads), ("alpha", "ready"), ("beta", loads), ("beta", "ready")]

@@ -124,18 +124,14 @@ def test_a_host_that_is_not_there(at: Setup) -> None:
         asyncio.run(fetcher.fetch("http://127.0.0.1:9/"))
 
 
-def test_a_cancelled_fetch_leaves_nothing(at: Setup) -> None:
+async def test_a_cancelled_fetch_leaves_nothing(at: Setup) -> None:
     """When the client is gone, the connection must be closed and the file removed."""
     at.good.pages["/scene.tif"] = endless
-
-    async def cancel() -> None:
-        task = asyncio.create_task(at.fetcher().fetch(at.url))
-        async with asyncio.timeout(10):
-            while not any(entry.stat().st_size for entry in at.spool.iterdir()):  # noqa: ASYNC110 - a folder
-                await asyncio.sleep(0.005)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert left(at.spool) == []
-
-    asyncio.run(cancel())
+    task = asyncio.create_task(at.fetcher().fetch(at.url))
+    async with asyncio.timeout(10):
+        while not any(entry.stat().st_size for entry in at.spool.iterdir()):  # noqa: ASYNC110 - a folder
+            await asyncio.sleep(0.005)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert left(at.spool) == []
