@@ -130,11 +130,15 @@ def test_a_record_of_another_version_is_read_or_left_alone(
     assert path.exists(), "whoever wrote it may still want it"
 
 
-def test_a_conversation_of_an_earlier_version_is_read_by_its_old_names(tmp_path: Path) -> None:
+def test_a_conversation_has_the_names_on_disk_that_every_version_reads(tmp_path: Path) -> None:
+    """A gateway of another version over the store must neither miss nor drop what a chat may not do."""
     files = HandoffRepository(tmp_path)
     old = {"messages": [], "told": {"0": "ab"}, "torn": True}
-    (tmp_path / f"{'i' * 32}.json").write_text(json.dumps(RECORD | {"id": "i" * 32, "conversation": old}))
-    found = files.update("i" * 32, lambda _record, _others: None)
+    path = tmp_path / f"{'i' * 32}.json"
+    path.write_text(json.dumps(RECORD | {"id": "i" * 32, "conversation": old}))
+    found = files.update("i" * 32, lambda record, _others: setattr(record, "label", "another"))
+    written = json.loads(path.read_text())
+    assert (written["label"], {name: written["conversation"][name] for name in old}) == ("another", old)
     again = files.read("i" * 32)
     for record in (found, again):
         assert record is not None

@@ -82,10 +82,13 @@ class Conversation(BaseModel):
     template: dict[str, Any] = {}
     answer_from: int | None = None
     ended: bool = False
+    # On disk these two have the names of the first version: gateways of several versions share a store.
     answer_fingerprints: dict[int, str] = Field(
-        {}, validation_alias=AliasChoices("answer_fingerprints", "told")
+        {}, validation_alias=AliasChoices("answer_fingerprints", "told"), serialization_alias="told"
     )
-    text_only: bool = Field(False, validation_alias=AliasChoices("text_only", "torn"))
+    text_only: bool = Field(
+        False, validation_alias=AliasChoices("text_only", "torn"), serialization_alias="torn"
+    )
     weight: int = 0
 
 
@@ -238,13 +241,13 @@ class HandoffRecord(BaseModel):
         """Measure the size that its file will have; a conversation that is too large is dropped."""
         if self.conversation is not None:
             try:
-                written = len(self.conversation.model_dump_json().encode())
+                written = len(self.conversation.model_dump_json(by_alias=True).encode())
             except ValueError:  # half of a surrogate pair cannot be written as UTF-8
                 written = MAX_CONVERSATION_BYTES + 1
             if written > MAX_CONVERSATION_BYTES:
                 self.conversation = Conversation(messages=[], text_only=True)
         self.measure()
-        self._disk_bytes = len(self.model_dump_json().encode())
+        self._disk_bytes = len(self.model_dump_json(by_alias=True).encode())
 
     def add_images(self, images: Iterable[PlacedImage]) -> None:
         """Add the images of its context."""

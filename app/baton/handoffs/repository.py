@@ -231,7 +231,7 @@ class HandoffRepository:
 
     def _write(self, held: LockedFolder, record: HandoffRecord) -> None:
         record.revision += 1
-        data = record.model_dump_json().encode()
+        data = record.model_dump_json(by_alias=True).encode()
         stamp = held.write(record.id, data)
         record.stamp, record.disk_bytes = stamp, len(data)
         self._stamps[record.id], self._usage[record.id] = stamp, record.usage
