@@ -36,7 +36,7 @@ from baton.http.middleware.origins import OriginMiddleware
 from baton.http.middleware.request_context import RequestContextMiddleware
 from baton.http.middleware.request_head import RequestHeadMiddleware
 from baton.http.request_body import body_threads
-from baton.http.routes import docs, forwarded, handoffs, health, metrics, models, plugins, pooling
+from baton.http.routes import ROUTERS, metrics
 from baton.http.state import Gateway
 from baton.http.uvicorn_server import MetricsServer
 from baton.http.validation.trial_compile import TrialCompiler
@@ -51,8 +51,6 @@ from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
 from baton_kv.stores.file import IMAGES, RECORDS
 from baton_kv.stores.memory import MemoryStore
-
-ROUTERS = (forwarded, pooling, handoffs, models, plugins, health, docs)
 
 
 def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:
@@ -116,8 +114,8 @@ def create_app(
         redoc_url=None,
     )
     app.state.gateway = gateway
-    for module in ROUTERS:
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     if metrics_listener is None and not settings.shared(keyed=keyring is not None):
         app.include_router(metrics.router)
     openapi.install(app)

@@ -27,7 +27,7 @@ from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
 from baton_kv.settings import ConnectorSettings
 from baton_kv.stores.factory import open_store
-from baton_kv.worker_role import Finished, WorkerRole
+from baton_kv.worker_role import FinishedJobs, WorkerRole
 from baton_latent.contract import MEMORY_KEY
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._fingerprint = fingerprint(facts_of(vllm_config, kv_cache_config))
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
-        self._finished = Finished()
+        self._finished = FinishedJobs()
         self._latent_reported = {"steps": 0.0, "seconds": 0.0}
         self._encoded = 0
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size

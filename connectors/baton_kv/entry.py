@@ -4,7 +4,7 @@ An entry is a safetensors file (https://github.com/huggingface/safetensors#forma
 read and which contains no code:
 
     8 bytes    length of the header, little-endian
-    header     JSON: `__metadata__` with the `Description` and its digest, then the tensors
+    header     JSON: `__metadata__` with the `EntryDescription` and its digest, then the tensors
     tokens     I32 [tokens]: every token id of the context, in order
     digests    U8  [layers, chunks, 32]: one keyed BLAKE3 digest a chunk
     layer.N    U8  [blocks, block_bytes], in the order of the engine's layers
@@ -77,7 +77,7 @@ class ImageRef:
 
 
 @dataclass(frozen=True)
-class Description:
+class EntryDescription:
     """The description in an entry's header, stored as JSON.
 
     Attributes:
@@ -118,7 +118,7 @@ class Description:
 
 
 def write(
-    description: Description,
+    description: EntryDescription,
     tokens: Sequence[int],
     layer_blocks: Callable[[int], Sequence[memoryview]],
     secret: bytes,
@@ -148,7 +148,7 @@ def write(
         yield from layer_blocks(layer)
 
 
-def _chunk_digests(description: Description, blocks: Sequence[memoryview], secret: bytes) -> bytes:
+def _chunk_digests(description: EntryDescription, blocks: Sequence[memoryview], secret: bytes) -> bytes:
     slices = (description.chunk(index) for index in range(description.chunks))
     return b"".join(_digest(secret, *blocks[chunk]) for chunk in slices)
 
@@ -166,7 +166,7 @@ def _description_digest(described: str, tokens: bytes, digests: bytes, secret: b
     return _digest(secret, sizes, *parts)
 
 
-def _tensors(description: Description) -> dict[str, Any]:
+def _tensors(description: EntryDescription) -> dict[str, Any]:
     """Return the tensors of the safetensors header, which follow from the description alone."""
     rows: list[tuple[str, str, list[int], int]] = [
         ("tokens", "I32", [description.tokens], 4 * description.tokens),
@@ -274,7 +274,7 @@ class Entry:
             raise EntryInvalid(f"the file ends within layer {layer}")
 
 
-def _read_header(reader: Reader) -> tuple[Description, str, int]:
+def _read_header(reader: Reader) -> tuple[EntryDescription, str, int]:
     """Return an entry's description, its digest (hexadecimal), and the offset of its first tensor."""
     (length,) = LENGTH.unpack(reader.read(0, LENGTH.size))
     if not 0 < length <= min(MAX_HEADER_BYTES, len(reader) - LENGTH.size):
@@ -284,7 +284,9 @@ def _read_header(reader: Reader) -> tuple[Description, str, int]:
     fields = json.loads(metadata["baton_kv"])
     if fields["format"] != FORMAT and OTHER_FORMAT.fullmatch(fields["format"]):
         raise EntryIncompatible("another version of the entry format")
-    described = Description(**fields | {"images": tuple(ImageRef(**image) for image in fields["images"])})
+    described = EntryDescription(
+        **fields | {"images": tuple(ImageRef(**image) for image in fields["images"])}
+    )
     numbers = (described.tokens, described.layers, described.blocks, described.block_bytes)
     if described.format != FORMAT or not all(type(number) is int and number > 0 for number in numbers):
         raise ValueError("unknown format, or impossible sizes")

@@ -1,4 +1,4 @@
-"""The connector's messages as subclasses of vLLM's message types, in which vLLM carries them."""
+"""Subclass vLLM's metadata and statistics types, which carry the connector's messages."""
 
 from __future__ import annotations
 

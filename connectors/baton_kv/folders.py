@@ -1,4 +1,4 @@
-"""Open folders and files safely: links are not followed, other users' folders refused, no open blocks."""
+"""Open folders and files safely: no links, no folders of other users, nothing that blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Create and read a store's secret, the key of its digests: who cannot read it cannot forge an entry."""
+"""Create and read the store's secret, the key of all its digests."""
 
 from __future__ import annotations
 

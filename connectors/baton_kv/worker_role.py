@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from baton_kv.blocks import KVBlocks
 from baton_kv.contract import Transfer, TransferError, TransferFailure, TransferOutcome, failure_of
-from baton_kv.entry import Description, Entry, EntryIncompatible, EntryInvalid, write
+from baton_kv.entry import Entry, EntryDescription, EntryIncompatible, EntryInvalid, write
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.stores.base import Store
 
@@ -37,7 +37,7 @@ class GivenUp(TransferError):
 
 
 @dataclass
-class Finished:
+class FinishedJobs:
     """The jobs that finished since the last call.
 
     Attributes:
@@ -95,9 +95,9 @@ class WorkerRole:
         except RuntimeError as error:  # no thread can be started, or it is shut down: release the request
             self._done.put((job, self._outcome(job, failure_of(error), 0.0)))
 
-    def poll(self) -> Finished:
+    def poll(self) -> FinishedJobs:
         """Return the jobs that finished since the last call."""
-        finished = Finished()
+        finished = FinishedJobs()
         while not self._done.empty():
             job, outcome = self._done.get()
             finished.outcomes.append(outcome)
@@ -179,7 +179,7 @@ class WorkerRole:
         if job.request_id in self._given_up:
             raise GivenUp
 
-    def _require_shape(self, described: Description, job: LoadJob) -> None:
+    def _require_shape(self, described: EntryDescription, job: LoadJob) -> None:
         wanted = (len(self._blocks), self._blocks.block_bytes)
         if (described.layers, described.block_bytes) != wanted:
             raise EntryInvalid("the entry's layers or blocks do not have the shape of this KV cache")
@@ -225,7 +225,7 @@ class WorkerRole:
                 entry.read_blocks(layer, job.first_block, rows)
 
     def _save(self, job: SaveJob) -> None:
-        described = Description(
+        described = EntryDescription(
             key=job.key,
             fingerprint=self._fingerprint,
             tokens=len(job.tokens),

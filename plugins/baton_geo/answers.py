@@ -16,7 +16,7 @@ FILE_NAMES = {"mask": "mask.tif", "probabilities": "probabilities.tif", "preview
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedScene:
     """A scene whose mask is written.
 
     Attributes:

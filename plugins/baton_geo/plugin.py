@@ -22,7 +22,7 @@ from vllm.outputs import PoolingRequestOutput
 from vllm.plugins.io_processors.interface import IOProcessor
 from vllm.renderers import BaseRenderer
 
-from baton_geo.answers import Finished
+from baton_geo.answers import FinishedScene
 from baton_geo.contract import GeoAnswer, GeoOptions, GeoRequest, geo_request
 from baton_geo.errors import RasterTooLarge
 from baton_geo.prithvi import PrithviConfig
@@ -39,14 +39,14 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Upload:
+class UploadRequest:
     """A request whose body is the raster file, with the options of its query."""
 
     file: Path
     options: GeoOptions
 
 
-PluginRequest = GeoRequest | Upload
+PluginRequest = GeoRequest | UploadRequest
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         Raises:
             RequestInvalid: an option is unknown or wrong.
         """
-        return Upload(file, options_of_query(query, accept))
+        return UploadRequest(file, options_of_query(query, accept))
 
     def for_description(self, data: PluginRequest) -> Shown:
         """Return the same request, but with a preview for `describe`."""
@@ -113,7 +113,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         shown = isinstance(prompt, Shown)
         if isinstance(prompt, Shown):
             prompt = prompt.request
-        if isinstance(prompt, Upload):
+        if isinstance(prompt, UploadRequest):
             raster, options = _unowned(prompt.file), prompt.options
         else:
             raster, options = await self._sources.open(prompt), prompt
@@ -145,7 +145,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         shown = isinstance(prompt, Shown)
         if isinstance(prompt, Shown):
             prompt = prompt.request
-        if isinstance(prompt, Upload):
+        if isinstance(prompt, UploadRequest):
             raster, options = _unowned(prompt.file), prompt.options
         else:
             raster, options = self._sources.open_sync(prompt), prompt
@@ -207,7 +207,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         model_output: AsyncIterator[tuple[int, PoolingRequestOutput]],
         request_id: str | None = None,
         **kwargs: Any,
-    ) -> Finished:
+    ) -> FinishedScene:
         """Write the outputs as they arrive and finish the scene; its files stay until `forget`."""
         running = None
         async for _, output in model_output:
@@ -235,24 +235,24 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         running.scene.write(tile, output.outputs.data.numpy())
         return running
 
-    def _finish(self, running: RunningScene) -> Finished:
+    def _finish(self, running: RunningScene) -> FinishedScene:
         products = running.scene.finish()
         running.scene.end_child()  # a client that reads slowly keeps the files, not a decoder
-        return Finished(running, products)
+        return FinishedScene(running, products)
 
-    def output_to_files(self, output: Finished) -> list[tuple[str, str, Path]]:
+    def output_to_files(self, output: FinishedScene) -> list[tuple[str, str, Path]]:
         """Return name, media type and path of each output."""
         return output.files()
 
-    def output_to_response(self, output: Finished) -> IOProcessorResponse[GeoAnswer]:
+    def output_to_response(self, output: FinishedScene) -> IOProcessorResponse[GeoAnswer]:
         """Return the JSON answer."""
         return IOProcessorResponse(request_id=output.running.request_id, data=output.answer())
 
-    def describe(self, output: Finished) -> tuple[str, tuple[str, Path] | None]:
+    def describe(self, output: FinishedScene) -> tuple[str, tuple[str, Path] | None]:
         """Describe the scene to a model: the areas in one line, and media type and path of the preview."""
         return output.describe()
 
-    def amounts(self, output: Finished) -> dict[str, int]:
+    def amounts(self, output: FinishedScene) -> dict[str, int]:
         """Return what a server may count of a finished scene: its pixels."""
         info = output.running.scene.info
         return {"pixels": info.width * info.height}

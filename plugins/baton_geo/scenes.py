@@ -1,4 +1,4 @@
-"""Keep the running scenes, and assign engine outputs to them by serial number.
+"""Track running scenes, and match engine outputs to them by a serial number in the prompt.
 
 vLLM gives a plugin a request before the engine and its outputs after it, without a reliable link between the
 two: offline there is no request id at all. So a prompt is one token, a serial number that is unique among the

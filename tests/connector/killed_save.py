@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from baton_kv.contract import new_key
-from baton_kv.entry import Description, write
+from baton_kv.entry import EntryDescription, write
 from baton_kv.secret import store_secret
 from baton_kv.stores import file
 
@@ -72,7 +72,7 @@ def save(root: Path, entries: int, *, connections_allowed: int) -> None:
     secret = store_secret(root)
     layer = [memoryview(random.randbytes(BLOCK_BYTES)) for _ in range(BLOCKS)]
     for _ in range(entries):
-        described = Description(new_key("local"), "f" * 64, 50, 49, LAYERS, BLOCKS, BLOCK_BYTES)
+        described = EntryDescription(new_key("local"), "f" * 64, 50, 49, LAYERS, BLOCKS, BLOCK_BYTES)
         store.put(described.key, write(described, range(50), lambda _: layer, secret))
 
 

@@ -13,7 +13,7 @@ from baton_kv.contract import (
 from baton_kv.entry import ImageRef
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.stores.memory import MemoryStore
-from baton_kv.worker_role import Finished, WorkerRole
+from baton_kv.worker_role import FinishedJobs, WorkerRole
 
 SECRET = b"s" * 32
 BLOCK = 16
@@ -32,10 +32,10 @@ class Engine:
         self.scheduler = SchedulerRole(store, SECRET, fingerprint, BLOCK)
         self.worker = WorkerRole(store, SECRET, fingerprint, KVBlocks(self.layers), verify=verify)
 
-    def run(self, jobs: int) -> Finished:
+    def run(self, jobs: int) -> FinishedJobs:
         """Let this step's jobs end."""
         self.worker.start(self.scheduler.step())
-        finished = Finished()
+        finished = FinishedJobs()
         deadline = time.monotonic() + 10
         while len(finished.outcomes) < jobs:
             assert time.monotonic() < deadline, "the jobs did not end"

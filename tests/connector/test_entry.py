@@ -13,8 +13,8 @@ import safetensors
 from baton_kv.contract import new_key
 from baton_kv.entry import (
     CHUNK_BYTES,
-    Description,
     Entry,
+    EntryDescription,
     EntryIncompatible,
     EntryInvalid,
     ImageRef,
@@ -28,8 +28,8 @@ TOKENS = list(range(1000, 1300))
 LAYERS = 3
 
 
-def describe(**changes: object) -> Description:
-    plain = Description(
+def describe(**changes: object) -> EntryDescription:
+    plain = EntryDescription(
         key=new_key("local"),
         fingerprint="f" * 64,
         tokens=len(TOKENS),
@@ -41,13 +41,13 @@ def describe(**changes: object) -> Description:
     return replace(plain, **changes)  # type: ignore[arg-type]  # fields of it
 
 
-def layer_blocks(described: Description) -> Callable[[int], list[memoryview]]:
+def layer_blocks(described: EntryDescription) -> Callable[[int], list[memoryview]]:
     shape = (described.layers, described.blocks, described.block_bytes)
     made = numpy.random.default_rng(0).integers(0, 256, shape, numpy.uint8)
     return lambda layer: [memoryview(block) for block in made[layer]]
 
 
-def encode(described: Description, secret: bytes = SECRET) -> bytes:
+def encode(described: EntryDescription, secret: bytes = SECRET) -> bytes:
     return b"".join(bytes(part) for part in write(described, TOKENS, layer_blocks(described), secret))
 
 

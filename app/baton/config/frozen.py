@@ -1,4 +1,4 @@
-"""What every group of settings is built on: the frozen base class, and sizes in bytes."""
+"""Define the base class of all settings groups (read-only, no unknown keys), and byte sizes."""
 
 from __future__ import annotations
 

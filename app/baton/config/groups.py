@@ -1,4 +1,4 @@
-"""The groups of the settings file: one class a table, every key with what it means."""
+"""Define the settings file's groups: one class a TOML table, with a description for every key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervise one engine: notice that it died or hangs, and restart it, but not for ever."""
+"""Restart an engine that died or hangs; give up after too many restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collect a chat's answer, whole or streamed in chunks, as the message that the client receives."""
+"""Build the assistant's message from a chat's answer, whole or streamed."""
 
 from __future__ import annotations
 

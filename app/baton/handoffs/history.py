@@ -1,4 +1,4 @@
-"""Recognise the conversation of a handoff where a client sends it again before its new messages.
+"""Detect messages that a client sends again although the handoff already contains them.
 
 Agent frameworks send the whole conversation with every request. The handoff's context holds it already, so
 messages that repeat it are left out. Messages that repeat only a part of it are refused, because it is not

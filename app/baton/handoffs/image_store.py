@@ -1,4 +1,4 @@
-"""Store the images of handoffs as files: a context's token ids say where images stand, not which.
+"""Store the images of handoffs as files: token ids give only the positions of images.
 
 Every image of every handoff is a file of its own, `ID.DIGEST`, so removing one handoff takes nothing from
 another. A handoff that continues another has the same images: their files are hard links to the same bytes.

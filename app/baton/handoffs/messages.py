@@ -1,4 +1,4 @@
-"""Make the conversation that a handoff's record stores from a chat request's messages."""
+"""Convert a chat request's messages into the conversation that a handoff's record stores."""
 
 from __future__ import annotations
 

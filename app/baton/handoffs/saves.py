@@ -1,4 +1,4 @@
-"""Save handoffs: wait for their KV, write images and record, and wake those who wait for them."""
+"""Save handoffs: wait for the KV, write images and record, then notify the requests that wait."""
 
 from __future__ import annotations
 

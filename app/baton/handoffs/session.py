@@ -1,4 +1,4 @@
-"""Carry out one planned request with a handoff, up to the `handoff` object of its answer."""
+"""Run one prepared request with a handoff, and add the `handoff` object to its answer."""
 
 from __future__ import annotations
 

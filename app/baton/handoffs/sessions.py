@@ -1,4 +1,4 @@
-"""Plan requests with handoffs.
+"""Prepare a request that uses a handoff: prompt, load decision, new record. Returns a `Session` to run.
 
 `Sessions.open` does everything that may be refused: it writes the prompt, decides what to load, and registers
 the handoff that will be saved. It returns a session, of which only `run` is left to call.

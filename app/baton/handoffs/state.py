@@ -1,4 +1,4 @@
-"""The states of a handoff."""
+"""Define the states of a handoff: pending, ready or failed."""
 
 from __future__ import annotations
 

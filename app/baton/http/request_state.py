@@ -1,4 +1,4 @@
-"""Define what the gateway knows about one request while it runs, until its line in the access log."""
+"""Define the state of one request, kept until its line in the access log is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Call the hooks of one IO processor plugin, whichever vLLM it was written for.
+"""Call a plugin's hooks, of vLLM's old and of its new plugin interface.
 
 | step      | vLLM 0.11 to 0.15              | vLLM 0.32                | ours, optional                    |
 |-----------|--------------------------------|--------------------------|-----------------------------------|

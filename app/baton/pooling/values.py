@@ -1,4 +1,4 @@
-"""What goes into a plugin and what comes out of it: uploads, result files, descriptions."""
+"""Define what passes to and from plugins: uploads, result files, descriptions."""
 
 from __future__ import annotations
 

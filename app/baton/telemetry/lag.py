@@ -1,4 +1,4 @@
-"""Measure how late the event loop is, which delays every request."""
+"""Measure the delay of the event loop."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from baton_geo.raster.image import ImageSource
 from baton_geo.raster.magic import HEAD_BYTES, recognise
 from baton_geo.raster.messages import PREVIEW, SceneInfo, SceneRequest, Tally
 from baton_geo.raster.mosaic import Mosaic
+from baton_geo.raster.output_files import ProductWriter
 from baton_geo.raster.preview import LONGEST, draw_preview, rgb_bands
-from baton_geo.raster.products import ProductWriter
 from baton_geo.raster.rows import Rows, Sample, Thumbnail
 from baton_geo.raster.source import Source
 from baton_geo.raster.values import RangeCheck, Scaling, find_valid

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from baton_geo.card import Card
 from baton_geo.raster.messages import ClassCount
-from baton_geo.raster.products import Classes
+from baton_geo.raster.output_files import Classes
 from baton_geo.raster.rows import Thumbnail
 
 LONGEST = 1024  # side of the preview, pixels

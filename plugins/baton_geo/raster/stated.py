@@ -1,4 +1,4 @@
-"""Read scales and offsets from a file's tags, and recognise products that are known to need an offset."""
+"""Read scale and offset from a file's tags, and detect satellite products that need an offset."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from baton_geo.raster.grid import Floats, Grid
 from baton_geo.raster.mosaic import Mosaic, softmax
-from baton_geo.raster.products import most_likely
+from baton_geo.raster.output_files import most_likely
 
 grids = st.builds(
     lambda width, height, tile, share: Grid(width, height, tile, int(tile * share / 2)),

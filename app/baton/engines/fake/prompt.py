@@ -1,4 +1,4 @@
-"""Read a fake engine's prompt and token limit from a request: one token a word."""
+"""Make the fake engine's prompts, in which each word counts as one token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compile a request's constraint on trial, in a process that may be killed.
+"""Compile constraints in a process that can be killed: `python -m baton.engines.process.compile_server FD`.
 
 Run as `python -m baton.engines.process.compile_server <descriptor>`. The process has one thread and the
 compilers loaded, so that a forked child starts in milliseconds. Each message on its control socket is one

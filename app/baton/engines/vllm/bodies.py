@@ -1,4 +1,4 @@
-"""Change a request's body before vLLM's handlers read it: the response id, and a prompt of token ids."""
+"""Adapt request bodies for vLLM's handlers: set the response id, insert the prompt's token ids."""
 
 from __future__ import annotations
 

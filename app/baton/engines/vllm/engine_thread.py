@@ -1,4 +1,4 @@
-"""Build an engine in a thread that lives as long as the engine, and end both."""
+"""Build a vLLM engine in a thread of its own, and stop the engine before the thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read how an engine's model takes images, and correct vLLM's record of the images that its process has.
+"""Read how a model takes images, and keep vLLM's cache of images that its process has correct.
 
 vLLM caches processed images twice: this process records which images the engine process was sent, and sends
 each once. But it records an image when it is processed, not when it is sent: a request that is refused or

@@ -1,4 +1,4 @@
-"""Make and close the one instance of an engine's IO processor plugin, and run the prompts it makes."""
+"""Create and close an engine's IO processor plugin, and run its prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep vLLM's own Prometheus series per engine, and pass on what an engine reports after each step.
+"""Keep a Prometheus registry of its own for each vLLM engine, and forward each step's report.
 
 Every `PrometheusStatLogger` first removes all `vllm:*` collectors from the process-wide registry, so a second
 engine, or the same engine after a restart, would erase the series of the first. A subclass made per engine,

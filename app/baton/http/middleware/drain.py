@@ -1,4 +1,4 @@
-"""Drain the gateway: let running requests finish, and end the rest with an error that clients can read.
+"""Let running requests finish at shutdown, and end late ones with an error that clients can read.
 
 A request that is ended without an answer gets a 503; a stream gets a last `error` event.
 """

@@ -1,4 +1,4 @@
-"""Drop the fields of a request that would steer an engine past the gateway."""
+"""Remove request fields that would bypass the gateway's control of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compile constraints on trial in a process that can be killed, before an engine compiles them."""
+"""Ask the compile server to compile a request's constraints before an engine does."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ log = structlog.get_logger("baton.schemas")
 
 
 @dataclass(frozen=True)
-class _Server:
+class _CompileServer:
     """A compile server: its process, and the socket on which it takes jobs."""
 
     process: subprocess.Popen[bytes]
     control: socket.socket
 
     @staticmethod
-    def start() -> _Server:
+    def start() -> _CompileServer:
         """Start a compile server."""
         control, theirs = socket.socketpair()
         with theirs:
@@ -59,7 +59,7 @@ class _Server:
                 stderr=subprocess.DEVNULL,  # compilers quote what clients send
                 process_group=0,  # only the gateway handles a terminal's interrupt
             )
-        return _Server(process, control)
+        return _CompileServer(process, control)
 
     def stop(self) -> None:
         """Kill the server; its children end when their sockets close."""
@@ -83,7 +83,7 @@ class TrialCompiler:
         places = QueueLimits(PLACES, waiting=WAITING, wait_s=WAIT_S)
         self._queue = watched_queue(places, lambda _: _busy(), metrics, "schemas")
         self._starting = asyncio.Lock()
-        self._server: _Server | None = None
+        self._server: _CompileServer | None = None
 
     def close(self) -> None:
         """Stop the compile server and its children."""
@@ -168,7 +168,7 @@ class TrialCompiler:
             await self._replace(server)  # the server died, and the constraint was not tried
         raise _busy()
 
-    async def _asked(self, server: _Server, job: bytes) -> bytes:
+    async def _asked(self, server: _CompileServer, job: bytes) -> bytes:
         loop = asyncio.get_running_loop()
         with _job_at(server) as ours:
             try:
@@ -183,17 +183,17 @@ class TrialCompiler:
                     raise _busy() from None
                 return b""
 
-    async def _running(self) -> _Server:
+    async def _running(self) -> _CompileServer:
         async with self._starting:
             if self._server is None:
                 try:
-                    self._server = await asyncio.to_thread(_Server.start)
+                    self._server = await asyncio.to_thread(_CompileServer.start)
                 except OSError as error:  # the system has no resources for another process
                     log.warning("compile_server_not_started", reason=error.strerror)
                     raise _busy() from None
             return self._server
 
-    async def _replace(self, server: _Server) -> None:
+    async def _replace(self, server: _CompileServer) -> None:
         async with self._starting:
             if self._server is server:
                 self._server = None
@@ -202,7 +202,7 @@ class TrialCompiler:
 
 
 @contextlib.contextmanager
-def _job_at(server: _Server) -> Iterator[socket.socket]:
+def _job_at(server: _CompileServer) -> Iterator[socket.socket]:
     """Return a socket to a new child, which ends when the socket closes."""
     ours, theirs = socket.socketpair()
     with ours:
