@@ -48,6 +48,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     }
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group the tests for pytest-xdist: one process has all tests of a shared gateway, or of a file.
 
