@@ -20,12 +20,12 @@ from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import SettingsError
-from baton.handoffs.image_store import ImageStore
 from baton.handoffs.planner import Planner
-from baton.handoffs.repository import HandoffRepository
+from baton.handoffs.records.image_store import ImageStore
+from baton.handoffs.records.repository import HandoffRepository
+from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
-from baton.handoffs.storage import HandoffStorage
 from baton.http import openapi
 from baton.http.middleware.admission import AdmissionMiddleware
 from baton.http.middleware.auth import AuthMiddleware

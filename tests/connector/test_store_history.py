@@ -16,7 +16,7 @@ import pytest
 from support import store_history
 from support.store_history import BUDGET, WRONG
 
-from baton.handoffs.repository import HandoffRepository
+from baton.handoffs.records.repository import HandoffRepository
 from baton_kv.stores.file import FileStore
 
 SCRIPT = Path(store_history.__file__)

@@ -24,9 +24,9 @@ from baton.config.settings import load_settings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.engines.port import TransferRequest
-from baton.handoffs.record import HandoffRecord
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.state import HandoffState
 from baton.handoffs.service import Handoffs
-from baton.handoffs.state import HandoffState
 from baton.server import create_app
 
 STREAMS = 50

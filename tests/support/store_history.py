@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from baton.config.groups import HandoffSettings
-from baton.handoffs.changes import ChangeRules
-from baton.handoffs.record import HandoffRecord
-from baton.handoffs.repository import HandoffRepository
+from baton.handoffs.records.changes import ChangeRules
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.repository import HandoffRepository
 from baton_kv.stores.base import EntryMissing, StoreError
 from baton_kv.stores.file import FileStore
 

@@ -17,13 +17,13 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.image_store import ImageStore
 from baton.handoffs.messages import AFTER_THE_PROMPT, conversation_of
-from baton.handoffs.record import MAX_CONVERSATION_BYTES, HandoffRecord
-from baton.handoffs.repository import HandoffRepository
+from baton.handoffs.records.image_store import ImageStore
+from baton.handoffs.records.record import MAX_CONVERSATION_BYTES, HandoffRecord
+from baton.handoffs.records.repository import HandoffRepository
+from baton.handoffs.records.state import HandoffState
+from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
-from baton.handoffs.state import HandoffState
-from baton.handoffs.storage import HandoffStorage
 from baton.images.client_image import ClientImage
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key

@@ -16,9 +16,9 @@ from baton.config.settings import Settings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
-from baton.handoffs.image_store import ImageStore
-from baton.handoffs.record import HandoffRecord
-from baton.handoffs.repository import HandoffRepository
+from baton.handoffs.records.image_store import ImageStore
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.repository import HandoffRepository
 from baton.handoffs.service import Handoffs
 from baton.images.client_image import ClientImage
 from baton.server import handoffs_of

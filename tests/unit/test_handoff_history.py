@@ -9,7 +9,7 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.handoffs.answers import ChatAnswer
 from baton.handoffs.history import answer_fingerprint, fingerprint, resent
-from baton.handoffs.record import Conversation
+from baton.handoffs.records.record import Conversation
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "Rome."}

@@ -16,12 +16,12 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffIncompatible
-from baton.handoffs.image_store import ImageStore
-from baton.handoffs.record import HandoffRecord
-from baton.handoffs.repository import HandoffRepository
+from baton.handoffs.records.image_store import ImageStore
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.repository import HandoffRepository
+from baton.handoffs.records.state import HandoffState
+from baton.handoffs.records.storage import ORPHANED_AFTER_S, HandoffStorage
 from baton.handoffs.service import Handoffs
-from baton.handoffs.state import HandoffState
-from baton.handoffs.storage import ORPHANED_AFTER_S, HandoffStorage
 from baton.images.client_image import ClientImage
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.file import FileStore

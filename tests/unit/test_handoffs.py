@@ -18,12 +18,12 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.image_store import ImageStore
-from baton.handoffs.record import HandoffRecord
-from baton.handoffs.repository import HandoffRepository
+from baton.handoffs.records.image_store import ImageStore
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.repository import HandoffRepository
+from baton.handoffs.records.state import HandoffState
+from baton.handoffs.records.storage import ORPHANED_AFTER_S, HandoffStorage
 from baton.handoffs.service import Handoffs
-from baton.handoffs.state import HandoffState
-from baton.handoffs.storage import ORPHANED_AFTER_S, HandoffStorage
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
@@ -223,7 +223,7 @@ async def test_entries_that_belong_to_nobody_are_swept_and_a_plain_engine_s_are_
 async def test_a_save_that_comes_late_is_known_when_it_is_there(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.handoffs.saves.COMMIT_WITHIN_S", 0.01)
+    monkeypatch.setattr("baton.handoffs.records.saves.COMMIT_WITHIN_S", 0.01)
     handoffs, relay = house.handoffs(), TransferRequest()
     record = handoffs.begin(ENGINE, "local", parent=None)
     handoffs.end(record, relay, [1, 2])

@@ -12,7 +12,7 @@ from baton.engines.port import TransferRequest
 from baton.engines.throughput import Throughput
 from baton.engines.transfers import TransferWatch
 from baton.handoffs.planner import Choice, Planner
-from baton.handoffs.record import HandoffRecord
+from baton.handoffs.records.record import HandoffRecord
 from baton.telemetry.metrics import TransferMetrics
 
 MIB = 1024 * 1024

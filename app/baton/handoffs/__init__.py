@@ -1,1 +1,1 @@
-"""Handoffs: what one is, who may use it, how long it lives. Nothing here knows vLLM or HTTP."""
+"""The rules of handoffs: requests that save or load one, and the `records` of those that exist. No vLLM, no HTTP."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engines.port import Engine
 from baton.errors import HandoffIncompatible
-from baton.handoffs.record import HandoffRecord
+from baton.handoffs.records.record import HandoffRecord
 
 
 def require_compatible(record: HandoffRecord, engine: Engine) -> None:

@@ -18,7 +18,7 @@ from baton.errors import GenerationFailed, ImagesMisplaced, InvalidRequest, Temp
 from baton.handoffs.history import has_answer, resent
 from baton.handoffs.image_refs import count_images, shift_images, with_image_refs
 from baton.handoffs.messages import conversation_from, template_of
-from baton.handoffs.record import Conversation, HandoffRecord
+from baton.handoffs.records.record import Conversation, HandoffRecord
 from baton.images.client_image import ClientImage
 from baton.telemetry.ids import RequestContext
 

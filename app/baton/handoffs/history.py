@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from baton.engines.port import Json
 from baton.errors import InvalidRequest
-from baton.handoffs.record import Conversation
+from baton.handoffs.records.record import Conversation
 
 ANSWER_FIELDS = frozenset({"annotations", "audio", "parsed", "reasoning", "reasoning_content", "refusal"})
 """Fields of an assistant's message that servers and SDKs add; clients may send them back or drop them."""

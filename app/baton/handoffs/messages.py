@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baton.engines.port import Json
-from baton.handoffs.record import Conversation
+from baton.handoffs.records.record import Conversation
 
 TEMPLATE_FIELDS = (
     "tools",

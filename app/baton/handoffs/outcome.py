@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.engines.port import TransferReport
 from baton.handoffs.planner import Choice, Decision
-from baton.handoffs.record import HandoffRecord
+from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.replies import prefix_hits
 from baton_kv.contract import TransferFailure
 

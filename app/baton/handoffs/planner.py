@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from baton.engines.port import Engine
-from baton.handoffs.record import HandoffRecord
+from baton.handoffs.records.record import HandoffRecord
 
 MEASURE_EVERY = 2
 """Every so many recomputed requests, one loads a little, so that the loading rate stays measured."""

@@ -11,7 +11,7 @@ from baton.engines.port import Json, Operation, PlacedImage
 from baton.errors import InvalidRequest
 from baton.handoffs.conversation import Chat, Writer
 from baton.handoffs.messages import AFTER_THE_PROMPT, conversation_of, with_text
-from baton.handoffs.record import Conversation, HandoffRecord
+from baton.handoffs.records.record import Conversation, HandoffRecord
 from baton_latent.contract import prepare_latent_prompt
 
 

@@ -17,15 +17,15 @@ from baton.errors import (
     HandoffNotFound,
     HandoffPending,
 )
-from baton.handoffs.budget import RecordBudget
-from baton.handoffs.changes import ChangeRules
 from baton.handoffs.compatible import require_compatible
-from baton.handoffs.index import HandoffIndex
-from baton.handoffs.record import HandoffRecord
-from baton.handoffs.saves import Saves
-from baton.handoffs.state import HandoffState
-from baton.handoffs.storage import HandoffStorage
-from baton.handoffs.sync import IndexSync
+from baton.handoffs.records.budget import RecordBudget
+from baton.handoffs.records.changes import ChangeRules
+from baton.handoffs.records.index import HandoffIndex
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.saves import Saves
+from baton.handoffs.records.state import HandoffState
+from baton.handoffs.records.storage import HandoffStorage
+from baton.handoffs.records.sync import IndexSync
 from baton.telemetry.metrics import HandoffMetrics
 
 FAILED_FOR_S = 60.0

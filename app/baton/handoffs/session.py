@@ -21,7 +21,7 @@ from baton.handoffs.messages import AFTER_THE_PROMPT
 from baton.handoffs.outcome import KV_IS_GONE, source_outcome
 from baton.handoffs.planner import Decision
 from baton.handoffs.prompt import ContextPrompt
-from baton.handoffs.record import Conversation, HandoffRecord
+from baton.handoffs.records.record import Conversation, HandoffRecord
 from baton.handoffs.replies import DONE, chunk_of, correct_reply, event_of, head_of
 from baton.handoffs.service import Handoffs
 from baton.telemetry.ids import RequestContext

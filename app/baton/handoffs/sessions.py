@@ -22,7 +22,7 @@ from baton.handoffs.conversation import Writer
 from baton.handoffs.options import HandoffOptions, NewHandoff, SaveOptions
 from baton.handoffs.planner import Decision, Planner
 from baton.handoffs.prompt import write_prompt
-from baton.handoffs.record import HandoffRecord
+from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.service import Handoffs
 from baton.handoffs.session import Session
 from baton.images.client_image import ClientImage

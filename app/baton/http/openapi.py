@@ -15,7 +15,7 @@ from pydantic.json_schema import JsonSchemaMode
 from baton import __version__
 from baton.engines.port import Operation
 from baton.handoffs import options
-from baton.handoffs.public import HandoffList, HandoffObject
+from baton.handoffs.records.public import HandoffList, HandoffObject
 from baton.http.media_types import UPLOAD_TYPES
 from baton.http.middleware.auth import PUBLIC_PATHS
 from baton.http.routes.forwarded import FORWARDED

@@ -18,8 +18,8 @@ from baton.handoffs.options import (
     require_known_parts,
     require_latent,
 )
+from baton.handoffs.records.state import HandoffState
 from baton.handoffs.session import ID_HEADER
-from baton.handoffs.state import HandoffState
 from baton.http.pipeline import admit, check, take_place, unless_gone
 from baton.http.request_body import read_json
 from baton.http.request_images import take_images

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import structlog
 
 from baton.engines.port import PlacedImage
-from baton.handoffs.image_store import ImageStore
-from baton.handoffs.record import HandoffRecord, is_handoff_key
-from baton.handoffs.repository import Edit, HandoffRepository, News
+from baton.handoffs.records.image_store import ImageStore
+from baton.handoffs.records.record import HandoffRecord, is_handoff_key
+from baton.handoffs.records.repository import Edit, HandoffRepository, News
 from baton_kv.stores.base import EntryMissing, Store, StoreError
 
 ORPHANED_AFTER_S = 600.0

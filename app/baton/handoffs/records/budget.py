@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from baton.config.groups import HandoffSettings
-from baton.handoffs.index import HandoffIndex
-from baton.handoffs.record import HandoffRecord
-from baton.handoffs.storage import HandoffStorage
+from baton.handoffs.records.index import HandoffIndex
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.storage import HandoffStorage
 from baton_kv.stores.base import StoreError
 
 NON_KV_SHARE = 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-from baton.handoffs.record import HandoffRecord, Usage
+from baton.handoffs.records.record import HandoffRecord, Usage
 
 FORGOTTEN_IDS = 10_000
 """Most ids of forgotten handoffs that are remembered, so that a late file does not bring one back."""

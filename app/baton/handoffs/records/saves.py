@@ -7,13 +7,13 @@ import contextlib
 import time
 
 from baton.engines.port import TransferRequest
-from baton.handoffs.budget import RecordBudget
-from baton.handoffs.changes import ChangeRules
-from baton.handoffs.index import HandoffIndex
-from baton.handoffs.record import HandoffRecord
-from baton.handoffs.state import HandoffState
-from baton.handoffs.storage import HandoffStorage
-from baton.handoffs.sync import IndexSync
+from baton.handoffs.records.budget import RecordBudget
+from baton.handoffs.records.changes import ChangeRules
+from baton.handoffs.records.index import HandoffIndex
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.state import HandoffState
+from baton.handoffs.records.storage import HandoffStorage
+from baton.handoffs.records.sync import IndexSync
 
 COMMIT_WITHIN_S = 5.0
 """The engine saves KV beside its other work. A handoff whose KV takes longer is ready before its KV is."""

@@ -18,8 +18,8 @@ from pathlib import Path
 import structlog
 from pydantic import ValidationError
 
-from baton.handoffs.record import HandoffRecord, Usage
-from baton.handoffs.record_folder import ID, SUFFIX, LockedFolder, Stamp, locked, stamp_of
+from baton.handoffs.records.record import HandoffRecord, Usage
+from baton.handoffs.records.record_folder import ID, SUFFIX, LockedFolder, Stamp, locked, stamp_of
 from baton_kv.folders import folder, make_folder, open_file
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024

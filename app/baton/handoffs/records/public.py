@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from baton.handoffs.state import HandoffState
+from baton.handoffs.records.state import HandoffState
 
 
 class HandoffObject(BaseModel):

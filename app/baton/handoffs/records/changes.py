@@ -9,8 +9,8 @@ from typing import Any
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffPinsFull
-from baton.handoffs.record import HandoffRecord, Usage
-from baton.handoffs.repository import Edit, OtherUsage
+from baton.handoffs.records.record import HandoffRecord, Usage
+from baton.handoffs.records.repository import Edit, OtherUsage
 
 PINNED_SHARE = 0.5
 """Share of the budget that may be pinned, divided among the tenants; the rest stays for unpinned handoffs."""

@@ -19,7 +19,7 @@ import structlog
 
 from baton.engines.port import PlacedImage
 from baton.errors import HandoffImagesLost
-from baton.handoffs.record import HandoffRecord, StoredImage
+from baton.handoffs.records.record import HandoffRecord, StoredImage
 from baton.images.client_image import ClientImage
 from baton_kv.folders import CREATE, bytes_in, folder, make_folder, open_file
 

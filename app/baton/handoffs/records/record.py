@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
 
 from baton.engines.port import PlacedImage
-from baton.handoffs.public import HandoffObject
-from baton.handoffs.state import HandoffState
+from baton.handoffs.records.public import HandoffObject
+from baton.handoffs.records.state import HandoffState
 
 
 def _token_ids(value: Any) -> array[int]:

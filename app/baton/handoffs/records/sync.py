@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from baton.handoffs.index import HandoffIndex
-from baton.handoffs.record import HandoffRecord
-from baton.handoffs.storage import HandoffStorage
+from baton.handoffs.records.index import HandoffIndex
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.storage import HandoffStorage
 
 CHANGEABLE = ("label", "pin", "bytes", "ttl_s", "expires_at", "revision", "stamp", "disk_bytes")
 """Fields of a record that may change after it was saved."""

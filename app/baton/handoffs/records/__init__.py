@@ -1,0 +1,1 @@
+"""The records of handoffs: in memory, on disk, shared by the gateways over one store."""
