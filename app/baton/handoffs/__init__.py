@@ -1,1 +1,1 @@
-"""The rules of handoffs: requests that save or load one, and the `records` of those that exist. No vLLM, no HTTP."""
+"""The rules of handoffs: requests that save or load one, and the `records` there are. No vLLM, no HTTP."""
