@@ -33,7 +33,7 @@ demo-vision: $(VENV)/.serve ## Watch a scene mapped, described and asked about (
 	@exec $(BIN)/python -m examples.demo vision $(ARGS)
 
 test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not chaos and not soak and not image" $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder -m "not chaos and not soak and not image" $(ARGS)
 
 lint: $(VENV)/.dev ## Format, lint, types, architecture
 	$(BIN)/ruff format --check .

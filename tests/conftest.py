@@ -23,6 +23,7 @@ from baton.models.store import ModelStore
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
 SHARED_GATEWAYS = ("real_gateway", "tiny_gateway", "relay_gateway", "geo_gateway")
+SHARING_FOLDERS = ("conformance", "deploy", "docs", "engine")
 LAST_USERS: pytest.StashKey[dict[str, pytest.Item]] = pytest.StashKey()
 
 
@@ -48,17 +49,23 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     }
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests for pytest-xdist: one process has all tests of a shared gateway, or of a file.
-
-    Tests with engines come first, as they are the longest.
-    """
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            shared = [name for name in getattr(item, "fixturenames", ()) if name in SHARED_GATEWAYS]
-            item.add_marker(pytest.mark.xdist_group(shared[0] if shared else str(item.path)))
+    """Put tests with engines first: they are the longest."""
     items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give all tests of the folders that share gateways to one process of pytest-xdist, the others file by file."""
+    from xdist.scheduler import LoadScopeScheduling  # where the tests run in one process it is not needed
+
+    class FolderScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            shares = any(f"/{folder}/" in f"/{file}" for folder in SHARING_FOLDERS)
+            return "shared gateways" if shares else file
+
+    return FolderScheduling(config, log)
 
 
 @pytest.hookimpl(trylast=True)

@@ -36,10 +36,7 @@ def fakes() -> list[FakeEngine]:
     ]
 
 
-REAL = pytest.param("vllm", marks=[pytest.mark.engine, pytest.mark.xdist_group("real_gateway")])
-
-
-@pytest.fixture(scope="module", params=["fake", REAL])
+@pytest.fixture(scope="module", params=["fake", pytest.param("vllm", marks=pytest.mark.engine)])
 def client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     if request.param == "fake":
         with (

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
+import tracemalloc
 from functools import cache
 from typing import Any
 
@@ -28,6 +30,7 @@ from baton.errors import (
     UnsupportedMediaType,
 )
 from baton.http.middleware.body_limit import Body
+from baton.http.middleware.errors import ErrorMiddleware
 from baton.http.request_body import read_json
 from baton.http.request_state import KEY, RequestState
 from baton.http.validation.steering import strip_arguments, strip_steering
@@ -287,3 +290,36 @@ def test_only_arguments_that_are_allowed_pass(given: Any, kept: dict[str, Any], 
     body = {"vllm_xargs": given}
     assert strip_arguments(body, ("top_n_sigma",)) == dropped
     assert body == kept
+
+
+@pytest.mark.fault("E7")
+async def test_a_refused_request_keeps_nothing_of_its_body() -> None:
+    """Not even until the garbage collector runs: the budget of bodies is given back when the request ends."""
+    size = 4 * 1024 * 1024
+
+    async def refusing(scope: Any, receive: Any, _send: Any) -> None:
+        body = (await receive())["body"]
+        assert len(body) == size
+        raise InvalidRequest("no")
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": bytes(size), "more_body": False}
+
+    async def send(_message: Any) -> None:
+        return None
+
+    app = ErrorMiddleware(refusing, metrics=GatewayMetrics())
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        for _ in range(5):
+            scope: dict[str, Any] = {"type": "http", "path": "/v1/completions", "headers": []}
+            RequestState(RequestContext("0" * 32)).attach(scope)
+            await app(scope, receive, send)
+            del scope
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert kept < size

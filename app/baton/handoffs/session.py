@@ -86,7 +86,8 @@ class Session:
         """
         body = {"model": self.engine.name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         try:
-            await self.engine.call(Operation.COMPLETIONS, body, self.context, self.transfer)
+            reply = await self.engine.call(Operation.COMPLETIONS, body, self.context, self.transfer)
+            assert isinstance(reply, WholeReply)
         except BaseException:
             self.fail()
             raise

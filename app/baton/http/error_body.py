@@ -15,7 +15,7 @@ ANTHROPIC_PATHS = ("/v1/messages",)
 
 def error_response(error: BatonError, scope: Scope) -> Response:
     """Return the response to an error, and note the error for metrics and log."""
-    state_of(scope).error = error
+    state_of(scope).note(error)
     response = JSONResponse(error_body(error, scope), status_code=error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
@@ -37,5 +37,5 @@ def error_body(error: BatonError, scope: Scope) -> dict[str, object]:
 
 def error_event(error: BatonError, scope: Scope) -> str:
     """Return the last event of a stream that fails midway, and note the error for metrics and log."""
-    state_of(scope).error = error
+    state_of(scope).note(error)
     return f"event: error\ndata: {json.dumps(error_body(error, scope))}\n\n"

@@ -59,7 +59,7 @@ def refuse_old_name(body: Json) -> None:
     Raises:
         InvalidRequest: the body has `then`.
     """
-    if OLD_FIELD in body:
+    if body.pop(OLD_FIELD, None) is not None:
         raise InvalidRequest(f"'{OLD_FIELD}' is called '{FIELD}' now: rename the field.", param=OLD_FIELD)
 
 

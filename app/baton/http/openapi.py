@@ -152,8 +152,9 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
     components |= vllm["components"] | {"BatonError": ERROR_SCHEMA}
     for name, kind in HANDOFF_MODELS.items():
         mode: JsonSchemaMode = "serialization" if kind in ANSWERS else "validation"
-        schema = kind.model_json_schema(mode=mode, ref_template="#/components/schemas/{model}")
-        components |= schema.pop("$defs", {}) | {name: schema}
+        schema = kind.model_json_schema(mode=mode, ref_template="#/components/schemas/Baton{model}")
+        parts = {f"Baton{part}": found for part, found in schema.pop("$defs", {}).items()}
+        components |= parts | {name: schema}
     openapi["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     openapi["security"] = [{"key": []}]
     for path, methods in openapi["paths"].items():

@@ -23,13 +23,22 @@ class RequestState:
         context: the client and the request's ids.
         ticket: the places that it holds in the admission queues.
         model: name of the engine that answers it; None until one is picked.
-        error: the error that it was answered with, if any.
+        error_code: code of the error that it was answered with, if any.
+        error_reason: reason of that error, a label of the metric of rejections.
     """
 
     context: RequestContext
     ticket: Ticket = field(default_factory=Ticket)
     model: str | None = None
-    error: BatonError | None = None
+    error_code: str | None = None
+    error_reason: str | None = None
+
+    def note(self, error: BatonError) -> None:
+        """Note the error that the request is answered with.
+
+        The exception itself is not kept: its traceback holds the request's body, and that holds this state.
+        """
+        self.error_code, self.error_reason = error.code, error.reason
 
     def attach(self, scope: Scope) -> None:
         """Store this state in the scope of its request."""

@@ -77,11 +77,14 @@ def _instance(entry_point: Callable[[], str], vllm_config: Any, renderer: Any) -
     try:
         inspect.signature(cls).bind(vllm_config, renderer)
     except TypeError:
-        return cls(vllm_config)
-    return cls(vllm_config, renderer)
+        instance = cls(vllm_config)
+    else:
+        instance = cls(vllm_config, renderer)
+    _refuse_renamed_hooks(type(instance))  # an entry point may name a factory
+    return instance
 
 
-def _refuse_renamed_hooks(cls: type[Any]) -> None:
+def _refuse_renamed_hooks(cls: Any) -> None:
     for old, new in RENAMED_HOOKS.items():
         if hasattr(cls, old):
             raise StartError(f"defines the hook '{old}', which is called '{new}' now: rename the method.")

@@ -12,7 +12,7 @@ from baton.handoffs.records.state import HandoffState
 class HandoffObject(BaseModel):
     """A handoff. Its token ids are not shown, because they can be long."""
 
-    model_config = ConfigDict(title="BatonHandoffObject")
+    model_config = ConfigDict(title="BatonHandoffObject", json_schema_serialization_defaults_required=True)
 
     id: str = Field(description="Identifies the handoff in `handoff.from` and in the path of its routes.")
     object: Literal["handoff"] = Field("handoff", description="The kind of object.")
@@ -32,7 +32,7 @@ class HandoffObject(BaseModel):
 class HandoffList(BaseModel):
     """A page of a tenant's handoffs, the newest first."""
 
-    model_config = ConfigDict(title="BatonHandoffList")
+    model_config = ConfigDict(title="BatonHandoffList", json_schema_serialization_defaults_required=True)
 
     object: Literal["list"] = Field("list", description="The kind of object.")
     data: list[HandoffObject] = Field(description="The handoffs of this page.")

@@ -75,14 +75,14 @@ class RequestContextMiddleware:
         return next((template for regex, template in self._templates if regex.match(path)), OTHER)
 
     def _record(self, scope: Scope, state: RequestState, route: str, status: int, seconds: float) -> None:
-        context, error = state.context, state.error
+        context = state.context
         method = scope["method"] if scope["method"] in METHODS else OTHER
         code_class = f"{status // 100}xx" if status else "none"
         self._metrics.requests.labels(route, method, code_class).inc()
         self._metrics.duration.labels(route).observe(seconds)
         self._count_tenant(context, route, code_class)
-        if error is not None:
-            self._metrics.rejections.labels(error.reason).inc()
+        if state.error_reason is not None:
+            self._metrics.rejections.labels(state.error_reason).inc()
         line = {
             "request_id": context.request_id,
             "client_request_id": context.client_request_id,
@@ -92,7 +92,7 @@ class RequestContextMiddleware:
             "route": route,
             "model": state.model,
             "status": status,
-            "code": error.code if error else None,
+            "code": state.error_code,
             "seconds": round(seconds, 4),
         }
         log = self._log.debug if route in PROBES else self._log.info
