@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from direct import PAUSE_S, PROMPT_IDS
+from load import one_token_ms, stream_round, whole_round
 from rich.console import Console
 from rich.progress import track
 from servers import ENVIRONMENT, Server, baton, cpu_seconds, machine, plain_vllm, tiny_model
-from support.load import one_token_ms, stream_round, whole_round
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore

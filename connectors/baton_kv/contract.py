@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -116,13 +116,17 @@ class TransferOutcome:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> TransferOutcome:
-        """Build an outcome from what `message` returned.
+        """Build an outcome from what `message` returned; fields of another version are left out.
 
         Raises:
-            ValueError: `kind` is not a `Transfer` that this version knows.
+            ValueError: `kind` is not a `Transfer` that this version knows, or a field is missing.
         """
-        failure = None if message["failure"] is None else TransferFailure(message["failure"])
-        return cls(**{**message, "kind": Transfer(message["kind"]), "failure": failure})
+        known = {field.name: message[field.name] for field in fields(cls) if field.name in message}
+        try:
+            failure = None if known.get("failure") is None else TransferFailure(known["failure"])
+            return cls(**{**known, "kind": Transfer(known["kind"]), "failure": failure})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a transfer's outcome: {error}") from None
 
 
 class TransferParams(BaseModel):

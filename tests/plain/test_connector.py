@@ -120,7 +120,7 @@ def test_a_corrupt_entry_is_computed_anew(first: RelayServer, store: Path) -> No
 
 def test_a_wrong_block_would_be_noticed_here(first: RelayServer, store: Path) -> None:
     """The test of the tests: KV of another prompt under this one's key must change the answer."""
-    from baton_kv.entry import Description, Entry, write
+    from baton_kv.entry import Entry, EntryDescription, write
     from baton_kv.secret import store_secret
     from baton_kv.stores.file import FileStore
 
@@ -136,7 +136,7 @@ def test_a_wrong_block_would_be_noticed_here(first: RelayServer, store: Path) ->
             for layer in range(entry.description.layers)
         ]
     assert all(len(layer) == size for layer in layers)
-    described = Description(**(vars(entry.description) | {"key": key}))
+    described = EntryDescription(**(vars(entry.description) | {"key": key}))
     step = described.block_bytes
     planted = write(
         described,

@@ -7,16 +7,18 @@ and the helpers that it makes, keep their series in a registry of that engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from baton_kv.contract import TransferOutcome
 
+log = structlog.get_logger("baton.engine")
 HELPERS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls", "_perf_metrics_cls")
 FAMILIES: dict[str, type[Any]] = {
     "_gauge_cls": Gauge,
@@ -91,9 +93,18 @@ def _record(listeners: StepListeners) -> Callable[..., None]:
             listeners.prefilled(request.request_id or "", tokens, request.prefill_time)
         reported = getattr(scheduler_stats, "kv_connector_stats", None)
         if reported:
-            listeners.transferred([TransferOutcome.from_message(row) for row in reported.get("outcomes", [])])
+            listeners.transferred(list(_outcomes(reported.get("outcomes", []))))
             if (latent := reported.get("latent")) is not None:
                 listeners.latent_computed(int(latent["steps"]), float(latent["seconds"]))
             listeners.encoded(int(reported.get("encoded", 0)))
 
     return record
+
+
+def _outcomes(rows: Iterable[Mapping[str, Any]]) -> Iterator[TransferOutcome]:
+    """Parse the connector's report. An error would end the engine, so unreadable rows are left out."""
+    for row in rows:
+        try:
+            yield TransferOutcome.from_message(row)
+        except ValueError as error:
+            log.warning("transfer_report_unreadable", reason=str(error))
