@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from support.gateways import RealGateway
-from support.relays import ask, cached, ids, told
+from support.relays import ask, cached, ids, once_saved, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 DOCUMENT = " ".join(f"Chapter {number} tells of {number * 37 % 101} birds." for number in range(60))
@@ -30,7 +30,7 @@ def config(relay_config: Path) -> Path:
 def read(gateway: RealGateway) -> tuple[dict[str, Any], list[int]]:
     """A has read the document: its handoff, and the token ids of its whole context."""
     answer = ask(gateway, "reader", DOCUMENT, handoff={"save": {"label": "the document"}})
-    handoff = told(answer)
+    handoff = once_saved(gateway, told(answer))
     prompt, said = ids(answer)
     assert (handoff["state"], handoff["tokens"]) == ("ready", len(prompt) + len(said))
     assert handoff["bytes"] > len(prompt) * 40_000

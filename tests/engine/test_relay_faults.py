@@ -104,6 +104,15 @@ async def given_up(gateway: RealGateway, bodies: list[dict[str, Any]], at_most_s
     return unfinished
 
 
+async def duration(gateway: RealGateway, bodies: list[dict[str, Any]]) -> float:
+    """How many seconds these requests take on this machine, sent together and waited for."""
+    began = time.monotonic()
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=120) as client:
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+    assert {answer.status_code for answer in answers} == {200}
+    return time.monotonic() - began
+
+
 @pytest.mark.parametrize("aborts", [100, pytest.param(1000, marks=pytest.mark.chaos)])
 @pytest.mark.fault("D9")
 def test_aborts_during_loads_and_saves_lose_no_block(
@@ -210,7 +219,7 @@ def test_a_hundred_requests_start_from_one_handoff_at_once(gateway: RealGateway)
 def test_an_aborted_producer_leaves_a_whole_handoff_or_none(gateway: RealGateway) -> None:
     body = {"model": "reader", "prompt": text(400), "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     bodies = [body | {"handoff": {"save": {"label": "d2"}}} for _ in range(32)]
-    unfinished = asyncio.run(given_up(gateway, bodies, 12.0))
+    unfinished = asyncio.run(given_up(gateway, bodies, 2 * asyncio.run(duration(gateway, [body] * AT_ONCE))))
     settle(gateway, "reader")
     with gateway.client() as client:
         rows = client.get("/v1/handoffs?limit=100").json()["data"]

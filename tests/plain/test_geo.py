@@ -158,7 +158,7 @@ def test_more_scenes_than_decoders_are_all_answered(server: GeoServer, rgb: Path
     ("fields", "said"),
     [
         ({"data": "!!"}, "not base64"),
-        ({"data": "AAAA"}, "this is no raster format we know"),
+        ({"data": "AAAA"}, "this is no known raster format"),
         (
             {"data_format": "url", "data": "https://example.com/x.tif"},
             "host 'example.com' is not one this server fetches from",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import openai
@@ -34,3 +35,13 @@ def cached(answer: openai.types.Completion) -> int:
 def told(answer: openai.types.Completion) -> dict[str, Any]:
     found: dict[str, Any] = answer.handoff  # type: ignore[attr-defined]  # beyond OpenAI's own fields
     return found
+
+
+def once_saved(gateway: RealGateway, handoff: dict[str, Any], within_s: float = 60) -> dict[str, Any]:
+    """The handoff once it is no longer pending: an answer on a busy machine does not wait for its save."""
+    deadline = time.monotonic() + within_s
+    with gateway.client() as client:
+        while handoff["state"] == "pending" and time.monotonic() < deadline:
+            time.sleep(0.05)
+            handoff = client.get(f"/v1/handoffs/{handoff['id']}").json()
+    return handoff

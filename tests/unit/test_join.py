@@ -36,7 +36,7 @@ def tensors_of(file: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def vision(tmp_path: Path) -> Path:
-    folder = tmp_path / "site" / "vision" / "look"
+    folder = tmp_path / "site" / "seeing_package" / "look"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").write_text("raise RuntimeError('must not be imported')")
     (folder / "model.safetensors").write_bytes(
@@ -51,7 +51,7 @@ def vision(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "models" / "text"
+    folder = tmp_path / "models" / "text_package"
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(safetensors(**{"model.embed": b"words", "model.norm": b"nn"}))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -114,12 +114,12 @@ def joined(vision: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         return hashlib.sha256(file.read_bytes()).hexdigest()
 
     of_text = dataclasses.replace(
-        LOOK_TINY, name="text", package="text", source="model.safetensors", as_is=True, text_model=None,
+        LOOK_TINY, name="text", package="text_package", source="model.safetensors", as_is=True, text_model=None,
         source_sha256=sha(text / "model.safetensors"),
     )  # fmt: skip
     monkeypatch.setitem(EMBEDDED, "text", of_text)
     return dataclasses.replace(
-        LOOK_TINY, name="seeing", package="vision", source="look/model.safetensors", text_model="text",
+        LOOK_TINY, name="seeing", package="seeing_package", source="look/model.safetensors", text_model="text",
         source_sha256=sha(vision / "model.safetensors"),
     )  # fmt: skip
 

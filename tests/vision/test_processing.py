@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[str, str | list[int], list[Any], dict[str, Any], str]] 
     "one too many": ("llava", "<image><image>", [picture(9, 9)], {}, "1 images for 2 image tokens"),
     "half expanded": ("llava", "<image>" * 10, [picture(9, 9)], {}, "1 images for 10 image tokens"),
     "a line": ("llava", "<image>", [LINE], {}, "more than 100 times as long as wide"),
-    "embeddings": ("llava", "<image>", [torch.zeros(9, 64)], {}, "not their embeddings"),
+    "embeddings": ("llava", "<image>", [torch.zeros(9, 64)], {}, "not image embeddings"),
     "another size": (
         "llava",
         "<image>",
