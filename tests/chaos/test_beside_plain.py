@@ -22,7 +22,7 @@ from support.gateways import RealGateway
 from support.watched_streams import Stream, cores, streaming, wait_for
 from support.wire import address
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.alone, pytest.mark.timeout(300)]
 MIB = 2**20
 STREAMS = 8
 SETTINGS = {"BATON_SUPERVISION__HANG_S": "4", "BATON_SUPERVISION__BACKOFF_S": "0.5"}

@@ -17,7 +17,7 @@ from support.gateways import RealGateway
 from support.stats_page import assert_counted_once
 from support.watched_streams import cores, family, shared_memory, streaming, wait_for
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.alone, pytest.mark.timeout(600)]
 CONFIG = Path(__file__).parent / "engines.toml"
 TOLD_WITHIN_S = 1.0
 BACK_WITHIN_S = 120

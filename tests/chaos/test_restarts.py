@@ -13,7 +13,7 @@ from support.wire import TEXT
 
 from baton.engines.fake.engine import FakeEngine
 
-pytestmark = [pytest.mark.chaos, pytest.mark.fault("H4"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.alone, pytest.mark.fault("H4"), pytest.mark.timeout(300)]
 STARTS = 100
 
 

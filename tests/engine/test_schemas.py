@@ -16,6 +16,7 @@ from support.schemas import DEAR, ORDINARY
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.chaos,
+    pytest.mark.alone,
     pytest.mark.fault("E10"),
     pytest.mark.fault("E14"),
     pytest.mark.timeout(600),

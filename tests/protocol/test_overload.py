@@ -17,7 +17,7 @@ from support.load import Answer, Outcome, Plan, run
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.alone, pytest.mark.timeout(300)]
 SLOTS, TOKENS, TOKEN_S = 8, 4, 0.05
 NOMINAL = SLOTS / (TOKENS * TOKEN_S)
 """Requests a second that the fake engine can do."""
