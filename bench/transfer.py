@@ -40,17 +40,19 @@ class Pool:
         pool = torch.zeros((blocks, LAYERS, HEADS, BLOCK, 2 * HEAD_SIZE), dtype=torch.bfloat16)
         pool.view(torch.int16).random_(0, 2**15)
         layers = KVBlocks([pool[:, layer] for layer in range(LAYERS)])
-        self._worker = WorkerRole(store, store_secret(store.root), "bench", layers, verify=verify)
+        self._worker = WorkerRole(store, store_secret(store.root), layers, verify=verify)
 
     def save(self, key: str, tokens: int) -> float:
         """Save so many tokens' blocks; the seconds it took, as the worker reports them."""
         ids = tuple(range(1, 1 + -(-tokens // BLOCK)))
-        return self._run(StepJobs(saves=[SaveJob("a", key, tuple(range(tokens)), tokens, ids)]))
+        return self._run(
+            StepJobs(saves=[SaveJob("a", key, tuple(range(tokens)), tokens, ids, "bench", "0" * 32)])
+        )
 
     def load(self, key: str, tokens: int) -> float:
         """Load them; the seconds it took, as the worker reports them."""
         ids = tuple(range(1, 1 + -(-tokens // BLOCK)))
-        return self._run(StepJobs(loads=[LoadJob("b", key, 0, ids, tokens)]))
+        return self._run(StepJobs(loads=[LoadJob("b", key, 0, ids, tokens, "bench")]))
 
     def _run(self, jobs: StepJobs) -> float:
         self._worker.start(jobs)

@@ -1,87 +1,170 @@
-"""Read and write the engine's KV cache as whole blocks of opaque bytes.
+"""Read and write the engine's KV cache by layer, head and block, as opaque bytes.
 
-The layout inside a block is the attention backend's, so nothing smaller than a block is moved. This module
-does not import vLLM: it takes tensors and gives bytes.
+vLLM gives every layer as a logical view `[blocks, heads, tokens, values]` of its allocation, whatever the
+layout in memory is (`vllm.v1.kv_cache_interface.create_kv_cache_views`). What is moved is a slab: one head of
+one block, its tokens in order. This module does not import vLLM: it takes tensors and gives bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy
 import torch
 
+from baton_kv.entry_format import LayerShape
+
+Slabs = numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.uint8]]
+
 
 class LayoutRefused(Exception):
-    """The KV tensors cannot be moved block by block."""
+    """The KV tensors cannot be moved by heads and blocks."""
+
+
+@dataclass(frozen=True)
+class HeadShard:
+    """The KV heads of one layer that one tensor-parallel rank holds.
+
+    With fewer heads than ranks, several ranks hold the same head (replicas); they write it by turns, layer by
+    layer.
+
+    Attributes:
+        first: number of the first head in the whole model.
+        count: number of heads that this rank holds.
+        total: number of heads of the whole model.
+        replica: number of this rank among those with the same heads.
+        replicas: number of ranks with the same heads.
+    """
+
+    first: int
+    count: int
+    total: int
+    replica: int = 0
+    replicas: int = 1
+
+    @classmethod
+    def of_rank(cls, total: int, rank: int, ranks: int) -> HeadShard:
+        """Return the shard of a rank, as vLLM divides heads over ranks.
+
+        Args:
+            total: KV heads of the whole model.
+            rank: number of the rank, from 0.
+            ranks: number of ranks.
+
+        Raises:
+            LayoutRefused: the heads cannot be divided equally.
+        """
+        if total % ranks == 0:
+            return cls(rank * (total // ranks), total // ranks, total)
+        if ranks % total == 0:
+            replicas = ranks // total
+            return cls(rank // replicas, 1, total, rank % replicas, replicas)
+        raise LayoutRefused(f"{total} KV heads cannot be divided over {ranks} ranks")
+
+    def writes(self, layer: int) -> range:
+        """Return the heads of a layer that this rank writes, by their numbers in the whole model."""
+        turn = layer % self.replicas == self.replica
+        return range(self.first, self.first + self.count) if turn else range(0)
+
+    @property
+    def heads(self) -> range:
+        """Return the heads that this rank holds, by their numbers in the whole model."""
+        return range(self.first, self.first + self.count)
 
 
 class KVBlocks:
-    """The KV tensors of all layers, each viewed as uint8 `[num_blocks, block_bytes]`.
+    """The KV tensors of all layers of one rank.
 
     Args:
-        layers: the KV tensors in the order of the layers, each `[num_blocks, ...]` of any dtype.
+        layers: the KV tensors in the order of the model's layers, each `[blocks, heads, tokens, values]` of
+            any dtype and layout, or `[blocks, bytes]` for a layer whose KV has no heads. A block of the pool may
+            be split into several rows (kernel blocks), one after the other.
+        count: number of blocks in the pool; None takes the first tensor's first dimension.
+        shard: the heads that this rank holds; None for all heads, without tensor parallelism.
 
     Attributes:
         count: number of blocks in the pool.
-        block_bytes: bytes of one block of one layer.
+        shapes: the shape of each layer in the whole model.
 
     Raises:
-        LayoutRefused: a block is not contiguous, or the layers' blocks differ in number or size.
+        LayoutRefused: a tensor has another shape, or values that are not contiguous.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
-        self._layers = [_as_bytes(layer) for layer in layers]
-        shapes = {layer.shape for layer in self._layers}
-        if len(shapes) != 1:
-            raise LayoutRefused(
-                f"the KV cache has layers of {len(shapes)} different shapes; all must be equal"
-            )
-        self.count, self.block_bytes = shapes.pop()
+    def __init__(
+        self, layers: Sequence[torch.Tensor], count: int | None = None, shard: HeadShard | None = None
+    ) -> None:
+        self.count = layers[0].shape[0] if count is None else count
+        self._layers = [_by_head(layer, self.count) for layer in layers]
+        self._shards = [shard or HeadShard(0, layer.shape[0], layer.shape[0]) for layer in self._layers]
+        for layer, held in zip(self._layers, self._shards, strict=True):
+            if layer.shape[0] != held.count:
+                raise LayoutRefused(
+                    f"a KV tensor has {layer.shape[0]} heads, this rank should hold {held.count}"
+                )
+        self.shapes = tuple(
+            LayerShape(held.total, layer[0, 0].numel())
+            for layer, held in zip(self._layers, self._shards, strict=True)
+        )
 
     def __len__(self) -> int:
         return len(self._layers)
 
-    def gather(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return one memoryview of `block_bytes` for each block id: the block itself on CPU, else a copy."""
-        if (rows := self.rows(layer, block_ids)) is not None:
-            return rows
-        pool = self._layers[layer]
-        index = torch.tensor(block_ids, device=pool.device)
-        return [memoryview(block) for block in pool.index_select(0, index).cpu().numpy()]
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes that this rank holds of one block, all layers together."""
+        return sum(layer[:, 0].numel() for layer in self._layers)
 
-    def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
-        """Write `len(block_ids) * block_bytes` bytes into these blocks of a layer."""
-        pool = self._layers[layer]
-        blocks = numpy.frombuffer(data, numpy.uint8).reshape(len(block_ids), self.block_bytes)
+    def heads(self, layer: int) -> range:
+        """Return the heads of a layer that this rank holds."""
+        return self._shards[layer].heads
+
+    def writes(self, layer: int) -> range:
+        """Return the heads of a layer that this rank writes into an entry."""
+        return self._shards[layer].writes(layer)
+
+    def gather(self, layer: int, head: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """Return one slab for each block id: the cache itself where it is contiguous on CPU, else a copy."""
+        if (rows := self.rows(layer, head, block_ids)) is not None:
+            return rows
+        pool = self._of_head(layer, head)
+        index = torch.tensor(block_ids, device=pool.device)
+        copy = pool.index_select(0, index).cpu().numpy()
+        return [memoryview(slab.reshape(-1)) for slab in copy]
+
+    def scatter(self, layer: int, head: int, block_ids: Sequence[int], data: memoryview) -> None:
+        """Write `len(block_ids) * slab_bytes` bytes into these blocks of a head."""
+        pool = self._of_head(layer, head)
+        slabs = numpy.frombuffer(data, numpy.uint8).reshape(len(block_ids), *pool.shape[1:])
         if pool.device.type == "cpu":
             # numpy copies in this thread; torch would wake its thread pool, which the model needs.
-            rows = pool.numpy()
-            for block_id, block in zip(block_ids, blocks, strict=True):
-                numpy.copyto(rows[block_id], block)
+            target = pool.numpy()
+            for block_id, slab in zip(block_ids, slabs, strict=True):
+                numpy.copyto(target[block_id], slab)
             return
         index = torch.tensor(block_ids, device=pool.device)
-        pool.index_copy_(0, index, torch.from_numpy(blocks.copy()).to(pool.device))
+        pool.index_copy_(0, index, torch.from_numpy(slabs.copy()).to(pool.device))
 
-    def rows(self, layer: int, block_ids: Sequence[int]) -> list[memoryview] | None:
-        """Return writable views of these blocks of a layer; None if the pool is not in host memory."""
-        pool = self._layers[layer]
-        if pool.device.type != "cpu":
+    def rows(self, layer: int, head: int, block_ids: Sequence[int]) -> list[memoryview] | None:
+        """Return writable views of these slabs; None if they are not contiguous in host memory."""
+        pool = self._of_head(layer, head)
+        if pool.device.type != "cpu" or not pool[0].is_contiguous():
             return None
-        rows = pool.numpy()
-        return [memoryview(rows[block]) for block in block_ids]
+        slabs: Slabs = pool.numpy()
+        return [memoryview(slabs[block].reshape(-1)) for block in block_ids]
+
+    def _of_head(self, layer: int, head: int) -> torch.Tensor:
+        return self._layers[layer][head - self._shards[layer].first]
 
 
-def _as_bytes(layer: torch.Tensor) -> torch.Tensor:
-    if layer.dim() < 2 or layer.shape[0] < 1 or not layer[0].is_contiguous():
+def _by_head(layer: torch.Tensor, count: int) -> torch.Tensor:
+    """View a layer as uint8 `[heads, blocks, kernel blocks, tokens, bytes]`, without copying."""
+    if layer.dim() == 2:
+        layer = layer[:, None, None, :]
+    if layer.dim() != 4 or not 0 < count <= layer.shape[0] or layer.shape[0] % count or layer.stride(-1) != 1:
         raise LayoutRefused(
-            f"a KV tensor's blocks are not contiguous: shape {tuple(layer.shape)}, strides {layer.stride()}"
+            f"a KV tensor cannot be moved by heads: shape {tuple(layer.shape)}, strides {layer.stride()}, "
+            f"{count} blocks"
         )
-    return layer.view(torch.uint8).flatten(1) if layer.is_contiguous() else _strided(layer)
-
-
-def _strided(layer: torch.Tensor) -> torch.Tensor:
-    """View a layer whose blocks are interleaved with those of other layers."""
     as_bytes = layer.view(torch.uint8)
-    size = as_bytes[0].numel()
-    return as_bytes.as_strided((layer.shape[0], size), (as_bytes.stride(0), 1))
+    return as_bytes.unflatten(0, (count, layer.shape[0] // count)).permute(2, 0, 1, 3, 4)

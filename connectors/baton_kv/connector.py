@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -19,9 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.v1.request import RequestStatus
 
 from baton_kv.blocks import KVBlocks
-from baton_kv.engine_facts import facts_of, require_supported
-from baton_kv.entry import MAX_IDENTIFIER, ImageRef
-from baton_kv.envelopes import StepMetadata, TransferStats, WorkerReport
+from baton_kv.engine_facts import facts_of, head_shard, layers_of, require_supported
+from baton_kv.entry_format import MAX_IDENTIFIER, ImageRef
+from baton_kv.envelopes import StepMetadata, TransferStats, WorkerLayout, WorkerReport
 from baton_kv.fingerprint import fingerprint
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
@@ -63,24 +64,43 @@ class BatonConnector(KVConnectorBase_V1):
         self._store = open_store(settings.store, budget=settings.budget, fsync=settings.fsync)
         self._secret = store_secret(Path(settings.store.partition(":")[2]))
         self._verify = settings.verify
-        self._fingerprint = fingerprint(facts_of(vllm_config, kv_cache_config))
+        self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         self._finished = FinishedJobs()
         self._latent_reported = {"steps": 0.0, "seconds": 0.0}
         self._encoded = 0
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerRole(self._store, self._secret, self._fingerprint, self._block_size)
+        self._layout: WorkerLayout | None = None
 
     # Called in the worker's process.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        layers = list(kv_caches.values())
+        config = self._kv_cache_config
+        layers = layers_of(config, kv_caches)
+        shard = head_shard(self._vllm_config)
         if (memory := self._latent_memory()) is not None:  # hidden states from which latent steps start
-            layers += memory.layers_like(layers[0], self._block_size)
-        blocks = KVBlocks(layers)
-        self._worker = WorkerRole(self._store, self._secret, self._fingerprint, blocks, verify=self._verify)
+            if self._ranks > 1:
+                raise ValueError(
+                    "baton_kv: latent steps with tensor parallelism are not supported; "
+                    "set tensor_parallel_size to 1"
+                )
+            first = next(iter(layers.values()))
+            seeds = memory.layers_like(first, self._block_size)
+            layers |= {f"latent.{number}": seed for number, seed in enumerate(seeds)}
+        blocks = KVBlocks(list(layers.values()), config.num_blocks, shard)
+        self._layout = WorkerLayout(tuple(layers), blocks.shapes)
+        self._worker = WorkerRole(
+            self._store,
+            self._secret,
+            blocks,
+            verify=self._verify,
+            rank=self._vllm_config.parallel_config.rank,
+            ranks=self._ranks,
+        )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._layout
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
@@ -112,7 +132,7 @@ class BatonConnector(KVConnectorBase_V1):
         return WorkerReport(outcomes) if outcomes else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        found = self._finished.outcomes if self._scheduler is None else self._scheduler.take_outcomes()
+        found = [] if self._scheduler is None else self._scheduler.take_outcomes()
         outcomes = [outcome.message() for outcome in found]
         latent = self._new_latent_steps()
         encoded, self._encoded = self._encoded, 0
@@ -144,6 +164,27 @@ class BatonConnector(KVConnectorBase_V1):
             self._worker.shutdown()
 
     # Called in the scheduler's process.
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Compute the fingerprint from what the workers hold; vLLM calls this before the first request.
+
+        Raises:
+            ValueError: a worker is missing, or two of them do not hold the same layers.
+        """
+        layouts = set(metadata.values())
+        if (
+            len(metadata) != self._ranks
+            or len(layouts) != 1
+            or not isinstance(layout := layouts.pop(), WorkerLayout)
+        ):
+            raise ValueError(
+                f"baton_kv: {len(metadata)} of {self._ranks} workers have described their KV cache, "
+                "or they differ; handoffs cannot be exact"
+            )
+        facts = facts_of(self._vllm_config, self._kv_cache_config) | {"layers": layout.facts()}
+        self._scheduler = SchedulerRole(
+            self._store, self._secret, fingerprint(facts), self._block_size, self._ranks
+        )
 
     @property
     def _planning(self) -> SchedulerRole:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ import vllm
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from baton_kv.blocks import HeadShard, LayoutRefused
 from baton_kv.fingerprint import weights_digest
 
 if TYPE_CHECKING:
@@ -23,10 +25,18 @@ def require_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         ValueError: the configuration is not supported; the message says what to change.
     """
     parallel = config.parallel_config
-    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+    if parallel.pipeline_parallel_size > 1:
         raise ValueError(
-            "baton_kv: tensor and pipeline parallelism above 1 are not supported; set both sizes to 1"
+            "baton_kv: pipeline parallelism is not supported; set pipeline_parallel_size to 1 and use "
+            "tensor_parallel_size"
         )
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        raise ValueError(
+            "baton_kv: context parallelism is not supported; set decode_context_parallel_size and "
+            "prefill_context_parallel_size to 1"
+        )
+    if parallel.nnodes > 1:
+        raise ValueError("baton_kv: several nodes a model are not supported; run all its ranks on one host")
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec or _is_windowed(specs[0]):
         raise ValueError(
@@ -57,8 +67,7 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, An
         "quantization": model.quantization,
         "dtype": str(model.dtype),
         "kv_dtype": config.cache_config.cache_dtype,
-        "layers": list(group.layer_names),
-        "spec": repr(spec),
+        "spec": _spec_facts(spec),
         "platform": current_platform.device_name,
         "packing": _packing(model.dtype, spec, config.cache_config.cache_dtype),
         "hf_overrides": repr(model.hf_overrides),
@@ -66,6 +75,39 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, An
         "long_rope": _long_rope(model),
         "images": _image_settings(model),
     }
+
+
+def _spec_facts(spec: Any) -> dict[str, str]:
+    """Return what decides the meaning of a slab's bytes; `num_kv_heads` is that of one rank, so not here."""
+    names = ("block_size", "head_size", "head_size_v", "dtype", "kv_quant_mode")
+    return {"class": type(spec).__name__} | {name: str(getattr(spec, name, None)) for name in names}
+
+
+def head_shard(config: VllmConfig) -> HeadShard | None:
+    """Return the KV heads that this rank holds; None without tensor parallelism.
+
+    Raises:
+        ValueError: the heads cannot be divided equally over the ranks.
+    """
+    ranks = config.parallel_config.tensor_parallel_size
+    if ranks == 1:
+        return None
+    total = config.model_config.get_total_num_kv_heads()
+    try:
+        return HeadShard.of_rank(total, config.parallel_config.rank, ranks)
+    except LayoutRefused as error:
+        raise ValueError(f"baton_kv: {error}; set another tensor_parallel_size") from None
+
+
+def layers_of(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the KV tensors by name, in the model's order; layers that share one tensor appear once."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for group in kv_cache_config.kv_cache_groups:
+        for name in group.layer_names:
+            found.setdefault(kv_caches[name].data_ptr(), (name, kv_caches[name]))
+    return dict(found.values())
 
 
 def _image_settings(model: Any) -> str | None:

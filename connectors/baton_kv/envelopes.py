@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from baton_kv.contract import TransferOutcome
+from baton_kv.entry_format import LayerShape
 from baton_kv.messages import StepJobs
 
 MAX_OUTCOMES = 1000
@@ -20,6 +25,25 @@ class StepMetadata(KVConnectorMetadata):
     """The jobs of one step, from the scheduler to the worker."""
 
     jobs: StepJobs = field(default_factory=StepJobs)
+
+
+@dataclass(frozen=True)
+class WorkerLayout(KVConnectorHandshakeMetadata):
+    """The layers whose KV a worker holds, from the worker to the scheduler, once at the start.
+
+    Attributes:
+        names: name of each layer.
+        shapes: shape of each layer in the whole model.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[LayerShape, ...]
+
+    def facts(self) -> list[tuple[str, int, int]]:
+        """Return name, heads and bytes of each layer, for the fingerprint."""
+        return [
+            (name, shape.heads, shape.slab_bytes) for name, shape in zip(self.names, self.shapes, strict=True)
+        ]
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from baton_kv.entry import FORMAT
+from baton_kv.entry_format import FORMAT
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 CONFIGS = ("config.json", "preprocessor_config.json", "processor_config.json")

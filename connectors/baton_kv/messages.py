@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton_kv.entry import ImageRef
+from baton_kv.entry_format import ImageRef
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class LoadJob:
         first_block: index of the entry's block that goes into the first of `block_ids`.
         block_ids: blocks of the pool, in the order of the context.
         tokens: number of tokens that the engine expects to be loaded.
+        fingerprint: fingerprint that the entry must have.
         digest: the entry's digest when its token ids were compared; an entry with another digest is refused.
             None accepts any entry under this key.
         tag: `TransferParams.tag` of the request.
@@ -27,6 +28,7 @@ class LoadJob:
     first_block: int
     block_ids: tuple[int, ...]
     tokens: int
+    fingerprint: str
     digest: str | None = None
     tag: str | None = None
 
@@ -41,6 +43,8 @@ class SaveJob:
         tokens: every token id of the context.
         computed: number of tokens, from the first, that have KV.
         block_ids: the request's blocks of the pool, in the order of the context.
+        fingerprint: fingerprint of the model and its KV.
+        draft: name of the draft that several ranks write together.
         images: the images in the context, in order.
         tag: `TransferParams.tag` of the request.
     """
@@ -50,6 +54,8 @@ class SaveJob:
     tokens: tuple[int, ...]
     computed: int
     block_ids: tuple[int, ...]
+    fingerprint: str
+    draft: str
     images: tuple[ImageRef, ...] = ()
     tag: str | None = None
 

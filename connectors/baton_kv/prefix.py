@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 import numpy
 
-from baton_kv.entry import ImageRef, Tokens
+from baton_kv.entry_format import ImageRef, Tokens
 
 
 def common_prefix(tokens: Tokens, prompt: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ request's parameters cannot be used, the request is prefilled as usual.
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from baton_kv.contract import (
     params_to_load,
     parse,
 )
-from baton_kv.entry import Entry, EntryIncompatible, EntryInvalid, ImageRef
+from baton_kv.entry import Entry
+from baton_kv.entry_format import EntryIncompatible, EntryInvalid, ImageRef
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.prefix import common_prefix, trim_to_equal_images
+from baton_kv.rank_outcomes import RankOutcomes
 from baton_kv.stores.base import Store, StoreError
 
 MIN_TAIL_TOKENS = 16
@@ -54,11 +57,14 @@ class SchedulerRole:
     Args:
         store: the store of the entries.
         secret: the store's secret, 32 bytes.
-        fingerprint: fingerprint of this engine's model and KV layout.
+        fingerprint: fingerprint of this engine's model and its KV.
         block_size: tokens in a block.
+        ranks: number of tensor-parallel ranks, each of which does every job.
     """
 
-    def __init__(self, store: Store, secret: bytes, fingerprint: str, block_size: int) -> None:
+    def __init__(
+        self, store: Store, secret: bytes, fingerprint: str, block_size: int, ranks: int = 1
+    ) -> None:
         self._store = store
         self._secret = secret
         self._fingerprint = fingerprint
@@ -67,6 +73,8 @@ class SchedulerRole:
         self._jobs = StepJobs()
         self._loading: set[str] = set()
         self._saved: OrderedDict[str, None] = OrderedDict()
+        self._saving: dict[str, str] = {}
+        self._ranks = RankOutcomes(ranks)
         self._outcomes: list[TransferOutcome] = []
 
     def matched(
@@ -130,7 +138,7 @@ class SchedulerRole:
         return Plan(key, matched, entry.digest, wanted.tag) if matched > 0 else None
 
     def take_outcomes(self) -> list[TransferOutcome]:
-        """Return the failures since the last call: entries that cannot be used, saves that were not begun."""
+        """Return what ended since the last call: jobs, failed looks, and saves that were not begun."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -149,7 +157,9 @@ class SchedulerRole:
         last = -(-plan.matched // self._block_size)
         ids = tuple(block_ids[first:last])
         self._loading.add(request_id)
-        self._jobs.loads.append(LoadJob(request_id, plan.key, first, ids, external, plan.digest, plan.tag))
+        self._jobs.loads.append(
+            LoadJob(request_id, plan.key, first, ids, external, self._fingerprint, plan.digest, plan.tag)
+        )
 
     def step(self) -> StepJobs:
         """Return the jobs of this engine step and start collecting those of the next."""
@@ -202,18 +212,33 @@ class SchedulerRole:
                 TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, TransferFailure.NOT_WHOLE)
             )
             return False, None
+        draft = self._saving[request_id] = secrets.token_hex(16)
         self._saved[key] = None
         if len(self._saved) > KEYS_REMEMBERED:
             self._saved.popitem(last=False)
         self._jobs.saves.append(
-            SaveJob(request_id, key, tuple(tokens), kept, blocks, tuple(images), wanted.tag)
+            SaveJob(
+                request_id,
+                key,
+                tuple(tokens),
+                kept,
+                blocks,
+                self._fingerprint,
+                draft,
+                tuple(images),
+                wanted.tag,
+            )
         )
         return True, params_to_load(key)
 
     def report(self, outcomes: Iterable[TransferOutcome]) -> None:
-        """Record how the worker's jobs ended; a request whose load failed does not load again."""
-        for outcome in outcomes:
-            if outcome.kind is not Transfer.LOAD:
+        """Record how the jobs ended on the ranks; a request whose load failed does not load again."""
+        for outcome in self._ranks.add(outcomes):
+            self._outcomes.append(outcome)
+            if outcome.kind is Transfer.SAVE:
+                draft = self._saving.pop(outcome.request_id, None)
+                if draft is not None and outcome.failure is not None:
+                    self._store.discard(draft)
                 continue
             self._loading.discard(outcome.request_id)
             if outcome.failure and outcome.request_id in self._plans:

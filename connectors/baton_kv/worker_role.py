@@ -20,7 +20,9 @@ from typing import TypeVar
 
 from baton_kv.blocks import KVBlocks
 from baton_kv.contract import Transfer, TransferError, TransferFailure, TransferOutcome, failure_of
-from baton_kv.entry import Entry, EntryDescription, EntryIncompatible, EntryInvalid, write
+from baton_kv.entry import Entry
+from baton_kv.entry_format import EntryDescription, EntryIncompatible, EntryInvalid, EntryLayout
+from baton_kv.entry_writer import seal, write, write_share
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.stores.base import Store
 
@@ -59,18 +61,27 @@ class WorkerRole:
     Args:
         store: the store of the entries.
         secret: the store's secret, 32 bytes.
-        fingerprint: fingerprint of this engine's model and KV layout.
-        blocks: the engine's KV cache.
+        blocks: the part of the engine's KV cache that this rank holds.
         verify: whether to verify every chunk before it is used.
+        rank: number of this tensor-parallel rank.
+        ranks: number of ranks, all of which are given the same jobs.
     """
 
     def __init__(
-        self, store: Store, secret: bytes, fingerprint: str, blocks: KVBlocks, *, verify: bool = True
+        self,
+        store: Store,
+        secret: bytes,
+        blocks: KVBlocks,
+        *,
+        verify: bool = True,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self._store = store
         self._secret = secret
-        self._fingerprint = fingerprint
         self._blocks = blocks
+        self._rank = rank
+        self._ranks = ranks
         self._verify = verify
         self._buffers = threading.local()
         self._loading: set[str] = set()
@@ -143,7 +154,7 @@ class WorkerRole:
             tag=job.tag,
             failure=failure,
             tokens=job.computed if isinstance(job, SaveJob) else job.tokens,
-            bytes=len(self._blocks) * len(job.block_ids) * self._blocks.block_bytes,
+            bytes=len(job.block_ids) * self._blocks.block_bytes,
             seconds=seconds,
         )
 
@@ -152,7 +163,7 @@ class WorkerRole:
         try:
             with self._store.open(job.key) as reader:
                 entry = Entry(reader, job.key, self._secret)
-                entry.require(self._fingerprint)
+                entry.require(job.fingerprint)
                 if job.digest not in (None, entry.digest):
                     raise EntryIncompatible("the entry was replaced after its token ids were compared")
                 self._require_shape(entry.description, job)
@@ -180,30 +191,34 @@ class WorkerRole:
             raise GivenUp
 
     def _require_shape(self, described: EntryDescription, job: LoadJob) -> None:
-        wanted = (len(self._blocks), self._blocks.block_bytes)
-        if (described.layers, described.block_bytes) != wanted:
-            raise EntryInvalid("the entry's layers or blocks do not have the shape of this KV cache")
+        if described.layers != self._blocks.shapes:
+            raise EntryInvalid("the entry's layers do not have the shape of this KV cache")
         if job.first_block + len(job.block_ids) > described.blocks:
             raise EntryInvalid("the entry has fewer blocks than the load needs")
 
     def _copy(self, entry: Entry, job: LoadJob, layers: range) -> None:
         """Verify and copy chunk by chunk, while each is in the CPU's cache."""
-        described = entry.description
-        size = described.block_bytes
-        buffer = self._buffer(described.chunk_blocks * size)
-        end = job.first_block + len(job.block_ids)
         for layer in layers:
             self._require_waiting(job)
-            for index in range(job.first_block // described.chunk_blocks, described.chunks):
-                blocks = described.chunk(index)
-                first, last = max(blocks.start, job.first_block), min(blocks.stop, end)
-                if first >= last:
-                    break
-                data = entry.chunk(layer, index, buffer)
-                ids = job.block_ids[first - job.first_block : last - job.first_block]
-                self._blocks.scatter(
-                    layer, ids, data[(first - blocks.start) * size : (last - blocks.start) * size]
-                )
+            for head in self._blocks.heads(layer):
+                self._copy_head(entry, job, layer, head)
+
+    def _copy_head(self, entry: Entry, job: LoadJob, layer: int, head: int) -> None:
+        described = entry.description
+        shape = described.layers[layer]
+        buffer = self._buffer(shape.chunk_blocks * shape.slab_bytes)
+        end = job.first_block + len(job.block_ids)
+        for index in range(job.first_block // shape.chunk_blocks, described.chunks(layer)):
+            blocks = described.chunk(layer, index)
+            first, last = max(blocks.start, job.first_block), min(blocks.stop, end)
+            if first >= last:
+                return
+            data = entry.chunk(layer, head, index, buffer)
+            ids = job.block_ids[first - job.first_block : last - job.first_block]
+            wanted = slice(
+                (first - blocks.start) * shape.slab_bytes, (last - blocks.start) * shape.slab_bytes
+            )
+            self._blocks.scatter(layer, head, ids, data[wanted])
 
     def _buffer(self, size: int) -> memoryview:
         """Return this thread's buffer, page-aligned and reused."""
@@ -213,30 +228,44 @@ class WorkerRole:
         return buffer
 
     def _copy_unverified(self, entry: Entry, job: LoadJob, layers: range) -> None:
-        """Copy without verifying, straight into the KV cache if that is in host memory."""
+        """Copy without verifying, straight into the KV cache where that is contiguous in host memory."""
         for layer in layers:
             self._require_waiting(job)
-            rows = self._blocks.rows(layer, job.block_ids)
-            if rows is None:
-                data = memoryview(bytearray(len(job.block_ids) * self._blocks.block_bytes))
-                entry.read_blocks(layer, job.first_block, [data])
-                self._blocks.scatter(layer, job.block_ids, data)
-            else:
-                entry.read_blocks(layer, job.first_block, rows)
+            size = len(job.block_ids) * entry.description.layers[layer].slab_bytes
+            for head in self._blocks.heads(layer):
+                rows = self._blocks.rows(layer, head, job.block_ids)
+                if rows is None:
+                    data = memoryview(bytearray(size))
+                    entry.read_slabs(layer, head, job.first_block, [data])
+                    self._blocks.scatter(layer, head, job.block_ids, data)
+                else:
+                    entry.read_slabs(layer, head, job.first_block, rows)
 
     def _save(self, job: SaveJob) -> None:
         described = EntryDescription(
             key=job.key,
-            fingerprint=self._fingerprint,
+            fingerprint=job.fingerprint,
             tokens=len(job.tokens),
             computed=job.computed,
-            layers=len(self._blocks),
+            layers=self._blocks.shapes,
             blocks=len(job.block_ids),
-            block_bytes=self._blocks.block_bytes,
             images=job.images,
         )
-        parts = write(
-            described, job.tokens, lambda layer: self._blocks.gather(layer, job.block_ids), self._secret
-        )
-        size = described.layers * described.blocks * described.block_bytes
-        self._store.put(job.key, parts, size=size)
+        if self._ranks > 1:
+            self._save_share(job, described)
+            return
+        parts = write(described, job.tokens, partial(self._slabs, job), self._secret)
+        self._store.put(job.key, parts, size=described.kv_bytes)
+
+    def _save_share(self, job: SaveJob, described: EntryDescription) -> None:
+        """Write this rank's heads into the draft of all ranks; the last rank completes it."""
+        size = EntryLayout(described).size
+        place = self._store.draft(job.key, job.draft, size=size, rank=self._rank, ranks=self._ranks)
+        with place as draft:
+            write_share(draft, described, self._blocks.writes, partial(self._slabs, job), self._secret)
+            if draft.finish():
+                seal(draft, described, job.tokens, self._secret)
+                draft.place()
+
+    def _slabs(self, job: SaveJob, layer: int, head: int, blocks: slice) -> list[memoryview]:
+        return self._blocks.gather(layer, head, job.block_ids[blocks])

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from connector.store_relays import BLOCK_BYTES, Relay
+from connector.store_relays import SLAB_BYTES, Relay
 
-from baton_kv import entry
+from baton_kv import entry_format
 
 
 @pytest.fixture
 def relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Relay:
-    monkeypatch.setattr(entry, "CHUNK_BYTES", 2 * BLOCK_BYTES)  # two chunks a layer
+    monkeypatch.setattr(entry_format, "CHUNK_BYTES", 2 * SLAB_BYTES)  # two chunks a head
     return Relay(tmp_path / "store")
 
 

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from baton_kv.contract import new_key
-from baton_kv.entry import EntryDescription, write
+from baton_kv.entry_format import EntryDescription, LayerShape
+from baton_kv.entry_writer import write
 from baton_kv.secret import store_secret
 from baton_kv.stores import file
 
 OS_CALLS = ("open", "close", "mkdir", "utime", "fsync", "rename", "link", "unlink")
-LAYERS, BLOCKS, BLOCK_BYTES = 3, 4, 16 * 1024
+LAYERS, BLOCKS, SLAB_BYTES = 3, 4, 16 * 1024
 PIECE = 32 * 1024
 KILLS = 100
 MOMENT_S = 0.02
@@ -67,13 +68,15 @@ class Countdown:
 
 def save(root: Path, entries: int, *, connections_allowed: int) -> None:
     """Open the store anew and save some entries, the later ones in the earlier ones' room."""
-    size = LAYERS * BLOCKS * BLOCK_BYTES
+    size = LAYERS * BLOCKS * SLAB_BYTES
     store = file.FileStore(root, budget=size * connections_allowed + size // 2, fsync=True)
     secret = store_secret(root)
-    layer = [memoryview(random.randbytes(BLOCK_BYTES)) for _ in range(BLOCKS)]
+    layer = [memoryview(random.randbytes(SLAB_BYTES)) for _ in range(BLOCKS)]
     for _ in range(entries):
-        described = EntryDescription(new_key("local"), "f" * 64, 50, 49, LAYERS, BLOCKS, BLOCK_BYTES)
-        store.put(described.key, write(described, range(50), lambda _: layer, secret))
+        described = EntryDescription(
+            new_key("local"), "f" * 64, 50, 49, (LayerShape(1, SLAB_BYTES),) * LAYERS, BLOCKS
+        )
+        store.put(described.key, write(described, range(50), lambda *_: layer, secret))
 
 
 def at_every_call(root: Path) -> None:

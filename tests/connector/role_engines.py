@@ -10,7 +10,7 @@ from baton_kv.blocks import KVBlocks
 from baton_kv.contract import (
     PARAMS_KEY,
 )
-from baton_kv.entry import ImageRef
+from baton_kv.entry_format import ImageRef
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.stores.memory import MemoryStore
 from baton_kv.worker_role import FinishedJobs, WorkerRole
@@ -30,7 +30,7 @@ class Engine:
         pool = torch.rand((12, 3, 2, BLOCK, 8), generator=generator)  # blocks, layers, heads, tokens, values
         self.layers = [pool[:, layer] for layer in range(3)]
         self.scheduler = SchedulerRole(store, SECRET, fingerprint, BLOCK)
-        self.worker = WorkerRole(store, SECRET, fingerprint, KVBlocks(self.layers), verify=verify)
+        self.worker = WorkerRole(store, SECRET, KVBlocks(self.layers), verify=verify)
 
     def run(self, jobs: int) -> FinishedJobs:
         """Let this step's jobs end."""

@@ -10,7 +10,8 @@ import torch
 
 from baton_kv.blocks import KVBlocks
 from baton_kv.contract import new_key, params_to_load
-from baton_kv.entry import Entry, EntryInvalid
+from baton_kv.entry import Entry
+from baton_kv.entry_format import EntryInvalid
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.stores.base import Reader, Store
@@ -18,8 +19,8 @@ from baton_kv.stores.file import FileStore
 from baton_kv.worker_role import WorkerRole
 
 SECRET = b"s" * 32
-BLOCK, LAYERS = 16, 3
-BLOCK_BYTES = 2 * BLOCK * 8 * 4  # heads, tokens, values, float32
+BLOCK, LAYERS, HEADS = 16, 3, 2
+SLAB_BYTES = BLOCK * 8 * 4  # tokens, values, float32
 TOKENS = tuple(range(100, 150))
 SAVED, LOADED = (3, 7, 1, 9), (8, 2, 5, 4)
 MIB = 1024 * 1024
@@ -30,10 +31,11 @@ class Engine:
     """A pool and both roles, as one engine has them."""
 
     def __init__(self, store: Store, model: str = "one", *, secret: bytes = SECRET, seed: int = 0) -> None:
-        pool = torch.rand((12, LAYERS, 2, BLOCK, 8), generator=torch.Generator().manual_seed(seed))
+        pool = torch.rand((12, LAYERS, HEADS, BLOCK, 8), generator=torch.Generator().manual_seed(seed))
         self.blocks = KVBlocks([pool[:, layer] for layer in range(LAYERS)])
         self.scheduler = SchedulerRole(store, secret, model, BLOCK)
-        self.worker = WorkerRole(store, secret, model, self.blocks)
+        self.worker = WorkerRole(store, secret, self.blocks)
+        self.model = model
         self._requests = itertools.count()
 
     def run(self, jobs: StepJobs) -> str | None:
@@ -49,16 +51,17 @@ class Engine:
         return failure
 
     def save(self, key: str) -> str | None:
-        return self.run(StepJobs(saves=[SaveJob("r", key, TOKENS, 49, SAVED)]))
+        return self.run(StepJobs(saves=[SaveJob("r", key, TOKENS, 49, SAVED, self.model, "0" * 32)]))
 
     def load(self, key: str) -> str | None:
-        return self.run(StepJobs(loads=[LoadJob("r", key, 0, LOADED, 49)]))
+        return self.run(StepJobs(loads=[LoadJob("r", key, 0, LOADED, 49, self.model)]))
 
     def offered(self, key: str) -> int:
         return self.scheduler.matched(f"{next(self._requests)}", params_to_load(key), [*TOKENS, 1], 0)
 
     def held(self, block_ids: tuple[int, ...]) -> list[bytes]:
-        return [b"".join(self.blocks.gather(layer, block_ids)) for layer in range(LAYERS)]
+        places = itertools.product(range(LAYERS), range(HEADS))
+        return [b"".join(self.blocks.gather(layer, head, block_ids)) for layer, head in places]
 
 
 class Relay:
@@ -102,7 +105,12 @@ def used(reader: Reader, key: str, secret: bytes) -> object:
     try:
         found = Entry(reader, key, secret)
         told = found.description
-        places = itertools.product(range(told.layers), range(told.chunks))
-        return told, found.tokens.tolist(), [bytes(found.chunk(layer, chunk)) for layer, chunk in places]
+        chunks = [
+            bytes(found.chunk(layer, head, index))
+            for layer, shape in enumerate(told.layers)
+            for head in range(shape.heads)
+            for index in range(told.chunks(layer))
+        ]
+        return told, found.tokens.tolist(), chunks
     except EntryInvalid:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy
@@ -11,44 +10,55 @@ import pytest
 import safetensors
 
 from baton_kv.contract import new_key
-from baton_kv.entry import (
+from baton_kv.entry import Entry
+from baton_kv.entry_format import (
     CHUNK_BYTES,
-    Entry,
     EntryDescription,
     EntryIncompatible,
     EntryInvalid,
+    EntryLayout,
     ImageRef,
-    write,
+    LayerShape,
 )
+from baton_kv.entry_writer import SlabReader, write
 from baton_kv.prefix import common_prefix, trim_to_equal_images
 from baton_kv.stores.base import BytesReader
 
 SECRET = b"s" * 32
 TOKENS = list(range(1000, 1300))
-LAYERS = 3
+LAYERS, HEADS = 3, 2
 
 
-def describe(**changes: object) -> EntryDescription:
+def describe(slab_bytes: int = CHUNK_BYTES // 2 + 64, **changes: object) -> EntryDescription:
+    """Three layers; with slabs of the default size, one is a chunk."""
     plain = EntryDescription(
         key=new_key("local"),
         fingerprint="f" * 64,
         tokens=len(TOKENS),
         computed=len(TOKENS) - 1,
-        layers=LAYERS,
+        layers=(LayerShape(HEADS, slab_bytes),) * LAYERS,
         blocks=3,
-        block_bytes=CHUNK_BYTES // 2 + 64,  # one block a chunk
     )
     return replace(plain, **changes)  # type: ignore[arg-type]  # fields of it
 
 
-def layer_blocks(described: EntryDescription) -> Callable[[int], list[memoryview]]:
-    shape = (described.layers, described.blocks, described.block_bytes)
-    made = numpy.random.default_rng(0).integers(0, 256, shape, numpy.uint8)
-    return lambda layer: [memoryview(block) for block in made[layer]]
+def slabs_of(described: EntryDescription) -> SlabReader:
+    random_bytes = numpy.random.default_rng(0)
+    made = [
+        random_bytes.integers(0, 256, (shape.heads, described.blocks, shape.slab_bytes), numpy.uint8)
+        for shape in described.layers
+    ]
+    return lambda layer, head, blocks: [memoryview(slab) for slab in made[layer][head, blocks]]
+
+
+def kv_of(described: EntryDescription, layer: int) -> bytes:
+    everything = slice(0, described.blocks)
+    heads = range(described.layers[layer].heads)
+    return b"".join(b"".join(slabs_of(described)(layer, head, everything)) for head in heads)
 
 
 def encode(described: EntryDescription, secret: bytes = SECRET) -> bytes:
-    return b"".join(bytes(part) for part in write(described, TOKENS, layer_blocks(described), secret))
+    return b"".join(bytes(part) for part in write(described, TOKENS, slabs_of(described), secret))
 
 
 def read_all(data: bytes, key: str, secret: bytes = SECRET) -> bytes:
@@ -56,28 +66,31 @@ def read_all(data: bytes, key: str, secret: bytes = SECRET) -> bytes:
     described = entry.description
     assert entry.tokens.tolist() == TOKENS
     parts = [
-        entry.chunk(layer, index) for layer in range(described.layers) for index in range(described.chunks)
+        entry.chunk(layer, head, index)
+        for layer, shape in enumerate(described.layers)
+        for head in range(shape.heads)
+        for index in range(described.chunks(layer))
     ]
     return b"".join(bytes(part) for part in parts)
 
 
-@pytest.mark.parametrize("block_bytes", [1, 4096, CHUNK_BYTES // 2 + 64, CHUNK_BYTES + 1])
-def test_an_entry_reads_back_to_the_bit(block_bytes: int) -> None:
-    described = describe(block_bytes=block_bytes)
-    expected = b"".join(b"".join(layer_blocks(described)(layer)) for layer in range(LAYERS))
+@pytest.mark.parametrize("slab_bytes", [1, 4096, CHUNK_BYTES // 2 + 64, CHUNK_BYTES + 1])
+def test_an_entry_reads_back_to_the_bit(slab_bytes: int) -> None:
+    described = describe(slab_bytes)
+    expected = b"".join(kv_of(described, layer) for layer in range(LAYERS))
     assert read_all(encode(described), described.key) == expected
 
 
 def test_safetensors_own_library_reads_it() -> None:
-    described = describe(block_bytes=4096)
+    described = describe(4096)
     tensors = dict(safetensors.deserialize(encode(described)))
-    assert set(tensors) == {"tokens", "digests", "layer.0", "layer.1", "layer.2"}
+    assert set(tensors) == {"tokens", "digests", "digest", "layer.0", "layer.1", "layer.2"}
     assert numpy.frombuffer(tensors["tokens"]["data"], "<i4").tolist() == TOKENS
-    assert bytes(tensors["layer.1"]["data"]) == b"".join(layer_blocks(described)(1))
+    assert bytes(tensors["layer.1"]["data"]) == kv_of(described, 1)
 
 
 def test_every_flipped_bit_is_noticed() -> None:
-    described = describe(block_bytes=512)
+    described = describe(512)
     sound = encode(described)
     rng = random.Random(7)
     header = int.from_bytes(sound[:8], "little") + 8
@@ -90,7 +103,7 @@ def test_every_flipped_bit_is_noticed() -> None:
 
 
 def test_every_cut_is_noticed() -> None:
-    described = describe(block_bytes=64)
+    described = describe(64)
     sound = encode(described)
     for length in range(0, len(sound), 7):
         with pytest.raises(EntryInvalid):
@@ -100,29 +113,29 @@ def test_every_cut_is_noticed() -> None:
 
 
 def test_an_entry_under_another_key_is_refused() -> None:
-    described = describe(block_bytes=64)
+    described = describe(64)
     with pytest.raises(EntryInvalid, match="another key"):
         Entry(BytesReader(encode(described)), new_key("local"), SECRET)
 
 
 def test_an_entry_made_without_the_secret_is_refused() -> None:
-    described = describe(block_bytes=64)
+    described = describe(64)
     with pytest.raises(EntryInvalid, match="digest"):
         Entry(BytesReader(encode(described, b"f" * 32)), described.key, SECRET)
 
 
 def test_chunks_may_not_change_places() -> None:
-    described = describe(block_bytes=CHUNK_BYTES)
+    described = describe(CHUNK_BYTES)
     data = bytearray(encode(described))
-    start = len(data) - LAYERS * 3 * CHUNK_BYTES
+    start = EntryLayout(described).slab(0, 0, 0)
     first, second = slice(start, start + CHUNK_BYTES), slice(start + CHUNK_BYTES, start + 2 * CHUNK_BYTES)
     data[first], data[second] = data[second], data[first]
-    with pytest.raises(EntryInvalid, match="chunk 0 of layer 0"):
+    with pytest.raises(EntryInvalid, match="chunk 0 of head 0 of layer 0"):
         read_all(bytes(data), described.key)
 
 
 def test_another_model_s_entry_is_foreign_but_sound() -> None:
-    described = describe(block_bytes=64)
+    described = describe(64)
     entry = Entry(BytesReader(encode(described)), described.key, SECRET)
     entry.require("f" * 64)
     with pytest.raises(EntryIncompatible):
@@ -166,13 +179,13 @@ TWO = (ImageRef(BIRD, 3, 100), ImageRef(FISH, 150, 150))
 
 
 def test_an_entry_knows_the_images_of_its_context() -> None:
-    described = describe(block_bytes=64, images=TWO)
+    described = describe(64, images=TWO)
     entry = Entry(BytesReader(encode(described)), described.key, SECRET)
     assert entry.description.images == TWO
 
 
 def test_an_image_put_in_another_s_place_is_noticed() -> None:
-    described = describe(block_bytes=64, images=TWO)
+    described = describe(64, images=TWO)
     sound = encode(described)
     for before, after in ((BIRD, FISH), ('"offset\\": 3', '"offset\\": 4')):
         changed = sound.replace(before.encode(), after.encode())
@@ -197,13 +210,13 @@ def test_an_image_put_in_another_s_place_is_noticed() -> None:
     ],
 )
 def test_an_entry_with_impossible_images_is_refused(images: tuple[ImageRef, ...]) -> None:
-    described = describe(block_bytes=64, images=images)
+    described = describe(64, images=images)
     with pytest.raises(EntryInvalid, match="header"):
         Entry(BytesReader(encode(described)), described.key, SECRET)
 
 
 def test_an_entry_of_before_there_were_images_is_left_alone() -> None:
-    described = describe(block_bytes=64, format="baton-kv/1")
+    described = describe(64, format="baton-kv/2")
     with pytest.raises(EntryIncompatible, match="another version"):
         Entry(BytesReader(encode(described)), described.key, SECRET)
 

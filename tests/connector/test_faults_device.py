@@ -17,10 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector.store_relays import BLOCK_BYTES, LAYERS, LOADED, MIB, SAVED, SECRET, Relay
+from connector.store_relays import HEADS, LAYERS, LOADED, MIB, SAVED, SECRET, SLAB_BYTES, Relay
 
 from baton_kv.contract import new_key
-from baton_kv.entry import Entry, EntryInvalid
+from baton_kv.entry import Entry
+from baton_kv.entry_format import EntryInvalid, EntryLayout
 from baton_kv.stores import reader as entry_reader
 from baton_kv.stores.base import StoreError, StoreFull
 from baton_kv.stores.file import FileStore
@@ -107,9 +108,9 @@ def test_a_read_error_is_a_miss(call: str, relay: Relay, monkeypatch: pytest.Mon
 def test_an_entry_that_shrinks_or_vanishes_is_a_miss(relay: Relay) -> None:
     with relay.store.open(relay.key) as reader:
         found = Entry(reader, relay.key, SECRET)
-        os.truncate(relay.path(relay.key), len(relay.sound) - 1)
+        os.truncate(relay.path(relay.key), EntryLayout(found.description).digests - 1)
         with pytest.raises(EntryInvalid):
-            found.read_blocks(LAYERS - 1, len(SAVED) - 1, [memoryview(bytearray(BLOCK_BYTES))])
+            found.read_slabs(LAYERS - 1, HEADS - 1, len(SAVED) - 1, [memoryview(bytearray(SLAB_BYTES))])
     relay.path(relay.key).write_bytes(relay.sound)
     assert relay.loader.offered(relay.key) == 49
     relay.path(relay.key).unlink()

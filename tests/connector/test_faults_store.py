@@ -15,20 +15,21 @@ from typing import Any
 import psutil
 import pytest
 from connector.store_relays import (
-    BLOCK_BYTES,
+    HEADS,
     LAYERS,
     LOADED,
     MIB,
     SAVED,
     SECRET,
-    TOKENS,
+    SLAB_BYTES,
     Engine,
     Relay,
     used,
 )
 
 from baton_kv.contract import new_key
-from baton_kv.entry import FORMAT
+from baton_kv.entry import Entry
+from baton_kv.entry_format import FORMAT, EntryLayout
 from baton_kv.fingerprint import fingerprint
 from baton_kv.secret import store_secret
 from baton_kv.stores.base import BytesReader
@@ -94,10 +95,9 @@ def flip(data: bytes, bit: int) -> bytes:
     return bytes(flipped)
 
 
-def offset_classes(data: bytes) -> list[int]:
+def offset_classes(data: bytes, key: str) -> list[int]:
     """One byte at least of everything an entry consists of."""
-    header, size = 8 + int.from_bytes(data[:8], "little"), len(SAVED) * BLOCK_BYTES
-    digests, layers = header + 4 * len(TOKENS), len(data) - LAYERS * size
+    layout = EntryLayout(Entry(BytesReader(data), key, SECRET).description)
     named = (
         b'"digest"',
         b'"tokens"',
@@ -108,16 +108,18 @@ def offset_classes(data: bytes) -> list[int]:
         b"dtype",
         b"shape",
     )
-    found = [0, 7, 8, *(data.index(name) + 1 for name in named), data.index(b'"digest": "') + 11]
-    found += [header - 1, header, digests - 1, digests, layers - 1]
-    for start in range(layers, len(data), size):
-        found += [start, start + 2 * BLOCK_BYTES - 1, start + 2 * BLOCK_BYTES, start + size - 1]
+    found = [0, 7, 8, *(data.index(name) + 1 for name in named)]
+    found += [layout.tokens - 1, layout.tokens, layout.slab(0, 0, 0) - 1]
+    found += [layout.digests, layout.digest - 1, layout.digest, layout.size - 1]
+    for layer, head in itertools.product(range(LAYERS), range(HEADS)):
+        start, size = layout.slab(layer, head, 0), len(SAVED) * SLAB_BYTES
+        found += [start, start + 2 * SLAB_BYTES - 1, start + 2 * SLAB_BYTES, start + size - 1]
     return found
 
 
 @pytest.mark.fault("B3")
 def test_every_flipped_bit_is_detected(relay: Relay) -> None:
-    rng, classes = random.Random(7), offset_classes(relay.sound)
+    rng, classes = random.Random(7), offset_classes(relay.sound, relay.key)
     bits = [rng.randrange(8 * len(relay.sound)) for _ in range(FLIPS)]
     bits += [8 * offset + bit for offset in classes for bit in range(8)]
     original = used(BytesReader(relay.sound), relay.key, SECRET)
@@ -132,7 +134,7 @@ def test_every_flipped_bit_is_detected(relay: Relay) -> None:
 @pytest.mark.fault("B3")
 def test_a_worker_reports_the_blocks_of_every_flipped_entry_and_quarantines_it(relay: Relay) -> None:
     rng = random.Random(8)
-    bits = [8 * offset + bit for offset in offset_classes(relay.sound) for bit in range(8)]
+    bits = [8 * offset + bit for offset in offset_classes(relay.sound, relay.key) for bit in range(8)]
     bits += [rng.randrange(8 * len(relay.sound)) for _ in range(400)]
     refused = sum(relay.refused(flip(relay.sound, bit)) for bit in bits)
     print(f"\nB3: {refused} of {len(bits)} flipped entries refused and quarantined by the worker")
@@ -215,7 +217,9 @@ def test_forged_entries_and_pickles_are_refused_and_nothing_runs(relay: Relay, t
     header = 8 + int.from_bytes(forged[:8], "little")
     hostile = [forged, payload, payload.ljust(len(forged), b"\0"), forged[:header] + payload]
     hostile += [len(payload).to_bytes(8, "little") + payload + forged[header:]]
-    hostile += [relay.sound[:header] + forged[header:], forged[:header] + relay.sound[header:]]
+    layout = EntryLayout(Entry(BytesReader(relay.sound), relay.key, SECRET).description)
+    for cut in (layout.digests, layout.digest):
+        hostile += [relay.sound[:cut] + forged[cut:], forged[:cut] + relay.sound[cut:]]
     refused, hits = sum(map(relay.refused, hostile)), sum(relay.hits(data, relay.key) for data in hostile)
     print(f"\nB11: {refused} of {len(hostile)} forgeries refused, {hits} used, executed: {made.exists()}")
     assert (refused, hits, made.exists()) == (len(hostile), 0, False)

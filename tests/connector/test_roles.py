@@ -13,7 +13,7 @@ from baton_kv.contract import (
     params_to_save,
     transfer_params,
 )
-from baton_kv.entry import ImageRef
+from baton_kv.entry_format import ImageRef
 from baton_kv.messages import StepJobs
 from baton_kv.stores.memory import MemoryStore
 

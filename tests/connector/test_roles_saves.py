@@ -9,7 +9,7 @@ import pytest
 import torch
 from connector.role_engines import PROMPT, Engine
 
-from baton_kv.blocks import KVBlocks, LayoutRefused
+from baton_kv.blocks import HeadShard, KVBlocks, LayoutRefused
 from baton_kv.contract import (
     PARAMS_KEY,
     Malformed,
@@ -115,16 +115,20 @@ def test_an_answer_s_parameters_are_the_next_request_s() -> None:
 
 def test_tensors_that_cannot_be_moved_by_blocks_are_refused() -> None:
     with pytest.raises(LayoutRefused):
-        KVBlocks([torch.zeros(4, 8, 6).transpose(1, 2)])
+        KVBlocks([torch.zeros(4, 2, 8, 6).transpose(2, 3)])
     with pytest.raises(LayoutRefused):
-        KVBlocks([torch.zeros(4, 8), torch.zeros(4, 16)])
+        KVBlocks([torch.zeros(4, 8, 6)])
+    with pytest.raises(LayoutRefused):
+        KVBlocks([torch.zeros(6, 2, 8, 6)], count=4)
+    with pytest.raises(LayoutRefused):
+        KVBlocks([torch.zeros(4, 2, 8, 6)], shard=HeadShard(0, 1, 2))
 
 
 def test_blocks_are_gathered_in_the_order_asked() -> None:
-    layer = torch.arange(6 * 4, dtype=torch.float32).reshape(6, 4)
+    layer = torch.arange(6 * 2 * 2 * 1, dtype=torch.float32).reshape(6, 2, 2, 1)
     blocks = KVBlocks([layer])
-    found = [numpy.frombuffer(block, numpy.float32).tolist() for block in blocks.gather(0, [4, 1])]
-    assert found == [[16, 17, 18, 19], [4, 5, 6, 7]]
+    found = [numpy.frombuffer(slab, numpy.float32).tolist() for slab in blocks.gather(0, 1, [4, 1])]
+    assert found == [[18, 19], [6, 7]]
 
 
 def test_a_store_s_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:
@@ -139,6 +143,7 @@ def test_a_store_s_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_read_is_a_miss(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(store)
     key = engine.save(params_to_save(), [1, 2, 3, 6])
+    assert [told.failure for told in engine.scheduler.take_outcomes()] == [None]
 
     def broken(_key: str) -> object:
         raise StoreError("reading: input/output error")

@@ -120,7 +120,9 @@ def test_a_corrupt_entry_is_computed_anew(first: RelayServer, store: Path) -> No
 
 def test_a_wrong_block_would_be_noticed_here(first: RelayServer, store: Path) -> None:
     """The test of the tests: KV of another prompt under this one's key must change the answer."""
-    from baton_kv.entry import Entry, EntryDescription, write
+    from baton_kv.entry import Entry
+    from baton_kv.entry_format import EntryDescription
+    from baton_kv.entry_writer import write
     from baton_kv.secret import store_secret
     from baton_kv.stores.file import FileStore
 
@@ -130,20 +132,18 @@ def test_a_wrong_block_would_be_noticed_here(first: RelayServer, store: Path) ->
     key, wrong = params[PARAMS_KEY]["load"], others[PARAMS_KEY]["load"]
     with files.open(wrong) as data:
         entry = Entry(data, wrong, secret)
-        size = entry.description.blocks * entry.description.block_bytes
-        layers = [
-            bytearray(b"".join(bytes(entry.chunk(layer, index)) for index in range(entry.description.chunks)))
-            for layer in range(entry.description.layers)
-        ]
-    assert all(len(layer) == size for layer in layers)
-    described = EntryDescription(**(vars(entry.description) | {"key": key}))
-    step = described.block_bytes
-    planted = write(
-        described,
-        context,
-        lambda layer: [memoryview(layers[layer])[at : at + step] for at in range(0, size, step)],
-        secret,
-    )
+        described = EntryDescription(**(vars(entry.description) | {"key": key}))
+        chunks = {
+            (layer, head, index): bytes(entry.chunk(layer, head, index))
+            for layer, shape in enumerate(described.layers)
+            for head in range(shape.heads)
+            for index in range(described.chunks(layer))
+        }
+
+    def slabs(layer: int, head: int, blocks: slice) -> list[memoryview]:
+        return [memoryview(chunks[layer, head, blocks.start // described.layers[layer].chunk_blocks])]
+
+    planted = write(described, context, slabs, secret)
     files.put(key, planted)
     (plain,) = first.ask(([*context, *OWN], 8, None))
     (relayed,) = first.ask(([*context, *OWN], 8, params))

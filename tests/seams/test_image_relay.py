@@ -24,7 +24,7 @@ from baton.engines.vllm.bodies import with_whole_prompt
 from baton.engines.vllm.image_prompts import ImagePrompts, _target
 from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
 from baton_kv.connector import TransferStats, images_of
-from baton_kv.entry import ImageRef
+from baton_kv.entry_format import ImageRef
 
 IMAGE = 9
 BIRD, FISH = picture(1), picture(2)

@@ -53,6 +53,43 @@ class Reader(Protocol):
         ...
 
 
+class Draft(Protocol):
+    """An entry that several ranks write together; it becomes visible when all have finished."""
+
+    def write_at(self, offset: int, parts: Sequence[Buffer]) -> None:
+        """Write bytes, one part after the other, from an offset on.
+
+        Raises:
+            StoreFull: the device has no room.
+            StoreError: the device could not be written.
+        """
+        ...
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` up to `stop`.
+
+        Raises:
+            StoreError: the device could not be read.
+        """
+        ...
+
+    def finish(self) -> bool:
+        """Note that this rank has written its share; return whether it is the one that must seal the entry.
+
+        Exactly one rank is, after all have finished.
+        """
+        ...
+
+    def place(self) -> None:
+        """Make the sealed entry visible under its key.
+
+        Raises:
+            StoreFull: the entry does not fit even if all unpinned entries are evicted.
+            StoreError: the device could not be written.
+        """
+        ...
+
+
 class BytesReader:
     """A `Reader` over bytes in memory."""
 
@@ -93,6 +130,28 @@ class Store(Protocol):
             StoreFull: the entry does not fit even if all unpinned entries are evicted.
             StoreError: the device could not be written.
         """
+        ...
+
+    def draft(
+        self, key: str, name: str, *, size: int, rank: int, ranks: int
+    ) -> AbstractContextManager[Draft]:
+        """Open an entry that several ranks write together, for the time of the context.
+
+        Args:
+            key: key of the entry.
+            name: name of the draft, 32 hexadecimal digits, the same for all ranks.
+            size: the entry's size in bytes.
+            rank: number of this rank, from 0.
+            ranks: number of ranks that write.
+
+        Raises:
+            StoreFull: the entry cannot fit.
+            StoreError: the device could not be written.
+        """
+        ...
+
+    def discard(self, name: str) -> None:
+        """Remove a draft that will not be completed, if it is still there."""
         ...
 
     def open(self, key: str) -> AbstractContextManager[Reader]:

@@ -25,11 +25,13 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
-from baton_kv.folders import CREATE, FolderRefused, folder, make_folder
+from baton_kv.folders import CREATE, LOCK, FolderRefused, folder, make_folder, open_file
 from baton_kv.stores.base import Buffer, StoreError, StoreFull
+from baton_kv.stores.draft import FileDraft, discard
 from baton_kv.stores.eviction import to_fit_budget, to_free
 from baton_kv.stores.listing import (
     ABANDONED_AFTER_S,
@@ -47,7 +49,7 @@ __all__ = ["ABANDONED_AFTER_S", "IMAGES", "RECORDS", "RECORDS_TOTAL", "FileStore
 
 TEMPORARY = re.compile(r"\.[0-9a-f]{16}")
 """Pattern of temporary files in the root, from which the secret is linked."""
-WRITING = re.compile(r"[0-9a-f]{32}")
+WRITING = re.compile(r"[0-9a-f]{32}(\.[0-9a-z]{1,8})?")
 """Pattern of the files in `writing`."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 KEPT_IN_QUARANTINE = 2
@@ -89,9 +91,8 @@ class FileStore:
 
     def put(self, key: str, parts: Iterable[Buffer], *, size: int = 0) -> int:
         scope, name = split(key)
+        self._require_fits(size)
         try:
-            if self._budget is not None and size > self._budget:
-                raise StoreFull(f"an entry of {size} bytes does not fit the store's budget of {self._budget}")
             with self._tree.folder("writing") as writing:
                 temporary = secrets.token_hex(16)
                 try:
@@ -102,8 +103,49 @@ class FileStore:
                         os.unlink(temporary, dir_fd=writing)
             return size
         except OSError as error:
-            kind = StoreFull if error.errno in NO_SPACE else StoreError
-            raise kind(f"writing {key}: {error.strerror}") from None
+            raise _translated(error, key) from None
+
+    @contextmanager
+    def draft(self, key: str, name: str, *, size: int, rank: int, ranks: int) -> Iterator[FileDraft]:
+        scope, entry = split(key)
+        self._require_fits(size)
+        try:
+            with self._tree.folder("writing") as writing:
+                descriptor = open_file(name, within=writing, flags=LOCK)
+                try:
+                    yield FileDraft(
+                        writing,
+                        descriptor,
+                        name,
+                        rank,
+                        ranks,
+                        write=lambda file, view, offset: self._retried(
+                            lambda: os.pwrite(file, view, offset), size
+                        ),
+                        place=lambda sealed: self._place_draft(
+                            writing, sealed, descriptor, (scope, entry), size
+                        ),
+                    )
+                finally:
+                    os.close(descriptor)
+        except OSError as error:
+            raise _translated(error, key) from None
+
+    def _place_draft(
+        self, writing: int, sealed: str, descriptor: int, target: tuple[str, str], size: int
+    ) -> None:
+        touch(descriptor)
+        if self._fsync:
+            os.fsync(descriptor)
+        self._place(writing, sealed, *target, size)
+
+    def discard(self, name: str) -> None:
+        with contextlib.suppress(OSError), self._tree.folder("writing") as writing:
+            discard(writing, name)
+
+    def _require_fits(self, size: int) -> None:
+        if self._budget is not None and size > self._budget:
+            raise StoreFull(f"an entry of {size} bytes does not fit the store's budget of {self._budget}")
 
     def _write(self, writing: int, name: str, parts: Iterable[Buffer], expected: int) -> int:
         size = 0
@@ -111,7 +153,7 @@ class FileStore:
             for part in parts:
                 view = memoryview(part).cast("B")
                 while view:
-                    written = self._write_some(stream, view, max(len(view), expected - size))
+                    written = self._retried(partial(stream.write, view), max(len(view), expected - size))
                     size += written
                     view = view[written:]
             touch(stream.fileno())
@@ -119,11 +161,11 @@ class FileStore:
                 os.fsync(stream.fileno())
         return size
 
-    def _write_some(self, stream: FileIO, view: memoryview, needed: int) -> int:
+    def _retried(self, write: Callable[[], int], needed: int) -> int:
         """Write as much as fits; on a full device, evict old entries if that frees `needed` bytes."""
         while True:
             try:
-                return stream.write(view)
+                return write()
             except OSError as error:
                 if error.errno not in NO_SPACE or not self._free(needed):
                     raise
@@ -229,3 +271,9 @@ class FileStore:
 
     def _path(self, key: str) -> Path:
         return self._tree.root / "entries" / "/".join(split(key))
+
+
+def _translated(error: OSError, key: str) -> StoreError:
+    """Return the store's own exception for an error of the device."""
+    kind = StoreFull if error.errno in NO_SPACE else StoreError
+    return kind(f"writing {key}: {error.strerror}")

@@ -1,0 +1,44 @@
+"""Combine the outcomes of all ranks of one job into the job's outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
+
+
+class RankOutcomes:
+    """The outcomes of jobs that some ranks have ended and others have not.
+
+    Args:
+        ranks: number of ranks, each of which ends every job once.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._ended: dict[tuple[str, Transfer], list[TransferOutcome]] = {}
+
+    def add(self, outcomes: Iterable[TransferOutcome]) -> Iterator[TransferOutcome]:
+        """Take outcomes of ranks; yield one outcome for each job that all ranks have ended."""
+        for outcome in outcomes:
+            job = (outcome.request_id, outcome.kind)
+            ended = self._ended.setdefault(job, [])
+            ended.append(outcome)
+            if len(ended) == self._ranks:
+                yield combined(self._ended.pop(job))
+
+
+def combined(outcomes: list[TransferOutcome]) -> TransferOutcome:
+    """Return one job's outcome over its ranks: it failed if one failed, and took as long as the slowest.
+
+    With several failures, the first that says more than that the request was given up.
+    """
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+    weighty = [failure for failure in failures if failure is not TransferFailure.GIVEN_UP]
+    return replace(
+        outcomes[0],
+        failure=next(iter(weighty or failures), None),
+        bytes=sum(outcome.bytes for outcome in outcomes),
+        seconds=max(outcome.seconds for outcome in outcomes),
+    )
