@@ -11,8 +11,8 @@ read and which contains no code:
     digest     U8  [32]: the digest of all the rest
 
 A slab is the KV of one head in one block, its tokens in order. Heads are numbered as in the whole model, so
-that an engine with any number of tensor-parallel ranks reads what an engine with any other has written. A chunk
-is a run of slabs of one head of one layer.
+that an engine with any number of tensor-parallel ranks reads what an engine with any other has written. A
+chunk is a run of slabs of one head of one layer.
 
 A context is its token ids and its images. All images have the same placeholder ids, so the description names
 each image and its position.
@@ -177,7 +177,9 @@ class EntryLayout:
         return layout
 
     def _place(self, start: int) -> None:
-        offsets = {name: start + tensor["data_offsets"][0] for name, tensor in self._tensors.items()}
+        offsets: dict[str, int] = {
+            name: start + tensor["data_offsets"][0] for name, tensor in self._tensors.items()
+        }
         self.tokens, self.digests, self.digest = (offsets[name] for name in ("tokens", "digests", "digest"))
         self.size = self.digest + DIGEST_BYTES
         self._layers = [offsets[f"layer.{index}"] for index in range(len(self._described.layers))]
