@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -14,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backends import cpu_attn
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -36,6 +37,8 @@ from baton_kv.contract import (
     new_key,
     transfer_params,
 )
+from baton_kv.entry_format import LayerShape
+from baton_kv.envelopes import WorkerLayout
 from baton_kv.fingerprint import fingerprint, weights_digest
 from baton_kv.settings import ConnectorSettings
 
@@ -76,9 +79,15 @@ def test_what_is_read_of_a_request_is_there() -> None:
 
 
 def config(**changes: Any) -> Any:
-    plain = {"tp": 1, "pp": 1, "policy": "recompute"} | changes
+    plain = {"tp": 1, "pp": 1, "dcp": 1, "pcp": 1, "nodes": 1, "policy": "recompute"} | changes
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=plain["tp"], pipeline_parallel_size=plain["pp"]),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=plain["tp"],
+            pipeline_parallel_size=plain["pp"],
+            decode_context_parallel_size=plain["dcp"],
+            prefill_context_parallel_size=plain["pcp"],
+            nnodes=plain["nodes"],
+        ),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=plain["policy"]),
     )
 
@@ -86,8 +95,10 @@ def config(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "groups", "reason"),
     [
-        ({"tp": 2}, 1, "parallelism"),
-        ({"pp": 2}, 1, "parallelism"),
+        ({"pp": 2}, 1, "use tensor_parallel_size"),
+        ({"dcp": 2}, 1, "context parallelism"),
+        ({"pcp": 2}, 1, "context parallelism"),
+        ({"nodes": 2}, 1, "one host"),
         ({}, 2, "full attention"),
         ({}, 0, "full attention"),
         ({"policy": "fail"}, 1, "recompute"),
@@ -197,8 +208,7 @@ CHANGES = {
     "quantization": ("vllm.model_config.quantization", "fp8"),
     "dtype": ("vllm.model_config.dtype", torch.float16),
     "kv_dtype": ("vllm.cache_config.cache_dtype", "fp8"),
-    "layers": ("group.layer_names", ["layer.1", "layer.0"]),
-    "spec": ("group.kv_cache_spec", dataclasses.replace(FULL, num_kv_heads=2)),
+    "spec": ("group.kv_cache_spec", dataclasses.replace(FULL, block_size=64)),
     "platform": ("module.current_platform.device_name", "another"),
     "packing": ("module._packing", lambda *_: "another"),
     "hf_overrides": ("vllm.model_config.hf_overrides", {"rope_theta": 7}),
@@ -250,6 +260,82 @@ def test_a_model_s_configuration_files_count_as_its_weights_do(tmp_path: Path, n
         (tmp_path / name).write_text(text)
         digests.append(weights_digest(str(tmp_path)))
     assert len(set(digests)) == 3
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        dataclasses.replace(FULL, head_size=64),
+        dataclasses.replace(FULL, head_size_v=64),
+        dataclasses.replace(FULL, dtype=torch.bfloat16),
+        MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32),
+    ],
+)
+def test_what_a_slab_means_is_a_fact(configured: Configured, spec: Any) -> None:
+    facts = configured.facts()
+    assert facts | {"spec": engine_facts._spec_facts(spec)} != facts
+
+
+def test_how_many_heads_one_rank_holds_is_no_fact(configured: Configured) -> None:
+    facts = configured.facts()
+    one_rank_s = engine_facts._spec_facts(dataclasses.replace(FULL, num_kv_heads=2))
+    assert facts | {"spec": one_rank_s} == facts
+
+
+LAYOUT = WorkerLayout(("layer.0", "layer.1"), (LayerShape(4, 1024), LayerShape(4, 1024)))
+
+
+def made_connector(configured: Configured, store: Path, ranks: int = 1) -> connector.BatonConnector:
+    """The scheduler's connector of a real configuration with so many ranks."""
+    transfer = KVTransferConfig(
+        kv_connector="BatonConnector",
+        kv_connector_module_path="baton_kv.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"store": f"file:{store}"},
+    )
+    parallel = dataclasses.replace(configured.vllm.parallel_config)
+    parallel.tensor_parallel_size = ranks
+    whole = copy.copy(configured.vllm)
+    whole.kv_transfer_config, whole.parallel_config = transfer, parallel
+    return connector.BatonConnector(whole, KVConnectorRole.SCHEDULER, configured.cache)
+
+
+def test_the_fingerprint_is_of_what_all_workers_hold(configured: Configured, tmp_path: Path) -> None:
+    """The same for any number of ranks, another for other layers, another order or other heads."""
+    found = set()
+    for ranks in (1, 2):
+        made = made_connector(configured, tmp_path / "store", ranks)
+        made.set_xfer_handshake_metadata_pp_aware({(0, rank): LAYOUT for rank in range(ranks)})
+        found.add(made._planning._fingerprint)
+    assert len(found) == 1
+    others = [
+        WorkerLayout(LAYOUT.names[::-1], LAYOUT.shapes),
+        WorkerLayout(LAYOUT.names, (LayerShape(2, 2048), LayerShape(4, 1024))),
+        WorkerLayout(LAYOUT.names[:1], LAYOUT.shapes[:1]),
+    ]
+    for other in others:
+        made = made_connector(configured, tmp_path / "store")
+        made.set_xfer_handshake_metadata({0: other})
+        found.add(made._planning._fingerprint)
+    assert len(found) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {},
+        {0: LAYOUT},
+        {0: LAYOUT, 1: WorkerLayout(LAYOUT.names, (LayerShape(4, 1024), LayerShape(4, 512)))},
+        {0: LAYOUT, 1: LAYOUT, 2: LAYOUT},
+    ],
+)
+def test_workers_that_are_missing_or_differ_end_the_start(
+    configured: Configured, tmp_path: Path, layouts: dict[int, Any]
+) -> None:
+    made = made_connector(configured, tmp_path / "store", 2)
+    with pytest.raises(ValueError, match="cannot be exact"):
+        made.set_xfer_handshake_metadata(layouts)
 
 
 def test_the_order_of_facts_is_no_fact(configured: Configured) -> None:

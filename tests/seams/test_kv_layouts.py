@@ -1,0 +1,148 @@
+"""KV is moved by head and block through vLLM's own views, whatever lies in memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+    KVQuantMode,
+    MLAAttentionSpec,
+    compute_layout_strides,
+    create_kv_cache_views,
+)
+
+from baton_kv.blocks import HeadShard, KVBlocks
+
+BLOCKS, LAYERS, BLOCK = 9, 3, 32
+TAKEN, GIVEN = [5, 2, 7, 1], [8, 0, 3, 4]
+SPECS = {
+    "float32": FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.float32),
+    "bfloat16": FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.bfloat16),
+    "fp8": FullAttentionSpec(
+        block_size=BLOCK,
+        num_kv_heads=4,
+        head_size=16,
+        dtype=torch.float8_e4m3fn,
+        kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
+    ),
+    "MLA": MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16),
+    "padded": FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.bfloat16, page_size_padded=10240
+    ),
+}
+Spec = FullAttentionSpec | MLAAttentionSpec
+
+
+def views_of(spec: Spec, layout: KVCacheLayout, kernel: int | None) -> list[torch.Tensor] | None:
+    """The layers as vLLM's worker gives them to a connector; None where vLLM has no such layout."""
+    try:
+        layer, block, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, layout)
+        raw = torch.zeros(max(layer * LAYERS, block * BLOCKS), dtype=torch.int8)
+        names = [f"layer.{number}" for number in range(LAYERS)]
+        tensor = KVCacheTensor(size=raw.numel(), layers=names, layer_stride=layer, block_stride=block)
+        return list(create_kv_cache_views(raw, spec, BLOCKS, layout, tensor, kernel))
+    except (AssertionError, ValueError):
+        return None
+
+
+def fill(blocks: KVBlocks, seed: int) -> list[bytes]:
+    """Write the same KV into every head and block, whatever the layout; return it by layer and head."""
+    generator = torch.Generator().manual_seed(seed)
+    written = []
+    for layer, shape in enumerate(blocks.shapes):
+        for head in blocks.heads(layer):
+            kv = torch.randint(0, 256, (BLOCKS * shape.slab_bytes,), generator=generator, dtype=torch.uint8)
+            written.append(kv.numpy().tobytes())
+            blocks.scatter(layer, head, range(BLOCKS), memoryview(written[-1]))
+    return written
+
+
+def kv_in(blocks: KVBlocks, ids: list[int]) -> list[bytes]:
+    return [
+        b"".join(bytes(slab) for slab in blocks.gather(layer, head, ids))
+        for layer in range(len(blocks))
+        for head in blocks.heads(layer)
+    ]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_layout_gives_the_same_bytes(name: str) -> None:
+    """A slab holds a head's tokens in order; so an entry of one layout is one of any other."""
+    tried = []
+    for layout, kernel in itertools.product(KVCacheLayout, (None, 16)):
+        views = views_of(SPECS[name], layout, kernel)
+        if views is None:
+            continue
+        blocks = KVBlocks(views, BLOCKS)
+        written = fill(blocks, 1)
+        size = [shape.slab_bytes for shape in blocks.shapes for _ in range(shape.heads)]
+        expected = [
+            b"".join(kv[block * step : (block + 1) * step] for block in TAKEN)
+            for kv, step in zip(written, size, strict=True)
+        ]
+        assert kv_in(blocks, TAKEN) == expected, layout
+        logical = [
+            view.reshape(BLOCKS, -1, *view.shape[1:]) for view in views
+        ]  # [block, row, head, token, value]
+        token = logical[0][TAKEN[0], 0, 0, 1].view(torch.uint8).numpy().tobytes()
+        assert expected[0][len(token) : 2 * len(token)] == token, "the second token follows the first"
+        tried.append((layout.name, kernel))
+    print(f"\n{name}: {len(tried)} layouts")
+    assert len(tried) >= 2
+
+
+@given(
+    name=st.sampled_from(sorted(SPECS)),
+    layouts=st.tuples(st.sampled_from(list(KVCacheLayout)), st.sampled_from(list(KVCacheLayout))),
+    kernels=st.tuples(st.sampled_from([None, 16]), st.sampled_from([None, 16])),
+    taken=st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=BLOCKS, unique=True),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_goes_from_one_layout_to_another_arrives_and_changes_nothing_else(
+    name: str,
+    layouts: tuple[KVCacheLayout, KVCacheLayout],
+    kernels: tuple[int | None, int | None],
+    taken: list[int],
+    seed: int,
+) -> None:
+    views = [views_of(SPECS[name], layout, kernel) for layout, kernel in zip(layouts, kernels, strict=True)]
+    if views[0] is None or views[1] is None:
+        return
+    source, target = KVBlocks(views[0], BLOCKS), KVBlocks(views[1], BLOCKS)
+    fill(source, seed)
+    fill(target, seed + 1)
+    given_to = list(reversed(range(BLOCKS)))[: len(taken)]
+    others = [block for block in range(BLOCKS) if block not in given_to]
+    before = kv_in(target, others)
+    for layer in range(LAYERS):
+        for head in source.heads(layer):
+            data = b"".join(bytes(slab) for slab in source.gather(layer, head, taken))
+            target.scatter(layer, head, given_to, memoryview(data))
+    assert kv_in(target, given_to) == kv_in(source, taken)
+    assert kv_in(target, others) == before
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_s_heads_are_the_model_s(ranks: int) -> None:
+    """vLLM gives a rank the heads from `rank * count` on: the same bytes as those heads of one rank alone."""
+    whole_views = views_of(SPECS["bfloat16"], KVCacheLayout.LBHNC, None)
+    assert whole_views is not None
+    whole = KVBlocks(whole_views, BLOCKS)
+    fill(whole, 3)
+    for rank in range(ranks):
+        shard = HeadShard.of_rank(4, rank, ranks)
+        own = [view[:, shard.first : shard.first + shard.count] for view in whole_views]
+        held = KVBlocks(own, BLOCKS, shard)
+        assert held.shapes == whole.shapes
+        for layer, head in itertools.product(range(LAYERS), shard.heads):
+            assert list(map(bytes, held.gather(layer, head, GIVEN))) == list(
+                map(bytes, whole.gather(layer, head, GIVEN))
+            )
