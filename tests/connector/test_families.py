@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.offline_engines import OWN, OfflineEngine, prompt, same
 
-from baton.config.settings import load_settings
-from baton.models.store import ModelStore
 from baton_kv.contract import params_to_save
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 FAMILIES = ("gemma", "qwen2", "mistral", "llama")
 LENGTHS = (1, 27, 28, 59, 130, 400)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("families")
-    source = ModelStore(load_settings().models_folder).resolve("smollm2")
-    script = str(Path(__file__).parent / "tiny_models.py")
-    subprocess.run([sys.executable, script, source, str(folder)], check=True, capture_output=True)
-    return folder
 
 
 @pytest.mark.chaos

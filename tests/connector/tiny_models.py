@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-FAMILIES = ("qwen2", "mistral", "gemma", "llama")
+FAMILIES = ("qwen2", "mistral", "gemma", "llama", "llama-4-heads")
 
 if __name__ == "__main__":
     import torch
@@ -35,6 +35,9 @@ if __name__ == "__main__":
         "mistral": MistralConfig(**shape, sliding_window=None, tie_word_embeddings=False),
         "gemma": GemmaConfig(**shape, tie_word_embeddings=True),
         "llama": LlamaConfig(**shape, tie_word_embeddings=False),
+        "llama-4-heads": LlamaConfig(
+            **shape | {"num_attention_heads": 4, "num_key_value_heads": 4}, tie_word_embeddings=False
+        ),
     }
     for number, family in enumerate(FAMILIES):
         torch.manual_seed(number)
