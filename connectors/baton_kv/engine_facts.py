@@ -38,9 +38,10 @@ def require_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     if parallel.nnodes > 1:
         raise ValueError("baton_kv: several nodes a model are not supported; run all its ranks on one host")
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec or _is_windowed(specs[0]):
+    if len(specs) != 1 or not _is_stored_whole(specs[0]):
         raise ValueError(
-            "baton_kv: only models with full attention in every layer are supported, not sliding windows"
+            "baton_kv: only models with full attention are supported, or with full attention beside sliding "
+            "windows; not windows or running states alone, and no chunked attention"
         )
     if not current_platform.is_cpu():
         raise ValueError(
@@ -51,9 +52,13 @@ def require_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         raise ValueError('baton_kv: set "kv_load_failure_policy": "recompute" in the KV transfer config')
 
 
-def _is_windowed(spec: FullAttentionSpec) -> bool:
-    """Return whether layers have a window although vLLM stores them as full attention, to have one pool."""
-    return spec.sliding_window is not None or spec.attention_chunk_size is not None
+def _is_stored_whole(spec: Any) -> bool:
+    """Return whether the KV of every token stays in the pool as long as its request runs.
+
+    vLLM stores windowed layers beside full ones as full attention if a connector is no `SupportsHMA`
+    (`vllm.v1.core.kv_cache_utils.unify_hybrid_kv_cache_specs`); the layers keep their windows.
+    """
+    return type(spec) is FullAttentionSpec and spec.attention_chunk_size is None
 
 
 def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, An
 
 def _spec_facts(spec: Any) -> dict[str, str]:
     """Return what decides the meaning of a slab's bytes; `num_kv_heads` is that of one rank, so not here."""
-    names = ("block_size", "head_size", "head_size_v", "dtype", "kv_quant_mode")
+    names = ("block_size", "head_size", "head_size_v", "dtype", "kv_quant_mode", "sliding_window")
     return {"class": type(spec).__name__} | {name: str(getattr(spec, name, None)) for name in names}
 
 

@@ -10,7 +10,7 @@ from support.offline_engines import OWN, OfflineEngine, prompt, same
 from baton_kv.contract import params_to_save
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-FAMILIES = ("gemma", "qwen2", "mistral", "llama")
+FAMILIES = ("gemma", "gemma3", "qwen2", "mistral", "llama")
 LENGTHS = (1, 27, 28, 59, 130, 400)
 
 

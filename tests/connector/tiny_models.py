@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-FAMILIES = ("qwen2", "mistral", "gemma", "llama", "llama-4-heads")
+FAMILIES = ("qwen2", "mistral", "gemma", "llama", "llama-4-heads", "gemma3")
 
 if __name__ == "__main__":
     import torch
     from transformers import (
         AutoModelForCausalLM,
         AutoTokenizer,
+        Gemma3TextConfig,
         GemmaConfig,
         LlamaConfig,
         MistralConfig,
@@ -35,6 +36,12 @@ if __name__ == "__main__":
         "mistral": MistralConfig(**shape, sliding_window=None, tie_word_embeddings=False),
         "gemma": GemmaConfig(**shape, tie_word_embeddings=True),
         "llama": LlamaConfig(**shape, tie_word_embeddings=False),
+        "gemma3": Gemma3TextConfig(  # windows of 64 tokens, and one layer that sees everything
+            **shape | {"num_hidden_layers": 3},
+            tie_word_embeddings=True,
+            sliding_window=64,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        ),
         "llama-4-heads": LlamaConfig(
             **shape | {"num_attention_heads": 4, "num_key_value_heads": 4}, tie_word_embeddings=False
         ),

@@ -120,6 +120,11 @@ def test_what_cannot_be_exact_is_refused_at_the_start(
         block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32, sliding_window=64
     )
     one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=promoted)]
+    engine_facts.require_supported(config(), one)  # Gemma 3: windows beside full attention, stored whole
+    chunked = FullAttentionSpec(
+        block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32, attention_chunk_size=64
+    )
+    one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=chunked)]
     with pytest.raises(ValueError, match="full attention"):
         engine_facts.require_supported(config(), one)
     one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=window)]
@@ -268,6 +273,7 @@ def test_a_model_s_configuration_files_count_as_its_weights_do(tmp_path: Path, n
         dataclasses.replace(FULL, head_size=64),
         dataclasses.replace(FULL, head_size_v=64),
         dataclasses.replace(FULL, dtype=torch.bfloat16),
+        dataclasses.replace(FULL, sliding_window=64),
         MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32),
     ],
 )
