@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 from support.gateways import RealGateway
-from support.relays import ask, cached, ids, told
+from support.relays import ask, cached, ids, once_saved, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 WORDS = "The {number} bird sat on the {number} branch and sang of {number} rivers. "
@@ -51,7 +51,7 @@ def entry(folder: Path, handoff: dict[str, Any]) -> Path:
 
 
 def leave(gateway: RealGateway, seed: int, model: str = "reader") -> dict[str, Any]:
-    return told(ask(gateway, model, text(seed), handoff={"save": True}))
+    return once_saved(gateway, told(ask(gateway, model, text(seed), handoff={"save": True})))
 
 
 def series(gateway: RealGateway, name: str, **labels: str) -> float:
@@ -128,7 +128,8 @@ def test_aborts_during_loads_and_saves_lose_no_block(
         | ({"stop": ["\u2603"]} if number % 2 else {})
         for number in range(aborts)
     ]
-    unfinished = asyncio.run(given_up(gateway, bodies, 1.2))
+    at_most_s = max(1.2, 2 * asyncio.run(duration(gateway, bodies[:AT_ONCE])))
+    unfinished = asyncio.run(given_up(gateway, bodies, at_most_s))
     after = settle(gateway, "slow")
     loads = series(gateway, "baton_handoff_loads_given_up_total", engine="slow")
     print(
