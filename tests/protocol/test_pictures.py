@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import time
@@ -435,7 +434,7 @@ def test_no_other_address_is_fetched(gateway: FakeGateway, open_gateway: FakeGat
             assert refused(running, body, path)["code"] == "invalid_request"
 
 
-def test_a_host_that_hangs_costs_its_time_and_no_more(host: Host) -> None:
+async def test_a_host_that_hangs_costs_its_time_and_no_more(host: Host) -> None:
     """`images.fetch_s` is for all of it."""
     host.pages["/a.png"] = lambda _handler: time.sleep(2)
     settings = ImageSettings(
@@ -443,7 +442,7 @@ def test_a_host_that_hangs_costs_its_time_and_no_more(host: Host) -> None:
     )
     fetch = fetcher_of(settings, Names({NAME: [["127.0.0.1"]]}))
     with pytest.raises(ImageFetchFailed, match=r"messages.*longer than 0.2 s"):
-        asyncio.run(fetch(f"http://{NAME}:{host.port}/a.png", "messages"))
+        await fetch(f"http://{NAME}:{host.port}/a.png", "messages")
 
 
 def test_a_list_that_holds_no_hosts_stops_the_start() -> None:

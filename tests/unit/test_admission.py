@@ -8,6 +8,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,27 +41,25 @@ async def soon() -> None:
 
 
 @pytest.mark.fault("E8")
-def test_tenants_take_turns_and_within_one_first_come_is_first_served() -> None:
-    async def scene() -> list[str]:
-        queue, served = queue_of(), []
+async def test_tenants_take_turns_and_within_one_first_come_is_first_served() -> None:
 
-        async def ask(tenant: str, number: int) -> None:
-            await queue.enter(tenant)
-            served.append(f"{tenant}{number}")
+    queue, served = queue_of(), []
 
-        await queue.enter("a")
-        tasks = [asyncio.create_task(ask("a", number)) for number in range(4)]
+    async def ask(tenant: str, number: int) -> None:
+        await queue.enter(tenant)
+        served.append(f"{tenant}{number}")
+
+    await queue.enter("a")
+    tasks = [asyncio.create_task(ask("a", number)) for number in range(4)]
+    await soon()
+    tasks += [asyncio.create_task(ask(tenant, number)) for tenant in "bc" for number in range(2)]
+    await soon()
+    queue.leave("a")
+    for number in range(len(tasks)):
         await soon()
-        tasks += [asyncio.create_task(ask(tenant, number)) for tenant in "bc" for number in range(2)]
-        await soon()
-        queue.leave("a")
-        for number in range(len(tasks)):
-            await soon()
-            queue.leave(served[number][0])
-        assert (queue.running, queue.waiting) == (0, 0)
-        return served
-
-    assert asyncio.run(scene()) == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "a3"]
+        queue.leave(served[number][0])
+    assert (queue.running, queue.waiting) == (0, 0)
+    assert served == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "a3"]
 
 
 @pytest.mark.fault("E8")
@@ -139,17 +138,16 @@ async def test_a_request_that_waits_too_long_is_refused_and_removed() -> None:
 
 
 @pytest.mark.fault("E8")
-def test_a_place_given_to_a_request_being_cancelled_goes_to_the_next() -> None:
+async def test_a_place_given_to_a_request_being_cancelled_goes_to_the_next() -> None:
     """Whichever of the two comes first."""
-
-    async def scene(first: str) -> None:
+    for first in ("leave", "cancel"):
         queue = queue_of()
         await queue.enter("a")
         gone = asyncio.create_task(queue.enter("a"))
         await soon()
         following = asyncio.create_task(queue.enter("b"))
         await soon()
-        steps: list[Callable[[], Any]] = [lambda: queue.leave("a"), gone.cancel]
+        steps: list[Callable[[], Any]] = [partial(queue.leave, "a"), gone.cancel]
         for step in steps if first == "leave" else reversed(steps):
             step()
         await soon()
@@ -158,9 +156,6 @@ def test_a_place_given_to_a_request_being_cancelled_goes_to_the_next() -> None:
         assert (queue.running, queue.waiting) == (1, 0)
         queue.leave("b")
         assert queue.running == 0
-
-    for first in ("leave", "cancel"):
-        asyncio.run(scene(first))
 
 
 class Clock:
@@ -330,22 +325,22 @@ async def test_work_that_goes_on_after_the_answer_keeps_its_place() -> None:
 
 
 @pytest.mark.fault("E8")
-def test_when_memory_is_short_new_work_is_refused_but_not_get_and_delete() -> None:
+async def test_when_memory_is_short_new_work_is_refused_but_not_get_and_delete() -> None:
     async def handler(_: Request) -> None:
         return None
 
     for method in ("POST", "PUT", "PATCH"):
         with pytest.raises(GatewayOverloaded) as refused:
-            asyncio.run(through(handler, method=method, short=True))
+            await through(handler, method=method, short=True)
         assert refused.value.retry_after_s
     for method in ("GET", "HEAD", "DELETE", "OPTIONS"):
-        asyncio.run(through(handler, method=method, short=True))
-    asyncio.run(through(handler, short=False))
+        await through(handler, method=method, short=True)
+    await through(handler, short=False)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.fault("E8")
-def test_no_place_is_lost_whatever_ends_three_thousand_requests(seed: int) -> None:
+async def test_no_place_is_lost_whatever_ends_three_thousand_requests(seed: int) -> None:
     """Answered, failed, cancelled while waiting, while working, before they began, or refused."""
     draw = random.Random(seed)
     registry = CollectorRegistry()
@@ -379,20 +374,17 @@ def test_no_place_is_lost_whatever_ends_three_thousand_requests(seed: int) -> No
         except BatonError as error:
             ended[error.code] += 1
 
-    async def scene() -> None:
-        tasks = []
-        for _ in range(3000):
-            task = asyncio.create_task(ask())
-            tasks.append(task)
-            if draw.random() < 0.4:
-                asyncio.get_running_loop().call_later(draw.random() * 0.02, task.cancel)
-            if draw.random() < 0.1:
-                await asyncio.sleep(draw.random() * 0.004)
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        ended["cancelled"] = sum(isinstance(result, asyncio.CancelledError) for result in results)
-        await asyncio.sleep(0.01)
-
-    asyncio.run(scene())
+    tasks = []
+    for _ in range(3000):
+        task = asyncio.create_task(ask())
+        tasks.append(task)
+        if draw.random() < 0.4:
+            asyncio.get_running_loop().call_later(draw.random() * 0.02, task.cancel)
+        if draw.random() < 0.1:
+            await asyncio.sleep(draw.random() * 0.004)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    ended["cancelled"] = sum(isinstance(result, asyncio.CancelledError) for result in results)
+    await asyncio.sleep(0.01)
     print(f"E8: seed {seed}: {dict(ended)}, at most {most} at once")
     assert sum(ended.values()) == 3000
     assert set(ended) == {"answered", "internal_error", "engine_overloaded", "rate_limited", "cancelled"}

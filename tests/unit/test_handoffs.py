@@ -329,29 +329,26 @@ async def test_the_end_waits_only_a_moment_for_a_save_that_never_comes(house: Ho
     assert await there(house.handoffs(), record), "its token ids are kept"
 
 
-def test_a_save_under_way_is_waited_for_while_the_engines_still_run(house: House) -> None:
+async def test_a_save_under_way_is_waited_for_while_the_engines_still_run(house: House) -> None:
     """A request that went away waits for nothing: no handoff is to come of it."""
-
-    async def story() -> None:
-        handoffs = house.handoffs()
-        record, relay = handoffs.begin(ENGINE, "local", parent=None), TransferRequest()
-        cut_off = handoffs.begin(ENGINE, "local", parent=None)
-        async with handoffs.running():
-            async with handoffs.settling():
-                handoffs.end(record, relay, [1, 2, 3])
-                handoffs.end(cut_off, None)
-                saving = asyncio.create_task(save(record, relay))
-            assert saving.done(), "the engine would have been stopped before its save was over"
-        assert (record.state, record.bytes) == (HandoffState.READY, 10)
-        assert cut_off.state is HandoffState.FAILED
-        assert (await house.handoffs().get(record.id, "local")).bytes == 10
 
     async def save(record: HandoffRecord, relay: TransferRequest) -> None:
         await asyncio.sleep(0.3)
         FileStore(house.folder / "store").put(record.key, [b"k" * 10])
         relay.report.save_over.set()
 
-    asyncio.run(story())
+    handoffs = house.handoffs()
+    record, relay = handoffs.begin(ENGINE, "local", parent=None), TransferRequest()
+    cut_off = handoffs.begin(ENGINE, "local", parent=None)
+    async with handoffs.running():
+        async with handoffs.settling():
+            handoffs.end(record, relay, [1, 2, 3])
+            handoffs.end(cut_off, None)
+            saving = asyncio.create_task(save(record, relay))
+        assert saving.done(), "the engine would have been stopped before its save was over"
+    assert (record.state, record.bytes) == (HandoffState.READY, 10)
+    assert cut_off.state is HandoffState.FAILED
+    assert (await house.handoffs().get(record.id, "local")).bytes == 10
 
 
 async def test_only_saves_hold_up_the_engines_end(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

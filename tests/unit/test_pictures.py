@@ -50,7 +50,7 @@ def named(count: int) -> list[ImagePart]:
     return [ImagePart({}, "url", f"images[{number}]", "https://example.org/a.png") for number in range(count)]
 
 
-def test_so_many_are_fetched_at_once_whoever_asks() -> None:
+async def test_so_many_are_fetched_at_once_whoever_asks() -> None:
     """And held in memory: a place is left when an image has been read."""
     data, now, most = pictures.file_of(pictures.image()), 0, 0
 
@@ -62,12 +62,9 @@ def test_so_many_are_fetched_at_once_whoever_asks() -> None:
         now -= 1
         return data
 
-    async def main() -> None:
-        images = reading(fetch, fetches=3)
-        answers = await asyncio.gather(*(images.read(named(4), "acme") for _ in range(4)))
-        assert [len(answer) for answer in answers] == [4] * 4
-
-    asyncio.run(main())
+    images = reading(fetch, fetches=3)
+    answers = await asyncio.gather(*(images.read(named(4), "acme") for _ in range(4)))
+    assert [len(answer) for answer in answers] == [4] * 4
     assert most == 3
 
 
@@ -399,7 +396,7 @@ def test_an_image_is_held_to_its_limit_again_after_it_was_rewritten(kind: str) -
 
 
 @pytest.mark.fault("F8")
-def test_the_images_of_one_request_are_bounded_together_as_the_engine_gets_them() -> None:
+async def test_the_images_of_one_request_are_bounded_together_as_the_engine_gets_them() -> None:
     sent = photo(300, 200, "PNG")
     parts = [ImagePart({}, "url", f"images[{number}]", pictures.url_of(sent)) for number in range(4)]
     each = len(read(sent).data)
@@ -407,14 +404,14 @@ def test_the_images_of_one_request_are_bounded_together_as_the_engine_gets_them(
     async def sizes(limit: int) -> list[int]:
         return [len(picture.data) for picture in await reading(None, request_bytes=limit).read(parts, "acme")]
 
-    assert asyncio.run(sizes(4 * each)) == [each] * 4
+    assert await sizes(4 * each) == [each] * 4
     with pytest.raises(ImageTooLarge, match=r"images\.request_bytes") as caught:
-        asyncio.run(sizes(4 * each - 1))
+        await sizes(4 * each - 1)
     assert caught.value.param in {part.where for part in parts}
 
 
 @pytest.mark.fault("F8")
-def test_images_are_named_in_the_thread_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_images_are_named_in_the_thread_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """And once: SHA-256 of what a request may hold takes long enough to be felt on the event loop."""
     threads: list[bool] = []
     sha256 = hashlib.sha256
@@ -426,6 +423,6 @@ def test_images_are_named_in_the_thread_that_reads_them(monkeypatch: pytest.Monk
     monkeypatch.setattr("baton.images.client_image.hashlib.sha256", counted)
     sent = pictures.file_of(pictures.image())
     parts = [ImagePart({}, "url", "images[0]", pictures.url_of(sent))]
-    (picture,) = asyncio.run(reading(None).read(parts, "acme"))
+    (picture,) = await reading(None).read(parts, "acme")
     assert picture.digest == picture.digest == sha256(sent).hexdigest()
     assert threads == [False]
