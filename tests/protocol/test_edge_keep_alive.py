@@ -165,7 +165,7 @@ def test_a_stop_ends_a_stream_that_only_had_comments_with_an_error_event() -> No
         received = b""
         while COMMENT not in received:
             received += client.recv(4096)
-        loop_of(gateway, gateway.server._gateway.drain.cut)
+        loop_of(gateway, gateway.app.state.gateway.drain.cut)
         received += rest_of(client)
     assert statuses(received) == [200]
     assert received.count(b"event: error") == 1
@@ -173,7 +173,7 @@ def test_a_stop_ends_a_stream_that_only_had_comments_with_an_error_event() -> No
 
 
 def loop_of(gateway: FakeGateway, work: Callable[[], None]) -> None:
-    gateway.server._watch.get_loop().call_soon_threadsafe(work)
+    gateway.app.state.started.get_loop().call_soon_threadsafe(work)
 
 
 async def nothing(seconds: float) -> AsyncIterator[str]:

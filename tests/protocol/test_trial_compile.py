@@ -61,7 +61,7 @@ def children(of: int) -> dict[int, str]:
 
 def server(gateway: FakeGateway) -> int:
     """The gateway's compile server; -1 before it starts."""
-    running = gateway.server._app.state.gateway.compiler._server
+    running = gateway.app.state.gateway.compiler._server
     return running.process.pid if running is not None else -1
 
 
