@@ -264,10 +264,14 @@ def test_what_the_engine_refuses_has_its_status_on_every_streaming_route(real_ga
             assert answer.json()["error"]["code"] == "invalid_request"
 
 
-def test_two_engines_stream_at_once_each_with_its_own_series(real_gateway: RealGateway) -> None:
-    def generated(page: str, name: str) -> float:
+async def test_two_engines_stream_at_once_each_with_its_own_series(real_gateway: RealGateway) -> None:
+    def page() -> str:
+        with real_gateway.client() as client:
+            return client.get("/metrics").text
+
+    def generated(told: str, name: str) -> float:
         pattern = rf'vllm:generation_tokens_total\{{engine="0",model_name="{re.escape(name)}"\}} (\S+)'
-        found = re.search(pattern, page)
+        found = re.search(pattern, told)
         assert found, name
         return float(found[1])
 
@@ -282,16 +286,11 @@ def test_two_engines_stream_at_once_each_with_its_own_series(real_gateway: RealG
         )
         return "".join([chunk.choices[0].text async for chunk in stream])
 
-    async def ask_all() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{real_gateway.url}/v1", api_key="none") as client:
-            jobs = [ask(client, name, prompt) for prompt in PROMPTS[:4] for name in names]
-            return await asyncio.gather(*jobs)
-
     names = ("smollm2", "smollm2-fp32")
-    with real_gateway.client() as client:
-        before = client.get("/metrics").text
-        answers = asyncio.run(ask_all())
-        after = client.get("/metrics").text
+    async with openai.AsyncOpenAI(base_url=f"{real_gateway.url}/v1", api_key="none") as sdk:
+        before = page()
+        answers = await asyncio.gather(*(ask(sdk, name, prompt) for prompt in PROMPTS[:4] for name in names))
+        after = page()
     assert all(answers)
     for name in names:
         assert generated(after, name) - generated(before, name) == 4 * 20
