@@ -188,24 +188,20 @@ def test_an_entry_that_vanishes_or_cannot_be_read_is_recomputed(
 
 
 @pytest.mark.fault("D1")
-def test_a_hundred_requests_start_from_one_handoff_at_once(gateway: RealGateway) -> None:
+async def test_a_hundred_requests_start_from_one_handoff_at_once(gateway: RealGateway) -> None:
     left = leave(gateway, 300)
-
-    async def all_at_once() -> list[openai.types.Completion]:
-        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as sdk:
-            asked = [
-                sdk.completions.create(
-                    model=("reader", "writer")[number % 2],
-                    prompt=f" {number % 10}",
-                    max_tokens=4,
-                    temperature=0,
-                    extra_body={"handoff": {"from": left["id"]}, "return_token_ids": True},
-                )
-                for number in range(100)
-            ]
-            return await asyncio.gather(*asked)
-
-    answers = asyncio.run(all_at_once())
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as sdk:
+        asked = [
+            sdk.completions.create(
+                model=("reader", "writer")[number % 2],
+                prompt=f" {number % 10}",
+                max_tokens=4,
+                temperature=0,
+                extra_body={"handoff": {"from": left["id"]}, "return_token_ids": True},
+            )
+            for number in range(100)
+        ]
+        answers = await asyncio.gather(*asked)
     truth = {
         number: ids(ask(gateway, "reader", ids(answers[number])[0], max_tokens=4))[1] for number in range(10)
     }
