@@ -115,6 +115,7 @@ async def duration(gateway: RealGateway, bodies: list[dict[str, Any]]) -> float:
 
 @pytest.mark.parametrize("aborts", [40, pytest.param(1000, marks=pytest.mark.chaos)])
 @pytest.mark.fault("D9")
+@pytest.mark.timeout(900)
 def test_aborts_during_loads_and_saves_lose_no_block(
     gateway: RealGateway, folder: Path, speed: Path, aborts: int
 ) -> None:
