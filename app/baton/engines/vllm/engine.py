@@ -32,8 +32,9 @@ from baton.engines.vllm.bodies import for_responses, with_whole_prompt
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
 from baton.engines.vllm.engine_thread import EngineThread
 from baton.engines.vllm.errors import scrub
+from baton.engines.vllm.image_cache import confirm_before_reuse
+from baton.engines.vllm.image_input import image_input
 from baton.engines.vllm.image_prompts import ImagePrompts
-from baton.engines.vllm.multimodal import confirm_before_reuse, image_input
 from baton.engines.vllm.plugins import chosen_plugin, close_plugin, encode_prompt, make_plugin, plugin_params
 from baton.engines.vllm.replies import ReplyTranslator
 from baton.engines.vllm.series import EngineSeries, StepListeners
