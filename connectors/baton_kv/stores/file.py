@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from baton_kv.folders import CREATE, FolderRefused, folder, make_folder
+from baton_kv.folders import CREATE, FolderNotPrivate, folder, make_folder
 from baton_kv.stores.base import Buffer, StoreError, StoreFull
 from baton_kv.stores.eviction import to_fit_budget, to_free
 from baton_kv.stores.listing import (
@@ -80,7 +80,7 @@ class FileStore:
                 remove_abandoned(top, TEMPORARY)
             with self._tree.folder("writing") as writing:
                 remove_abandoned(writing, WRITING)
-        except FolderRefused as error:
+        except FolderNotPrivate as error:
             raise StoreError(error.strerror) from None
 
     @property
