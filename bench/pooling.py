@@ -40,7 +40,7 @@ from servers import ENVIRONMENT, Server, free_port, machine
 from baton.models.catalog import FLOOD_TINY
 from baton.models.store import ModelStore
 from baton_geo.flood.scenes import make_scene
-from baton_geo.raster.grid import Grid
+from baton_geo.raster.pixels.grid import Grid
 
 MODEL = "flood-tiny"
 PLAIN = "plain vLLM, JSON"

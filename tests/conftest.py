@@ -122,12 +122,22 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="session")
-def tiny_gateway(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[RealGateway]:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that generates, with SmolLM2's tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny-model")
+    source = ModelStore(load_settings().models_folder).resolve("smollm2")
+    command = [sys.executable, str(ENGINE_TESTS / "tiny.py"), source, str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_gateway(
+    tmp_path_factory: pytest.TempPathFactory, collector: Collector, tiny_model: Path
+) -> Iterator[RealGateway]:
     """`baton serve` with keys for two tenants, a generating and an embedding engine, both on a tiny random model."""
     folder = tmp_path_factory.mktemp("tiny")
-    source = ModelStore(load_settings().models_folder).resolve("smollm2")
-    command = [sys.executable, str(ENGINE_TESTS / "tiny.py"), source, str(folder / "model")]
-    subprocess.run(command, check=True, capture_output=True)
+    (folder / "model").symlink_to(tiny_model)
     config = (ENGINE_TESTS / "tiny_engines.toml").read_text()
     (folder / "baton.toml").write_text(config.format(folder=folder, traces=collector.url))
     keys = {tenant: create_key(folder / "keys.json", tenant) for tenant in ("acme", "globex")}
@@ -156,13 +166,11 @@ def relay_gateway(relay_config: Path) -> Iterator[RealGateway]:
 
 
 @pytest.fixture(scope="session")
-def geo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def geo_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """Where `geo_gateway` has its models, its classic plugin, its platform and the rasters it may read."""
     folder = tmp_path_factory.mktemp("geo")
-    source = ModelStore(load_settings().models_folder).resolve("smollm2")
-    tiny, geo = ENGINE_TESTS / "tiny.py", ENGINE_TESTS / "geo_models.py"
-    subprocess.run([sys.executable, str(tiny), source, str(folder / "text")], check=True, capture_output=True)
-    made = [sys.executable, str(geo), str(folder / "rgb"), "RED,GREEN,BLUE"]
+    (folder / "text").symlink_to(tiny_model)
+    made = [sys.executable, str(ENGINE_TESTS / "geo_models.py"), str(folder / "rgb"), "RED,GREEN,BLUE"]
     subprocess.run(made, check=True, capture_output=True)
     plugins = [str(Path(__file__).parent / "plugins" / name) for name in ("classic_echo", "house_platform")]
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(folder / "packages")]

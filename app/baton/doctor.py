@@ -75,7 +75,7 @@ def examine(config: Path | None) -> list[Finding]:
     try:
         settings = load_settings(config)
     except OperatorError as error:
-        mend = "correct the lines above; README.md lists every setting"
+        mend = "correct the lines above; the settings page of the documentation lists every setting"
         return [*findings, Finding("settings", error.message, True, mend)]
     return [
         *findings,

@@ -18,7 +18,7 @@ LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 NO_FOLDER = (errno.ELOOP, errno.ENOTDIR)
 
 
-class FolderRefused(OSError):
+class FolderNotPrivate(OSError):
     """A folder is a link or accessible to other users; `strerror` names it and says what to change."""
 
     def __init__(self, reason: str) -> None:
@@ -34,7 +34,7 @@ def make_folder(path: Path, *, name: str | None = None, within: int | None = Non
         within: descriptor of the parent folder; None looks up `path`.
 
     Raises:
-        FolderRefused: there is a link, a file or another user's folder in its place.
+        FolderNotPrivate: there is a link, a file or another user's folder in its place.
         OSError: the folder cannot be created.
     """
     if within is None:
@@ -48,7 +48,7 @@ def open_folder(path: Path, *, name: str | None = None, within: int | None = Non
     """Open a folder that only this user may access; return its descriptor. Arguments as for `make_folder`.
 
     Raises:
-        FolderRefused: there is a link, a file or another user's folder in its place.
+        FolderNotPrivate: there is a link, a file or another user's folder in its place.
         OSError: the folder is missing or cannot be opened.
     """
     try:
@@ -56,11 +56,11 @@ def open_folder(path: Path, *, name: str | None = None, within: int | None = Non
     except OSError as error:
         if error.errno not in NO_FOLDER:
             raise
-        raise FolderRefused(f"{path} is a link or not a folder; use a folder that you own") from None
+        raise FolderNotPrivate(f"{path} is a link or not a folder; use a folder that you own") from None
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise FolderRefused(
+            raise FolderNotPrivate(
                 f"{path} belongs to another user or is accessible to others; it must be yours, with mode 0700"
             )
     except BaseException:

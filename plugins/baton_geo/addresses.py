@@ -6,22 +6,20 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 from baton_fetch import addresses
-from baton_fetch.addresses import Target, is_public
+from baton_fetch.addresses import AllowedHosts, Target, is_public
 from baton_fetch.errors import FetchFailed, FetchRefused
 from baton_geo.errors import SourceFailed, SourceRefused
 
 FIELD = "data.data"
 
 
-class AllowedHosts(addresses.AllowedHosts):
-    """The hosts of the setting `baton_geo.allowed_hosts`.
+def allowed_hosts(entries: Iterable[str]) -> AllowedHosts:
+    """Parse the hosts of the setting `baton_geo.allowed_hosts`.
 
     Raises:
         ValueError: an entry is not a host.
     """
-
-    def __init__(self, entries: Iterable[str]) -> None:
-        super().__init__(entries, "baton_geo.allowed_hosts")
+    return AllowedHosts(entries, "baton_geo.allowed_hosts")
 
 
 def target_of(url: str, hosts: AllowedHosts, *, allow_http: bool) -> Target:
@@ -56,4 +54,4 @@ def fetch_errors() -> Iterator[None]:
         raise SourceFailed(f"{FIELD}: {error.reason}", param=FIELD) from None
 
 
-__all__ = ["AllowedHosts", "Target", "fetch_errors", "is_public", "require_hosts", "target_of"]
+__all__ = ["Target", "allowed_hosts", "fetch_errors", "is_public", "require_hosts", "target_of"]

@@ -10,13 +10,13 @@ OFFSET_LIMIT = 1e9
 """Largest absolute offset of a request or a file."""
 
 
-class Frozen(BaseModel):
+class ReadOnlyModel(BaseModel):
     """A read-only model that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Band(Frozen):
+class Band(ReadOnlyModel):
     """One input band.
 
     Attributes:
@@ -32,14 +32,14 @@ class Band(Frozen):
     std: float = Field(gt=0)
 
 
-class ClassLabel(Frozen):
+class ClassLabel(ReadOnlyModel):
     """One class of the mask; its value is its position in the list."""
 
     name: str
     colour: tuple[int, int, int] = Field(description="Red, green, blue; 0-255.")
 
 
-class Card(Frozen):
+class Card(ReadOnlyModel):
     """The rasters that one model takes and the masks it gives.
 
     Attributes:

@@ -34,7 +34,7 @@ from pydantic import (
     model_validator,
 )
 
-from baton_geo.card import OFFSET_LIMIT, SCALE_LIMITS, Frozen
+from baton_geo.card import OFFSET_LIMIT, SCALE_LIMITS, ReadOnlyModel
 from baton_geo.errors import RequestInvalid
 
 URL_CHARACTERS = 2048
@@ -71,14 +71,14 @@ Day = Annotated[date, BeforeValidator(_day)]
 Days = Annotated[tuple[Day, ...], Field(min_length=1, max_length=FRAMES, fail_fast=True)]
 
 
-class Location(Frozen):
+class Location(ReadOnlyModel):
     """The place of a scene on WGS 84, for models with location embeddings."""
 
     latitude: float = Field(ge=-90, le=90, allow_inf_nan=False, description="Degrees north.")
     longitude: float = Field(ge=-180, le=180, allow_inf_nan=False, description="Degrees east.")
 
 
-class GeoOptions(Frozen):
+class GeoOptions(ReadOnlyModel):
     """The options of a request: all its fields but the raster.
 
     Attributes:
@@ -161,7 +161,7 @@ class GeoRequest(GeoOptions):
         return self
 
 
-class ClassArea(Frozen):
+class ClassArea(ReadOnlyModel):
     """The area of one class in a scene.
 
     Attributes:
@@ -179,7 +179,7 @@ class ClassArea(Frozen):
     hectares: float | None
 
 
-class GeoFile(Frozen):
+class GeoFile(ReadOnlyModel):
     """An output after the first.
 
     Attributes:
@@ -193,7 +193,7 @@ class GeoFile(Frozen):
     data: str = Field(repr=False)
 
 
-class GeoAnswer(Frozen):
+class GeoAnswer(ReadOnlyModel):
     """`data` of the response.
 
     Attributes:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import baton_fetch.fetch
 from baton_fetch.fetch import Resolver, system_resolver
-from baton_geo.addresses import AllowedHosts, fetch_errors, require_hosts
+from baton_geo.addresses import allowed_hosts, fetch_errors, require_hosts
 from baton_geo.settings import GeoSettings
 from baton_geo.spool import Spool, Spooled
 
@@ -35,7 +35,7 @@ class RasterFetcher:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._settings = settings
-        self._hosts = AllowedHosts(settings.allowed_hosts)
+        self._hosts = allowed_hosts(settings.allowed_hosts)
         self._fetcher = baton_fetch.fetch.Fetcher(
             self._hosts,
             allow_http=settings.allow_http,

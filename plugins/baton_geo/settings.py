@@ -11,12 +11,12 @@ from typing import Any
 
 from pydantic import ByteSize, Field, ValidationError
 
-from baton_geo.card import Frozen
+from baton_geo.card import ReadOnlyModel
 
 MIB = 1024 * 1024
 
 
-class GeoLimits(Frozen):
+class GeoLimits(ReadOnlyModel):
     """The limits of one request."""
 
     pixels: int = Field(12_000 * 12_000, ge=1, description="Pixels of one band.")
@@ -43,7 +43,7 @@ class GeoLimits(Frozen):
     )
 
 
-class GeoSettings(Frozen):
+class GeoSettings(ReadOnlyModel):
     """The plugin's settings."""
 
     allowed_hosts: tuple[str, ...] = Field(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from baton_stats.recent import Recent
-from baton_stats.series import EngineSeries, process_families
+from baton_stats.series import StepSeries, process_families
 from baton_stats.steps import Step, StepClock
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class BatonStatLogger(StatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         name = vllm_config.model_config.served_model_name
         self._prefix = f"Engine {engine_index:03d}"
-        self._series = EngineSeries(process_families(), name, engine_index)
+        self._series = StepSeries(process_families(), name, engine_index)
         self._clock = StepClock(time.monotonic, ahead=bool(vllm_config.scheduler_config.async_scheduling))
         self._recent = Recent()
         self._warned = False

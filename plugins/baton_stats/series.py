@@ -79,7 +79,7 @@ class Families:
         )
 
 
-class EngineSeries:
+class StepSeries:
     """The series of one engine; they continue when the engine is restarted.
 
     Args:

@@ -134,9 +134,10 @@ def test_an_entry_that_turns_bad_between_look_and_load_costs_only_its_reuse(stor
     engine = Engine(store)
     key = engine.save(params_to_save(), [1, 2, 3, 6])
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
-    data = bytearray(store._entries[key])
+    with store.open(key) as entry:
+        data = bytearray(entry.read(0, len(entry)))
     data[-1] ^= 1
-    store._entries[key] = bytes(data)
+    store.put(key, [data])
     engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
     finished = engine.run(1)
     assert finished.loaded == {"b"}, "the request must be released"

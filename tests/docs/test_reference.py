@@ -68,7 +68,7 @@ def test_every_setting_is_documented(name: str) -> None:
 
 def test_every_route_is_documented() -> None:
     with run_fake(FakeEngine("a")) as gateway:
-        for route in gateway.server._app.routes:
+        for route in gateway.app.routes:
             path = getattr(route, "path", None)
             if path is None or path.endswith("oauth2-redirect"):
                 continue

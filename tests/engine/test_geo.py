@@ -7,29 +7,24 @@ import io
 import re
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 from PIL import Image
 from support.asked import asked_all_the_time
 from support.gateways import RealGateway
+from support.geo_requests import code_of, colourful, decoders, flood_folder, nearly_all_the_same, send, until
 from support.raster_host import RasterHost
 from support.rasters import RGB, geotiff, opened, written
 from support.torch_pipeline import torch_mask
 
-from baton.models.catalog import FLOOD_TINY
-from baton.models.store import ModelStore
 from baton_geo.flood.scenes import make_scene
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-FORBIDDEN = re.compile(r"/tmp|/home|/root|/proc|Traceback|\w+(Error|Exception)\b|0x[0-9a-f]{6}|site-packages")
-"""What no error text may hold (row F7)."""
 
 
 @pytest.fixture
@@ -43,54 +38,6 @@ def shipped(real_gateway: RealGateway) -> Iterator[httpx.Client]:
 def client(geo_gateway: RealGateway) -> Iterator[httpx.Client]:
     with geo_gateway.client() as client:
         yield client
-
-
-def flood_folder() -> Path:
-    return ModelStore(Path("/nowhere")).place(FLOOD_TINY)
-
-
-def send(
-    client: httpx.Client, content: bytes, model: str = "rgb", accept: str = "image/tiff", query: str = ""
-) -> httpx.Response:
-    headers = {"content-type": "image/tiff", "accept": accept}
-    return client.post(f"/pooling?model={model}{query}", content=content, headers=headers)
-
-
-def code_of(response: httpx.Response) -> tuple[int, str]:
-    assert FORBIDDEN.search(response.text) is None, response.text
-    return response.status_code, response.json()["error"]["code"]
-
-
-def colourful(height: int, width: int, seed: int = 0) -> Any:
-    """Three bands of blobs, the same for the same seed."""
-    random = np.random.default_rng(seed)
-    coarse = random.integers(0, 255, (3, height // 16 + 2, width // 16 + 2))
-    smooth = np.kron(coarse, np.ones((16, 16)))[:, :height, :width]
-    return (smooth + random.integers(0, 20, smooth.shape)).clip(0, 255).astype(np.uint8)
-
-
-def nearly_all_the_same(mask: Any, reference: Any) -> bool:
-    """Random weights leave classes close to a tie, which the last bit of a float decides: it depends on how many
-    tiles, of whatever scenes, the engine computes at once.
-    """
-    return mask.shape == reference.shape and bool((mask != reference).mean() < 1e-3)
-
-
-def decoders(gateway: RealGateway) -> list[psutil.Process]:
-    """The processes that decode rasters for scenes now."""
-    servers = [
-        p
-        for p in psutil.Process(gateway.process.pid).children()
-        if "baton_geo.raster.fork_server" in " ".join(p.cmdline())
-    ]
-    return [child for server in servers for child in server.children()]
-
-
-def until(condition: Callable[[], object], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(condition())
 
 
 def test_the_shipped_model_finds_the_water(shipped: httpx.Client) -> None:

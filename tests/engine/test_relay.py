@@ -76,25 +76,23 @@ def test_the_sdk_streams_and_gets_the_handoff_at_the_end(
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
 
 
-def test_many_start_from_one_handoff_at_once(
+async def test_many_start_from_one_handoff_at_once(
     gateway: RealGateway, read: tuple[dict[str, Any], list[int]]
 ) -> None:
-    async def fan_out() -> list[openai.types.Completion]:
-        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none") as sdk:
-            return await asyncio.gather(
-                *(
-                    sdk.completions.create(
-                        model="reader",
-                        prompt=f" Number {number}",
-                        max_tokens=6,
-                        temperature=0,
-                        extra_body={"handoff": {"from": read[0]["id"]}, "return_token_ids": True},
-                    )
-                    for number in range(8)
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none") as sdk:
+        answers = await asyncio.gather(
+            *(
+                sdk.completions.create(
+                    model="reader",
+                    prompt=f" Number {number}",
+                    max_tokens=6,
+                    temperature=0,
+                    extra_body={"handoff": {"from": read[0]["id"]}, "return_token_ids": True},
                 )
+                for number in range(8)
             )
-
-    for answer in asyncio.run(fan_out()):
+        )
+    for answer in answers:
         prompt, said = ids(answer)
         assert told(answer)["source"]["outcome"] == "loaded"
         assert said == ids(ask(gateway, "reader", prompt, max_tokens=6))[1]

@@ -41,23 +41,20 @@ def test_every_engine_s_steps_are_on_the_page_once(real_gateway: RealGateway) ->
     assert after["baton_stats_step_seconds_total"] > before["baton_stats_step_seconds_total"]
 
 
-def test_prompts_beside_answers_show(real_gateway: RealGateway) -> None:
+async def test_prompts_beside_answers_show(real_gateway: RealGateway) -> None:
     """While one answer is written, prompts come: steps are mixed, and their tokens come later than others."""
 
     async def ask(client: httpx.AsyncClient, prompt: str, count: int) -> None:
         body = {"model": "smollm2-fp32", "prompt": prompt, "max_tokens": count, "ignore_eos": True}
         (await client.post("/v1/completions", json=body)).raise_for_status()
 
-    async def all_of_them() -> None:
-        async with httpx.AsyncClient(base_url=real_gateway.url, timeout=120) as client:
-            writing = asyncio.create_task(ask(client, "Once", 60))
-            for number in range(4):
-                await asyncio.sleep(0.3)
-                await ask(client, f"{number} {LONG}", 1)
-            await writing
-
     before = page(real_gateway)
-    asyncio.run(all_of_them())
+    async with httpx.AsyncClient(base_url=real_gateway.url, timeout=120) as client:
+        writing = asyncio.create_task(ask(client, "Once", 60))
+        for number in range(4):
+            await asyncio.sleep(0.3)
+            await ask(client, f"{number} {LONG}", 1)
+        await writing
     after = page(real_gateway)
     steps = {
         phase: value(after, "steps", phase) - value(before, "steps", phase)

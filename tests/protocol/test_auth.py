@@ -78,7 +78,7 @@ METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", 
 
 def paths_of(gateway: FakeGateway) -> list[str]:
     """Every path there is, with something in place of its parameters."""
-    found = {path for route in gateway.server._app.routes if (path := getattr(route, "path", None))}
+    found = {path for route in gateway.app.routes if (path := getattr(route, "path", None))}
     return sorted(re.sub(r"\{[^}]*\}", "a", path) for path in found)
 
 

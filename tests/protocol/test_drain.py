@@ -182,7 +182,7 @@ def test_a_client_that_does_not_read_delays_no_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("A6")
-def test_an_engine_ends_after_the_saves_it_was_told_to_make(tmp_path: Path) -> None:
+async def test_an_engine_ends_after_the_saves_it_was_told_to_make(tmp_path: Path) -> None:
     """It ends at once then, whatever it does: a handoff must be whole before."""
     states: list[HandoffState] = []
 
@@ -202,16 +202,12 @@ def test_an_engine_ends_after_the_saves_it_was_told_to_make(tmp_path: Path) -> N
     served = (EngineSettings(name="alpha", model="fake", handoff=True),)
     settings = load_settings(port=0, engines=served, handoffs={"store": f"file:{tmp_path / 'store'}"})
 
-    async def main() -> None:
-        nonlocal record
-        app = create_app(settings, Fleet([engine]))
-        async with app.router.lifespan_context(app):
-            await app.state.started
-            record = await saving(app.state.gateway.handoffs)
-            assert record.state is HandoffState.PENDING
-
     record: Any = None
-    asyncio.run(main())
+    app = create_app(settings, Fleet([engine]))
+    async with app.router.lifespan_context(app):
+        await app.state.started
+        record = await saving(app.state.gateway.handoffs)
+        assert record.state is HandoffState.PENDING
     assert states == [HandoffState.READY]
 
 

@@ -165,7 +165,7 @@ def test_a_stop_ends_a_stream_that_only_had_comments_with_an_error_event() -> No
         received = b""
         while COMMENT not in received:
             received += client.recv(4096)
-        loop_of(gateway, gateway.server._gateway.drain.cut)
+        loop_of(gateway, gateway.app.state.gateway.drain.cut)
         received += rest_of(client)
     assert statuses(received) == [200]
     assert received.count(b"event: error") == 1
@@ -173,7 +173,7 @@ def test_a_stop_ends_a_stream_that_only_had_comments_with_an_error_event() -> No
 
 
 def loop_of(gateway: FakeGateway, work: Callable[[], None]) -> None:
-    gateway.server._watch.get_loop().call_soon_threadsafe(work)
+    gateway.app.state.started.get_loop().call_soon_threadsafe(work)
 
 
 async def nothing(seconds: float) -> AsyncIterator[str]:
@@ -190,7 +190,7 @@ SCOPE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("seconds", [0.0, SILENCE_S * 3])
-def test_an_engine_that_says_nothing_at_all_has_failed(seconds: float) -> None:
+async def test_an_engine_that_says_nothing_at_all_has_failed(seconds: float) -> None:
     """With a status as long as there is one to give, with an event afterwards."""
     metrics = GatewayMetrics()
 
@@ -200,36 +200,31 @@ def test_an_engine_that_says_nothing_at_all_has_failed(seconds: float) -> None:
 
     if not seconds:
         with pytest.raises(GenerationFailed):
-            asyncio.run(body())
+            await body()
         return
-    told = asyncio.run(body())
+    told = await body()
     assert told.startswith(KEEP_ALIVE + "event: error\n")
     assert '"code": "generation_failed"' in told
 
 
-def test_no_comment_follows_the_end_of_an_answer_that_waited_for_its_reader() -> None:
+async def test_no_comment_follows_the_end_of_an_answer_that_waited_for_its_reader() -> None:
     """The comment was due while a full buffer held up everything; the last message goes first."""
     sent: list[Message] = []
 
-    async def check() -> None:
-        room = asyncio.Event()
-        room.set()
+    room = asyncio.Event()
+    room.set()
 
-        async def send(message: Message) -> None:
-            await room.wait()
-            sent.append(message)
+    async def send(message: Message) -> None:
+        await room.wait()
+        sent.append(message)
 
-        kept = KeptAlive(send, SILENCE_S)
-        await kept.send({"type": "http.response.start", "status": 200, "headers": []})
-        room.clear()
-        await asyncio.sleep(3 * SILENCE_S)
-        last = asyncio.ensure_future(
-            kept.send({"type": "http.response.body", "body": b"", "more_body": False})
-        )
-        await asyncio.sleep(0)
-        room.set()
-        await last
-        await asyncio.sleep(2 * SILENCE_S)
-
-    asyncio.run(check())
+    kept = KeptAlive(send, SILENCE_S)
+    await kept.send({"type": "http.response.start", "status": 200, "headers": []})
+    room.clear()
+    await asyncio.sleep(3 * SILENCE_S)
+    last = asyncio.ensure_future(kept.send({"type": "http.response.body", "body": b"", "more_body": False}))
+    await asyncio.sleep(0)
+    room.set()
+    await last
+    await asyncio.sleep(2 * SILENCE_S)
     assert [message.get("more_body") for message in sent] == [None, False]

@@ -6,20 +6,14 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.gateways import FakeGateway, run_fake
-from support.wire import connect, request, wait_for
+from support.handoff_requests import CHAT, CONTEXT, TEXT, first_handoff, leave, post
 
-from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine
-
-TEXT: dict[str, Any] = {"model": "a", "prompt": "11 12 13", "max_tokens": 3}
-CHAT: dict[str, Any] = {"model": "a", "messages": [{"role": "user", "content": "11"}]}
-CONTEXT = [11, 12, 13, 11, 12, 13]
 
 
 @pytest.fixture
@@ -32,18 +26,6 @@ def relay() -> Iterator[FakeGateway]:
     )
     with run_fake(*engines) as gateway:
         yield gateway
-
-
-def post(gateway: FakeGateway, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
-    with gateway.client() as client:
-        return client.post(path, json=body)
-
-
-def leave(gateway: FakeGateway, **more: Any) -> str:
-    told = post(gateway, TEXT | {"handoff": {"save": True}} | more).json()["handoff"]
-    assert told["state"] == "ready"
-    found: str = told["id"]
-    return found
 
 
 def test_b_s_prompt_is_a_s_whole_context_and_then_its_own(relay: FakeGateway) -> None:
@@ -137,7 +119,7 @@ def test_a_consumer_waits_for_a_pending_handoff_and_then_gets_it(relay: FakeGate
         target=lambda: answers.append(post(relay, TEXT | {"max_tokens": 8, "handoff": {"save": True}}))
     )
     slow.start()
-    pending = _first_handoff(relay)
+    pending = first_handoff(relay)
     answer = post(relay, TEXT | {"model": "same", "prompt": "7", "handoff": {"from": pending}})
     slow.join()
     assert answer.status_code == 200
@@ -150,21 +132,10 @@ def test_d3_a_pending_handoff_that_does_not_come_is_a_409_to_retry() -> None:
         gateway.engine("a").behaviour.token_seconds = 0.2
         slow = threading.Thread(target=lambda: post(gateway, TEXT | {"handoff": {"save": True}}))
         slow.start()
-        response = post(gateway, TEXT | {"handoff": {"from": _first_handoff(gateway)}})
+        response = post(gateway, TEXT | {"handoff": {"from": first_handoff(gateway)}})
         slow.join()
     assert (response.status_code, response.json()["error"]["code"]) == (409, "handoff_pending")
     assert int(response.headers["retry-after"]) >= 1
-
-
-def _first_handoff(gateway: FakeGateway) -> str:
-    deadline = time.monotonic() + 5
-    with gateway.client() as client:
-        while not (found := client.get("/v1/handoffs").json()["data"]):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    assert found[0]["state"] == "pending"
-    first: str = found[0]["id"]
-    return first
 
 
 @pytest.mark.fault("D2")
@@ -181,34 +152,6 @@ def test_an_aborted_producer_leaves_no_handoff(relay: FakeGateway) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert post(relay, TEXT | {"handoff": {"from": left}}).status_code == 404
-
-
-def test_handoffs_are_listed_shown_and_deleted(relay: FakeGateway) -> None:
-    first, second = leave(relay), leave(relay)
-    with relay.client() as client:
-        assert [row["id"] for row in client.get("/v1/handoffs").json()["data"]] == [second, first]
-        shown = client.get(f"/v1/handoffs/{first}").json()
-        assert (shown["tokens"], shown["model"], shown["bytes"]) == (6, "a", 0)
-        assert client.delete(f"/v1/handoffs/{first}").status_code == 204
-        for method in ("GET", "DELETE"):
-            assert client.request(method, f"/v1/handoffs/{first}").status_code == 404
-    assert post(relay, TEXT | {"handoff": {"from": first}}).status_code == 404
-
-
-def test_a_handoff_deleted_while_it_is_pending_does_not_come_back(relay: FakeGateway) -> None:
-    behaviour = relay.engine("a").behaviour
-    behaviour.token_seconds = 0.05
-    sent = TEXT | {"max_tokens": 400, "handoff": {"save": True}}  # pending until it may go faster
-    slow = threading.Thread(target=lambda: post(relay, sent))
-    slow.start()
-    pending = _first_handoff(relay)
-    with relay.client() as client:
-        assert client.delete(f"/v1/handoffs/{pending}").status_code == 204
-        behaviour.token_seconds = 0
-        slow.join()
-        time.sleep(0.6)
-        assert client.get("/v1/handoffs").json()["data"] == []
-        assert client.get(f"/v1/handoffs/{pending}").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -238,38 +181,6 @@ def test_what_neither_token_ids_nor_images_tell_is_not_handed_over(
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_an_expired_handoff_is_gone(relay: FakeGateway) -> None:
-    left = leave(relay, handoff={"save": {"ttl_s": 1}})
-    time.sleep(1.05)
-    response = post(relay, TEXT | {"handoff": {"from": left}})
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "handoff_not_found")
-
-
-@pytest.mark.fault("D5")
-def test_another_tenants_handoff_is_answered_as_unknown(tmp_path: Path) -> None:
-    keys = {name: create_key(tmp_path / "keys.json", name) for name in ("acme", "globex")}
-    with run_fake(
-        FakeEngine("a", supports_handoffs=True), auth={"keys_file": tmp_path / "keys.json"}
-    ) as gateway:
-
-        def ask(name: str, method: str, path: str, **options: Any) -> httpx.Response:
-            headers = {"Authorization": f"Bearer {keys[name]}"}
-            with gateway.client(headers=headers) as client:
-                return client.request(method, path, **options)
-
-        sent = TEXT | {"handoff": {"save": True}}
-        left = ask("acme", "POST", "/v1/completions", json=sent).json()["handoff"]["id"]
-        told = []
-        for guess in (left, "A" * len(left)):
-            stolen = ask("globex", "POST", "/v1/completions", json=TEXT | {"handoff": {"from": guess}})
-            told.append((stolen.status_code, stolen.json()["error"] | {"request_id": ""}))
-            assert ask("globex", "GET", f"/v1/handoffs/{guess}").status_code == 404
-            assert ask("globex", "DELETE", f"/v1/handoffs/{guess}").status_code == 404
-        assert told[0] == told[1]
-        assert ask("globex", "GET", "/v1/handoffs").json()["data"] == []
-        assert ask("acme", "GET", f"/v1/handoffs/{left}").status_code == 200
-
-
 def test_the_metrics_say_where_the_kv_came_from(relay: FakeGateway) -> None:
     post(relay, TEXT | {"handoff": {"from": leave(relay)}})
     with relay.client() as client:
@@ -278,74 +189,11 @@ def test_the_metrics_say_where_the_kv_came_from(relay: FakeGateway) -> None:
     assert 'baton_handoff_consumed_total{outcome="recomputed"} 1.0' in page
 
 
-def test_the_list_comes_in_pages(relay: FakeGateway) -> None:
-    left = [leave(relay) for _ in range(5)][::-1]
-    with relay.client() as client:
-        first = client.get("/v1/handoffs", params={"limit": 2}).json()
-        assert ([row["id"] for row in first["data"]], first["has_more"]) == (left[:2], True)
-        rest = client.get("/v1/handoffs", params={"limit": 3, "after": first["last_id"]}).json()
-        assert ([row["id"] for row in rest["data"]], rest["has_more"]) == (left[2:], False)
-        assert client.get("/v1/handoffs", params={"limit": 0}).status_code == 400
-        assert client.get("/v1/handoffs", params={"after": "nobody"}).status_code == 404
-
-
-def test_a_handoff_s_label_life_and_pin_can_be_changed(relay: FakeGateway) -> None:
-    left = leave(relay)
-    with relay.client() as client:
-        told = client.patch(f"/v1/handoffs/{left}", json={"label": "new", "pin": True, "ttl_s": 60}).json()
-        assert (told["label"], told["pin"]) == ("new", True)
-        assert 50 <= told["expires_at"] - time.time() <= 61
-        assert client.patch(f"/v1/handoffs/{left}", json={"label": None}).json()["label"] is None
-        assert client.get(f"/v1/handoffs/{left}").json()["pin"] is True
-        assert client.patch(f"/v1/handoffs/{left}", json={"ttl": 1}).status_code == 400
-        assert client.patch("/v1/handoffs/unknown", json={"pin": True}).status_code == 404
-
-
-def test_no_life_that_is_asked_for_is_longer_than_the_settings_allow() -> None:
-    with run_fake(
-        FakeEngine("a", supports_handoffs=True), handoffs={"ttl_s": 60, "max_life_s": 90}
-    ) as gateway:
-        left = leave(gateway, handoff={"save": {"ttl_s": 600}})
-        with gateway.client() as client:
-            told = client.get(f"/v1/handoffs/{left}").json()
-            assert 60 <= told["expires_at"] - told["created_at"] <= 61
-            for _ in range(3):
-                told = client.patch(f"/v1/handoffs/{left}", json={"ttl_s": 600}).json()
-                assert 55 <= told["expires_at"] - time.time() <= 61
-                assert told["expires_at"] - told["created_at"] <= 90
-
-
 def test_an_answer_s_header_names_its_handoff(relay: FakeGateway) -> None:
     for stream in (False, True):
         response = post(relay, TEXT | {"stream": stream, "handoff": {"save": True}})
         assert response.headers["x-handoff-id"] in response.text
     assert "x-handoff-id" not in post(relay, TEXT).headers
-
-
-def test_a_computed_context_that_takes_long_is_a_202_and_then_ready() -> None:
-    with run_fake(FakeEngine("a", supports_handoffs=True), handoffs={"wait_s": 0.05}) as gateway:
-        gateway.engine("a").behaviour.token_seconds = 0.3
-        response = post(gateway, {"model": "a", "prompt": "1 2"}, "/v1/handoffs")
-        told = response.json()
-        assert (response.status_code, told["state"]) == (202, "pending")
-        with gateway.client() as client:
-            deadline = time.monotonic() + 5
-            while client.get(response.headers["location"]).json()["state"] != "ready":
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-
-
-@pytest.mark.fault("E2")
-def test_a_client_that_leaves_a_context_being_computed_ends_the_engine_s_work(relay: FakeGateway) -> None:
-    engine = relay.engine("a")
-    engine.behaviour.token_seconds = 60
-    with connect(relay) as connection:
-        connection.sendall(request({"model": "a"}, "/v1/handoffs"))
-        wait_for(lambda: engine.active == 1, "it is not under way")
-    wait_for(lambda: engine.aborted == 1, "the engine goes on")
-    assert engine.active == 0
-    with relay.client() as client:
-        assert [row["state"] for row in client.get("/v1/handoffs").json()["data"]] == ["failed"]
 
 
 @pytest.mark.fault("G5")

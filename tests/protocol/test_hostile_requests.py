@@ -53,7 +53,7 @@ def test_the_routes_of_the_tables_answer_what_is_not_hostile(gateway: FakeGatewa
 
 
 def test_every_route_that_takes_json_is_in_the_tables(gateway: FakeGateway) -> None:
-    routes = gateway.server._app.routes
+    routes = gateway.app.routes
     posts = {route.path for route in routes if "POST" in (getattr(route, "methods", None) or ())}
     assert posts == set(ROUTES)
 

@@ -61,7 +61,7 @@ def children(of: int) -> dict[int, str]:
 
 def server(gateway: FakeGateway) -> int:
     """The gateway's compile server; -1 before it starts."""
-    running = gateway.server._app.state.gateway.compiler._server
+    running = gateway.app.state.gateway.compiler._server
     return running.process.pid if running is not None else -1
 
 
@@ -136,7 +136,7 @@ def test_an_abandoned_compile_ends_and_meanwhile_holds_nobody_up() -> None:
 
 
 @pytest.mark.fault("E14")
-def test_a_schema_that_many_send_at_once_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_schema_that_many_send_at_once_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than may wait for a place, and none is turned away."""
     tried = 0
 
@@ -149,17 +149,14 @@ def test_a_schema_that_many_send_at_once_is_compiled_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(TrialCompiler, "_try", slowly)
     constraint = Constraint("response_format", "json", "{}", 1000)
 
-    async def story() -> None:
-        compiler = TrialCompiler(LimitSettings(), QueueMetrics(CollectorRegistry()))
-        await asyncio.gather(*(compiler.require([constraint], "acme") for _ in range(2 * WAITING)))
-        given_up = asyncio.create_task(compiler.require([replace(constraint, text="1")], "acme"))
-        await asyncio.sleep(0.01)
-        waits = asyncio.create_task(compiler.require([replace(constraint, text="1")], "globex"))
-        await asyncio.sleep(0.01)
-        given_up.cancel()
-        await waits
-
-    asyncio.run(story())
+    compiler = TrialCompiler(LimitSettings(), QueueMetrics(CollectorRegistry()))
+    await asyncio.gather(*(compiler.require([constraint], "acme") for _ in range(2 * WAITING)))
+    given_up = asyncio.create_task(compiler.require([replace(constraint, text="1")], "acme"))
+    await asyncio.sleep(0.01)
+    waits = asyncio.create_task(compiler.require([replace(constraint, text="1")], "globex"))
+    await asyncio.sleep(0.01)
+    given_up.cancel()
+    await waits
     assert tried == 3, "one for all, one that was given up, and one for who waited for it"
 
 

@@ -24,6 +24,7 @@ from support.wheel_environment import (
 
 import baton
 
+SOURCE_FOLDERS = ("app", "plugins", "connectors", "examples", "training", "tests", "bench", "deploy", "docs")
 PACKAGES = [Path(path) for path in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]]
 
 
@@ -77,14 +78,18 @@ def test_the_wheel_has_our_packages_and_nothing_else(distributions: tuple[Path, 
 
 
 def files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not {"__pycache__", "_build"} & set(path.parts)
+    ]
 
 
 def test_the_sdist_has_what_the_tests_need(distributions: tuple[Path, Path]) -> None:
     """The same tree, so that a distributor can run them: but for what git keeps for itself."""
     with tarfile.open(distributions[0]) as sdist:
         names = {Path(*Path(name).parts[1:]) for name in sdist.getnames()}
-    for folder in ("app", "plugins", "connectors", "tests", "deploy", "bench"):
+    for folder in SOURCE_FOLDERS:
         missing = {path.relative_to(ROOT) for path in files(ROOT / folder)} - names
         assert missing == set(), folder
     assert {Path("Makefile"), Path("README.md"), Path("CHANGELOG.md"), Path("LICENSE")} <= names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -158,16 +157,16 @@ def prompts(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> ImagePrompts
     return made
 
 
-def test_an_image_is_placed_and_laid_over_answers_that_no_processor_saw(
+async def test_an_image_is_placed_and_laid_over_answers_that_no_processor_saw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = prompts(Renderer(3), monkeypatch)
-    tokens, placed = asyncio.run(made.place([1, IMAGE, 2, IMAGE], [BIRD, FISH], begins=True))
+    tokens, placed = await made.place([1, IMAGE, 2, IMAGE], [BIRD, FISH], begins=True)
     assert tokens == [1, 9, 9, 9, 2, 9, 9, 9]
     assert [(each.digest, each.offset) for each in placed] == [(BIRD.digest, 1), (FISH.digest, 5)]
     context = [*tokens, 70, 71, 72]
     prompt = {"type": "token", "prompt_token_ids": context, "arrival_time": 1.5}
-    whole = asyncio.run(made.add(prompt, placed))
+    whole = await made.add(prompt, placed)
     assert whole["prompt_token_ids"] == context
     assert whole["mm_placeholders"]["image"] == [span(1, 3), span(5, 3)]
     assert (whole["type"], whole["arrival_time"]) == ("multimodal", 1.5)
@@ -178,14 +177,14 @@ def test_an_image_is_placed_and_laid_over_answers_that_no_processor_saw(
     [Renderer(4), Renderer(3, names=["b" * 64]), Renderer(3, token=8)],
     ids=["length", "name", "ids"],
 )
-def test_an_engine_that_makes_something_else_of_an_image_is_given_nothing(
+async def test_an_engine_that_makes_something_else_of_an_image_is_given_nothing(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed = [PlacedImage(BIRD, BIRD.digest, 1, 3, (IMAGE,))]
     prompt = {"type": "token", "prompt_token_ids": [1, 9, 9, 9, 2]}
     with pytest.raises(HandoffIncompatible):
-        asyncio.run(prompts(renderer, monkeypatch).add(prompt, placed))
-    right = asyncio.run(prompts(Renderer(3), monkeypatch).add(prompt, placed))
+        await prompts(renderer, monkeypatch).add(prompt, placed)
+    right = await prompts(Renderer(3), monkeypatch).add(prompt, placed)
     assert right["prompt_token_ids"] == [1, 9, 9, 9, 2]
 
 
@@ -205,17 +204,17 @@ def inserting(
     return made
 
 
-def test_a_model_that_is_not_told_where_takes_images_first_or_not_at_all(
+async def test_a_model_that_is_not_told_where_takes_images_first_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = inserting(monkeypatch, [])
-    tokens, placed = asyncio.run(made.place([1, 2], [BIRD], begins=True))
+    tokens, placed = await made.place([1, 2], [BIRD], begins=True)
     assert (tokens, placed[0].target) == ([9, 9, 1, 2], ())
     prompt = {"type": "token", "prompt_token_ids": [9, 9, 1, 2, 3]}
-    whole = asyncio.run(made.add(prompt, placed))
+    whole = await made.add(prompt, placed)
     assert whole["mm_placeholders"]["image"] == [span(0, 2)]
     with pytest.raises(InvalidRequest, match="beginning"):
-        asyncio.run(made.place([1, 2], [BIRD], begins=False))
+        await made.place([1, 2], [BIRD], begins=False)
 
 
 @pytest.mark.parametrize(
@@ -228,11 +227,11 @@ def test_a_model_that_is_not_told_where_takes_images_first_or_not_at_all(
         ([0], {"before": [], "cut": 1, "after": [7]}, [9, 9, 7]),
     ],
 )
-def test_what_such_a_model_writes_around_the_prompt_is_the_context_s(
+async def test_what_such_a_model_writes_around_the_prompt_is_the_context_s(
     prompt: list[int], shape: dict[str, Any], tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = inserting(monkeypatch, **shape)
-    found, placed = asyncio.run(made.place(prompt, [BIRD], begins=True))
+    found, placed = await made.place(prompt, [BIRD], begins=True)
     assert found == tokens
     assert [(each.offset, each.length, each.target) for each in placed] == [(0, 2, ())]
 
@@ -246,11 +245,11 @@ def test_what_such_a_model_writes_around_the_prompt_is_the_context_s(
         ([1, 2], {"before": [0, 5], "after": [7]}),
     ],
 )
-def test_a_prompt_that_is_written_anew_is_refused(
+async def test_a_prompt_that_is_written_anew_is_refused(
     prompt: list[int], shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ImagesMisplaced):
-        asyncio.run(inserting(monkeypatch, **shape).place(prompt, [BIRD], begins=True))
+        await inserting(monkeypatch, **shape).place(prompt, [BIRD], begins=True)
 
 
 def test_beside_token_ids_messages_are_text_alone() -> None:

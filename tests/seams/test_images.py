@@ -24,13 +24,8 @@ from vllm.renderers.base import BaseRenderer
 from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
 
 from baton.engines.vllm.errors import MISPLACED_IMAGES, translate
-from baton.engines.vllm.multimodal import (
-    ConfirmedSenderCache,
-    Sent,
-    confirm_before_reuse,
-    hashes_of,
-    stray_placeholders,
-)
+from baton.engines.vllm.image_cache import ConfirmedSenderCache, Sent, confirm_before_reuse, hashes_of
+from baton.engines.vllm.image_input import stray_placeholders
 from baton.errors import EngineUnavailable, ImagesMisplaced, InvalidImage
 from baton.images.parts import IMAGES, OTHER_MEDIA
 

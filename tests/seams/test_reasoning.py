@@ -172,7 +172,7 @@ def test_thoughts_come_apart_from_what_is_said(
     ],
     ids=str,
 )
-def test_the_engine_and_the_handlers_know_the_parser_however_it_is_given(
+async def test_the_engine_and_the_handlers_know_the_parser_however_it_is_given(
     given: dict[str, Any] | list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if isinstance(given, dict):
@@ -194,7 +194,7 @@ def test_the_engine_and_the_handlers_know_the_parser_however_it_is_given(
         vllm_config=SimpleNamespace(structured_outputs_config=config), get_supported_tasks=tasks
     )
     client = WatchedClient(engine, None)  # type: ignore[arg-type]  # as above
-    asyncio.run(handlers.Handlers.build(client, arguments.serving_namespace(settings)))
+    await handlers.Handlers.build(client, arguments.serving_namespace(settings))
     assert seen == [config.reasoning_parser] == ["qwen3"]
 
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton_stats.recent import Recent, percentile
-from baton_stats.series import BANDS, EngineSeries, Families
+from baton_stats.series import BANDS, Families, StepSeries
 from baton_stats.steps import Phase, Spent, Step, StepClock
 
 
@@ -89,7 +89,7 @@ def sample(registry: CollectorRegistry, name: str, **labels: str) -> float | Non
 def test_series_of_a_few_steps() -> None:
     """Shares, means and percentiles come out of plain sums."""
     registry = CollectorRegistry()
-    series = EngineSeries(Families(registry), "m", 0)
+    series = StepSeries(Families(registry), "m", 0)
     series.add(Spent(Phase.PREFILL, 3.0, running=1, waiting=2, kv_usage=0.2, gaps=0, gap_s=0.0))
     series.add(Spent(Phase.DECODE, 1.0, running=4, waiting=0, kv_usage=0.95, gaps=4, gap_s=1.0))
     for seconds in (0.004, 0.004, 0.4):
@@ -109,7 +109,7 @@ def test_series_of_a_few_steps() -> None:
 def test_usage_above_all_counts_in_the_last_band() -> None:
     """A rounding error above 1 is not lost."""
     registry = CollectorRegistry()
-    EngineSeries(Families(registry), "m", 0).add(Spent(Phase.DECODE, 1.0, 1, 0, 1.0000001, 1, 0.1))
+    StepSeries(Families(registry), "m", 0).add(Spent(Phase.DECODE, 1.0, 1, 0, 1.0000001, 1, 0.1))
     assert sample(registry, "kv_seconds_total", usage="90-100") == 1
 
 

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
+from fastapi import FastAPI
 
 from baton.admission.api_keys import keyring_for
 from baton.config.groups import EngineSettings
@@ -47,6 +48,7 @@ class FakeGateway:
     url: str
     settings: Settings
     fleet: Fleet
+    app: FastAPI
     server: GatewayServer
     metrics_url: str
 
@@ -105,7 +107,7 @@ def run_fake(
             assert ready.wait(20), "the fake engines did not start"
         try:
             metrics_url = url_of(metrics_listener) if metrics_listener else server.url
-            yield FakeGateway(server.url, settings, fleet, server, metrics_url)
+            yield FakeGateway(server.url, settings, fleet, app, server, metrics_url)
         finally:
             server.should_exit = True
             thread.join(30)

@@ -8,6 +8,7 @@ import struct
 import zlib
 from typing import Any
 
+import numpy as np
 from PIL import Image, PngImagePlugin
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -50,6 +51,17 @@ def oriented(orientation: int, kind: str = "JPEG") -> bytes:
     exif[0x0112] = orientation
     options = {"quality": 95, "subsampling": 0} if kind == "JPEG" else {}
     return file_of(image(), kind, exif=exif.tobytes(), **options)
+
+
+def photo(width: int, height: int, kind: str, **options: Any) -> bytes:
+    """An image with the noise of a camera, which lies on its side."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    slopes = np.stack([columns * 255 / width, rows * 255 / height, rows * 0 + 128], -1)
+    noise = np.random.default_rng(1).normal(0, 18, (height, width, 3))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    made = Image.fromarray(np.clip(slopes + noise, 0, 255).astype(np.uint8))
+    return file_of(made, kind, exif=exif.tobytes(), **options)
 
 
 def animated(kind: str, frames: int = 3) -> bytes:

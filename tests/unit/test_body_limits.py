@@ -71,10 +71,6 @@ async def parse(body: bytes, content_type: str = "application/json") -> dict[str
     return await read_json(Request(scope, receive), LIMITS)
 
 
-def run(body: bytes, content_type: str = "application/json") -> dict[str, Any]:
-    return asyncio.run(parse(body, content_type))
-
-
 @pytest.mark.parametrize(
     ("body", "error"),
     [
@@ -91,9 +87,9 @@ def run(body: bytes, content_type: str = "application/json") -> dict[str, Any]:
         (b'{"a": ' + b"[" * 8 + b"]" * 8 + b"}", InvalidRequest),
     ],
 )
-def test_what_is_no_json_object_or_too_deep_is_refused(body: bytes, error: type[BatonError]) -> None:
+async def test_what_is_no_json_object_or_too_deep_is_refused(body: bytes, error: type[BatonError]) -> None:
     with pytest.raises(error):
-        run(body)
+        await parse(body)
 
 
 async def receive_slowly(pause_s: float, work_s: float) -> list[bytes]:
@@ -114,48 +110,46 @@ async def receive_slowly(pause_s: float, work_s: float) -> list[bytes]:
     return taken
 
 
-def test_a_body_s_time_is_what_the_gateway_waits_for_it() -> None:
-    assert asyncio.run(receive_slowly(pause_s=0.001, work_s=0.3)) == [b"a", b"b", b"c"]
+async def test_a_body_s_time_is_what_the_gateway_waits_for_it() -> None:
+    assert await receive_slowly(pause_s=0.001, work_s=0.3) == [b"a", b"b", b"c"]
     with pytest.raises(RequestTimeout, match=r"may take 0\.2 s"):
-        asyncio.run(receive_slowly(pause_s=0.15, work_s=0))
+        await receive_slowly(pause_s=0.15, work_s=0)
 
 
-def test_after_the_body_the_client_s_end_is_awaited_without_a_deadline() -> None:
-    async def run_on() -> str:
-        events = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
+async def test_after_the_body_the_client_s_end_is_awaited_without_a_deadline() -> None:
 
-        async def receive() -> dict[str, Any]:
-            await asyncio.sleep(0 if len(events) == 2 else 0.3)
-            return events.pop(0)
+    events = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
 
-        body = Body(receive, ByteSize(1024), EdgeSettings(body_s=0.1), lease())
-        await body.receive()
-        return str((await body.receive())["type"])
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0 if len(events) == 2 else 0.3)
+        return events.pop(0)
 
-    assert asyncio.run(run_on()) == "http.disconnect"
+    body = Body(receive, ByteSize(1024), EdgeSettings(body_s=0.1), lease())
+    await body.receive()
+    assert str((await body.receive())["type"]) == "http.disconnect"
 
 
-def test_a_body_at_the_depth_limit_passes() -> None:
-    assert run(b'{"a":' * 8 + b"1" + b"}" * 8)
+async def test_a_body_at_the_depth_limit_passes() -> None:
+    assert await parse(b'{"a":' * 8 + b"1" + b"}" * 8)
 
 
-def test_many_shallow_containers_are_not_depth() -> None:
-    assert len(run(json.dumps({"a": [[1]] * 1000}).encode())["a"]) == 1000
+async def test_many_shallow_containers_are_not_depth() -> None:
+    assert len((await parse(json.dumps({"a": [[1]] * 1000}).encode()))["a"]) == 1000
 
 
 @pytest.mark.parametrize(
     "content_type", ["text/plain", "", "application/x-www-form-urlencoded", "application/jsonx"]
 )
-def test_only_json_is_taken(content_type: str) -> None:
+async def test_only_json_is_taken(content_type: str) -> None:
     with pytest.raises(UnsupportedMediaType):
-        run(b"{}", content_type)
+        await parse(b"{}", content_type)
 
 
 @pytest.mark.parametrize(
     "content_type", ["application/json; charset=utf-8", "APPLICATION/JSON", "application/vnd.x+json"]
 )
-def test_json_by_any_of_its_names_is_taken(content_type: str) -> None:
-    assert run(b'{"a": 1}', content_type) == {"a": 1}
+async def test_json_by_any_of_its_names_is_taken(content_type: str) -> None:
+    assert await parse(b'{"a": 1}', content_type) == {"a": 1}
 
 
 json_values = st.recursive(
@@ -172,7 +166,7 @@ json_values = st.recursive(
 
 @given(st.dictionaries(st.text("xyz", max_size=3), json_values, max_size=3))
 def test_what_passes_is_what_was_sent(value: dict[str, Any]) -> None:
-    assert run(json.dumps(value).encode()) == value
+    assert asyncio.run(parse(json.dumps(value).encode())) == value
 
 
 def test_steering_fields_are_dropped_wherever_they_stand() -> None:

@@ -147,19 +147,16 @@ def test_what_a_starting_gateway_prints_is_understood() -> None:
     assert found[1] == url
 
 
-def test_the_demo_reads_where_its_gateway_and_the_metrics_are() -> None:
+async def test_the_demo_reads_where_its_gateway_and_the_metrics_are() -> None:
     """From what a gateway with keys prints; its metrics have a port of their own."""
     url, metrics = "http://127.0.0.1:4711", "http://127.0.0.1:4712"
     printed = welcome(url, metrics, [EngineSettings(name="reader", model="smollm2")], keyed=True)
-
-    async def read() -> tuple[str, str]:
-        with PhaseProgress(io.StringIO()) as progress:
-            follower = Follower(progress)
-            for line in printed.splitlines():
-                follower._read(line)
-            return await asyncio.wait_for(follower.ready(), 1)
-
-    assert asyncio.run(read()) == (url, f"{metrics}/metrics")
+    with PhaseProgress(io.StringIO()) as progress:
+        follower = Follower(progress)
+        for line in printed.splitlines():
+            follower._read(line)
+        found = await asyncio.wait_for(follower.ready(), 1)
+    assert found == (url, f"{metrics}/metrics")
 
 
 def test_the_reason_why_a_gateway_ended_is_one_line() -> None:

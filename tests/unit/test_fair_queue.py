@@ -141,42 +141,33 @@ def test_whatever_comes_goes_and_gives_up_no_place_is_lost_and_turns_are_kept(
     asyncio.run(play(places, steps))
 
 
-def test_tenants_with_endless_requests_leave_room_for_the_next() -> None:
+async def test_tenants_with_endless_requests_leave_room_for_the_next() -> None:
     """Of 256 places and 32 in reserve; and one tenant alone has what it has without a reserve."""
-
-    async def scene() -> list[int]:
-        queue, tasks = queue_of(256), []
-        for tenant in TENANTS:
-            tasks += [asyncio.create_task(queue.enter(tenant)) for _ in range(400)]
-            await settle()
-        held = [queue.held(tenant) for tenant in TENANTS]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return held
-
-    assert asyncio.run(scene()) == [256, 28, 3, 1]
-
-
-def test_as_requests_end_the_places_move_to_equal_shares() -> None:
-    """The first tenant had them all, and goes on asking for more."""
-
-    async def scene() -> tuple[int, int, int]:
-        queue = queue_of(64)
-        waiting = [asyncio.create_task(queue.enter(tenant)) for tenant in "ab" for _ in range(400)]
+    queue, tasks = queue_of(256), []
+    for tenant in TENANTS:
+        tasks += [asyncio.create_task(queue.enter(tenant)) for _ in range(400)]
         await settle()
-        least = queue.running
-        for number in range(200):
-            queue.leave(("a" if queue.held("a") > queue.held("b") else "b") if number % 2 else "a")
-            await settle()
-            least = min(least, queue.running)
-        held = queue.held("a"), queue.held("b"), least
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        return held
+    held = [queue.held(tenant) for tenant in TENANTS]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert held == [256, 28, 3, 1]
 
-    a, b, least = asyncio.run(scene())
+
+async def test_as_requests_end_the_places_move_to_equal_shares() -> None:
+    """The first tenant had them all, and goes on asking for more."""
+    queue = queue_of(64)
+    waiting = [asyncio.create_task(queue.enter(tenant)) for tenant in "ab" for _ in range(400)]
+    await settle()
+    least = queue.running
+    for number in range(200):
+        queue.leave(("a" if queue.held("a") > queue.held("b") else "b") if number % 2 else "a")
+        await settle()
+        least = min(least, queue.running)
+    a, b = queue.held("a"), queue.held("b")
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
     assert abs(a - b) <= 1
     assert least >= 64
 
@@ -197,21 +188,17 @@ async def test_a_free_place_goes_to_the_tenant_that_holds_fewest() -> None:
     await longer
 
 
-def test_a_tenant_with_few_requests_is_not_starved_by_one_with_many() -> None:
+async def test_a_tenant_with_few_requests_is_not_starved_by_one_with_many() -> None:
     """One place, no reserve: they take turns, however many the other has waiting."""
+    queue, served = queue_of(1, reserve=0), []
 
-    async def scene() -> list[str]:
-        queue, served = queue_of(1, reserve=0), []
+    async def ask(tenant: str) -> None:
+        async with queue.place(tenant):
+            served.append(tenant)
+            await settle()
 
-        async def ask(tenant: str) -> None:
-            async with queue.place(tenant):
-                served.append(tenant)
-                await settle()
-
-        await asyncio.gather(*(ask(tenant) for tenant in "a" * 20 + "b" * 3))
-        return served
-
-    assert asyncio.run(scene())[:7] == ["a", "a", "b", "a", "b", "a", "b"]
+    await asyncio.gather(*(ask(tenant) for tenant in "a" * 20 + "b" * 3))
+    assert served[:7] == ["a", "a", "b", "a", "b", "a", "b"]
 
 
 async def test_one_that_waits_too_long_is_told_how_long_and_when_to_come_back() -> None:

@@ -7,80 +7,26 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from support.handoff_house import ENGINE, Clocks, House, there
 
-from baton.config.groups import HandoffSettings
-from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.records.image_store import ImageStore
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.repository import HandoffRepository
 from baton.handoffs.records.state import HandoffState
-from baton.handoffs.records.storage import ORPHANED_AFTER_S, HandoffStorage
+from baton.handoffs.records.storage import ORPHANED_AFTER_S
 from baton.handoffs.service import Handoffs
-from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
-
-ENGINE = FakeEngine("a", supports_handoffs=True)
-
-
-@dataclass
-class Clocks:
-    monotonic: float = 1000.0
-    wall: float = 1_700_000_000.0
-
-    def pass_(self, seconds: float) -> None:
-        self.monotonic += seconds
-        self.wall += seconds
-
-
-@dataclass
-class House:
-    folder: Path
-    clocks: Clocks
-
-    def handoffs(self, **settings: Any) -> Handoffs:
-        return Handoffs(
-            HandoffSettings(**settings),
-            HandoffStorage(
-                FileStore(self.folder / "store"),
-                HandoffRepository(self.folder / "records"),
-                ImageStore(self.folder / "store" / "images"),
-            ),
-            HandoffMetrics(CollectorRegistry()),
-            clock=lambda: self.clocks.monotonic,
-            wall=lambda: self.clocks.wall,
-        )
-
-    async def left(self, handoffs: Handoffs, size: int = 10, **more: Any) -> HandoffRecord:
-        """A handoff whose KV is in the store."""
-        record = handoffs.begin(ENGINE, "local", parent=None, **more)
-        FileStore(self.folder / "store").put(record.key, [b"k" * size])
-        handoffs.end(record, TransferRequest(), [1, 2, 3])
-        await handoffs.settled(record, 5)
-        await asyncio.gather(*handoffs._background)
-        assert (record.state, record.bytes) == (HandoffState.READY, size)
-        return record
 
 
 @pytest.fixture
 def house(tmp_path: Path) -> House:
     return House(tmp_path, Clocks())
-
-
-async def there(handoffs: Handoffs, record: HandoffRecord) -> bool:
-    try:
-        await handoffs.get(record.id, "local")
-    except HandoffNotFound:
-        return False
-    return True
 
 
 async def change(handoffs: Handoffs, record: HandoffRecord, changes: dict[str, Any]) -> bool:
@@ -220,21 +166,6 @@ async def test_entries_that_belong_to_nobody_are_swept_and_a_plain_engine_s_are_
     assert set(store.keys()) == {kept.key, young, plain}
 
 
-async def test_a_save_that_comes_late_is_known_when_it_is_there(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("baton.handoffs.records.saves.COMMIT_WITHIN_S", 0.01)
-    handoffs, relay = house.handoffs(), TransferRequest()
-    record = handoffs.begin(ENGINE, "local", parent=None)
-    handoffs.end(record, relay, [1, 2])
-    await handoffs.settled(record, 5)
-    assert (record.state, record.bytes) == (HandoffState.READY, 0)
-    FileStore(house.folder / "store").put(record.key, [b"late"])
-    relay.report.save_over.set()
-    await asyncio.gather(*handoffs._background)
-    assert record.bytes == 4
-
-
 async def test_a_pending_handoff_that_is_deleted_and_then_fails_troubles_nobody(house: House) -> None:
     handoffs = house.handoffs()
     record = handoffs.begin(ENGINE, "local", parent=None)
@@ -295,73 +226,6 @@ async def test_what_one_gateway_deletes_or_prolongs_holds_for_the_other(house: H
         await asyncio.sleep(0.05)
     assert await there(second, prolonged)
     assert await there(first, prolonged)
-
-
-async def test_a_pin_asked_for_before_there_is_anything_counts_when_it_comes(house: House) -> None:
-    handoffs = house.handoffs(budget=1024 * 1024)
-    for size, pinned in ((400_000, True), (400_000, False)):
-        record = handoffs.begin(ENGINE, "local", parent=None)
-        await handoffs.change(record, {"pin": True})
-        FileStore(house.folder / "store").put(record.key, [b"k" * size])
-        handoffs.end(record, TransferRequest(), [1])
-        await asyncio.gather(*handoffs._background)
-        mark = house.folder / "store" / "entries" / f"{record.key}.pin"
-        assert (record.pin, mark.exists()) == (pinned, pinned)
-    await handoffs.change(record, {"pin": False})
-
-
-async def test_a_save_that_is_over_and_left_nothing_is_not_looked_for(house: House) -> None:
-    handoffs, relay = house.handoffs(), TransferRequest()
-    record = handoffs.begin(ENGINE, "local", parent=None)
-    relay.report.save_over.set()
-    handoffs.end(record, relay, [1, 2])
-    await asyncio.wait_for(asyncio.gather(*handoffs._background), 2)
-    assert (record.state, record.bytes) == (HandoffState.READY, 0)
-
-
-async def test_the_end_waits_only_a_moment_for_a_save_that_never_comes(house: House) -> None:
-    handoffs = house.handoffs()
-    async with handoffs.running():
-        record = handoffs.begin(ENGINE, "local", parent=None)
-        handoffs.end(record, TransferRequest(), [1, 2])
-        await asyncio.sleep(0)
-    assert handoffs._background == set()
-    assert await there(house.handoffs(), record), "its token ids are kept"
-
-
-def test_a_save_under_way_is_waited_for_while_the_engines_still_run(house: House) -> None:
-    """A request that went away waits for nothing: no handoff is to come of it."""
-
-    async def story() -> None:
-        handoffs = house.handoffs()
-        record, relay = handoffs.begin(ENGINE, "local", parent=None), TransferRequest()
-        cut_off = handoffs.begin(ENGINE, "local", parent=None)
-        async with handoffs.running():
-            async with handoffs.settling():
-                handoffs.end(record, relay, [1, 2, 3])
-                handoffs.end(cut_off, None)
-                saving = asyncio.create_task(save(record, relay))
-            assert saving.done(), "the engine would have been stopped before its save was over"
-        assert (record.state, record.bytes) == (HandoffState.READY, 10)
-        assert cut_off.state is HandoffState.FAILED
-        assert (await house.handoffs().get(record.id, "local")).bytes == 10
-
-    async def save(record: HandoffRecord, relay: TransferRequest) -> None:
-        await asyncio.sleep(0.3)
-        FileStore(house.folder / "store").put(record.key, [b"k" * 10])
-        relay.report.save_over.set()
-
-    asyncio.run(story())
-
-
-async def test_only_saves_hold_up_the_engines_end(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other work in the background ends with them."""
-    monkeypatch.setattr("baton.handoffs.service.CLOSE_WITHIN_S", 60)
-    handoffs = house.handoffs()
-    endless = handoffs.begin_work(asyncio.sleep(600))
-    async with asyncio.timeout(20), handoffs.settling():
-        pass
-    endless.cancel()
 
 
 async def test_a_tenant_s_oldest_go_when_it_leaves_too_much(

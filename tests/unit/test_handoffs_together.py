@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -260,19 +260,17 @@ async def test_a_host_whose_clock_is_wrong_leaves_nothing_that_lives_for_ever_or
     assert 0 < true._index._deadlines[found.id] - house.now[0] <= 3600
 
 
-def renewed(asked: int, limit: int) -> Callable[[House], Coroutine[Any, Any, float]]:
-    async def story(house: House) -> float:
-        handoffs = house.gateway(ttl_s=limit, max_life_s=100 * limit)
-        record = await house.left(handoffs)
-        await handoffs.change(record, {"ttl_s": asked})
-        return record.expires_at - record.created_at
-
-    return story
+async def renewed(house: House, asked: int, limit: int) -> float:
+    """How long a handoff lives whose client asks for so many seconds, where so many are allowed."""
+    handoffs = house.gateway(ttl_s=limit, max_life_s=100 * limit)
+    record = await house.left(handoffs)
+    await handoffs.change(record, {"ttl_s": asked})
+    return record.expires_at - record.created_at
 
 
-def test_a_new_life_is_no_longer_than_one_may_be(house: House) -> None:
-    assert asyncio.run(renewed(600, 60)(house)) == 60
-    assert asyncio.run(renewed(30, 60)(house)) == 30
+async def test_a_new_life_is_no_longer_than_one_may_be(house: House) -> None:
+    assert await renewed(house, 600, 60) == 60
+    assert await renewed(house, 30, 60) == 30
 
 
 async def test_a_life_given_again_and_again_has_an_end(house: House) -> None:
@@ -307,24 +305,21 @@ async def test_a_new_life_asked_for_after_the_clock_jumped_ends_none(house: Hous
     assert (await handoffs.get(record.id, "local")).id == record.id
 
 
-def test_a_record_that_cannot_be_read_just_now_is_not_taken_for_a_deleted_one(
+async def test_a_record_that_cannot_be_read_just_now_is_not_taken_for_a_deleted_one(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process without descriptors left reads nothing, and removes nothing either."""
-
-    async def story() -> None:
-        gateway = house.gateway()
-        record = await house.left(gateway)
-        with monkeypatch.context() as patched:
-            patched.setattr("baton.handoffs.records.repository.open_file", out_of_descriptors)
-            await gateway.change(record, {"label": "a"})
-            assert gateway._storage.remove_expired(record) is None
-        again = house.gateway()
-        assert (await again.get(record.id, "local")).id == record.id
 
     def out_of_descriptors(name: str, **more: Any) -> int:
         if name.endswith(".json"):
             raise OSError(errno.EMFILE, "Too many open files")
         return open_file(name, **more)
 
-    asyncio.run(story())
+    gateway = house.gateway()
+    record = await house.left(gateway)
+    with monkeypatch.context() as patched:
+        patched.setattr("baton.handoffs.records.repository.open_file", out_of_descriptors)
+        await gateway.change(record, {"label": "a"})
+        assert gateway._storage.remove_expired(record) is None
+    again = house.gateway()
+    assert (await again.get(record.id, "local")).id == record.id

@@ -12,25 +12,21 @@ from baton.telemetry.lag import watch_lag
 from baton.telemetry.metrics import GatewayMetrics
 
 
-def watched(stall_s: float) -> tuple[GatewayMetrics, list[str]]:
+async def watched(stall_s: float) -> tuple[GatewayMetrics, list[str]]:
     """The metrics and the log of a loop that is held once for so long."""
     metrics = GatewayMetrics()
-
-    async def scene() -> None:
+    with structlog.testing.capture_logs() as logs:
         watch = asyncio.create_task(watch_lag(metrics.loop_lag))
         await asyncio.sleep(0.15)
         time.sleep(stall_s)  # noqa: ASYNC251  # holds the loop on purpose
         await asyncio.sleep(0.15)
         watch.cancel()
-
-    with structlog.testing.capture_logs() as logs:
-        asyncio.run(scene())
     return metrics, [line["event"] for line in logs]
 
 
 @pytest.mark.fault("E11")
-def test_a_blocked_loop_is_measured_and_logged() -> None:
-    metrics, logs = watched(0.75)
+async def test_a_blocked_loop_is_measured_and_logged() -> None:
+    metrics, logs = await watched(0.75)
     registry = metrics.registry
     held = registry.get_sample_value("baton_event_loop_lag_seconds_sum") or 0
     seen = registry.get_sample_value("baton_event_loop_lag_seconds_count") or 0
@@ -42,7 +38,7 @@ def test_a_blocked_loop_is_measured_and_logged() -> None:
 
 
 @pytest.mark.fault("E11")
-def test_a_short_delay_is_measured_only() -> None:
-    metrics, logs = watched(0.2)
+async def test_a_short_delay_is_measured_only() -> None:
+    metrics, logs = await watched(0.2)
     assert (metrics.registry.get_sample_value("baton_event_loop_lag_seconds_sum") or 0) >= 0.05
     assert "event_loop_stalled" not in logs

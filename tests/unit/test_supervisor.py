@@ -148,7 +148,9 @@ async def test_the_wait_before_each_restart_doubles_up_to_a_limit(monkeypatch: p
 
 
 @pytest.mark.fault("A3")
-def test_one_look_at_which_an_engine_seems_stalled_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_look_at_which_an_engine_seems_stalled_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The gateway's own loop may have been away; only two in a row count."""
     looks = [0, 9, 0, 9, 9]
     killed_after: list[int] = []
@@ -162,17 +164,14 @@ def test_one_look_at_which_an_engine_seems_stalled_does_not_end_it(monkeypatch: 
             killed_after.append(len(looked))
             await super().kill()
 
-    async def main() -> None:
-        alpha = Engine("alpha")
-        await alpha.start(lambda _phase: None)
-        supervisor = Time(monkeypatch).supervisor(alpha, hang_s=8)
-        watching = asyncio.create_task(supervisor.keep_alive())
-        await until(lambda: alpha.starts == 2)
-        watching.cancel()
-        assert killed_after == [5]
-
     looked: list[int] = []
-    asyncio.run(main())
+    alpha = Engine("alpha")
+    await alpha.start(lambda _phase: None)
+    supervisor = Time(monkeypatch).supervisor(alpha, hang_s=8)
+    watching = asyncio.create_task(supervisor.keep_alive())
+    await until(lambda: alpha.starts == 2)
+    watching.cancel()
+    assert killed_after == [5]
 
 
 async def test_restarts_long_ago_are_forgotten() -> None:
@@ -213,16 +212,14 @@ async def test_what_goes_wrong_in_supervision_does_not_end_it(monkeypatch: pytes
         await until(lambda: fleet.ready and alpha.starts == 2)
 
 
-def test_a_stop_ends_a_restart_under_way() -> None:
-    async def main() -> None:
+async def test_a_stop_ends_a_restart_under_way() -> None:
+    async with asyncio.timeout(10):
         alpha = FakeEngine("alpha")
         async with running(alpha):
             alpha.behaviour.start_seconds = 60
             alpha.die()
             await until(lambda: alpha.starts == 2)
         assert alpha.state is EngineState.STOPPED
-
-    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_progress_knows_its_longest_step() -> None:

@@ -23,23 +23,23 @@ async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
         yield part
 
 
-def test_a_file_is_there_until_it_is_closed(tmp_path: Path) -> None:
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+async def test_a_file_is_there_until_it_is_closed(tmp_path: Path) -> None:
     """Whole, and under a name of its own."""
-
-    async def main() -> None:
-        spool = UploadSpool(tmp_path)
-        await spool.fill(chunks(b"a" * 3_000_000, b"", b"end"))
-        assert spool.path.read_bytes() == b"a" * 3_000_000 + b"end"
-        await spool.close()
-        await spool.close()
-        with pytest.raises(InvalidRequest):
-            await UploadSpool(tmp_path).fill(chunks())
-
-    asyncio.run(main())
-    assert list(tmp_path.iterdir()) == []
+    spool = UploadSpool(tmp_path)
+    await spool.fill(chunks(b"a" * 3_000_000, b"", b"end"))
+    assert spool.path.read_bytes() == b"a" * 3_000_000 + b"end"
+    await spool.close()
+    await spool.close()
+    with pytest.raises(InvalidRequest):
+        await UploadSpool(tmp_path).fill(chunks())
+    assert names_in(tmp_path) == []
 
 
-def test_another_gateways_sweep_takes_no_file_in_use(tmp_path: Path) -> None:
+async def test_another_gateways_sweep_takes_no_file_in_use(tmp_path: Path) -> None:
     """Neither one that is just being made, nor one that waits for the plugin."""
     over = threading.Event()
 
@@ -54,18 +54,15 @@ def test_another_gateways_sweep_takes_no_file_in_use(tmp_path: Path) -> None:
         assert spool.path.read_bytes() == str(number).encode()
         await spool.close()
 
-    async def main() -> None:
-        for start in range(0, 200, 20):
-            await asyncio.gather(*(one(number) for number in range(start, start + 20)))
-
     thread = threading.Thread(target=sweeping)
     thread.start()
     try:
-        asyncio.run(main())
+        for start in range(0, 200, 20):
+            await asyncio.gather(*(one(number) for number in range(start, start + 20)))
     finally:
         over.set()
         thread.join()
-    assert list(tmp_path.iterdir()) == []
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.fault("A8")
@@ -83,9 +80,9 @@ async def chunks():
 asyncio.run(UploadSpool(Path({str(tmp_path)!r})).fill(chunks()))
 """
     subprocess.run([sys.executable, "-c", script], check=False)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(names_in(tmp_path)) == 2
     require_folder(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert names_in(tmp_path) == ["notes.txt"]
 
 
 def test_a_folder_that_cannot_take_files_is_told_at_the_start(tmp_path: Path) -> None:
@@ -179,7 +176,7 @@ def test_a_folder_that_is_not_ours_is_refused_in_one_line(
 
 
 @pytest.mark.fault("B14")
-def test_a_folder_that_is_swapped_takes_no_files(tmp_path: Path) -> None:
+async def test_a_folder_that_is_swapped_takes_no_files(tmp_path: Path) -> None:
     """A link put in the folder's place after the start: nothing is written where it leads."""
     folder, theirs = tmp_path / "spool", tmp_path / "theirs"
     folder.mkdir()
@@ -188,24 +185,21 @@ def test_a_folder_that_is_swapped_takes_no_files(tmp_path: Path) -> None:
     folder.rmdir()
     folder.symlink_to(theirs)
     with pytest.raises(OSError, match="symbolic link"):
-        asyncio.run(UploadSpool(folder).fill(chunks(b"a")))
-    assert list(theirs.iterdir()) == []
+        await UploadSpool(folder).fill(chunks(b"a"))
+    assert names_in(theirs) == []
 
 
-def test_files_are_their_users_alone(tmp_path: Path) -> None:
+async def test_files_are_their_users_alone(tmp_path: Path) -> None:
     """Mode 0600, a name that nobody foresees, and a planted file of another name stays."""
     (tmp_path / "baton-upload-notes").write_text("mine")
 
-    async def main() -> set[str]:
-        names = set()
-        for _ in range(2):
-            spool = UploadSpool(tmp_path)
-            await spool.fill(chunks(b"a"))
-            assert stat.S_IMODE(spool.path.stat().st_mode) == 0o600
-            names.add(spool.path.name)
-            await spool.close()
-        return names
-
-    assert len(asyncio.run(main())) == 2
+    names = set()
+    for _ in range(2):
+        spool = UploadSpool(tmp_path)
+        await spool.fill(chunks(b"a"))
+        assert stat.S_IMODE(spool.path.stat().st_mode) == 0o600
+        names.add(spool.path.name)
+        await spool.close()
+    assert len(names) == 2
     require_folder(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["baton-upload-notes"]
+    assert names_in(tmp_path) == ["baton-upload-notes"]

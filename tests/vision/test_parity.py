@@ -94,6 +94,7 @@ def other_image(engine: VisionEngine, prompt: str) -> None:
     assert np.abs(swapped.logprobs - first.logprobs).max() > 0.1
 
 
+@pytest.mark.chaos
 def test_llava(engine: VisionEngine, tmp_path_factory: pytest.TempPathFactory) -> None:
     """CLIP, `default`, the second last layer; official names of weights; processor cache; chunks."""
     model = make_llava(tmp_path_factory.mktemp("llava"), layout="official")

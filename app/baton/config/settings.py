@@ -80,8 +80,9 @@ class Settings(BaseSettings):
     cpu_threads: str = Field(
         "auto",
         pattern=r"^(auto|nobind|[0-9,|:-]+)$",
-        description="CPU cores that all engines share, in vLLM's notation (`0-3`); `auto`: all "
-        "that this process may use; `nobind` binds nothing.",
+        description="CPU cores that all engines share, in vLLM's notation (`0-3`, and for two ranks "
+        "`0-1|2-3`); `auto`: all that this process may use, divided over the ranks, or `nobind` if "
+        "engines have different numbers of ranks; `nobind` binds nothing.",
     )
     drain_delay_s: float = Field(
         0.0,

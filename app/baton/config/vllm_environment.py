@@ -27,6 +27,22 @@ def runs_eager(settings: Settings) -> bool:
     return all(engine.args.get("enforce_eager", True) for engine in settings.engines)
 
 
+def cpu_threads(settings: Settings) -> str:
+    """Return the cores of the engines' threads in vLLM's notation, `RANK 0|RANK 1|...`.
+
+    vLLM wants as many lists as an engine has ranks, and all engines read one variable: with engines of
+    different numbers of ranks nothing is bound.
+    """
+    if settings.cpu_threads != "auto":
+        return settings.cpu_threads
+    ranks = {int(engine.args.get("tensor_parallel_size") or 1) for engine in settings.engines} or {1}
+    if len(ranks) > 1:
+        return "nobind"
+    count, own = ranks.pop(), cores()
+    parts = [own[rank::count] or own for rank in range(count)]
+    return "|".join(",".join(map(str, part)) for part in parts)
+
+
 def apply_environment(
     settings: Settings,
     *,
@@ -46,13 +62,10 @@ def apply_environment(
             every client waits, and the engine's death where there is no C++ compiler.
         scratch: temporary folder of the processes that this one starts; its own stays. None: the same.
     """
-    cpu_threads = settings.cpu_threads
-    if cpu_threads == "auto":
-        cpu_threads = ",".join(str(core) for core in cores())
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": cpu_threads,
+        "VLLM_CPU_OMP_THREADS_BIND": cpu_threads(settings),
         "VLLM_LOGGING_LEVEL": "INFO" if settings.log_level == "debug" else "WARNING",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "TOKENIZERS_PARALLELISM": "false",

@@ -29,7 +29,7 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
-from baton_kv.folders import CREATE, LOCK, FolderRefused, folder, make_folder, open_file
+from baton_kv.folders import CREATE, LOCK, FolderNotPrivate, folder, make_folder, open_file
 from baton_kv.stores.base import Buffer, StoreError, StoreFull
 from baton_kv.stores.draft import FileDraft, discard
 from baton_kv.stores.eviction import to_fit_budget, to_free
@@ -82,7 +82,7 @@ class FileStore:
                 remove_abandoned(top, TEMPORARY)
             with self._tree.folder("writing") as writing:
                 remove_abandoned(writing, WRITING)
-        except FolderRefused as error:
+        except FolderNotPrivate as error:
             raise StoreError(error.strerror) from None
 
     @property

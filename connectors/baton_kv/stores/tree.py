@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from baton_kv.folders import LOCK, FolderRefused, bytes_in, folder, open_file, open_folder
+from baton_kv.folders import LOCK, FolderNotPrivate, bytes_in, folder, open_file, open_folder
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.listing import StoredEntry, entries_in, number_in
 
@@ -72,7 +72,7 @@ class StoreTree:
                 for scope in os.listdir(entries):
                     place = folder(self.root / "entries" / scope, name=scope, within=entries)
                     # Removed since it was listed, or not a folder of this user: it holds no entry.
-                    with contextlib.suppress(FileNotFoundError, FolderRefused), place as target:
+                    with contextlib.suppress(FileNotFoundError, FolderNotPrivate), place as target:
                         found += entries_in(scope, target)
         except OSError as error:
             raise StoreError(f"listing: {error.strerror}") from None

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from baton_geo.card import Frozen
+from baton_geo.card import ReadOnlyModel
 from baton_geo.prithvi.layouts import check_necks, read_layout
 
 Coordinates = Literal["time", "location"]
 
 
-class DecoderConfig(Frozen):
+class DecoderConfig(ReadOnlyModel):
     """The FCN segmentation decoder.
 
     Attributes:
@@ -39,7 +39,7 @@ class DecoderConfig(Frozen):
         return value
 
 
-class PrithviConfig(Frozen):
+class PrithviConfig(ReadOnlyModel):
     """A model of the Prithvi-EO family; keys as in the published `pretrained_cfg`.
 
     Attributes:

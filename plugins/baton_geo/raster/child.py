@@ -12,9 +12,9 @@ import numpy as np
 
 from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster import sandbox, wire
-from baton_geo.raster.grid import Floats
 from baton_geo.raster.job import SceneJob
 from baton_geo.raster.messages import SceneRequest
+from baton_geo.raster.pixels.grid import Floats
 
 BYTES_EACH = 4  # per pixel and class, generously: a product has one
 

@@ -10,20 +10,20 @@ import numpy as np
 
 from baton_geo.card import Card
 from baton_geo.errors import RasterUnusable
-from baton_geo.raster.bands import choose_bands
-from baton_geo.raster.calibration import Conversion, conversion
-from baton_geo.raster.geotiff import GeoTiff
-from baton_geo.raster.grid import Floats, Grid
-from baton_geo.raster.headers import check_file, check_memory
-from baton_geo.raster.image import ImageSource
-from baton_geo.raster.magic import HEAD_BYTES, recognise
 from baton_geo.raster.messages import PREVIEW, SceneInfo, SceneRequest, Tally
-from baton_geo.raster.mosaic import Mosaic
-from baton_geo.raster.output_files import ProductWriter
-from baton_geo.raster.preview import LONGEST, draw_preview, rgb_bands
-from baton_geo.raster.rows import Rows, Sample, Thumbnail
-from baton_geo.raster.source import Source
-from baton_geo.raster.values import RangeCheck, Scaling, find_valid
+from baton_geo.raster.pixels.bands import choose_bands
+from baton_geo.raster.pixels.calibration import Conversion, conversion
+from baton_geo.raster.pixels.grid import Floats, Grid
+from baton_geo.raster.pixels.values import RangeCheck, Scaling, find_valid
+from baton_geo.raster.products.mosaic import Mosaic
+from baton_geo.raster.products.output_files import ProductWriter
+from baton_geo.raster.products.preview import LONGEST, draw_preview, rgb_bands
+from baton_geo.raster.reading.geotiff import GeoTiff
+from baton_geo.raster.reading.headers import check_file, check_memory
+from baton_geo.raster.reading.image import ImageSource
+from baton_geo.raster.reading.magic import HEAD_BYTES, recognise
+from baton_geo.raster.reading.rows import Rows, Sample, Thumbnail
+from baton_geo.raster.reading.source import Source
 
 SMALL = 2_000_000  # pixels times bands; a scene up to this size is checked whole before it is accepted
 NAME_LENGTH = 200  # characters of a band's name that are reported

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
-from baton_geo.card import Card, Frozen
+from baton_geo.card import Card, ReadOnlyModel
 from baton_geo.settings import GeoLimits
 
 MASK, PROBABILITIES, PREVIEW = "mask.tif", "probabilities.tif", "preview.png"  # in the request's folder
 
 
-class Message(Frozen):
+class Message(ReadOnlyModel):
     """A message; a nodata of NaN survives the JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")

@@ -78,6 +78,7 @@ def test_unknown_pixels_count_for_nothing():
     assert loss_of(known, label) < loss_of(scores, label)
 
 
+@pytest.mark.chaos
 def test_training_learns_and_repeats(scenes, rasters, tmp_path):
     """A few steps bring the loss down, twice the same way; what is saved is what predicts."""
     runs = [train(small_model(rasters), crops(scenes, rasters, RECIPE), RECIPE) for _ in range(2)]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from baton_geo.raster.areas import EllipsoidArea, PlaneArea, ellipsoid
+from baton_geo.raster.pixels.areas import EllipsoidArea, PlaneArea, ellipsoid
 
 WGS84 = 6378137.0, 298.257223563
 

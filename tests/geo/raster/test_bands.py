@@ -5,7 +5,7 @@ from geo.raster.made import make_card
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import RasterUnusable, RequestInvalid
-from baton_geo.raster.bands import choose_bands
+from baton_geo.raster.pixels.bands import choose_bands
 
 RGB = (
     Band(name="BLUE", aliases=("B02",), mean=0, std=1),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_geo.raster.grid import Grid, count_tiles, starts, weights
+from baton_geo.raster.pixels.grid import Grid, count_tiles, starts, weights
 
 lengths = st.integers(1, 400)
 tiles = st.integers(4, 64).flatmap(lambda tile: st.tuples(st.just(tile), st.integers(0, tile // 2)))

@@ -15,7 +15,7 @@ from rasterio.enums import ColorInterp
 from baton_geo.card import Band, Card, ClassLabel
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import Products, SceneRequest
-from baton_geo.raster.preview import LONGEST
+from baton_geo.raster.products.preview import LONGEST
 
 LAND, WATER = ClassLabel(name="land", colour=(200, 180, 140)), ClassLabel(name="water", colour=(20, 110, 220))
 CARD = Card(bands=(Band(name="B1", mean=0, std=1),), classes=(LAND, WATER), tile=256, overlap=32, nodata=-9)

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from baton_geo.card import Band, Card
 from baton_geo.errors import RasterUnusable
 from baton_geo.raster.decoders import Decoders
-from baton_geo.raster.grid import Grid
 from baton_geo.raster.messages import SceneRequest
+from baton_geo.raster.pixels.grid import Grid
 from baton_geo.settings import GeoLimits
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "float32")

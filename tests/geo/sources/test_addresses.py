@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton_geo.addresses import AllowedHosts, is_public, target_of
+from baton_geo.addresses import allowed_hosts, is_public, target_of
 from baton_geo.errors import SourceRefused
 
-HOSTS = AllowedHosts(
+HOSTS = allowed_hosts(
     ["example.org", "*.tiles.example.net", "mirror.example.org:8443", "203.0.113.7", "[2001:db8::7]:8080"]
 )
 
@@ -158,7 +158,7 @@ def test_plain_http_needs_the_operator() -> None:
 def test_without_allowed_hosts_every_address_is_refused() -> None:
     """A server whose operator lists no host must take no address, and say what to send instead."""
     with pytest.raises(SourceRefused, match="send the raster itself"):
-        target_of("https://example.org/a", AllowedHosts([]), allow_http=True)
+        target_of("https://example.org/a", allowed_hosts([]), allow_http=True)
 
 
 @pytest.mark.fault("F6")
@@ -240,7 +240,7 @@ def test_addresses_that_are_not_public_are_recognised(text: str) -> None:
 
 def test_a_private_address_needs_its_own_entry() -> None:
     """A name may lead to a private address only where that address, at that port, is listed as well."""
-    hosts = AllowedHosts(["store.example.org:9000", "10.0.0.5:9000"])
+    hosts = allowed_hosts(["store.example.org:9000", "10.0.0.5:9000"])
     assert hosts.may_connect(ipaddress.ip_address("10.0.0.5"), 9000, 443)
     assert not hosts.may_connect(ipaddress.ip_address("10.0.0.5"), 443, 443)
     assert not hosts.may_connect(ipaddress.ip_address("10.0.0.6"), 9000, 443)
@@ -265,4 +265,4 @@ def test_a_private_address_needs_its_own_entry() -> None:
 def test_entries_that_are_no_hosts_are_the_operators_to_mend(entry: str) -> None:
     """A list entry that could never match must stop the start, not wait for a client to wonder."""
     with pytest.raises(ValueError, match=r"baton_geo\.allowed_hosts"):
-        AllowedHosts([entry])
+        allowed_hosts([entry])

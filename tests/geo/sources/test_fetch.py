@@ -30,21 +30,18 @@ def test_an_ip_address_in_the_list_needs_no_resolver(at: Setup) -> None:
     assert at.names.asked == []
 
 
-def test_many_at_once_get_their_own(at: Setup) -> None:
+async def test_many_at_once_get_their_own(at: Setup) -> None:
     """Twenty fetches at a time, each must get its own file."""
     for i in range(20):
         at.good.pages[f"/{i}"] = page(b"%d," % i * 50_000)
 
-    async def fetch_all() -> list[bytes]:
-        fetcher = at.fetcher()
-        urls = [f"http://{NAME}:{at.good.port}/{i}" for i in range(20)]
-        found = []
-        for spooled in await asyncio.gather(*map(fetcher.fetch, urls)):
-            with spooled:
-                found.append(spooled.path.read_bytes())
-        return found
-
-    assert asyncio.run(fetch_all()) == [b"%d," % i * 50_000 for i in range(20)]
+    fetcher = at.fetcher()
+    urls = [f"http://{NAME}:{at.good.port}/{i}" for i in range(20)]
+    found = []
+    for spooled in await asyncio.gather(*map(fetcher.fetch, urls)):
+        with spooled:
+            found.append(spooled.path.read_bytes())
+    assert found == [b"%d," % i * 50_000 for i in range(20)]
     assert left(at.spool) == []
 
 
@@ -181,13 +178,13 @@ def test_dns_rebinding_on_a_redirect_is_refused(at: Setup) -> None:
 
 
 @pytest.mark.fault("F6")
-def test_addresses_of_the_machines_resolver_are_checked(at: Setup) -> None:
+async def test_addresses_of_the_machines_resolver_are_checked(at: Setup) -> None:
     """`localhost`, resolved by the machine itself, must be refused though the operator listed the name."""
     fetcher = RasterFetcher(settings(at.spool, f"localhost:{at.good.port}"))
     with pytest.raises(SourceRefused, match="not a public one"):
-        asyncio.run(fetcher.fetch(f"http://localhost:{at.good.port}/scene.tif"))
+        await fetcher.fetch(f"http://localhost:{at.good.port}/scene.tif")
     assert at.good.connects == 0
-    assert "127.0.0.1" in asyncio.run(system_resolver("localhost", 80))
+    assert "127.0.0.1" in await system_resolver("localhost", 80)
 
 
 @pytest.mark.fault("F6")
@@ -199,12 +196,12 @@ def test_proxies_of_the_environment_are_not_used(at: Setup, monkeypatch: pytest.
     assert at.trap.connects == 0
 
 
-def test_the_next_address_is_tried(at: Setup) -> None:
+async def test_the_next_address_is_tried(at: Setup) -> None:
     """Where the first address takes no connection, another of the same answer must serve."""
     at.names.table[NAME] = [["127.0.0.3", "127.0.0.1"]]
     port = at.good.port
     fetcher = at.fetcher(f"{NAME}:{port}", f"127.0.0.3:{port}", f"127.0.0.1:{port}")
-    with asyncio.run(fetcher.fetch(at.url)) as spooled:
+    with await fetcher.fetch(at.url) as spooled:
         assert spooled.path.read_bytes() == RASTER
 
 

@@ -51,7 +51,7 @@ def test_a_slow_host_is_left_at_the_time_limit(at: Setup, slow: Page) -> None:
 
 
 @pytest.mark.fault("F6")
-def test_a_hanging_resolver_is_left_at_the_time_limit(at: Setup) -> None:
+async def test_a_hanging_resolver_is_left_at_the_time_limit(at: Setup) -> None:
     """Resolving counts as fetching."""
 
     async def hang(host: str, port: int) -> list[str]:
@@ -60,7 +60,7 @@ def test_a_hanging_resolver_is_left_at_the_time_limit(at: Setup) -> None:
 
     fetcher = RasterFetcher(settings(at.spool, f"{NAME}:80", fetch_seconds=0.2), resolver=hang)
     with pytest.raises(SourceFailed, match="longer than"):
-        asyncio.run(fetcher.fetch(f"http://{NAME}:80/"))
+        await fetcher.fetch(f"http://{NAME}:80/")
     assert left(at.spool) == []
 
 
@@ -115,13 +115,13 @@ def test_hosts_that_fail_are_said_to(at: Setup, answer: Page, said: str) -> None
     assert said in error.message
 
 
-def test_a_host_that_is_not_there(at: Setup) -> None:
+async def test_a_host_that_is_not_there(at: Setup) -> None:
     """A name nobody knows, and a port nobody listens on, must each be a 422 that says which."""
     fetcher = at.fetcher("nobody.example.org", "127.0.0.1:9")
     with pytest.raises(SourceFailed, match="could not be resolved"):
-        asyncio.run(fetcher.fetch("http://nobody.example.org/"))
+        await fetcher.fetch("http://nobody.example.org/")
     with pytest.raises(SourceFailed, match="no connection"):
-        asyncio.run(fetcher.fetch("http://127.0.0.1:9/"))
+        await fetcher.fetch("http://127.0.0.1:9/")
 
 
 async def test_a_cancelled_fetch_leaves_nothing(at: Setup) -> None:

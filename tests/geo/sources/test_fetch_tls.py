@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import ssl
 import subprocess
@@ -56,13 +55,15 @@ def secure(certificate: Path) -> Iterator[Host]:
         yield host
 
 
-def test_tls_asks_for_the_name_at_the_pinned_address(secure: Host, certificate: Path, tmp_path: Path) -> None:
+async def test_tls_asks_for_the_name_at_the_pinned_address(
+    secure: Host, certificate: Path, tmp_path: Path
+) -> None:
     """Though connected to by number, the host must be asked for its name, in TLS and in HTTP."""
     allowed = (f"*.example.org:{secure.port}", f"127.0.0.1:{secure.port}")
     names = Names({NAME: [["127.0.0.1"]]})
     trust = ssl.create_default_context(cafile=str(certificate))
     fetcher = RasterFetcher(settings(tmp_path, *allowed, allow_http=False), resolver=names, tls=trust)
-    with asyncio.run(fetcher.fetch(f"https://{NAME}:{secure.port}/scene.tif")) as spooled:
+    with await fetcher.fetch(f"https://{NAME}:{secure.port}/scene.tif") as spooled:
         assert spooled.path.read_bytes() == RASTER
     assert secure.names == [NAME]
     assert secure.asked[0][1]["Host"] == f"{NAME}:{secure.port}"
@@ -71,7 +72,7 @@ def test_tls_asks_for_the_name_at_the_pinned_address(secure: Host, certificate: 
 @pytest.mark.parametrize(
     ("host", "trusted"), [("other.example.org", True), ("127.0.0.1", True), (NAME, False)]
 )
-def test_certificates_are_checked_against_the_name(
+async def test_certificates_are_checked_against_the_name(
     secure: Host, certificate: Path, tmp_path: Path, host: str, trusted: bool
 ) -> None:
     """A certificate of another name, or of nobody we trust, must be refused before anything is asked."""
@@ -80,5 +81,5 @@ def test_certificates_are_checked_against_the_name(
     trust = ssl.create_default_context(cafile=str(certificate)) if trusted else None
     fetcher = RasterFetcher(settings(tmp_path, *allowed), resolver=names, tls=trust)
     with pytest.raises(SourceFailed, match="certificate is not valid"):
-        asyncio.run(fetcher.fetch(f"https://{host}:{secure.port}/scene.tif"))
+        await fetcher.fetch(f"https://{host}:{secure.port}/scene.tif")
     assert secure.asked == []

@@ -141,7 +141,7 @@ def test_a_file_handed_over_is_removed_only_if_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("E11")
-def test_decoding_base64_does_not_block_the_event_loop(
+async def test_decoding_base64_does_not_block_the_event_loop(
     spool_folder: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """While 50 MB of base64 are decoded, the event loop must go on: lag at p99 under 50 ms.
@@ -163,16 +163,13 @@ def test_decoding_base64_does_not_block_the_event_loop(
         while time.monotonic() < until:
             base64.b64encode(bytes(30_000))
 
-    async def watch() -> tuple[list[float], list[float]]:
-        idle = await lags_beside(asyncio.create_task(asyncio.to_thread(other_work)))
-        job = asyncio.create_task(Sources(settings(spool_folder)).open(request))
-        lags = await lags_beside(job)
-        with job.result() as spooled:
-            assert spooled.size == 50_000_000
-        idle += await lags_beside(asyncio.create_task(asyncio.to_thread(other_work)))
-        return sorted(idle), lags
-
-    idle, lags = asyncio.run(watch())
+    idle = await lags_beside(asyncio.create_task(asyncio.to_thread(other_work)))
+    job = asyncio.create_task(Sources(settings(spool_folder)).open(request))
+    lags = await lags_beside(job)
+    with job.result() as spooled:
+        assert spooled.size == 50_000_000
+    idle += await lags_beside(asyncio.create_task(asyncio.to_thread(other_work)))
+    idle.sort()
     p99, beside = (1000 * each[int(len(each) * 0.99)] for each in (lags, idle))
     record_property("loop lag p99, ms", round(p99, 1))
     print(f"E11: loop lag p99 {p99:.1f} ms, {beside:.1f} ms beside other work")
@@ -192,7 +189,9 @@ def test_base64_takes_no_second_copy(spool_folder: Path) -> None:
         tracemalloc.stop()
 
 
-def test_a_cancelled_request_leaves_nothing(spool_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_request_leaves_nothing(
+    spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client that leaves while its raster is decoded must leave no file, and its thread must stop."""
     stopped = threading.Event()
 
@@ -205,18 +204,15 @@ def test_a_cancelled_request_leaves_nothing(spool_folder: Path, monkeypatch: pyt
 
     monkeypatch.setattr(sources, "decoded", endless)
 
-    async def cancel() -> None:
-        job = asyncio.create_task(Sources(settings(spool_folder)).open(b64(b"x")))
-        async with asyncio.timeout(10):
-            while not left(spool_folder):  # noqa: ASYNC110 - a folder tells nobody
-                await asyncio.sleep(0.005)
-        job.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await job
-        assert left(spool_folder) == []
-
-    asyncio.run(cancel())
-    assert stopped.wait(5)
+    job = asyncio.create_task(Sources(settings(spool_folder)).open(b64(b"x")))
+    async with asyncio.timeout(10):
+        while not left(spool_folder):  # noqa: ASYNC110 - a folder tells nobody
+            await asyncio.sleep(0.005)
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    assert left(spool_folder) == []
+    assert await asyncio.to_thread(stopped.wait, 5)
     assert left(spool_folder) == []
 
 

@@ -18,7 +18,8 @@ import structlog
 
 from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
 from baton.engines.vllm.errors import translate
-from baton.engines.vllm.multimodal import Sent, hashes_of, stray_placeholders
+from baton.engines.vllm.image_cache import Sent, hashes_of
+from baton.engines.vllm.image_input import stray_placeholders
 from baton.errors import BatonError, GenerationFailed, InvalidRequest, Unprocessable
 from baton.telemetry.ids import RequestContext
 from baton_kv.contract import transfer_params

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -11,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from baton.config.groups import EngineSettings
 from baton.engines.port import (
@@ -32,8 +35,9 @@ from baton.engines.vllm.bodies import for_responses, with_whole_prompt
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
 from baton.engines.vllm.engine_thread import EngineThread
 from baton.engines.vllm.errors import scrub
+from baton.engines.vllm.image_cache import confirm_before_reuse
+from baton.engines.vllm.image_input import image_input
 from baton.engines.vllm.image_prompts import ImagePrompts
-from baton.engines.vllm.multimodal import confirm_before_reuse, image_input
 from baton.engines.vllm.plugins import chosen_plugin, close_plugin, encode_prompt, make_plugin, plugin_params
 from baton.engines.vllm.replies import ReplyTranslator
 from baton.engines.vllm.series import EngineSeries, StepListeners
@@ -51,6 +55,23 @@ from baton.telemetry.metrics import TransferMetrics
 
 LAST_WORDS_WAIT_S = 0.2
 """Seconds to wait for what a dying engine process printed: it arrives through a pipe."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """What requests need of an engine that runs: there from the warm-up until the stop, or not at all.
+
+    Attributes:
+        client: the engine's client.
+        serving: vLLM's serving handlers around it.
+        image_prompts: puts placeholder tokens of images into prompts.
+        plugin: the IO processor plugin that answers `/pooling`; None: vLLM does.
+    """
+
+    client: AsyncLLM
+    serving: handlers.Handlers
+    image_prompts: ImagePrompts
+    plugin: Plugin | None
 
 
 class VllmEngine:
@@ -83,11 +104,9 @@ class VllmEngine:
         self._progress = Progress()
         self._state = EngineState.STARTING
         self._thread: EngineThread | None = None
-        self._client: AsyncLLM | None = None
-        self._handlers: handlers.Handlers | None = None
-        self._image_prompts: ImagePrompts | None = None
-        self._plugin: Plugin | None = None
-        self._images = ImageInput()
+        self._running: Running | None = None
+        self._opened = AsyncExitStack()  # what the stop closes, also after half a start
+        self._images = ImageInput()  # these and the cards stay as they were while the engine restarts
         self._weights = identity(model)
         self._throughput = Throughput()
         self._transfers = TransferMetrics(self._series.registry, settings.name)
@@ -110,7 +129,7 @@ class VllmEngine:
 
     @property
     def state(self) -> EngineState:
-        if self._state is EngineState.READY and self._client is not None and self._client.errored:
+        if self._state is EngineState.READY and self._running is not None and self._running.client.errored:
             return EngineState.FAILED
         return self._state
 
@@ -136,15 +155,14 @@ class VllmEngine:
 
     @property
     def plugin(self) -> Plugin | None:
-        return self._plugin
+        return self._running.plugin if self._running is not None else None
 
     async def encode(
         self, prompt: Any, params: Any, context: RequestContext, *, number: int, priority: int
     ) -> Any:
-        if self._client is None:
-            raise EngineUnavailable()
+        client = self._require_running().client
         try:
-            parsed = parse_model_prompt(self._client.model_config, prompt)
+            parsed = parse_model_prompt(client.model_config, prompt)
             pooling_params = plugin_params(params)
         except Exception as error:  # the plugin made these, no client
             self._log.error("plugin_prompt_invalid", exc_info=error)
@@ -152,7 +170,7 @@ class VllmEngine:
         salt = self._salt(context.tenant)
         try:
             return await encode_prompt(
-                self._client, parsed, pooling_params, context, salt=salt, number=number, priority=priority
+                client, parsed, pooling_params, context, salt=salt, number=number, priority=priority
             )
         except Exception as error:  # the border to vLLM, which raises anything at all
             raise self._translator.error(error) from error
@@ -160,20 +178,23 @@ class VllmEngine:
     async def place(
         self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
-        if self._image_prompts is None:
-            raise EngineUnavailable()
+        image_prompts = self._require_running().image_prompts
         try:
-            return await self._image_prompts.place(prompt, images, begins=begins)
+            return await image_prompts.place(prompt, images, begins=begins)
         except Exception as error:  # the border to vLLM's processor, which raises anything at all
             raise self._translator.error(error) from error
 
     async def render(self, body: Json) -> str:
-        if self._handlers is None:
-            raise EngineUnavailable()
+        serving = self._require_running().serving
         try:
-            return await self._handlers.render(body)
+            return await serving.render(body)
         except Exception as error:  # the border to vLLM's renderer, which raises anything at all
             raise self._translator.error(error) from error
+
+    def _require_running(self) -> Running:
+        if self._running is None:
+            raise EngineUnavailable()
+        return self._running
 
     def cards(self) -> list[Json]:
         return self._cards
@@ -191,7 +212,22 @@ class VllmEngine:
 
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
-        logger = self._series.stat_logger(
+        self._thread = EngineThread(self._args, self._stat_logger(), self.name)
+        self._opened.push_async_callback(self._thread.end)
+        self._thread.start()
+        self._running = await self._build(await asyncio.wrap_future(self._thread.built), report)
+        self._opened.callback(_end_requests, self._running.client)
+        self._cards = await self._running.serving.cards()
+        report("warming up")
+        await self._warm_up(self._running)
+        self._progress.begin()
+        self._state = EngineState.READY
+        if self._placeholder is not None:
+            (architecture,) = self._args.hf_overrides["architectures"]
+            self._log.info("latent_steps_ready", architecture=architecture, placeholder=self._placeholder)
+
+    def _stat_logger(self) -> type[PrometheusStatLogger]:
+        return self._series.stat_logger(
             StepListeners(
                 transferred=self._watch.transferred,
                 prefilled=self._watch.prefilled,
@@ -200,25 +236,20 @@ class VllmEngine:
                 encoded=self._transfers.encoded,
             )
         )
-        self._thread = EngineThread(self._args, logger, self.name)
-        self._thread.start()
-        self._client = await asyncio.wrap_future(self._thread.built)
-        self._images = image_input(self._client)
-        confirm_before_reuse(self._client)
+
+    async def _build(self, client: AsyncLLM, report: Report) -> Running:
+        """Build what requests need around an engine's client, which has no request yet."""
+        self._images = image_input(client)
+        confirm_before_reuse(client)
         report("building the request handlers")
-        self._plugin = await self._make_plugin(self._client)
-        self._image_prompts = ImagePrompts(self._client, self.name)
-        self._handlers = await handlers.Handlers.build(
-            WatchedClient(self._client, self._image_prompts), self._namespace, plugin=self._plugin is not None
+        plugin = await self._make_plugin(client)
+        if plugin is not None:
+            self._opened.push_async_callback(close_plugin, plugin)
+        image_prompts = ImagePrompts(client, self.name)
+        serving = await handlers.Handlers.build(
+            WatchedClient(client, image_prompts), self._namespace, plugin=plugin is not None
         )
-        self._cards = await self._handlers.cards()
-        report("warming up")
-        await self._warm_up()
-        self._progress.begin()
-        self._state = EngineState.READY
-        if self._placeholder is not None:
-            (architecture,) = self._args.hf_overrides["architectures"]
-            self._log.info("latent_steps_ready", architecture=architecture, placeholder=self._placeholder)
+        return Running(client, serving, image_prompts, plugin)
 
     async def _make_plugin(self, client: AsyncLLM) -> Plugin | None:
         name = chosen_plugin(client.vllm_config)
@@ -228,13 +259,12 @@ class VllmEngine:
             make_plugin, name, client.vllm_config, client.renderer, classic=self._settings.classic_plugin
         )
 
-    async def _warm_up(self) -> None:
+    async def _warm_up(self, running: Running) -> None:
         for operation, body in WARM_UPS:
-            if self._handlers is not None and self._handlers.method(operation) is not None:
+            if running.serving.method(operation) is not None:
                 await self.call(operation, body | {"model": self.name}, RequestContext("warm-up"))
         if self.supports_handoffs:
-            assert self._client is not None
-            model = self._client.model_config
+            model = running.client.model_config
             reserved = self._images.tokens | {self._placeholder}
             prompt = prefill(model.max_model_len - 1, model.get_vocab_size(), reserved)
             body = {"model": self.name, "prompt": prompt, "max_tokens": 1}
@@ -249,17 +279,9 @@ class VllmEngine:
 
     async def stop(self) -> None:
         self._state = EngineState.STOPPED
-        thread, self._thread = self._thread, None
-        if self._client is not None and self._client.output_handler is not None:
-            self._client.output_handler.cancel()  # else it logs the engine's end as a failure
-            # The cancelled handler no longer fails the requests that still run.
-            self._client.output_processor.propagate_error(EngineDeadError())
-        plugin, self._plugin = self._plugin, None
-        self._client = self._handlers = self._image_prompts = None
-        if plugin is not None:
-            await close_plugin(plugin)
-        if thread is not None:
-            await thread.end()
+        self._thread = self._running = None
+        opened, self._opened = self._opened, AsyncExitStack()
+        await opened.aclose()
         self._series.forget_levels()
 
     async def kill(self) -> None:
@@ -267,8 +289,8 @@ class VllmEngine:
             await asyncio.to_thread(self._thread.kill)
 
     def stalled_s(self) -> float:
-        busy = self._state is EngineState.READY and self._client is not None
-        if busy and self._client is not None and self._client.get_num_unfinished_requests():
+        running = self._running if self._state is EngineState.READY else None
+        if running is not None and running.client.get_num_unfinished_requests():
             return self._progress.since()
         self._progress.rest()
         return 0.0
@@ -284,9 +306,8 @@ class VllmEngine:
         context: RequestContext,
         transfer: TransferRequest | None = None,
     ) -> Reply:
-        method = self._handlers.method(operation) if self._handlers is not None else None
-        if self._handlers is None:
-            raise EngineUnavailable()
+        serving = self._require_running().serving
+        method = serving.method(operation)
         if method is None:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
         call = Call(
@@ -301,11 +322,19 @@ class VllmEngine:
         CURRENT_CALL.set(call)
         try:
             body = with_whole_prompt(operation, for_responses(operation, body, context), transfer)
-            request = self._handlers.parse(operation, body)
+            request = serving.parse(operation, body)
             answer = await method(request, handlers.synthetic_request(context))
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all
             raise self._translator.error(error) from error
         return await self._translator.reply(operation, answer, call)
+
+
+def _end_requests(client: AsyncLLM) -> None:
+    """Fail the requests that still run on an engine that ends."""
+    if client.output_handler is not None:
+        client.output_handler.cancel()  # else it logs the engine's end as a failure
+        # The cancelled handler no longer fails the requests that still run.
+        client.output_processor.propagate_error(EngineDeadError())
 
 
 def _first_words(error: Exception) -> str:

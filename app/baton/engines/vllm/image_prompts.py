@@ -20,7 +20,7 @@ from vllm.renderers.chat_utils import parse_chat_messages_async
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from baton.engines.port import PlacedImage
-from baton.engines.vllm.multimodal import IMAGE
+from baton.engines.vllm.image_input import IMAGE
 from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
 from baton.images.client_image import ClientImage
 

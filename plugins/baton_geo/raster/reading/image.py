@@ -10,12 +10,12 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from baton_geo.errors import RasterBroken, RasterTooLarge, RasterUnusable
-from baton_geo.raster.calibration import ScaleOffset, Stated
-from baton_geo.raster.headers import MEMORY_SHARE, check_image_model, check_size
-from baton_geo.raster.magic import Kind
 from baton_geo.raster.messages import SceneRequest
-from baton_geo.raster.source import Georeference
-from baton_geo.raster.values import Pixels, Valid
+from baton_geo.raster.pixels.calibration import ScaleOffset, Stated
+from baton_geo.raster.pixels.values import Pixels, Valid
+from baton_geo.raster.reading.headers import MEMORY_SHARE, check_image_model, check_size
+from baton_geo.raster.reading.magic import Kind
+from baton_geo.raster.reading.source import Georeference
 
 COPIES = 4  # of an image in memory while it is rotated and its alpha band separated
 BROKEN = (

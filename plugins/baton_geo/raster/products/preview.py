@@ -10,8 +10,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from baton_geo.card import Card
 from baton_geo.raster.messages import ClassCount
-from baton_geo.raster.output_files import Classes
-from baton_geo.raster.rows import Thumbnail
+from baton_geo.raster.products.output_files import Classes
+from baton_geo.raster.reading.rows import Thumbnail
 
 LONGEST = 1024  # side of the preview, pixels
 SMALLEST = 512  # a smaller scene is enlarged, so that the legend has room

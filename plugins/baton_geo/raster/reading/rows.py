@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baton_geo.raster.source import Source
-from baton_geo.raster.values import Pixels, RangeCheck, Valid, find_valid
+from baton_geo.raster.pixels.values import Pixels, RangeCheck, Valid, find_valid
+from baton_geo.raster.reading.source import Source
 
 AT_ONCE = 64  # rows whose nodata and range are checked together
 

@@ -21,11 +21,11 @@ from rasterio.windows import Window
 
 from baton_geo.card import Card
 from baton_geo.errors import DecoderBusy
-from baton_geo.raster.grid import Floats
 from baton_geo.raster.messages import MASK, PROBABILITIES, ClassCount, SceneRequest
-from baton_geo.raster.rows import Sample
-from baton_geo.raster.source import Georeference
-from baton_geo.raster.values import Valid
+from baton_geo.raster.pixels.grid import Floats
+from baton_geo.raster.pixels.values import Valid
+from baton_geo.raster.reading.rows import Sample
+from baton_geo.raster.reading.source import Georeference
 
 BLOCK = 512
 CERTAIN = 250  # stands for a probability of 1: a byte per class keeps files small, and steps of 0.4 % suffice

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from baton_geo.raster.grid import Floats, Grid, weights
+from baton_geo.raster.pixels.grid import Floats, Grid, weights
 
 
 def softmax(scores: Floats) -> Floats:

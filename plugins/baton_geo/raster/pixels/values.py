@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from baton_geo.card import Card
 from baton_geo.errors import RasterUnusable
-from baton_geo.raster.calibration import Conversion
+from baton_geo.raster.pixels.calibration import Conversion
 
 Pixels = npt.NDArray[Any]
 Valid = npt.NDArray[np.bool_]

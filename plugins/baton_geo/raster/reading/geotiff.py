@@ -18,14 +18,14 @@ from rasterio.warp import transform as reproject
 from rasterio.windows import Window
 
 from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge
-from baton_geo.raster.areas import EllipsoidArea, PixelArea, PlaneArea, ellipsoid
-from baton_geo.raster.calibration import ScaleOffset, Stated
-from baton_geo.raster.headers import UNCOMPRESSED, check_tiff
 from baton_geo.raster.messages import SceneRequest
-from baton_geo.raster.source import Georeference
-from baton_geo.raster.stated import read_stated
-from baton_geo.raster.tiff import TiffHeader
-from baton_geo.raster.values import Pixels, Valid
+from baton_geo.raster.pixels.areas import EllipsoidArea, PixelArea, PlaneArea, ellipsoid
+from baton_geo.raster.pixels.calibration import ScaleOffset, Stated
+from baton_geo.raster.pixels.values import Pixels, Valid
+from baton_geo.raster.reading.headers import UNCOMPRESSED, check_tiff
+from baton_geo.raster.reading.source import Georeference
+from baton_geo.raster.reading.stated import read_stated
+from baton_geo.raster.reading.tiff import TiffHeader
 
 # Not TIFFTAG_DATETIME, which is when the file was written.
 DATE_TAGS = (

@@ -6,9 +6,9 @@ import numpy as np
 
 from baton_geo.card import Card
 from baton_geo.errors import RasterBroken, RasterTooLarge, RasterUnusable
-from baton_geo.raster.grid import count_tiles
 from baton_geo.raster.messages import SceneRequest
-from baton_geo.raster.tiff import TiffHeader
+from baton_geo.raster.pixels.grid import count_tiles
+from baton_geo.raster.reading.tiff import TiffHeader
 
 # TIFF's (sample format, bits): numpy's name
 TYPES = {

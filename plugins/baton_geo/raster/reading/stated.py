@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from baton_geo.raster.calibration import ScaleOffset, Stated
+from baton_geo.raster.pixels.calibration import ScaleOffset, Stated
 
 Tags = Mapping[str, str]
 VALUE_CHARACTERS = 4096  # characters of a tag's value

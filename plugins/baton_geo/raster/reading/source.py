@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from baton_geo.raster.areas import PixelArea
-from baton_geo.raster.calibration import Stated
-from baton_geo.raster.values import Pixels, Valid
+from baton_geo.raster.pixels.areas import PixelArea
+from baton_geo.raster.pixels.calibration import Stated
+from baton_geo.raster.pixels.values import Pixels, Valid
 
 
 @dataclass(frozen=True)

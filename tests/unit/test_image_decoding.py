@@ -1,11 +1,7 @@
-"""Reading an image: what is taken as it is, what is written anew, what is refused."""
+"""Decoding an image: what is taken as it is, what is written anew, what is refused."""
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import hashlib
-import threading
 from typing import Any
 
 import numpy as np
@@ -16,12 +12,10 @@ from PIL import Image, ImageChops
 from support import pictures
 
 from baton.config.groups import ImageSettings
-from baton.errors import GatewayOverloaded, ImageTooLarge, InvalidImage
+from baton.errors import ImageTooLarge, InvalidImage
 from baton.images.client_image import ClientImage
 from baton.images.decoding import decode_image
-from baton.images.parts import ImagePart
-from baton.images.reader import ImageReader, decoded_url
-from baton.telemetry.metrics import GatewayMetrics
+from baton.images.reader import decoded_url
 
 LIMITS = ImageSettings()
 WHERE = "messages[2].content[1].image_url"
@@ -38,82 +32,6 @@ def refused(data: bytes, **limits: Any) -> InvalidImage:
     assert caught.value.message.startswith(WHERE)
     assert caught.value.message.isprintable()
     return caught.value
-
-
-def reading(fetch: Any, **limits: Any) -> ImageReader:
-    settings = ImageSettings(**limits)
-    metrics = GatewayMetrics()
-    return ImageReader(settings, metrics.images, fetch, queues=metrics.queues, wait_s=60)
-
-
-def named(count: int) -> list[ImagePart]:
-    return [ImagePart({}, "url", f"images[{number}]", "https://example.org/a.png") for number in range(count)]
-
-
-def test_so_many_are_fetched_at_once_whoever_asks() -> None:
-    """And held in memory: a place is left when an image has been read."""
-    data, now, most = pictures.file_of(pictures.image()), 0, 0
-
-    async def fetch(_url: str, _where: str) -> bytes:
-        nonlocal now, most
-        now += 1
-        most = max(most, now)
-        await asyncio.sleep(0.01)
-        now -= 1
-        return data
-
-    async def main() -> None:
-        images = reading(fetch, fetches=3)
-        answers = await asyncio.gather(*(images.read(named(4), "acme") for _ in range(4)))
-        assert [len(answer) for answer in answers] == [4] * 4
-
-    asyncio.run(main())
-    assert most == 3
-
-
-async def test_who_gets_no_place_is_told_to_come_back_and_a_lost_client_leaves_its_place() -> None:
-    async def fetch(_url: str, _where: str) -> bytes:
-        await asyncio.sleep(60)
-        return b""
-
-    images = reading(fetch, fetches=1, fetch_s=0.05)
-    first = asyncio.create_task(images.read(named(1), "acme"))
-    await asyncio.sleep(0)
-    with pytest.raises(GatewayOverloaded) as caught:
-        await images.read(named(1), "acme")
-    assert caught.value.retryable
-    first.cancel()
-    await asyncio.wait({first})
-    assert images._fetches.running == 0
-
-
-async def test_images_that_wait_to_be_read_for_too_long_are_told_to_come_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And what was being read meanwhile is read to its end."""
-    released = threading.Event()
-
-    def held(*_: object) -> ClientImage:
-        released.wait(20)
-        return ClientImage(b"", "image/png", 8, 8)
-
-    monkeypatch.setattr("baton.images.reader.decode_image", held)
-    parts = [ImagePart({}, "url", "images[0]", pictures.url_of(pictures.file_of(pictures.image())))]
-    metrics = GatewayMetrics()
-    settings = ImageSettings(threads=1)
-    images = ImageReader(settings, metrics.images, no_fetch, queues=metrics.queues, wait_s=0.05)
-    first = asyncio.create_task(images.read(parts, "acme"))
-    await asyncio.sleep(0)
-    with pytest.raises(GatewayOverloaded, match="decoded already") as caught:
-        await images.read(parts, "acme")
-    assert (caught.value.retry_after_s or 0) >= 1
-    released.set()
-    assert len(await first) == 1
-    images.close()
-
-
-async def no_fetch(_url: str, _where: str) -> bytes:
-    raise AssertionError("nothing is named here")
 
 
 PLAIN = [
@@ -323,57 +241,11 @@ def test_no_file_raises_anything_but_our_errors(data: st.DataObject) -> None:
     assert pictures.opened(picture.data).size == (picture.width, picture.height)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "data:",
-        "data:,hello",
-        "data:image/png,abc",
-        "data:image/png;base64",
-        "data:image/png;base64;AAAA",
-        "data:image/png;base64,A",
-        "data:image/png;base64,AA AA",
-        "data:image/png;base64,AA\nAA",
-        "data:image/png;base64,%41%41",
-        "data:image/png;base64,____",
-        "data:image/png;base64,ÄÄÄÄ",
-    ],
-)
-def test_what_is_no_data_url_of_base64_is_refused(url: str) -> None:
-    """In one way only can it be read."""
-    with pytest.raises(InvalidImage) as caught:
-        decoded_url(url, LIMITS, WHERE)
-    assert (caught.value.code, caught.value.param) == ("invalid_image", WHERE)
-
-
-@pytest.mark.parametrize("head", ["data:;base64,", "data:text/html;base64,", "DATA:x;a=b;BASE64,"])
-def test_the_type_a_data_url_names_does_not_matter(head: str) -> None:
-    """Clients get it wrong, and the bytes tell."""
-    assert decoded_url(head + base64.b64encode(b"abc").decode(), LIMITS, WHERE) == b"abc"
-
-
-def test_base64_of_too_much_is_not_decoded() -> None:
-    """It is counted first."""
-    with pytest.raises(ImageTooLarge):
-        decoded_url("data:;base64," + "A" * 4000, ImageSettings(file_bytes=1024), WHERE)
-
-
-def photo(width: int, height: int, kind: str, **options: Any) -> bytes:
-    """A picture with the noise of a camera, which lies on its side."""
-    rows, columns = np.mgrid[0:height, 0:width]
-    slopes = np.stack([columns * 255 / width, rows * 255 / height, rows * 0 + 128], -1)
-    noise = np.random.default_rng(1).normal(0, 18, (height, width, 3))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    made = Image.fromarray(np.clip(slopes + noise, 0, 255).astype(np.uint8))
-    return pictures.file_of(made, kind, exif=exif.tobytes(), **options)
-
-
 @pytest.mark.fault("F8")
 def test_a_lossy_webp_that_is_turned_upright_does_not_grow_many_times() -> None:
     """As a PNG it would: pixels that were lossy stay about as large as a JPEG."""
-    sent = photo(900, 600, "WEBP", lossless=False, quality=70)
-    lossless = photo(900, 600, "WEBP", lossless=True)
+    sent = pictures.photo(900, 600, "WEBP", lossless=False, quality=70)
+    lossless = pictures.photo(900, 600, "WEBP", lossless=True)
     assert read(sent).media_type == "image/jpeg"
     assert len(read(sent).data) < 4 * len(sent)
     assert read(lossless).media_type == "image/png"
@@ -388,7 +260,7 @@ def test_an_image_is_held_to_its_limit_again_after_it_was_rewritten(kind: str) -
     options = {"JPEG": {"quality": 5}, "WEBP": {"lossless": False, "quality": 5}}.get(
         kind, {"optimize": True}
     )
-    sent = photo(300, 200, kind, **options)
+    sent = pictures.photo(300, 200, kind, **options)
     written = len(read(sent).data)
     assert written > len(sent), "the test wants one that grows"
     assert len(read(sent, file_bytes=written).data) == written
@@ -396,36 +268,3 @@ def test_an_image_is_held_to_its_limit_again_after_it_was_rewritten(kind: str) -
     assert told.code == "image_too_large"
     assert "images.file_bytes" in told.message
     assert "upright" in told.message
-
-
-@pytest.mark.fault("F8")
-def test_the_images_of_one_request_are_bounded_together_as_the_engine_gets_them() -> None:
-    sent = photo(300, 200, "PNG")
-    parts = [ImagePart({}, "url", f"images[{number}]", pictures.url_of(sent)) for number in range(4)]
-    each = len(read(sent).data)
-
-    async def sizes(limit: int) -> list[int]:
-        return [len(picture.data) for picture in await reading(None, request_bytes=limit).read(parts, "acme")]
-
-    assert asyncio.run(sizes(4 * each)) == [each] * 4
-    with pytest.raises(ImageTooLarge, match=r"images\.request_bytes") as caught:
-        asyncio.run(sizes(4 * each - 1))
-    assert caught.value.param in {part.where for part in parts}
-
-
-@pytest.mark.fault("F8")
-def test_images_are_named_in_the_thread_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once: SHA-256 of what a request may hold takes long enough to be felt on the event loop."""
-    threads: list[bool] = []
-    sha256 = hashlib.sha256
-
-    def counted(data: bytes) -> Any:
-        threads.append(threading.current_thread() is threading.main_thread())
-        return sha256(data)
-
-    monkeypatch.setattr("baton.images.client_image.hashlib.sha256", counted)
-    sent = pictures.file_of(pictures.image())
-    parts = [ImagePart({}, "url", "images[0]", pictures.url_of(sent))]
-    (picture,) = asyncio.run(reading(None).read(parts, "acme"))
-    assert picture.digest == picture.digest == sha256(sent).hexdigest()
-    assert threads == [False]

@@ -1,0 +1,67 @@
+"""Define what every error has, and the three kinds below it: the client's, the server's, the operator's."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class BatonError(Exception):
+    """Base of every error that Baton raises on purpose.
+
+    Args:
+        message: what is wrong, in which field, and what to do; clients see it unchanged.
+        param: the request field at fault, if there is one.
+        retry_after_s: seconds after which a retry makes sense; only for retryable errors.
+    """
+
+    code: str = "internal_error"
+    status: int = 500
+    kind: ClassVar[str] = "server_error"
+    retryable: ClassVar[bool] = False
+    ends_connection: bool = False
+    """Whether the connection is closed after the answer, because the rest of the request is not read."""
+    default_message: ClassVar[str] = "The server could not answer this request."
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        self.message = message or self.default_message
+        self.param = param
+        self.retry_after_s = (retry_after_s or 1) if self.retryable else None
+        super().__init__(self.message)
+
+    @property
+    def reason(self) -> str:
+        """The code as a metrics label: one of the tree above, even if `code` is a plugin's own."""
+        return type(self).code
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        """Return the JSON body of this error, in OpenAI's shape with `request_id`."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+                "request_id": request_id,
+            }
+        }
+
+
+class ClientError(BatonError):
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ServerError(BatonError):
+    pass
+
+
+class OperatorError(BatonError):
+    """Base of errors that the person who starts Baton has to fix."""
+
+    exit_code: ClassVar[int] = 1

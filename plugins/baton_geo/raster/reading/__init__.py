@@ -1,0 +1,1 @@
+"""Read rasters: recognise the format, check the header, decode rows. In child processes only."""

@@ -1,0 +1,72 @@
+"""Gateways over one folder of handoffs, with clocks that tests move."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from baton.config.groups import HandoffSettings
+from baton.engines.fake.engine import FakeEngine
+from baton.engines.port import TransferRequest
+from baton.errors import HandoffNotFound
+from baton.handoffs.records.image_store import ImageStore
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.repository import HandoffRepository
+from baton.handoffs.records.state import HandoffState
+from baton.handoffs.records.storage import HandoffStorage
+from baton.handoffs.service import Handoffs
+from baton.telemetry.metrics import HandoffMetrics
+from baton_kv.stores.file import FileStore
+
+ENGINE = FakeEngine("a", supports_handoffs=True)
+
+
+@dataclass
+class Clocks:
+    monotonic: float = 1000.0
+    wall: float = 1_700_000_000.0
+
+    def pass_(self, seconds: float) -> None:
+        self.monotonic += seconds
+        self.wall += seconds
+
+
+@dataclass
+class House:
+    folder: Path
+    clocks: Clocks
+
+    def handoffs(self, **settings: Any) -> Handoffs:
+        return Handoffs(
+            HandoffSettings(**settings),
+            HandoffStorage(
+                FileStore(self.folder / "store"),
+                HandoffRepository(self.folder / "records"),
+                ImageStore(self.folder / "store" / "images"),
+            ),
+            HandoffMetrics(CollectorRegistry()),
+            clock=lambda: self.clocks.monotonic,
+            wall=lambda: self.clocks.wall,
+        )
+
+    async def left(self, handoffs: Handoffs, size: int = 10, **more: Any) -> HandoffRecord:
+        """A handoff whose KV is in the store."""
+        record = handoffs.begin(ENGINE, "local", parent=None, **more)
+        FileStore(self.folder / "store").put(record.key, [b"k" * size])
+        handoffs.end(record, TransferRequest(), [1, 2, 3])
+        await handoffs.settled(record, 5)
+        await asyncio.gather(*handoffs._background)
+        assert (record.state, record.bytes) == (HandoffState.READY, size)
+        return record
+
+
+async def there(handoffs: Handoffs, record: HandoffRecord) -> bool:
+    try:
+        await handoffs.get(record.id, "local")
+    except HandoffNotFound:
+        return False
+    return True
