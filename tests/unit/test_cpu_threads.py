@@ -12,7 +12,6 @@ from baton.config.vllm_environment import cpu_threads
 @pytest.mark.parametrize(
     ("ranks", "cores", "told"),
     [
-        ([], [0, 1], "0,1"),
         ([None], [0, 1], "0,1"),
         ([1, 1], [2, 3, 5], "2,3,5"),
         ([2], [0, 1], "0|1"),

@@ -35,7 +35,7 @@ def cpu_threads(settings: Settings) -> str:
     """
     if settings.cpu_threads != "auto":
         return settings.cpu_threads
-    ranks = {int(engine.args.get("tensor_parallel_size") or 1) for engine in settings.engines} or {1}
+    ranks = {int(engine.args.get("tensor_parallel_size") or 1) for engine in settings.engines}
     if len(ranks) > 1:
         return "nobind"
     count, own = ranks.pop(), cores()
