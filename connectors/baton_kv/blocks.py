@@ -112,8 +112,13 @@ class KVBlocks:
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes that this rank holds of one block, all layers together."""
-        return sum(layer[:, 0].numel() for layer in self._layers)
+        """Return the bytes that this rank writes of one block; those of all ranks are the whole block."""
+        return sum(len(self.writes(layer)) * shape.slab_bytes for layer, shape in enumerate(self.shapes))
+
+    @property
+    def rows_a_block(self) -> int:
+        """Return the number of rows (kernel blocks) that one block of the pool is split into."""
+        return int(self._layers[0].shape[2])
 
     def heads(self, layer: int) -> range:
         """Return the heads of a layer that this rank holds."""
@@ -128,7 +133,7 @@ class KVBlocks:
         if (rows := self.rows(layer, head, block_ids)) is not None:
             return rows
         pool = self._of_head(layer, head)
-        index = torch.tensor(block_ids, device=pool.device)
+        index = torch.tensor(block_ids, dtype=torch.int64, device=pool.device)
         copy = pool.index_select(0, index).cpu().numpy()
         return [memoryview(slab.reshape(-1)) for slab in copy]
 
@@ -142,7 +147,7 @@ class KVBlocks:
             for block_id, slab in zip(block_ids, slabs, strict=True):
                 numpy.copyto(target[block_id], slab)
             return
-        index = torch.tensor(block_ids, device=pool.device)
+        index = torch.tensor(block_ids, dtype=torch.int64, device=pool.device)
         pool.index_copy_(0, index, torch.from_numpy(slabs.copy()).to(pool.device))
 
     def rows(self, layer: int, head: int, block_ids: Sequence[int]) -> list[memoryview] | None:

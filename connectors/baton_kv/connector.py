@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.request import RequestStatus
 
-from baton_kv.blocks import KVBlocks
+from baton_kv.blocks import KVBlocks, LayoutRefused
 from baton_kv.engine_facts import facts_of, head_shard, layers_of, require_supported
 from baton_kv.entry_format import MAX_IDENTIFIER, ImageRef
 from baton_kv.envelopes import StepMetadata, TransferStats, WorkerLayout, WorkerReport
@@ -78,7 +78,7 @@ class BatonConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._kv_cache_config
         layers = layers_of(config, kv_caches)
-        shard = head_shard(self._vllm_config)
+        shard = head_shard(self._vllm_config, config)
         if (memory := self._latent_memory()) is not None:  # hidden states from which latent steps start
             if self._ranks > 1:
                 raise ValueError(
@@ -86,10 +86,17 @@ class BatonConnector(KVConnectorBase_V1):
                     "set tensor_parallel_size to 1"
                 )
             first = next(iter(layers.values()))
+            if first.shape[0] != config.num_blocks:
+                raise ValueError(
+                    "baton_kv: latent steps with split blocks are not supported; reduce block_size"
+                )
             seeds = memory.layers_like(first, self._block_size)
             layers |= {f"latent.{number}": seed for number, seed in enumerate(seeds)}
-        blocks = KVBlocks(list(layers.values()), config.num_blocks, shard)
-        self._layout = WorkerLayout(tuple(layers), blocks.shapes)
+        try:
+            blocks = KVBlocks(list(layers.values()), config.num_blocks, shard)
+        except LayoutRefused as error:
+            raise ValueError(f"baton_kv: this model's KV cannot be handed over: {error}") from None
+        self._layout = WorkerLayout(tuple(layers), blocks.shapes, blocks.rows_a_block)
         self._worker = WorkerRole(
             self._store,
             self._secret,
@@ -162,6 +169,8 @@ class BatonConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
 
     # Called in the scheduler's process.
 

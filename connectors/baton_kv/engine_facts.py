@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from baton_kv.blocks import HeadShard, LayoutRefused
 from baton_kv.fingerprint import weights_digest
+
+NOT_OF_A_SLAB = frozenset(
+    ("num_kv_heads", "max_tp_shards", "dcp_sharded", "page_size_padded", "block_stride_alignment")
+)
+"""Fields of a spec that do not change what a slab's bytes mean: how heads are shared out, where blocks begin."""
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,12 +89,12 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, An
 
 
 def _spec_facts(spec: Any) -> dict[str, str]:
-    """Return what decides the meaning of a slab's bytes; `num_kv_heads` is that of one rank, so not here."""
-    names = ("block_size", "head_size", "head_size_v", "dtype", "kv_quant_mode", "sliding_window")
-    return {"class": type(spec).__name__} | {name: str(getattr(spec, name, None)) for name in names}
+    """Return all that a spec says but what is of one rank or of the pool alone."""
+    names = (field.name for field in fields(spec) if field.name not in NOT_OF_A_SLAB)
+    return {"class": type(spec).__name__} | {name: str(getattr(spec, name)) for name in names}
 
 
-def head_shard(config: VllmConfig) -> HeadShard | None:
+def head_shard(config: VllmConfig, kv_cache_config: KVCacheConfig) -> HeadShard | None:
     """Return the KV heads that this rank holds; None without tensor parallelism.
 
     Raises:
@@ -97,6 +103,9 @@ def head_shard(config: VllmConfig) -> HeadShard | None:
     ranks = config.parallel_config.tensor_parallel_size
     if ranks == 1:
         return None
+    group = kv_cache_config.kv_cache_groups[0]
+    if getattr(group.kv_cache_spec, "num_head_slots", None) is not None:
+        raise ValueError("baton_kv: this model's heads cannot be shared out; set tensor_parallel_size to 1")
     total = config.model_config.get_total_num_kv_heads()
     try:
         return HeadShard.of_rank(total, config.parallel_config.rank, ranks)
@@ -107,10 +116,16 @@ def head_shard(config: VllmConfig) -> HeadShard | None:
 def layers_of(
     kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the KV tensors by name, in the model's order; layers that share one tensor appear once."""
+    """Return the KV tensors by name, in the model's order; layers that share one tensor appear once.
+
+    Raises:
+        ValueError: a layer has no tensor.
+    """
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for group in kv_cache_config.kv_cache_groups:
         for name in group.layer_names:
+            if name not in kv_caches:
+                raise ValueError(f"baton_kv: vLLM has not given the KV cache of layer '{name}'")
             found.setdefault(kv_caches[name].data_ptr(), (name, kv_caches[name]))
     return dict(found.values())
 

@@ -48,8 +48,11 @@ class Entry:
         self._layout = layout = EntryLayout.read(self.description, start)
         if len(reader) != layout.size:
             raise EntryInvalid(f"the file has {len(reader)} bytes, its header announces {layout.size}")
-        tokens = reader.read(layout.tokens, layout.tokens + 4 * self.description.tokens)
-        self._digests = reader.read(layout.digests, layout.digest)
+        try:
+            tokens = reader.read(layout.tokens, layout.tokens + 4 * self.description.tokens)
+            self._digests = reader.read(layout.digests, layout.digest)
+        except MemoryError:
+            raise EntryInvalid("its token ids and digests do not fit in memory") from None
         digest = entry_digest(self.description.canonical(), tokens, self._digests, secret)
         if digest != reader.read(layout.digest, layout.size):
             raise EntryInvalid("the description does not match its digest")

@@ -49,6 +49,9 @@ MAX_HEADER_BYTES = 1024 * 1024
 MAX_IDENTIFIER = 256
 MAX_LAYERS = 4096
 MAX_NUMBER = 2**40
+MAX_TOKENS = 2**24
+MAX_CHUNKS = 2**21
+"""Token ids and digests are read before they are verified, so a forged header must not ask for much."""
 Tokens = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
 
 
@@ -136,6 +139,11 @@ class EntryDescription:
         return slice(index * size, min((index + 1) * size, self.blocks))
 
     @property
+    def chunk_count(self) -> int:
+        """Return the number of chunks of all heads of all layers."""
+        return sum(shape.heads * self.chunks(index) for index, shape in enumerate(self.layers))
+
+    @property
     def kv_bytes(self) -> int:
         """Return the bytes of KV in the entry."""
         return sum(shape.heads * shape.slab_bytes for shape in self.layers) * self.blocks
@@ -202,7 +210,6 @@ class EntryLayout:
 
 def tensors_of(description: EntryDescription) -> dict[str, Any]:
     """Return the tensors of the safetensors header, which follow from the description alone."""
-    chunks = sum(shape.heads * description.chunks(index) for index, shape in enumerate(description.layers))
     rows: list[tuple[str, str, list[int], int]] = [
         ("tokens", "I32", [description.tokens], 4 * description.tokens),
         *(
@@ -210,7 +217,7 @@ def tensors_of(description: EntryDescription) -> dict[str, Any]:
             for index, layer in enumerate(description.layers)
             for shape in ([layer.heads, description.blocks, layer.slab_bytes],)
         ),
-        ("digests", "U8", [chunks, DIGEST_BYTES], chunks * DIGEST_BYTES),
+        ("digests", "U8", [description.chunk_count, DIGEST_BYTES], description.chunk_count * DIGEST_BYTES),
         ("digest", "U8", [DIGEST_BYTES], DIGEST_BYTES),
     ]
     tensors: dict[str, Any] = {}
@@ -276,6 +283,8 @@ def _require_possible(described: EntryDescription) -> None:
         raise ValueError("unknown format, or impossible sizes")
     if max(numbers) > MAX_NUMBER or not 0 < len(described.layers) <= MAX_LAYERS:
         raise ValueError("impossible sizes")
+    if described.tokens > MAX_TOKENS or described.chunk_count > MAX_CHUNKS:
+        raise ValueError("impossible number of tokens or chunks")
     if described.computed > described.tokens:
         raise ValueError("impossible number of computed tokens")
     if not _in_order(described.images, described.tokens):

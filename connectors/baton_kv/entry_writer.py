@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy
 
-from baton_kv.entry_format import EntryDescription, EntryLayout, digest_of, entry_digest
-from baton_kv.stores.base import Buffer, Draft
+from baton_kv.entry_format import DIGEST_BYTES, EntryDescription, EntryLayout, digest_of, entry_digest
+from baton_kv.stores.base import Buffer, Draft, StoreError
 
 SlabReader = Callable[[int, int, slice], Sequence[memoryview]]
 """Takes a layer, a head of the whole model and a range of the entry's blocks; returns a slab a block."""
@@ -67,10 +67,14 @@ def write_share(
 def seal(draft: Draft, description: EntryDescription, tokens: Sequence[int], secret: bytes) -> None:
     """Complete an entry after all ranks have written their shares: header, token ids and digest.
 
-    A chunk that a rank left out or that was damaged meanwhile does not match its digest when it is loaded.
+    Raises:
+        StoreError: a rank has not written its share into this draft.
     """
     layout = EntryLayout(description)
     ids = numpy.asarray(tokens, dtype="<i4").tobytes()
     digests = draft.read(layout.digests, layout.digest)
+    rows = numpy.frombuffer(digests, numpy.uint8).reshape(-1, DIGEST_BYTES)
+    if not rows.any(axis=1).all():
+        raise StoreError("a rank's share of the draft is missing")
     draft.write_at(0, [layout.header, ids])
     draft.write_at(layout.digest, [entry_digest(description.canonical(), ids, digests, secret)])

@@ -34,15 +34,19 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
     Attributes:
         names: name of each layer.
         shapes: shape of each layer in the whole model.
+        rows_a_block: rows (kernel blocks) that one block of the pool is split into; on CPUs each packs its K
+            and V by itself.
     """
 
     names: tuple[str, ...]
     shapes: tuple[LayerShape, ...]
+    rows_a_block: int = 1
 
-    def facts(self) -> list[tuple[str, int, int]]:
-        """Return name, heads and bytes of each layer, for the fingerprint."""
+    def facts(self) -> list[tuple[str, int, int, int]]:
+        """Return name, heads, bytes and rows a block of each layer, for the fingerprint."""
         return [
-            (name, shape.heads, shape.slab_bytes) for name, shape in zip(self.names, self.shapes, strict=True)
+            (name, shape.heads, shape.slab_bytes, self.rows_a_block)
+            for name, shape in zip(self.names, self.shapes, strict=True)
         ]
 
 

@@ -7,6 +7,18 @@ from dataclasses import replace
 
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 
+SAYS_MOST = (
+    TransferFailure.CORRUPT,
+    TransferFailure.OTHER,
+    TransferFailure.DEVICE,
+    TransferFailure.FULL,
+    TransferFailure.INCOMPATIBLE,
+    TransferFailure.MALFORMED,
+    TransferFailure.NOT_WHOLE,
+    TransferFailure.MISSING,
+    TransferFailure.GIVEN_UP,
+)
+
 
 class RankOutcomes:
     """The outcomes of jobs that some ranks have ended and others have not.
@@ -32,13 +44,13 @@ class RankOutcomes:
 def combined(outcomes: list[TransferOutcome]) -> TransferOutcome:
     """Return one job's outcome over its ranks: it failed if one failed, and took as long as the slowest.
 
-    With several failures, the first that says more than that the request was given up.
+    With several failures, the one that says most: a rank that finds an entry corrupt removes it, and the next
+    then finds it missing.
     """
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-    weighty = [failure for failure in failures if failure is not TransferFailure.GIVEN_UP]
     return replace(
         outcomes[0],
-        failure=next(iter(weighty or failures), None),
+        failure=min(failures, key=SAYS_MOST.index, default=None),
         bytes=sum(outcome.bytes for outcome in outcomes),
         seconds=max(outcome.seconds for outcome in outcomes),
     )

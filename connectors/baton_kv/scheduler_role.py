@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton_kv.contract import (
@@ -74,6 +74,7 @@ class SchedulerRole:
         self._loading: set[str] = set()
         self._saved: OrderedDict[str, None] = OrderedDict()
         self._saving: dict[str, str] = {}
+        self._several_ranks = ranks > 1
         self._ranks = RankOutcomes(ranks)
         self._outcomes: list[TransferOutcome] = []
 
@@ -212,7 +213,9 @@ class SchedulerRole:
                 TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, TransferFailure.NOT_WHOLE)
             )
             return False, None
-        draft = self._saving[request_id] = secrets.token_hex(16)
+        draft = secrets.token_hex(16)
+        if self._several_ranks:
+            self._saving[request_id] = draft
         self._saved[key] = None
         if len(self._saved) > KEYS_REMEMBERED:
             self._saved.popitem(last=False)
@@ -234,12 +237,26 @@ class SchedulerRole:
     def report(self, outcomes: Iterable[TransferOutcome]) -> None:
         """Record how the jobs ended on the ranks; a request whose load failed does not load again."""
         for outcome in self._ranks.add(outcomes):
-            self._outcomes.append(outcome)
             if outcome.kind is Transfer.SAVE:
-                draft = self._saving.pop(outcome.request_id, None)
-                if draft is not None and outcome.failure is not None:
-                    self._store.discard(draft)
+                self._outcomes.append(self._saved_or_lost(outcome))
                 continue
+            self._outcomes.append(outcome)
             self._loading.discard(outcome.request_id)
             if outcome.failure and outcome.request_id in self._plans:
                 self._plans[outcome.request_id] = None
+
+    def _saved_or_lost(self, outcome: TransferOutcome) -> TransferOutcome:
+        """Return a save's outcome; what several ranks have saved is there, or it is lost."""
+        draft = self._saving.pop(outcome.request_id, None)
+        if draft is None:
+            return outcome
+        self._store.discard(draft)
+        if outcome.failure is None and not self._store.exists(outcome.key):
+            return replace(outcome, failure=TransferFailure.DEVICE)
+        return outcome
+
+    def shutdown(self) -> None:
+        """Remove the drafts that no rank will complete any more; the workers have ended."""
+        for draft in self._saving.values():
+            self._store.discard(draft)
+        self._saving.clear()

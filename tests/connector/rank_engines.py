@@ -12,7 +12,7 @@ from baton_kv.blocks import HeadShard, KVBlocks
 from baton_kv.contract import PARAMS_KEY, TransferOutcome, params_to_load, params_to_save
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.stores.base import Store
-from baton_kv.worker_role import WorkerRole
+from baton_kv.worker_role import FinishedJobs, WorkerRole
 
 SECRET = b"s" * 32
 BLOCKS, BLOCK, LAYERS, VALUES = 12, 16, 3, 8
@@ -48,7 +48,7 @@ class RankedEngine:
         kv: the whole model's KV, `[layers, blocks, heads, tokens, values]`; a rank's pool is a copy of its heads.
     """
 
-    def __init__(self, store: Store, heads: int, ranks: int, seed: int = 0) -> None:
+    def __init__(self, store: Store, heads: int, ranks: int, seed: int = 0, *, verify: bool = True) -> None:
         shape = (LAYERS, BLOCKS, heads, BLOCK, VALUES)
         self.kv = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
         self.shards = [HeadShard.of_rank(heads, rank, ranks) for rank in range(ranks)]
@@ -58,7 +58,7 @@ class RankedEngine:
         ]
         self.scheduler = SchedulerRole(store, SECRET, "one", BLOCK, ranks)
         self.workers = [
-            WorkerRole(store, SECRET, KVBlocks(pool, BLOCKS, shard), rank=rank, ranks=ranks)
+            WorkerRole(store, SECRET, KVBlocks(pool, BLOCKS, shard), rank=rank, ranks=ranks, verify=verify)
             for rank, (pool, shard) in enumerate(zip(self.pools, self.shards, strict=True))
         ]
         self._requests = map(str, itertools.count())
@@ -69,17 +69,22 @@ class RankedEngine:
         for worker in self.workers:
             worker.start(jobs)
         for worker in self.workers:
-            finished = worker.poll()
-            deadline = time.monotonic() + 30
-            while not finished.outcomes:
-                assert time.monotonic() < deadline, "the job did not end"
-                time.sleep(0.0005)
-                finished = worker.poll()
+            finished = self.wait(worker)
             ended.saved.append(finished.saved)
             ended.loaded.append(finished.loaded)
             ended.failed_blocks |= finished.failed_blocks
-            self.scheduler.report(finished.outcomes)
         return ended
+
+    def wait(self, worker: WorkerRole) -> FinishedJobs:
+        """Wait until a rank has ended a job, and tell the scheduler."""
+        finished = worker.poll()
+        deadline = time.monotonic() + 30
+        while not finished.outcomes:
+            assert time.monotonic() < deadline, "the job did not end"
+            time.sleep(0.0005)
+            finished = worker.poll()
+        self.scheduler.report(finished.outcomes)
+        return finished
 
     def save(self) -> tuple[str, Ended, TransferOutcome]:
         """Save the blocks `SAVED`; the entry's key, and how it ended."""

@@ -12,7 +12,7 @@ from threading import Barrier
 
 import pytest
 import torch
-from connector.rank_engines import BLOCKS, LOADED, SAVED, SECRET, RankedEngine
+from connector.rank_engines import BLOCKS, LOADED, PROMPT, SAVED, SECRET, RankedEngine
 
 from baton_kv.blocks import HeadShard, LayoutRefused
 from baton_kv.contract import (
@@ -204,6 +204,109 @@ def test_what_a_killed_rank_leaves_behind_is_swept(tmp_path: Path) -> None:
         os.utime(path, (0, path.stat().st_mtime - ABANDONED_AFTER_S - 1))
     FileStore(tmp_path / "store")
     assert list((store.root / "writing").iterdir()) == []
+
+
+def test_a_rank_that_comes_after_the_sweep_saves_nothing_and_says_so(
+    tmp_path: Path, engines: list[RankedEngine]
+) -> None:
+    """Its part alone is no entry, and what it wrote is removed."""
+    store = FileStore(tmp_path / "store")
+    engine = RankedEngine(store, 4, 2)
+    engines.append(engine)
+    key = new_key("acme")
+    ends = {"tokens": PROMPT, "prompt": 50, "computed": 50, "block_ids": SAVED, "whole": True}
+    assert engine.scheduler.finished("a", params_to_save(key), **ends)[0]  # type: ignore[arg-type]  # of such
+    jobs = engine.scheduler.step()
+    engine.workers[0].start(jobs)
+    engine.wait(engine.workers[0])
+    for path in (store.root / "writing").iterdir():
+        path.unlink()
+    engine.workers[1].start(jobs)
+    engine.wait(engine.workers[1])
+    (outcome,) = engine.scheduler.take_outcomes()
+    assert outcome.failure is TransferFailure.DEVICE
+    assert not store.exists(key)
+    assert list((store.root / "writing").iterdir()) == []
+
+
+def test_a_draft_with_a_share_missing_is_not_sealed(tmp_path: Path, engines: list[RankedEngine]) -> None:
+    """The marker of a rank whose share went with the draft must not stand for that share."""
+    store = FileStore(tmp_path / "store")
+    engine = RankedEngine(store, 4, 2)
+    engines.append(engine)
+    key = new_key("acme")
+    ends = {"tokens": PROMPT, "prompt": 50, "computed": 50, "block_ids": SAVED, "whole": True}
+    assert engine.scheduler.finished("a", params_to_save(key), **ends)[0]  # type: ignore[arg-type]  # of such
+    jobs = engine.scheduler.step()
+    engine.workers[0].start(jobs)
+    engine.wait(engine.workers[0])
+    (store.root / "writing" / jobs.saves[0].draft).unlink()
+    engine.workers[1].start(jobs)
+    engine.wait(engine.workers[1])
+    (outcome,) = engine.scheduler.take_outcomes()
+    assert (outcome.failure, store.exists(key)) == (TransferFailure.DEVICE, False)
+
+
+def test_a_scheduler_that_ends_removes_what_nobody_will_complete(
+    tmp_path: Path, engines: list[RankedEngine]
+) -> None:
+    store = FileStore(tmp_path / "store")
+    engine = RankedEngine(store, 4, 2)
+    engines.append(engine)
+    ends = {"tokens": PROMPT, "prompt": 50, "computed": 50, "block_ids": SAVED, "whole": True}
+    assert engine.scheduler.finished("a", params_to_save(), **ends)[0]  # type: ignore[arg-type]  # of such
+    engine.workers[0].start(engine.scheduler.step())
+    engine.wait(engine.workers[0])
+    assert len(list((store.root / "writing").iterdir())) == 2
+    engine.scheduler.shutdown()
+    assert list((store.root / "writing").iterdir()) == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_bytes_are_those_of_the_entry_however_many_ranks_hold_a_head(
+    store: Store, engines: list[RankedEngine], ranks: int
+) -> None:
+    """The planner learns a rate from them; replicas of a head must not count twice."""
+    engine = RankedEngine(store, 1, ranks)
+    engines.append(engine)
+    key, _, saved = engine.save()
+    _, loaded = engine.load(key)
+    assert saved.bytes == loaded.bytes == engine.kv[:, SAVED].numel() * 4
+
+
+def test_ranks_that_do_not_verify_load_the_same(store: Store, engines: list[RankedEngine]) -> None:
+    writer, reader = RankedEngine(store, 4, 2), RankedEngine(store, 4, 4, seed=1, verify=False)
+    engines += [writer, reader]
+    key, *_ = writer.save()
+    _, outcome = reader.load(key)
+    assert outcome.failure is None
+    assert same(reader.held(LOADED), reader.expected(writer.kv[:, SAVED], [0, 1, 2, 3]))
+
+
+def test_damage_that_one_rank_sees_is_reported_as_damage(tmp_path: Path, engines: list[RankedEngine]) -> None:
+    """The other rank may find that the entry is gone by then; it is quarantined, not merely missing."""
+    ranks = RankOutcomes(2)
+    for failures in itertools.permutations((TransferFailure.MISSING, TransferFailure.CORRUPT)):
+        rows = [TransferOutcome("a", "k", Transfer.LOAD, failure=failure) for failure in failures]
+        (found,) = ranks.add(rows)
+        assert found.failure is TransferFailure.CORRUPT
+
+
+def test_on_a_full_device_a_draft_evicts_no_more_than_it_needs(device: Path) -> None:
+    """Each rank asks for its share, and for what is left of it."""
+    store, mib = FileStore(device / "store"), 2**20
+    others = [new_key("acme") for _ in range(5)]
+    for key in others:
+        store.put(key, [bytes(mib)])
+    name, key = secrets.token_hex(16), new_key("globex")
+    with store.draft(key, name, size=4 * mib, rank=0, ranks=1) as draft:
+        for number in range(4):
+            draft.write_at(number * mib, [bytes(mib)])
+        assert draft.finish()
+        draft.place()
+    left = [other for other in others if store.exists(other)]
+    assert store.exists(key)
+    assert 3 <= len(left) < 5, "only as many as the entry has no room beside"
 
 
 def test_a_draft_that_cannot_fit_is_refused_before_it_is_written(tmp_path: Path) -> None:

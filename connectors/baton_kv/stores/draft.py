@@ -25,7 +25,9 @@ class FileDraft:
         name: name of the draft in the folder.
         rank: number of this rank.
         ranks: number of ranks that write.
-        write: writes some bytes at an offset, on a full device after evicting; returns their number.
+        share: bytes that this rank is expected to write.
+        write: writes some bytes at an offset; on a full device it first frees as many bytes as it is told.
+            Returns the number of bytes written.
         place: moves a file of the folder to the entry's name, within the budget.
     """
 
@@ -37,7 +39,8 @@ class FileDraft:
         rank: int,
         ranks: int,
         *,
-        write: Callable[[int, memoryview, int], int],
+        share: int,
+        write: Callable[[int, memoryview, int, int], int],
         place: Callable[[str], None],
     ) -> None:
         self._writing = writing
@@ -45,6 +48,7 @@ class FileDraft:
         self._name = name
         self._rank = rank
         self._ranks = ranks
+        self._left = share
         self._write = write
         self._place = place
 
@@ -52,8 +56,9 @@ class FileDraft:
         for part in parts:
             view = memoryview(part).cast("B")
             while view:
-                written = self._write(self._descriptor, view, offset)
+                written = self._write(self._descriptor, view, offset, max(len(view), self._left))
                 offset += written
+                self._left -= written
                 view = view[written:]
 
     def read(self, start: int, stop: int) -> bytes:
@@ -75,7 +80,8 @@ class FileDraft:
 
     def place(self) -> None:
         self._place(self._sealing)
-        discard(self._writing, self._name)
+        with contextlib.suppress(OSError):  # the entry is in its place; what is left behind is swept
+            discard(self._writing, self._name)
 
     @property
     def _sealing(self) -> str:

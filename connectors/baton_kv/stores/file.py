@@ -119,9 +119,8 @@ class FileStore:
                         name,
                         rank,
                         ranks,
-                        write=lambda file, view, offset: self._retried(
-                            lambda: os.pwrite(file, view, offset), size
-                        ),
+                        share=size // ranks,
+                        write=self._write_at,
                         place=lambda sealed: self._place_draft(
                             writing, sealed, descriptor, (scope, entry), size
                         ),
@@ -130,6 +129,9 @@ class FileStore:
                     os.close(descriptor)
         except OSError as error:
             raise _translated(error, key) from None
+
+    def _write_at(self, descriptor: int, view: memoryview, offset: int, needed: int) -> int:
+        return self._retried(lambda: os.pwrite(descriptor, view, offset), needed)
 
     def _place_draft(
         self, writing: int, sealed: str, descriptor: int, target: tuple[str, str], size: int

@@ -45,7 +45,8 @@ class MemoryStore:
         yield MemoryDraft(self, key, data, finished, rank, ranks)
 
     def discard(self, name: str) -> None:
-        self._drafts.pop(name, None)
+        with self.lock:
+            self._drafts.pop(name, None)
 
     def _make_room(self, size: int, *, keep: str) -> None:
         if self._budget is None:
