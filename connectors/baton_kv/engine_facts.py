@@ -17,7 +17,7 @@ from baton_kv.fingerprint import weights_digest
 NOT_OF_A_SLAB = frozenset(
     ("num_kv_heads", "max_tp_shards", "dcp_sharded", "page_size_padded", "block_stride_alignment")
 )
-"""Fields of a spec that do not change what a slab's bytes mean: how heads are shared out, where blocks begin."""
+"""Fields of a spec that do not change what a slab holds: how heads are shared out, where blocks begin."""
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
