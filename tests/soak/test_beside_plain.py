@@ -1,6 +1,6 @@
 """What a fault comes to here and at vLLM's own server, in the same run: rows A1, A3, A6, A10, E1, E4, E6 and E7.
 
-What Baton promises is asserted; what plain vLLM does is printed, for the table in bench/RESULTS.md.
+What Baton promises is asserted; what plain vLLM does is printed, for the table in docs/results/beside-plain-vllm.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.gateways import RealGateway
 from support.watched_streams import Stream, cores, streaming, wait_for
 from support.wire import address
 
-pytestmark = [pytest.mark.chaos, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 MIB = 2**20
 STREAMS = 8
 SETTINGS = {"BATON_SUPERVISION__HANG_S": "4", "BATON_SUPERVISION__BACKOFF_S": "0.5"}
