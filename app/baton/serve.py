@@ -115,7 +115,7 @@ def _build(
     )
     check_vllm()
     progress.phase("vllm", "importing")
-    from baton.engines.vllm.launch import (
+    from baton.engines.vllm.build_fleet import (
         build_fleet,
     )  # imports vLLM for seconds, and needs the environment set above
 

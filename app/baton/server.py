@@ -27,11 +27,11 @@ from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
 from baton.http import openapi
-from baton.http.middleware.admission import AdmissionMiddleware
 from baton.http.middleware.auth import AuthMiddleware
 from baton.http.middleware.body_limit import BodyLimitMiddleware
 from baton.http.middleware.drain import Drain, DrainMiddleware
 from baton.http.middleware.errors import ErrorMiddleware, http_exception, invalid_parameters
+from baton.http.middleware.memory_shortage import MemoryShortageMiddleware
 from baton.http.middleware.origins import OriginMiddleware
 from baton.http.middleware.request_context import RequestContextMiddleware
 from baton.http.middleware.request_head import RequestHeadMiddleware
@@ -156,7 +156,7 @@ def _add_middleware(
     """Add the middleware. The last one added is the outermost, so the order is that of a response."""
     settings, held = gateway.settings, gateway.metrics.bodies
     rooms = BodyRooms.of(settings, available=available, one_tenant=keyring is None)
-    app.add_middleware(AdmissionMiddleware, memory=memory)
+    app.add_middleware(MemoryShortageMiddleware, memory=memory)
     app.add_middleware(
         BodyLimitMiddleware,
         bodies=BodyBudget(rooms.memory, held.labels("memory"), short=lambda: memory.short),

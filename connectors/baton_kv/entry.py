@@ -1,4 +1,4 @@
-"""Open and verify entries, see `entry_format`."""
+"""Open a stored KV entry and verify its digests; `entry_format` defines the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write entries, see `entry_format`: as one stream, or by several ranks into one file."""
+"""Write KV entries, as one stream or by several ranks into one file; `entry_format` defines the file."""
 
 from __future__ import annotations
 

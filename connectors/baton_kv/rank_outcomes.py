@@ -1,4 +1,4 @@
-"""Combine the outcomes of all ranks of one job into the job's outcome."""
+"""Wait until every rank has ended a job, then report one outcome for the job."""
 
 from __future__ import annotations
 

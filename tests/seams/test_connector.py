@@ -27,7 +27,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
 from baton.engines.vllm.arguments import engine_args
-from baton.engines.vllm.launch import transfer_config
+from baton.engines.vllm.build_fleet import transfer_config
 from baton_kv import connector, engine_facts
 from baton_kv.contract import (
     Transfer,

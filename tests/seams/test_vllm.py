@@ -72,9 +72,9 @@ def test_every_operation_has_a_handler_that_vllm_has() -> None:
         "serving_scores": ServingScores,
         "serving_tokenization": ServingTokenization,
     }
-    assert set(handlers.ROUTES) == set(Operation)
+    assert set(handlers.HANDLERS) == set(Operation)
     source = inspect.getsource(handlers.init_app_state) + inspect.getsource(_factories())
-    for route in handlers.ROUTES.values():
+    for route in handlers.HANDLERS.values():
         attribute, method = route.handler
         assert hasattr(classes[attribute], method)
         assert f"state.{attribute}" in source or attribute.startswith("serving_")

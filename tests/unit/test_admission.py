@@ -17,7 +17,7 @@ from starlette.requests import Request
 from baton.admission.tenants import Admission, Ticket, TokenBucket
 from baton.config.groups import AdmissionSettings
 from baton.errors import BatonError, EngineOverloaded, GatewayOverloaded, InternalError, RateLimited
-from baton.http.middleware.admission import AdmissionMiddleware
+from baton.http.middleware.memory_shortage import MemoryShortageMiddleware
 from baton.http.request_state import RequestState, state_of
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.queues import AdmissionMetrics
@@ -84,7 +84,7 @@ async def through(
     scope: dict[str, Any] = {"type": "http", "method": method, "headers": []}
     RequestState(RequestContext("id", tenant=tenant)).attach(scope)
     memory: Any = SimpleNamespace(short=short)
-    await AdmissionMiddleware(app, memory=memory)(scope, nothing, nothing)
+    await MemoryShortageMiddleware(app, memory=memory)(scope, nothing, nothing)
 
 
 @pytest.mark.fault("E8")

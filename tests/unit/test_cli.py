@@ -27,7 +27,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
     monkeypatch.setattr(cli, "check_vllm", lambda: None)
     monkeypatch.setattr(cli, "apply_environment", lambda *_, **__: None)
     launch = SimpleNamespace(engine_from_command_line=engine)  # the real one imports vLLM
-    monkeypatch.setitem(sys.modules, "baton.engines.vllm.launch", launch)
+    monkeypatch.setitem(sys.modules, "baton.engines.vllm.build_fleet", launch)
     monkeypatch.setattr("baton.serve.serve", taken.append)
     return taken
 

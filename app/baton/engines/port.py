@@ -34,6 +34,20 @@ class Operation(StrEnum):
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
 
+    @property
+    def generates(self) -> bool:
+        """Whether the engine generates tokens, so that schemas and grammars in a body are compiled."""
+        return self not in {
+            Operation.COUNT_TOKENS,
+            Operation.EMBEDDINGS,
+            Operation.POOLING,
+            Operation.CLASSIFY,
+            Operation.SCORE,
+            Operation.RERANK,
+            Operation.TOKENIZE,
+            Operation.DETOKENIZE,
+        }
+
 
 class EngineState(StrEnum):
     STARTING = "starting"

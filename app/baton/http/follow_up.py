@@ -1,4 +1,4 @@
-"""The `follow_up` of `POST /pooling`: ask a chat model about what a plugin made of the data.
+"""Carry out `follow_up` of `POST /pooling`: send a plugin's result to a chat model and add its answer.
 
 One request, two results. The plugin describes its result in text and, if it likes, with a picture; a model
 that takes no images gets the text alone.

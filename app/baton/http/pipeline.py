@@ -24,8 +24,6 @@ from baton.http.validation.field_limits import check_field_limits
 from baton.http.validation.steering import ARGUMENTS, strip_arguments, strip_steering
 from baton.telemetry.ids import RequestContext
 
-GENERATING = frozenset({Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES})
-"""Operations for which an engine compiles schemas."""
 SMALL_SCHEMAS = 8 * 1024
 """Largest body, in bytes, whose schemas are measured on the event loop; larger ones go to a thread."""
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]
@@ -121,7 +119,7 @@ async def _respond(
     body: dict[str, Any],
     context: RequestContext,
 ) -> Response:
-    if operation in GENERATING:
+    if operation.generates:
         measure = partial(require_moderate, body, gateway.settings.limits)
         small = len(await request.body()) <= SMALL_SCHEMAS
         constraints = measure() if small else await in_a_thread(request, measure)

@@ -1,4 +1,4 @@
-"""Make random fields and filter them, in float64.
+"""Make and filter the random fields from which synthetic flood scenes are drawn, in float64.
 
 Two processors may differ in the last bit of a sine; in float64 that never reaches an int16 pixel.
 """

@@ -54,7 +54,7 @@ Method = Callable[[Any, Request], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
-class Route:
+class Handler:
     """How vLLM answers one operation.
 
     Attributes:
@@ -70,48 +70,48 @@ class Route:
     dump: dict[str, Any]
 
 
-ROUTES: dict[Operation, Route] = {
-    Operation.COMPLETIONS: Route(
+HANDLERS: dict[Operation, Handler] = {
+    Operation.COMPLETIONS: Handler(
         CompletionRequest,
         CompletionResponse,
         ("openai_serving_completion", "create_completion"),
         {},
     ),
-    Operation.CHAT: Route(
+    Operation.CHAT: Handler(
         ChatCompletionRequest,
         ChatCompletionResponse,
         ("openai_serving_chat", "create_chat_completion"),
         {},
     ),
-    Operation.RESPONSES: Route(
+    Operation.RESPONSES: Handler(
         ResponsesRequest,
         ResponsesResponse,
         ("openai_serving_responses", "create_responses"),
         {"by_alias": True},
     ),
-    Operation.MESSAGES: Route(
+    Operation.MESSAGES: Handler(
         AnthropicMessagesRequest,
         AnthropicMessagesResponse,
         ("anthropic_serving_messages", "create_messages"),
         {"exclude_none": True},
     ),
-    Operation.COUNT_TOKENS: Route(
+    Operation.COUNT_TOKENS: Handler(
         AnthropicCountTokensRequest,
         AnthropicCountTokensResponse,
         ("anthropic_serving_messages", "count_tokens"),
         {"exclude_none": True},
     ),
-    Operation.EMBEDDINGS: Route(EmbeddingRequest, EmbeddingResponse, ("serving_embedding", "__call__"), {}),
-    Operation.POOLING: Route(PoolingRequest, PoolingResponse, ("serving_pooling", "__call__"), {}),
-    Operation.CLASSIFY: Route(
+    Operation.EMBEDDINGS: Handler(EmbeddingRequest, EmbeddingResponse, ("serving_embedding", "__call__"), {}),
+    Operation.POOLING: Handler(PoolingRequest, PoolingResponse, ("serving_pooling", "__call__"), {}),
+    Operation.CLASSIFY: Handler(
         ClassificationRequest, ClassificationResponse, ("serving_classification", "__call__"), {}
     ),
-    Operation.SCORE: Route(ScoreRequest, ScoreResponse, ("serving_scores", "__call__"), {}),
-    Operation.RERANK: Route(RerankRequest, RerankResponse, ("serving_scores", "__call__"), {}),
-    Operation.TOKENIZE: Route(
+    Operation.SCORE: Handler(ScoreRequest, ScoreResponse, ("serving_scores", "__call__"), {}),
+    Operation.RERANK: Handler(RerankRequest, RerankResponse, ("serving_scores", "__call__"), {}),
+    Operation.TOKENIZE: Handler(
         TokenizeRequest, TokenizeResponse, ("serving_tokenization", "create_tokenize"), {}
     ),
-    Operation.DETOKENIZE: Route(
+    Operation.DETOKENIZE: Handler(
         DetokenizeRequest, DetokenizeResponse, ("serving_tokenization", "create_detokenize"), {}
     ),
 }
@@ -126,7 +126,7 @@ class Handlers:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._parsers = {operation: TypeAdapter(route.request) for operation, route in ROUTES.items()}
+        self._parsers = {operation: TypeAdapter(route.request) for operation, route in HANDLERS.items()}
 
     @classmethod
     async def build(cls, client: WatchedClient, namespace: Namespace, *, plugin: bool = False) -> Handlers:
@@ -151,7 +151,7 @@ class Handlers:
 
     def method(self, operation: Operation) -> Method | None:
         """Return the handler's method that answers `operation`; None: the model does not support it."""
-        attribute, method = ROUTES[operation].handler
+        attribute, method = HANDLERS[operation].handler
         serving = getattr(self._state, attribute, None)
         return getattr(serving, method) if serving is not None else None
 
@@ -218,4 +218,4 @@ async def events(operation: Operation, generator: AsyncIterator[Any]) -> AsyncIt
         held = ""
 
 
-__all__ = ["ROUTES", "ErrorResponse", "Handlers", "Response", "Route", "events", "synthetic_request"]
+__all__ = ["HANDLERS", "ErrorResponse", "Handler", "Handlers", "Response", "events", "synthetic_request"]

@@ -50,8 +50,8 @@ class ReplyTranslator:
             if failure.status >= 500 and not failure.retryable:
                 self._log.error("engine_call_failed", cause=answer.error.message)
             raise failure
-        if isinstance(answer, handlers.ROUTES[operation].response):
-            body = answer.model_dump_json(**handlers.ROUTES[operation].dump)
+        if isinstance(answer, handlers.HANDLERS[operation].response):
+            body = answer.model_dump_json(**handlers.HANDLERS[operation].dump)
             return WholeReply(body.encode())
         if isinstance(answer, Response):
             return await _from_response(answer)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from baton.engines.vllm.handlers import ROUTES
+from baton.engines.vllm.handlers import HANDLERS
 
 TEMPLATE = "#/components/schemas/{model}"
 
@@ -20,7 +20,7 @@ TEMPLATE = "#/components/schemas/{model}"
 def schemas() -> dict[str, Any]:
     """Return `operations`, the request and response schema of each, and the `components` they refer to."""
     inputs: list[tuple[str, Any, TypeAdapter[Any]]] = []
-    for operation, route in ROUTES.items():
+    for operation, route in HANDLERS.items():
         inputs.append((f"{operation.value}:request", "validation", TypeAdapter(route.request)))
         inputs.append((f"{operation.value}:response", "serialization", TypeAdapter(route.response)))
     found, components = TypeAdapter.json_schemas(inputs, ref_template=TEMPLATE)

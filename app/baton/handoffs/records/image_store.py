@@ -1,4 +1,4 @@
-"""Store the images of handoffs as files: token ids give only the positions of images.
+"""Store each handoff's images as files, because its token ids do not contain the pixels.
 
 Every image of every handoff is a file of its own, `ID.DIGEST`, so removing one handoff takes nothing from
 another. A handoff that continues another has the same images: their files are hard links to the same bytes.

@@ -1,6 +1,7 @@
 """Serve the operations that are forwarded to an engine, each a row of `FORWARDED`.
 
 To add one, write a member of `engines.port.Operation`, its handler in `engines/vllm/handlers.py`, a row here.
+Unless `Operation.generates` says otherwise, schemas in its body are checked as those of a chat are.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ ALWAYS_ANSWERED = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 MEMORY_RETRY_AFTER_S = 5
 
 
-class AdmissionMiddleware:
+class MemoryShortageMiddleware:
     """Refuses new requests while memory is short, and releases their places in the queues at the end."""
 
     def __init__(self, app: ASGIApp, *, memory: MemoryWatch) -> None:
