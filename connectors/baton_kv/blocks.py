@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy
 import torch
 
 from baton_kv.entry_format import LayerShape
-
-Slabs = numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.uint8]]
 
 
 class LayoutRefused(Exception):
@@ -128,37 +125,18 @@ class KVBlocks:
         """Return the heads of a layer that this rank writes into an entry."""
         return self._shards[layer].writes(layer)
 
-    def gather(self, layer: int, head: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return one slab for each block id: the cache itself where it is contiguous on CPU, else a copy."""
-        if (rows := self.rows(layer, head, block_ids)) is not None:
-            return rows
-        pool = self._of_head(layer, head)
-        index = torch.tensor(block_ids, dtype=torch.int64, device=pool.device)
-        copy = pool.index_select(0, index).cpu().numpy()
-        return [memoryview(slab.reshape(-1)) for slab in copy]
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the KV cache."""
+        return self._layers[0].device
 
-    def scatter(self, layer: int, head: int, block_ids: Sequence[int], data: memoryview) -> None:
-        """Write `len(block_ids) * slab_bytes` bytes into these blocks of a head."""
-        pool = self._of_head(layer, head)
-        slabs = numpy.frombuffer(data, numpy.uint8).reshape(len(block_ids), *pool.shape[1:])
-        if pool.device.type == "cpu":
-            # numpy copies in this thread; torch would wake its thread pool, which the model needs.
-            target = pool.numpy()
-            for block_id, slab in zip(block_ids, slabs, strict=True):
-                numpy.copyto(target[block_id], slab)
-            return
-        index = torch.tensor(block_ids, dtype=torch.int64, device=pool.device)
-        pool.index_copy_(0, index, torch.from_numpy(slabs.copy()).to(pool.device))
+    @property
+    def largest_chunk(self) -> int:
+        """Return the bytes of the largest chunk of slabs that is copied at once."""
+        return max(shape.chunk_blocks * shape.slab_bytes for shape in self.shapes)
 
-    def rows(self, layer: int, head: int, block_ids: Sequence[int]) -> list[memoryview] | None:
-        """Return writable views of these slabs; None if they are not contiguous in host memory."""
-        pool = self._of_head(layer, head)
-        if pool.device.type != "cpu" or not pool[0].is_contiguous():
-            return None
-        slabs: Slabs = pool.numpy()
-        return [memoryview(slabs[block].reshape(-1)) for block in block_ids]
-
-    def _of_head(self, layer: int, head: int) -> torch.Tensor:
+    def pool(self, layer: int, head: int) -> torch.Tensor:
+        """Return a head of a layer, by its number in the model: uint8 `[blocks, rows, tokens, bytes]`."""
         return self._layers[layer][head - self._shards[layer].first]
 
 

@@ -59,8 +59,8 @@ class BatonConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        require_supported(vllm_config, kv_cache_config)
         settings = ConnectorSettings.model_validate(self._kv_transfer_config.kv_connector_extra_config)
+        require_supported(vllm_config, kv_cache_config, unproven_devices=settings.unproven_devices)
         self._store = open_store(settings.store, budget=settings.budget, fsync=settings.fsync)
         self._secret = store_secret(Path(settings.store.partition(":")[2]))
         self._verify = settings.verify

@@ -24,8 +24,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-def require_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+def require_supported(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, *, unproven_devices: bool = False
+) -> None:
     """Refuse a model or configuration whose KV the connector cannot move exactly.
+
+    Args:
+        config: the engine's configuration.
+        kv_cache_config: its KV cache.
+        unproven_devices: whether NVIDIA GPUs are allowed, on which the connector has never run.
 
     Raises:
         ValueError: the configuration is not supported; the message says what to change.
@@ -49,9 +56,11 @@ def require_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
             "baton_kv: only models with full attention are supported, or with full attention beside sliding "
             "windows; not windows or running states alone, and no chunked attention"
         )
-    if not current_platform.is_cpu():
+    if not current_platform.is_cpu() and not (unproven_devices and current_platform.is_cuda()):
         raise ValueError(
-            "baton_kv: only CPUs are supported: copies on a GPU are not yet ordered with the model's stream"
+            "baton_kv: measured on CPUs only. For NVIDIA GPUs it was written to vLLM's contract and never "
+            "run: to try it set handoffs.unproven_devices = true (with plain vLLM unproven_devices in "
+            "kv_connector_extra_config). Other devices are not supported"
         )
     policy = config.kv_transfer_config.kv_load_failure_policy if config.kv_transfer_config else None
     if policy != "recompute":

@@ -34,6 +34,10 @@ class ConnectorSettings(BaseModel):
         None, description="Bytes that all entries may take; the least recently used are evicted first."
     )
     fsync: bool = Field(False, description="Flush an entry to the device before it becomes visible.")
+    unproven_devices: bool = Field(
+        False,
+        description="Allow NVIDIA GPUs, where this connector was written to vLLM's contract and never run.",
+    )
     verify: bool = Field(
         True,
         description="Verify every chunk before it is used, not only an entry's description and token ids.",

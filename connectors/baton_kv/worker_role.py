@@ -8,9 +8,7 @@ blocks, and the engine recomputes them.
 from __future__ import annotations
 
 import logging
-import mmap
 import queue
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,9 +18,10 @@ from typing import TypeVar
 
 from baton_kv.blocks import KVBlocks
 from baton_kv.contract import Transfer, TransferError, TransferFailure, TransferOutcome, failure_of
+from baton_kv.copies import Fence, Staging, copies_for
 from baton_kv.entry import Entry
 from baton_kv.entry_format import EntryDescription, EntryIncompatible, EntryInvalid, EntryLayout
-from baton_kv.entry_writer import seal, write, write_share
+from baton_kv.entry_writer import SlabReader, seal, write, write_share
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.stores.base import Store
 
@@ -83,7 +82,8 @@ class WorkerRole:
         self._rank = rank
         self._ranks = ranks
         self._verify = verify
-        self._buffers = threading.local()
+        # The saver, the loader and its threads: each may copy at the same time as the others.
+        self._copies = copies_for(blocks.device, COPY_THREADS + 1, blocks.largest_chunk)
         self._loading: set[str] = set()
         self._given_up: set[str] = set()
         self._done: queue.SimpleQueue[tuple[LoadJob | SaveJob, TransferOutcome]] = queue.SimpleQueue()
@@ -95,10 +95,19 @@ class WorkerRole:
         """Begin the jobs of a step without waiting for them."""
         self._loading.update(load.request_id for load in jobs.loads)
         self._given_up.update(self._loading.intersection(jobs.given_up))
+        if not jobs.loads and not jobs.saves:
+            return
+        try:
+            fence = self._copies.fence()
+        except RuntimeError as error:  # of the GPU; the engine will say more
+            failed: list[LoadJob | SaveJob] = [*jobs.loads, *jobs.saves]
+            for job in failed:
+                self._done.put((job, self._outcome(job, failure_of(error), 0.0)))
+            return
         for load in jobs.loads:
-            self._begin(self._loader, load, self._load)
+            self._begin(self._loader, load, partial(self._load, fence))
         for save in jobs.saves:
-            self._begin(self._saver, save, self._save)
+            self._begin(self._saver, save, partial(self._save, fence))
 
     def _begin(self, pool: ThreadPoolExecutor, job: Job, work: Callable[[Job], None]) -> None:
         try:
@@ -158,7 +167,7 @@ class WorkerRole:
             seconds=seconds,
         )
 
-    def _load(self, job: LoadJob) -> None:
+    def _load(self, fence: Fence, job: LoadJob) -> None:
         self._require_waiting(job)
         try:
             with self._store.open(job.key) as reader:
@@ -167,20 +176,26 @@ class WorkerRole:
                 if job.digest not in (None, entry.digest):
                     raise EntryIncompatible("the entry was replaced after its token ids were compared")
                 self._require_shape(entry.description, job)
-                self._copy_layers(partial(self._copy if self._verify else self._copy_unverified, entry, job))
+                copy = self._copy if self._verify else self._copy_unverified
+                self._copy_layers(fence, partial(copy, entry, job))
         except EntryIncompatible:
             raise  # valid for another engine, so it is not quarantined
         except EntryInvalid:
             self._store.quarantine(job.key)
             raise
 
-    def _copy_layers(self, copy: Callable[[range], None]) -> None:
+    def _copy_layers(self, fence: Fence, copy: Callable[[Staging, range], None]) -> None:
         """Copy all layers in several threads and wait for all of them, since they write to the blocks."""
+
+        def copy_some(some: range) -> None:
+            with self._copies.staging(fence) as staging:
+                copy(staging, some)
+
         layers = range(len(self._blocks))
         shares: list[Future[None]] = []
         try:
             for number in range(COPY_THREADS):
-                shares.append(self._copiers.submit(copy, layers[number::COPY_THREADS]))
+                shares.append(self._copiers.submit(copy_some, layers[number::COPY_THREADS]))
         finally:
             wait(shares)
         for share in shares:
@@ -196,17 +211,17 @@ class WorkerRole:
         if job.first_block + len(job.block_ids) > described.blocks:
             raise EntryInvalid("the entry has fewer blocks than the load needs")
 
-    def _copy(self, entry: Entry, job: LoadJob, layers: range) -> None:
+    def _copy(self, entry: Entry, job: LoadJob, staging: Staging, layers: range) -> None:
         """Verify and copy chunk by chunk, while each is in the CPU's cache."""
         for layer in layers:
             self._require_waiting(job)
             for head in self._blocks.heads(layer):
-                self._copy_head(entry, job, layer, head)
+                self._copy_head(entry, job, staging, layer, head)
 
-    def _copy_head(self, entry: Entry, job: LoadJob, layer: int, head: int) -> None:
+    def _copy_head(self, entry: Entry, job: LoadJob, staging: Staging, layer: int, head: int) -> None:
         described = entry.description
         shape = described.layers[layer]
-        buffer = self._buffer(shape.chunk_blocks * shape.slab_bytes)
+        buffer = staging.buffer(shape.chunk_blocks * shape.slab_bytes)
         end = job.first_block + len(job.block_ids)
         for index in range(job.first_block // shape.chunk_blocks, described.chunks(layer)):
             blocks = described.chunk(layer, index)
@@ -218,30 +233,29 @@ class WorkerRole:
             wanted = slice(
                 (first - blocks.start) * shape.slab_bytes, (last - blocks.start) * shape.slab_bytes
             )
-            self._blocks.scatter(layer, head, ids, data[wanted])
+            staging.scatter(self._blocks.pool(layer, head), ids, data[wanted])
 
-    def _buffer(self, size: int) -> memoryview:
-        """Return this thread's buffer, page-aligned and reused."""
-        if len(getattr(self._buffers, "chunk", b"")) < size:
-            self._buffers.chunk = memoryview(mmap.mmap(-1, size))
-        buffer: memoryview = self._buffers.chunk
-        return buffer
-
-    def _copy_unverified(self, entry: Entry, job: LoadJob, layers: range) -> None:
+    def _copy_unverified(self, entry: Entry, job: LoadJob, staging: Staging, layers: range) -> None:
         """Copy without verifying, straight into the KV cache where that is contiguous in host memory."""
         for layer in layers:
             self._require_waiting(job)
-            size = len(job.block_ids) * entry.description.layers[layer].slab_bytes
             for head in self._blocks.heads(layer):
-                rows = self._blocks.rows(layer, head, job.block_ids)
-                if rows is None:
-                    data = memoryview(bytearray(size))
-                    entry.read_slabs(layer, head, job.first_block, [data])
-                    self._blocks.scatter(layer, head, job.block_ids, data)
-                else:
+                pool = self._blocks.pool(layer, head)
+                rows = staging.rows(pool, job.block_ids)
+                if rows is not None:
                     entry.read_slabs(layer, head, job.first_block, rows)
+                else:
+                    self._copy_slabs(entry, job, staging, layer, head)
 
-    def _save(self, job: SaveJob) -> None:
+    def _copy_slabs(self, entry: Entry, job: LoadJob, staging: Staging, layer: int, head: int) -> None:
+        shape, pool = entry.description.layers[layer], self._blocks.pool(layer, head)
+        for start in range(0, len(job.block_ids), shape.chunk_blocks):
+            ids = job.block_ids[start : start + shape.chunk_blocks]
+            data = staging.buffer(shape.chunk_blocks * shape.slab_bytes)[: len(ids) * shape.slab_bytes]
+            entry.read_slabs(layer, head, job.first_block + start, [data])
+            staging.scatter(pool, ids, data)
+
+    def _save(self, fence: Fence, job: SaveJob) -> None:
         described = EntryDescription(
             key=job.key,
             fingerprint=job.fingerprint,
@@ -251,21 +265,26 @@ class WorkerRole:
             blocks=len(job.block_ids),
             images=job.images,
         )
-        if self._ranks > 1:
-            self._save_share(job, described)
-            return
-        parts = write(described, job.tokens, partial(self._slabs, job), self._secret)
-        self._store.put(job.key, parts, size=described.kv_bytes)
+        with self._copies.staging(fence) as staging:
+            slabs = partial(self._slabs, job, staging)
+            if self._ranks > 1:
+                self._save_share(job, described, slabs)
+            else:
+                self._store.put(
+                    job.key, write(described, job.tokens, slabs, self._secret), size=described.kv_bytes
+                )
 
-    def _save_share(self, job: SaveJob, described: EntryDescription) -> None:
+    def _save_share(self, job: SaveJob, described: EntryDescription, slabs: SlabReader) -> None:
         """Write this rank's heads into the draft of all ranks; the last rank completes it."""
         size = EntryLayout(described).size
         place = self._store.draft(job.key, job.draft, size=size, rank=self._rank, ranks=self._ranks)
         with place as draft:
-            write_share(draft, described, self._blocks.writes, partial(self._slabs, job), self._secret)
+            write_share(draft, described, self._blocks.writes, slabs, self._secret)
             if draft.finish():
                 seal(draft, described, job.tokens, self._secret)
                 draft.place()
 
-    def _slabs(self, job: SaveJob, layer: int, head: int, blocks: slice) -> list[memoryview]:
-        return self._blocks.gather(layer, head, job.block_ids[blocks])
+    def _slabs(
+        self, job: SaveJob, staging: Staging, layer: int, head: int, blocks: slice
+    ) -> list[memoryview]:
+        return staging.gather(self._blocks.pool(layer, head), job.block_ids[blocks])

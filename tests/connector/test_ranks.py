@@ -93,7 +93,7 @@ def test_a_rank_that_cannot_save_leaves_no_entry_and_releases_its_blocks(
     store = FileStore(tmp_path / "store")
     engine = RankedEngine(store, 4, 2)
     engines.append(engine)
-    monkeypatch.setattr(engine.workers[broken]._blocks, "gather", breaks)
+    monkeypatch.setattr(engine.workers[broken]._blocks, "pool", breaks)
     key, ended, outcome = engine.save()
     assert outcome.failure is TransferFailure.OTHER
     assert ended.saved == [{outcome.request_id}] * 2
@@ -108,7 +108,7 @@ def test_a_rank_that_cannot_load_makes_the_load_fail(
     writer, reader = RankedEngine(store, 4, 1), RankedEngine(store, 4, 2, seed=1)
     engines += [writer, reader]
     key, *_ = writer.save()
-    monkeypatch.setattr(reader.workers[broken]._blocks, "scatter", breaks)
+    monkeypatch.setattr(reader.workers[broken]._blocks, "pool", breaks)
     ended, outcome = reader.load(key)
     assert outcome.failure is TransferFailure.OTHER
     assert (ended.loaded, ended.failed_blocks) == ([{outcome.request_id}] * 2, set(LOADED))

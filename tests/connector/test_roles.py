@@ -6,13 +6,13 @@ import pytest
 import torch
 from connector.role_engines import BLOCK, PROMPT, Engine
 
-from baton_kv.blocks import KVBlocks
 from baton_kv.contract import (
     new_key,
     params_to_load,
     params_to_save,
     transfer_params,
 )
+from baton_kv.copies import HostStaging
 from baton_kv.entry_format import ImageRef
 from baton_kv.messages import StepJobs
 from baton_kv.stores.memory import MemoryStore
@@ -45,7 +45,7 @@ def test_only_what_the_engine_lacks_is_loaded(
     key = first.save(params_to_save(), [3, 7, 1, 9])
     before = [layer.clone() for layer in second.layers]
     if not in_memory:
-        monkeypatch.setattr(KVBlocks, "rows", lambda *_: None)
+        monkeypatch.setattr(HostStaging, "rows", lambda *_: None)
     assert second.scheduler.matched("b", params_to_load(key), [*PROMPT, 5], 2 * BLOCK) == 49 - 32
     second.scheduler.allocated("b", [8, 2, 5, 4], 17)
     assert second.run(1).failed_blocks == set()

@@ -19,6 +19,7 @@ from baton_kv.contract import (
     params_to_save,
     parse,
 )
+from baton_kv.copies import HostStaging
 from baton_kv.secret import store_secret
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.memory import MemoryStore
@@ -31,7 +32,7 @@ def store() -> MemoryStore:
 
 def test_a_save_that_fails_releases_its_blocks_and_leaves_nothing(store: MemoryStore) -> None:
     engine = Engine(store)
-    engine.worker._blocks.gather = None  # type: ignore[assignment,method-assign]  # whatever breaks there
+    engine.worker._blocks.pool = None  # type: ignore[assignment,method-assign]  # whatever breaks there
     held, _ = engine.scheduler.finished(
         "a", params_to_save(), tokens=PROMPT, prompt=49, computed=49, block_ids=[1, 2, 3, 6], whole=True
     )
@@ -127,8 +128,9 @@ def test_tensors_that_cannot_be_moved_by_blocks_are_refused() -> None:
 def test_blocks_are_gathered_in_the_order_asked() -> None:
     layer = torch.arange(6 * 2 * 2 * 1, dtype=torch.float32).reshape(6, 2, 2, 1)
     blocks = KVBlocks([layer])
-    found = [numpy.frombuffer(slab, numpy.float32).tolist() for slab in blocks.gather(0, 1, [4, 1])]
-    assert found == [[18, 19], [6, 7]]
+    found = HostStaging().gather(blocks.pool(0, 1), [4, 1])
+    values = [numpy.frombuffer(slab, numpy.float32).tolist() for slab in found]
+    assert values == [[18, 19], [6, 7]]
 
 
 def test_a_store_s_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:

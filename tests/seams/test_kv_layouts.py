@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from baton_kv.blocks import HeadShard, KVBlocks
+from baton_kv.copies import HostStaging
 
 BLOCKS, LAYERS, BLOCK = 9, 3, 32
 TAKEN, GIVEN = [5, 2, 7, 1], [8, 0, 3, 4]
@@ -74,7 +75,7 @@ def fill(views: list[torch.Tensor], seed: int) -> list[bytes]:
 
 def kv_in(blocks: KVBlocks, ids: list[int]) -> list[bytes]:
     return [
-        b"".join(bytes(slab) for slab in blocks.gather(layer, head, ids))
+        b"".join(bytes(slab) for slab in HostStaging().gather(blocks.pool(layer, head), ids))
         for layer in range(len(blocks))
         for head in blocks.heads(layer)
     ]
@@ -128,8 +129,8 @@ def test_what_goes_from_one_layout_to_another_arrives_and_changes_nothing_else(
     before = kv_in(target, others)
     for layer in range(LAYERS):
         for head in source.heads(layer):
-            data = b"".join(bytes(slab) for slab in source.gather(layer, head, taken))
-            target.scatter(layer, head, given_to, memoryview(data))
+            data = b"".join(bytes(slab) for slab in HostStaging().gather(source.pool(layer, head), taken))
+            HostStaging().scatter(target.pool(layer, head), given_to, memoryview(data))
     assert kv_in(target, given_to) == kv_in(source, taken)
     assert kv_in(target, others) == before
 
@@ -147,6 +148,6 @@ def test_a_rank_s_heads_are_the_model_s(ranks: int) -> None:
         held = KVBlocks(own, BLOCKS, shard)
         assert held.shapes == whole.shapes
         for layer, head in itertools.product(range(LAYERS), shard.heads):
-            assert list(map(bytes, held.gather(layer, head, GIVEN))) == list(
-                map(bytes, whole.gather(layer, head, GIVEN))
+            assert list(map(bytes, HostStaging().gather(held.pool(layer, head), GIVEN))) == list(
+                map(bytes, HostStaging().gather(whole.pool(layer, head), GIVEN))
             )

@@ -225,6 +225,11 @@ class HandoffSettings(Frozen):
         description="Wait for the device before KV counts as kept: for a store that is to outlive "
         "a power cut.",
     )
+    unproven_devices: bool = Field(
+        False,
+        description="Allow `handoff` on NVIDIA GPUs, where it was written to vLLM's contract, tested "
+        "on a CPU with two ranks, and never run.",
+    )
     verify: bool = Field(
         True,
         description="Verify every chunk of KV before it is used. Off: only an entry's description "

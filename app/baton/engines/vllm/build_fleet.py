@@ -80,6 +80,7 @@ def transfer_config(settings: Settings) -> dict[str, Any]:
             "store": settings.handoff_store,
             "budget": int(settings.handoffs.budget),
             "fsync": settings.handoffs.fsync,
+            "unproven_devices": settings.handoffs.unproven_devices,
             "verify": settings.handoffs.verify,
         },
     }

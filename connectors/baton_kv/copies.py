@@ -1,0 +1,218 @@
+"""Copy between the KV cache and host memory in the order of the model's work. Only this module knows streams.
+
+On a GPU the model's kernels run behind the program, on a stream of their own. A copy must come after what the
+model was given before it: the forward pass that computed a block, and vLLM's zeroing of a block that is to be
+filled. So the worker's main thread takes a fence with each step's jobs (a CUDA event on the model's stream),
+and the threads that copy let their own stream wait for it. On CPUs the program is the order, and there is
+nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import numpy
+import torch
+
+Fence = Any
+"""A mark in the model's work: a `torch.cuda.Event`, or None on CPUs."""
+
+
+class Staging(Protocol):
+    """What one thread copies with. A pool is one head of a layer, uint8 `[blocks, rows, tokens, bytes]`."""
+
+    def buffer(self, size: int) -> memoryview:
+        """Return host memory to read an entry's bytes into, valid until the next call of `buffer`."""
+        ...
+
+    def gather(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview]:
+        """Return one slab for each block id, valid until the next call of `gather`."""
+        ...
+
+    def scatter(self, pool: torch.Tensor, block_ids: Sequence[int], data: memoryview) -> None:
+        """Write as many slabs into these blocks; `data` may be overwritten when this returns."""
+        ...
+
+    def rows(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview] | None:
+        """Return writable views of slabs in the pool itself; None if they are not contiguous host memory."""
+        ...
+
+
+class Copies(Protocol):
+    """Copies of one engine's KV cache."""
+
+    def fence(self) -> Fence:
+        """Return a mark after all that the model has been given so far; for the worker's main thread."""
+        ...
+
+    def staging(self, fence: Fence) -> AbstractContextManager[Staging]:
+        """Give a thread what it copies with; the copies come after the fence and end with the context."""
+        ...
+
+
+class HostStaging:
+    """Copies where the KV cache is in host memory. One thread at a time uses it."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(b"")
+
+    def buffer(self, size: int) -> memoryview:
+        if len(self._buffer) < size:
+            self._buffer = memoryview(mmap.mmap(-1, size))  # page-aligned, and reused
+        return self._buffer
+
+    def gather(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview]:
+        if (rows := self.rows(pool, block_ids)) is not None:
+            return rows
+        slabs = pool.numpy()
+        return [memoryview(slabs[block].reshape(-1)) for block in block_ids]
+
+    def scatter(self, pool: torch.Tensor, block_ids: Sequence[int], data: memoryview) -> None:
+        # numpy copies in this thread; torch would wake its thread pool, which the model needs.
+        target = pool.numpy()
+        slabs = numpy.frombuffer(data, numpy.uint8).reshape(len(block_ids), *pool.shape[1:])
+        for block_id, slab in zip(block_ids, slabs, strict=True):
+            numpy.copyto(target[block_id], slab)
+
+    def rows(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview] | None:
+        if not pool[0].is_contiguous():
+            return None
+        slabs = pool.numpy()
+        return [memoryview(slabs[block].reshape(-1)) for block in block_ids]
+
+
+class HostCopies:
+    """The `Copies` of a KV cache in host memory.
+
+    Args:
+        threads: number of threads that copy at once.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._free: queue.SimpleQueue[HostStaging] = queue.SimpleQueue()
+        for _ in range(threads):
+            self._free.put(HostStaging())
+
+    def fence(self) -> Fence:
+        return None
+
+    @contextmanager
+    def staging(self, fence: Fence) -> Iterator[Staging]:
+        found = self._free.get()
+        try:
+            yield found
+        finally:
+            self._free.put(found)
+
+
+class CudaStaging:
+    """Copies through a stream, a slot of device memory and a slot of pinned host memory.
+
+    Index operations move int64 or uint8 words, never numbers of the model's dtype.
+
+    Args:
+        device: the device of the KV cache.
+        slot_bytes: bytes of each slot; no chunk of slabs is larger.
+    """
+
+    def __init__(self, device: torch.device, slot_bytes: int) -> None:
+        self._device = device
+        self._on_device = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
+        self._on_host = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=True)
+        self._host = memoryview(self._on_host.numpy())
+        self._stream = torch.cuda.Stream(device)
+        self._copied = torch.cuda.Event(blocking=True)
+
+    def begin(self, fence: Fence) -> None:
+        """Bind this thread to the device, and let its copies wait for the fence."""
+        torch.cuda.set_device(self._device)
+        self._stream.wait_event(fence)
+
+    def end(self) -> None:
+        """Wait until all copies have ended."""
+        self._stream.synchronize()
+
+    def buffer(self, size: int) -> memoryview:
+        return self._host[:size]
+
+    def gather(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview]:
+        size, count = pool[0].numel(), len(block_ids)
+        words = in_words(pool)
+        with torch.cuda.stream(self._stream):
+            slot = self._on_device[: count * size]
+            gathered = slot.view(words.dtype).view(count, *words.shape[1:])
+            torch.index_select(words, 0, self._index(block_ids), out=gathered)
+            self._on_host[: count * size].copy_(slot, non_blocking=True)
+            self._copied.record(self._stream)
+        self._copied.synchronize()
+        return [self._host[at : at + size] for at in range(0, count * size, size)]
+
+    def scatter(self, pool: torch.Tensor, block_ids: Sequence[int], data: memoryview) -> None:
+        words = in_words(pool)
+        with torch.cuda.stream(self._stream):
+            slot = self._on_device[: len(data)]
+            slot.copy_(torch.frombuffer(data, dtype=torch.uint8), non_blocking=True)
+            slabs = slot.view(words.dtype).view(len(block_ids), *words.shape[1:])
+            words.index_copy_(0, self._index(block_ids), slabs)
+            self._copied.record(self._stream)
+        self._copied.synchronize()
+
+    def rows(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview] | None:
+        return None
+
+    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+
+
+class CudaCopies:
+    """The `Copies` of a KV cache in a GPU's memory; made at the start, so that too little memory shows there.
+
+    Args:
+        device: the device of the KV cache.
+        threads: number of threads that copy at once.
+        slot_bytes: bytes of the largest chunk.
+    """
+
+    def __init__(self, device: torch.device, threads: int, slot_bytes: int) -> None:
+        self._device = device
+        self._free: queue.SimpleQueue[CudaStaging] = queue.SimpleQueue()
+        for _ in range(threads):
+            self._free.put(CudaStaging(device, slot_bytes))
+
+    def fence(self) -> Fence:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def staging(self, fence: Fence) -> Iterator[Staging]:
+        found = self._free.get()
+        try:
+            found.begin(fence)
+            try:
+                yield found
+            finally:
+                found.end()
+        finally:
+            self._free.put(found)
+
+
+def in_words(pool: torch.Tensor) -> torch.Tensor:
+    """View uint8 slabs as int64 where size and alignment allow, so that eight bytes are moved at once."""
+    places = (pool.shape[-1], pool.storage_offset(), *pool.stride()[:-1])
+    return pool.view(torch.int64) if all(place % 8 == 0 for place in places) else pool
+
+
+def copies_for(device: torch.device, threads: int, slot_bytes: int) -> Copies:
+    """Return the copies of a KV cache on a device.
+
+    Args:
+        device: the device of the KV cache.
+        threads: number of threads that copy at once.
+        slot_bytes: bytes of the largest chunk.
+    """
+    return HostCopies(threads) if device.type == "cpu" else CudaCopies(device, threads, slot_bytes)

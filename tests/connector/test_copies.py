@@ -1,0 +1,189 @@
+"""Copies go through any layout unchanged, and on a GPU they come after the model's work.
+
+The GPU here is a recorder: it runs nothing late, but notes in which order streams, events and copies were asked for.
+`bench/gpu` asks a real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from connector.rank_engines import LOADED, SAVED, RankedEngine
+
+from baton_kv import copies
+from baton_kv.blocks import KVBlocks
+from baton_kv.copies import CudaCopies, HostStaging, Staging, in_words
+from baton_kv.stores.memory import MemoryStore
+
+BLOCKS, ROWS, TOKENS, VALUES = 8, 2, 4, 6
+Log = list[tuple[str, object]]
+
+
+class Recorder:
+    """What is used of `torch.cuda`, on tensors of the host."""
+
+    def __init__(self) -> None:
+        self.log: Log = []
+        recorder = self
+
+        class Stream:
+            def __init__(self, device: object = None) -> None: ...
+
+            def wait_event(self, event: object) -> None:
+                recorder.log.append(("wait for", event))
+
+            def synchronize(self) -> None:
+                recorder.log.append(("stream ended", self))
+
+        class Event:
+            def __init__(self, blocking: bool = False) -> None: ...
+
+            def record(self, stream: object) -> None:
+                recorder.log.append(("record on", stream))
+
+            def synchronize(self) -> None:
+                recorder.log.append(("event reached", self))
+
+        self.Stream, self.Event = Stream, Event
+        self.model_stream = Stream()
+
+    def set_device(self, device: object) -> None:
+        self.log.append(("device", device))
+
+    def current_stream(self, device: object = None) -> object:
+        self.log.append(("asked for the current stream", device))
+        return self.model_stream
+
+    @contextlib.contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        self.log.append(("on stream", stream))
+        yield
+        self.log.append(("left stream", stream))
+
+    def said(self) -> list[str]:
+        return [name for name, _ in self.log]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    empty = torch.empty
+
+    def unpinned(*args: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        return empty(*args, **more)
+
+    monkeypatch.setattr(copies.torch, "cuda", recorder)
+    monkeypatch.setattr(copies.torch, "empty", unpinned)
+    return recorder
+
+
+def pools() -> dict[str, torch.Tensor]:
+    """One head of a layer as different layouts show it."""
+    kv = torch.randint(0, 256, (BLOCKS, ROWS, TOKENS, 8 * VALUES), dtype=torch.uint8)
+    tokens_apart = kv.repeat(1, 1, 1, 2)[..., : 8 * VALUES]
+    blocks_apart = torch.stack([kv, kv], 1)[:, 0]
+    odd = torch.randint(0, 256, (BLOCKS, ROWS, TOKENS, 7), dtype=torch.uint8)
+    return {"dense": kv, "tokens apart": tokens_apart, "blocks apart": blocks_apart, "not in words": odd}
+
+
+@pytest.mark.parametrize("name", pools())
+@pytest.mark.parametrize("kind", ["host", "cuda"])
+def test_slabs_come_and_go_unchanged(cuda: Recorder, kind: str, name: str) -> None:
+    pool = pools()[name]
+    before, size = pool.clone(), pool[0].numel()
+    staging: Staging = HostStaging()
+    if kind == "cuda":
+        staging = copies.CudaStaging(torch.device("cpu"), BLOCKS * size)
+    taken = b"".join(bytes(slab) for slab in staging.gather(pool, [5, 1, 6]))
+    assert taken == before[[5, 1, 6]].numpy().tobytes()
+    data = staging.buffer(3 * size)[: 3 * size]
+    data[:] = bytes(range(256)) * (3 * size // 256) + bytes(3 * size % 256)
+    sent = bytes(data)
+    staging.scatter(pool, [2, 7, 0], data)
+    assert pool[[2, 7, 0]].numpy().tobytes() == sent
+    assert torch.equal(pool[[1, 3, 4, 5, 6]], before[[1, 3, 4, 5, 6]])
+
+
+def test_words_are_taken_where_everything_is_a_multiple_of_eight_bytes() -> None:
+    found = {name: in_words(pool).dtype for name, pool in pools().items()}
+    assert found.pop("not in words") is torch.uint8
+    assert set(found.values()) == {torch.int64}
+    shifted = torch.zeros(BLOCKS * ROWS * TOKENS * 8 + 1, dtype=torch.uint8)[1:].view(BLOCKS, ROWS, TOKENS, 8)
+    assert in_words(shifted).dtype is torch.uint8
+
+
+def test_copies_wait_for_the_fence_and_have_ended_when_they_are_told(cuda: Recorder) -> None:
+    """The fence is of the model's stream; the thread that copies has a stream of its own and asks for no other."""
+    pool = pools()["dense"]
+    made = CudaCopies(torch.device("cpu"), 1, pool.numel())
+    fence = made.fence()
+    assert cuda.log == [
+        ("asked for the current stream", torch.device("cpu")),
+        ("record on", cuda.model_stream),
+    ]
+    cuda.log.clear()
+    with made.staging(fence) as staging:
+        assert cuda.log == [("device", torch.device("cpu")), ("wait for", fence)]
+        cuda.log.clear()
+        data = staging.gather(pool, [1, 2])
+        assert cuda.said() == ["on stream", "record on", "left stream", "event reached"]
+        cuda.log.clear()
+        staging.scatter(pool, [3], data[0])
+        assert cuda.said() == ["on stream", "record on", "left stream", "event reached"]
+        assert cuda.model_stream not in [what for _, what in cuda.log]
+        cuda.log.clear()
+    assert cuda.said() == ["stream ended"]
+
+
+def test_a_slot_comes_back_also_after_a_failure(cuda: Recorder) -> None:
+    made = CudaCopies(torch.device("cpu"), 1, 64)
+    for _ in range(3):
+        with contextlib.suppress(ZeroDivisionError), made.staging(None):
+            raise ZeroDivisionError
+    assert cuda.said().count("stream ended") == 3
+
+
+def test_every_step_with_jobs_takes_one_fence_before_them(
+    cuda: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the worker's own threads: what it saves and loads there is what it saves and loads on CPUs."""
+    monkeypatch.setattr(
+        "baton_kv.worker_role.copies_for",
+        lambda _device, threads, size: CudaCopies(torch.device("cpu"), threads, size),
+    )
+    store = MemoryStore()
+    writer, reader = RankedEngine(store, 4, 2), RankedEngine(store, 4, 1, seed=1)
+    key, _, saved = writer.save()
+    _, loaded = reader.load(key)
+    writer.shutdown()
+    reader.shutdown()
+    assert (saved.failure, loaded.failure) == (None, None)
+    expected = reader.expected(writer.kv[:, SAVED], [0, 1, 2, 3])
+    assert all(torch.equal(*pair) for pair in zip(reader.held(LOADED), expected, strict=True))
+    fences = [number for number, name in enumerate(cuda.said()) if name == "asked for the current stream"]
+    assert len(fences) == 3, "two ranks that save, one that loads"
+    assert fences[0] < cuda.said().index("wait for")
+
+
+def test_a_gpu_that_fails_at_the_fence_ends_no_engine(
+    cuda: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = RankedEngine(MemoryStore(), 4, 1)
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine.workers[0]._copies, "fence", broken)
+    _, ended, outcome = engine.save()
+    engine.shutdown()
+    assert outcome.failure == "other"
+    assert ended.saved == [{outcome.request_id}]
+
+
+def test_the_largest_chunk_fits_a_slot() -> None:
+    blocks = KVBlocks([torch.zeros(4, 2, 16, 8), torch.zeros(4, 2 * 2**20, dtype=torch.uint8)])
+    assert blocks.largest_chunk == 2 * 2**20
