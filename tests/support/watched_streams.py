@@ -34,6 +34,11 @@ class Stream(threading.Thread):
         self.times: list[float] = []
         self.lines: list[str] = []
         self.ended: float | None = None
+        self._left = threading.Event()
+
+    def leave(self) -> None:
+        """Go away with the next event: nobody watches any more, and others want the processor."""
+        self._left.set()
 
     def run(self) -> None:
         try:
@@ -42,6 +47,8 @@ class Stream(threading.Thread):
                     if line:
                         self.times.append(time.monotonic())
                         self.lines = [*self.lines[-2:], line]
+                    if self._left.is_set():
+                        break
         except httpx.HTTPError as error:
             self.lines.append(f"cut: {type(error).__name__}")
         self.ended = time.monotonic()
@@ -64,10 +71,15 @@ class Stream(threading.Thread):
 def streaming(url: str, models: dict[str, int]) -> Iterator[dict[str, list[Stream]]]:
     """So many streams for each model, all under way."""
     streams = {model: [Stream(url, model) for _ in range(count)] for model, count in models.items()}
-    for stream in [stream for group in streams.values() for stream in group]:
+    watched = [stream for group in streams.values() for stream in group]
+    for stream in watched:
         stream.start()
-    wait_for(lambda: all(len(stream.times) > 3 for group in streams.values() for stream in group), 120)
-    yield streams
+    wait_for(lambda: all(len(stream.times) > 3 for stream in watched), 120)
+    try:
+        yield streams
+    finally:
+        for stream in watched:
+            stream.leave()
 
 
 def wait_for(condition: object, within_s: float) -> float:
