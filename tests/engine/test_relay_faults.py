@@ -129,7 +129,7 @@ def test_aborts_during_loads_and_saves_lose_no_block(
         | ({"stop": ["\u2603"]} if number % 2 else {})
         for number in range(aborts)
     ]
-    at_most_s = max(1.2, 2 * asyncio.run(duration(gateway, bodies[:AT_ONCE])))
+    at_most_s = max(1.2, 1.2 * asyncio.run(duration(gateway, bodies[:AT_ONCE])))
     unfinished = asyncio.run(given_up(gateway, bodies, at_most_s))
     after = settle(gateway, "slow")
     loads = series(gateway, "baton_handoff_loads_given_up_total", engine="slow")
