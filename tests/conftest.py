@@ -73,9 +73,8 @@ def pytest_runtest_teardown(item: pytest.Function) -> None:
     """End a shared gateway with its last test, not with the run: its engines' memory is wanted by others."""
     for name, last in item.session.stash[LAST_USERS].items():
         gateway = item.funcargs.get(name) if last is item else None
-        if (
-            isinstance(gateway, RealGateway) and gateway.process.poll() is None
-        ):  # the run's last test has ended it
+        # After the run's last test the fixture has ended it already.
+        if isinstance(gateway, RealGateway) and gateway.process.poll() is None:
             gateway.stop()
 
 
