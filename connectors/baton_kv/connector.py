@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -125,14 +126,20 @@ class BatonConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Do nothing: the scheduler holds the blocks until the save is reported."""
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is None:
-            return None, None
-        self._finished = self._worker.poll()
-        return self._finished.saved or None, self._finished.loaded or None
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose save or load has ended, and those whose load failed.
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._finished.failed_blocks
+        Failures are never reported by block: block ids are unique in one cache group only, so vLLM ends an
+        engine with several groups that is told of failed blocks.
+        """
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        self._finished = self._worker.poll()
+        return KVConnectorTransferResults(
+            finished_sending=self._finished.saved,
+            finished_recving=self._finished.loaded,
+            failed_recving=self._finished.failed,
+        )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         outcomes = self._finished.outcomes

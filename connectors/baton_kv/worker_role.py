@@ -1,8 +1,8 @@
 """The connector's part in the worker: copy blocks between the KV cache and the store in background threads.
 
 Loads run one after the other, as do saves; `COPY_THREADS` threads share the copies of one load. Nothing here
-raises into the engine, where any exception would end it for every tenant: a load that fails reports its
-blocks, and the engine recomputes them.
+raises into the engine, where any exception would end it for every tenant: a load that fails is reported, and
+the engine computes what it should have brought.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class FinishedJobs:
     Attributes:
         saved: requests whose save ended, so that their blocks can be freed.
         loaded: requests whose load ended, successfully or not.
-        failed_blocks: block ids whose contents are not valid.
+        failed: requests whose load failed, so that their blocks' contents are not valid.
         outcomes: the outcome of each job.
     """
 
     saved: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
-    failed_blocks: set[int] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
     outcomes: list[TransferOutcome] = field(default_factory=list)
 
 
@@ -128,7 +128,7 @@ class WorkerRole:
             self._loading.discard(job.request_id)
             self._given_up.discard(job.request_id)
             if outcome.failure is not None:
-                finished.failed_blocks.update(job.block_ids)
+                finished.failed.add(job.request_id)
         return finished
 
     def shutdown(self) -> None:

@@ -27,12 +27,12 @@ class Ended:
     Attributes:
         saved: for each rank, the requests whose blocks it releases.
         loaded: for each rank, the requests whose load it has ended.
-        failed_blocks: the blocks that some rank could not fill.
+        failed: the requests whose load failed on some rank.
     """
 
     saved: list[set[str]] = field(default_factory=list)
     loaded: list[set[str]] = field(default_factory=list)
-    failed_blocks: set[int] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
 
 
 class RankedEngine:
@@ -72,7 +72,7 @@ class RankedEngine:
             finished = self.wait(worker)
             ended.saved.append(finished.saved)
             ended.loaded.append(finished.loaded)
-            ended.failed_blocks |= finished.failed_blocks
+            ended.failed |= finished.failed
         return ended
 
     def wait(self, worker: WorkerRole) -> FinishedJobs:

@@ -42,7 +42,7 @@ class Engine:
             found = self.worker.poll()
             finished.saved |= found.saved
             finished.loaded |= found.loaded
-            finished.failed_blocks |= found.failed_blocks
+            finished.failed |= found.failed
             finished.outcomes += found.outcomes
         self.scheduler.report(finished.outcomes)
         return finished

@@ -40,7 +40,7 @@ class Engine:
         self._requests = itertools.count()
 
     def run(self, jobs: StepJobs) -> str | None:
-        """Why a job failed; its request is released, and only if it failed are a load's blocks told."""
+        """Why a job failed; its request is released, and reported as failed if it was a load."""
         self.worker.start(jobs)
         deadline = time.monotonic() + 30
         while not (finished := self.worker.poll()).outcomes:
@@ -48,7 +48,7 @@ class Engine:
             time.sleep(0.0005)
         failure = finished.outcomes[0].failure
         assert finished.saved | finished.loaded == {"r"}
-        assert finished.failed_blocks == (set(LOADED) if failure and jobs.loads else set())
+        assert finished.failed == ({"r"} if failure and jobs.loads else set())
         return failure
 
     def save(self, key: str) -> str | None:

@@ -30,7 +30,7 @@ def test_blocks_saved_by_one_engine_are_loaded_by_another(store: MemoryStore, ve
     assert second.scheduler.matched("b", params_to_load(key), [*PROMPT, 5, 6], 0) == len(PROMPT) - 1
     second.scheduler.allocated("b", [8, 2, 5, 4, 10], len(PROMPT) - 1)
     finished = second.run(1)
-    assert (finished.loaded, finished.failed_blocks) == ({"b"}, set())
+    assert (finished.loaded, finished.failed) == ({"b"}, set())
     for ours, theirs in zip(first.layers, second.layers, strict=True):
         assert torch.equal(ours[[3, 7, 1, 9]], theirs[[8, 2, 5, 4]])
 
@@ -48,7 +48,7 @@ def test_only_what_the_engine_lacks_is_loaded(
         monkeypatch.setattr(HostStaging, "rows", lambda *_: None)
     assert second.scheduler.matched("b", params_to_load(key), [*PROMPT, 5], 2 * BLOCK) == 49 - 32
     second.scheduler.allocated("b", [8, 2, 5, 4], 17)
-    assert second.run(1).failed_blocks == set()
+    assert second.run(1).failed == set()
     for ours, theirs, was in zip(first.layers, second.layers, before, strict=True):
         assert torch.equal(theirs[[8, 2]], was[[8, 2]])
         assert torch.equal(theirs[[5, 4]], ours[[1, 9]])
@@ -141,7 +141,7 @@ def test_an_entry_that_turns_bad_between_look_and_load_costs_only_its_reuse(stor
     engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
     finished = engine.run(1)
     assert finished.loaded == {"b"}, "the request must be released"
-    assert finished.failed_blocks == {8, 9, 10, 11}
+    assert finished.failed == {"b"}
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 0, "it must not be offered again"
     assert not store.exists(key)
     assert len(store.quarantined) == 1
@@ -155,7 +155,7 @@ def test_another_entry_put_in_its_place_between_look_and_load_is_refused(store: 
     assert other.save(params_to_save(key), [1, 2, 3, 6], tokens=[*PROMPT[:10], 9, *PROMPT[11:]]) == key
     engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
     finished = engine.run(1)
-    assert finished.failed_blocks == {8, 9, 10, 11}
+    assert finished.failed == {"b"}
     assert store.exists(key), "it is sound, only not the one looked at"
 
 
@@ -196,7 +196,7 @@ def test_where_no_thread_can_be_started_the_request_is_released(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(engine.worker._loader, "submit", refuse)
-    assert engine.run(1).failed_blocks == {8, 9, 10, 11}
+    assert engine.run(1).failed == {"b"}
 
 
 def test_an_entry_gone_between_look_and_load_is_a_miss(store: MemoryStore) -> None:
@@ -205,7 +205,7 @@ def test_an_entry_gone_between_look_and_load_is_a_miss(store: MemoryStore) -> No
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
     store.delete(key)
     engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
-    assert engine.run(1).failed_blocks == {8, 9, 10, 11}
+    assert engine.run(1).failed == {"b"}
 
 
 def test_a_load_that_nobody_waits_for_any_more_is_not_gone_on_with(store: MemoryStore) -> None:
