@@ -49,6 +49,10 @@ ENDED_BY_ITSELF = (
 )
 
 
+MAX_HELD_SHARE = 0.5
+"""Share of the engine's blocks that saves may keep from other requests."""
+
+
 class BatonConnector(KVConnectorBase_V1):
     """Saves finished requests' KV as entries and loads entries into later requests.
 
@@ -73,6 +77,11 @@ class BatonConnector(KVConnectorBase_V1):
         self._encoded = 0
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._layout: WorkerLayout | None = None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Return False: a save that a preemption prevents is a cache miss later, and nobody waits for it."""
+        return False
 
     # Called in the worker's process.
 
@@ -199,7 +208,12 @@ class BatonConnector(KVConnectorBase_V1):
             )
         facts = facts_of(self._vllm_config, self._kv_cache_config) | {"layers": layout.facts()}
         self._scheduler = SchedulerRole(
-            self._store, self._secret, fingerprint(facts), self._block_size, self._ranks
+            self._store,
+            self._secret,
+            fingerprint(facts),
+            self._block_size,
+            self._ranks,
+            held_blocks=int(self._kv_cache_config.num_blocks * MAX_HELD_SHARE),
         )
 
     @property
@@ -232,6 +246,10 @@ class BatonConnector(KVConnectorBase_V1):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._planning.report(report.outcomes)
+
+    def has_pending_block_frees(self) -> bool:
+        """Return whether saves will soon free blocks; vLLM then waits instead of preempting a request."""
+        return self._planning.blocks_free_soon
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         images = images_of(request)

@@ -49,6 +49,7 @@ class TransferFailure(StrEnum):
         FULL: the store has no room for the entry.
         DEVICE: the store could not be read or written.
         NOT_WHOLE: the engine does not hold the KV of the whole context, or it cannot be compared exactly.
+        BUSY: other saves hold as many of the engine's blocks as they may; try again.
         MALFORMED: the request's transfer parameters are not a `TransferParams`.
         GIVEN_UP: the request ended before its load was finished.
         OTHER: anything else; the engine's log has the exception.
@@ -60,6 +61,7 @@ class TransferFailure(StrEnum):
     FULL = "full"
     DEVICE = "device"
     NOT_WHOLE = "not_whole"
+    BUSY = "busy"
     MALFORMED = "malformed"
     GIVEN_UP = "given_up"
     OTHER = "other"

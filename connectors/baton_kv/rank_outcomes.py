@@ -15,6 +15,7 @@ SAYS_MOST = (
     TransferFailure.INCOMPATIBLE,
     TransferFailure.MALFORMED,
     TransferFailure.NOT_WHOLE,
+    TransferFailure.BUSY,
     TransferFailure.MISSING,
     TransferFailure.GIVEN_UP,
 )

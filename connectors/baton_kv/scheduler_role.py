@@ -7,6 +7,7 @@ request's parameters cannot be used, the request is prefilled as usual.
 from __future__ import annotations
 
 import secrets
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from baton_kv.contract import (
 )
 from baton_kv.entry import Entry
 from baton_kv.entry_format import EntryIncompatible, EntryInvalid, ImageRef
+from baton_kv.held_blocks import HeldBlocks
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.prefix import common_prefix, trim_to_equal_images
 from baton_kv.rank_outcomes import RankOutcomes
@@ -60,10 +62,18 @@ class SchedulerRole:
         fingerprint: fingerprint of this engine's model and its KV.
         block_size: tokens in a block.
         ranks: number of tensor-parallel ranks, each of which does every job.
+        held_blocks: number of blocks that saves may keep from other requests.
     """
 
     def __init__(
-        self, store: Store, secret: bytes, fingerprint: str, block_size: int, ranks: int = 1
+        self,
+        store: Store,
+        secret: bytes,
+        fingerprint: str,
+        block_size: int,
+        ranks: int = 1,
+        *,
+        held_blocks: int = sys.maxsize,
     ) -> None:
         self._store = store
         self._secret = secret
@@ -74,6 +84,7 @@ class SchedulerRole:
         self._loading: set[str] = set()
         self._saved: OrderedDict[str, None] = OrderedDict()
         self._saving: dict[str, str] = {}
+        self._held = HeldBlocks(held_blocks)
         self._several_ranks = ranks > 1
         self._ranks = RankOutcomes(ranks)
         self._outcomes: list[TransferOutcome] = []
@@ -208,36 +219,42 @@ class SchedulerRole:
             tokens, kept = tokens[:prompt], min(kept, prompt)
         blocks = tuple(block_ids[: -(-kept // self._block_size)])
         # Block 0 is the engine's null block, a placeholder for freed blocks.
+        failure = None
         if not whole or kept < 1 or len(blocks) * self._block_size < kept or 0 in blocks:
-            self._outcomes.append(
-                TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, TransferFailure.NOT_WHOLE)
-            )
+            failure = TransferFailure.NOT_WHOLE
+        elif not self._held.has_room_for(len(block_ids)):
+            failure = TransferFailure.BUSY
+        if failure is not None:
+            self._outcomes.append(TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, failure))
             return False, None
-        draft = secrets.token_hex(16)
-        if self._several_ranks:
-            self._saving[request_id] = draft
-        self._saved[key] = None
-        if len(self._saved) > KEYS_REMEMBERED:
-            self._saved.popitem(last=False)
-        self._jobs.saves.append(
+        self._held.hold(request_id, len(block_ids))
+        draft, fingerprint = secrets.token_hex(16), self._fingerprint
+        self._save(
             SaveJob(
-                request_id,
-                key,
-                tuple(tokens),
-                kept,
-                blocks,
-                self._fingerprint,
-                draft,
-                tuple(images),
-                wanted.tag,
+                request_id, key, tuple(tokens), kept, blocks, fingerprint, draft, tuple(images), wanted.tag
             )
         )
         return True, params_to_load(key)
+
+    def _save(self, job: SaveJob) -> None:
+        """Add a save to this step's jobs."""
+        if self._several_ranks:
+            self._saving[job.request_id] = job.draft
+        self._saved[job.key] = None
+        if len(self._saved) > KEYS_REMEMBERED:
+            self._saved.popitem(last=False)
+        self._jobs.saves.append(job)
+
+    @property
+    def blocks_free_soon(self) -> bool:
+        """Whether saves hold blocks and are expected to end within a second."""
+        return self._held.free_soon
 
     def report(self, outcomes: Iterable[TransferOutcome]) -> None:
         """Record how the jobs ended on the ranks; a request whose load failed does not load again."""
         for outcome in self._ranks.add(outcomes):
             if outcome.kind is Transfer.SAVE:
+                self._held.release(outcome.request_id)
                 self._outcomes.append(self._saved_or_lost(outcome))
                 continue
             self._outcomes.append(outcome)

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from connector.role_engines import PROMPT, Engine
+from connector.role_engines import BLOCK, PROMPT, SECRET, Engine
 
 from baton_kv.blocks import HeadShard, KVBlocks, LayoutRefused
+from baton_kv import held_blocks
 from baton_kv.contract import (
     PARAMS_KEY,
     Malformed,
@@ -20,6 +21,7 @@ from baton_kv.contract import (
     parse,
 )
 from baton_kv.copies import HostStaging
+from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.memory import MemoryStore
@@ -68,6 +70,46 @@ def test_what_is_not_whole_is_not_saved(
     )
     assert answer == (False, None)
     assert engine.scheduler.step().saves == []
+
+
+def finishes(engine: Engine, request_id: str, blocks: list[int]) -> bool:
+    """Whether the blocks of a request that asks for a save are held."""
+    held, _ = engine.scheduler.finished(
+        request_id, params_to_save(), tokens=PROMPT, prompt=49, computed=49, block_ids=blocks, whole=True
+    )
+    return held
+
+
+def test_saves_hold_no_more_blocks_than_they_may(store: MemoryStore) -> None:
+    engine = Engine(store)
+    engine.scheduler = SchedulerRole(store, SECRET, "one", BLOCK, held_blocks=8)
+    assert finishes(engine, "a", [1, 2, 3, 6])
+    assert finishes(engine, "b", [4, 5, 7, 8])
+    assert not finishes(engine, "c", [8, 9, 10, 11])
+    (refused,) = engine.scheduler.take_outcomes()
+    assert (refused.request_id, refused.kind, refused.failure) == ("c", "save", "busy")
+    engine.run(2)
+    assert finishes(engine, "c", [8, 9, 10, 11]), "the others' blocks are free again"
+
+
+def test_the_only_save_may_hold_more_than_all_together(store: MemoryStore) -> None:
+    engine = Engine(store)
+    engine.scheduler = SchedulerRole(store, SECRET, "one", BLOCK, held_blocks=2)
+    assert finishes(engine, "a", [1, 2, 3, 6])
+    assert not finishes(engine, "b", [4, 5, 7, 8])
+
+
+def test_blocks_are_free_soon_while_a_save_is_young(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A running request must not wait for a save that hangs with its device."""
+    engine = Engine(store)
+    engine.save(params_to_save(), [1, 2, 3, 6])
+    assert not engine.scheduler.blocks_free_soon, "its save has ended"
+    assert finishes(engine, "b", [4, 5, 7, 8])
+    assert engine.scheduler.blocks_free_soon
+    monkeypatch.setattr(held_blocks, "SAVED_WITHIN_S", 0.0)
+    assert not engine.scheduler.blocks_free_soon
 
 
 def test_the_last_sampled_token_has_no_kv(store: MemoryStore) -> None:

@@ -1,0 +1,244 @@
+"""What a fingerprint is of: every fact that decides what the bytes of a block mean, and no other."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from baton.config.groups import EngineSettings
+from baton.engines.vllm.arguments import engine_args
+from baton_kv import connector, engine_facts
+from baton_kv.entry_format import LayerShape
+from baton_kv.envelopes import WorkerLayout
+from baton_kv.fingerprint import fingerprint, weights_digest
+
+
+def test_other_weights_under_the_same_name_have_another_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"\0" * 1000)
+    before = weights_digest(str(tmp_path))
+    weights.write_bytes(b"\0" * 999 + b"\1")
+    assert weights_digest(str(tmp_path)) != before
+    weights.rename(tmp_path / "model.gguf")
+    single = weights_digest(str(tmp_path / "model.gguf"))
+    (tmp_path / "model.gguf").write_bytes(b"\2")
+    assert weights_digest(str(tmp_path / "model.gguf")) != single
+
+
+def test_a_hub_id_stands_for_the_commit_in_the_cache_and_without_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="not in the local"):
+        weights_digest("org/model")
+    for commit in ("a" * 40, "b" * 40):
+        snapshot = tmp_path / "models--org--model" / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        refs = tmp_path / "models--org--model" / "refs"
+        refs.mkdir(exist_ok=True)
+        (refs / "main").write_text(commit)
+        assert weights_digest("org/model") == f"hub:org/model@{commit}"
+
+
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "dtype": "bfloat16",
+}
+
+
+@dataclass
+class Configured:
+    """vLLM's own configuration of a model folder, made without an engine.
+
+    Attributes:
+        folder: of the model.
+        vllm: the configuration.
+        cache: how its KV is laid out.
+    """
+
+    folder: Path
+    vllm: VllmConfig
+    cache: Any
+
+    def facts(self) -> dict[str, Any]:
+        return engine_facts.facts_of(self.vllm, self.cache)
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory: pytest.TempPathFactory) -> Configured:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "model.safetensors").write_bytes(b"\0" * 1000)
+    engine = EngineSettings(name="a", model=str(folder), args={"skip_tokenizer_init": True})
+    group = SimpleNamespace(layer_names=["layer.0", "layer.1"], kv_cache_spec=FULL)
+    vllm_config = engine_args(engine, str(folder)).create_engine_config()
+    return Configured(folder, vllm_config, SimpleNamespace(kv_cache_groups=[group]))
+
+
+SEES = SimpleNamespace(mm_processor_kwargs={"size": 7}, media_io_kwargs={})
+CHANGES = {
+    "vllm": ("module.vllm.__version__", "0.99"),
+    "revision": ("vllm.model_config.revision", "another"),
+    "quantization": ("vllm.model_config.quantization", "fp8"),
+    "dtype": ("vllm.model_config.dtype", torch.float16),
+    "kv_dtype": ("vllm.cache_config.cache_dtype", "fp8"),
+    "spec": ("group.kv_cache_spec", dataclasses.replace(FULL, block_size=64)),
+    "platform": ("module.current_platform.device_name", "another"),
+    "packing": ("module._packing", lambda *_: "another"),
+    "hf_overrides": ("vllm.model_config.hf_overrides", {"rope_theta": 7}),
+    "load_format": ("vllm.load_config.load_format", "dummy"),
+    "long_rope": ("module._long_rope", lambda _: 7),
+    "images": ("vllm.model_config.multimodal_config", SEES),
+}
+"""Each fact but the weights, and what to change of a real configuration."""
+
+
+def test_no_fact_is_left_out_of_these_tests(configured: Configured) -> None:
+    assert set(configured.facts()) == {"weights", *CHANGES}
+
+
+@pytest.mark.parametrize("fact", CHANGES)
+def test_every_fact_of_a_real_configuration_counts(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch, fact: str
+) -> None:
+    """A change must show in its fact, and in the fingerprint."""
+    before = configured.facts()
+    path, value = CHANGES[fact]
+    first, *names, last = path.split(".")
+    owners = {"vllm": configured.vllm, "group": configured.cache.kv_cache_groups[0], "module": engine_facts}
+    owner = functools.reduce(getattr, names, owners[first])
+    monkeypatch.setattr(owner, last, value)  # of a name that is there already
+    after = configured.facts()
+    assert after[fact] != before[fact]
+    assert fingerprint(after) != fingerprint(before)
+    assert fingerprint(before | {fact: after[fact]}) != fingerprint(before)
+
+
+def test_a_block_s_packing_and_the_longest_context_of_two_sets_of_rotary_factors_are_facts(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = configured.vllm.model_config
+    assert configured.facts()["long_rope"] is None
+    assert configured.facts()["packing"] == cpu_attn._get_attn_isa(model.dtype, 32, 32, "auto")
+    monkeypatch.setattr(model.hf_config, "rope_scaling", {"long_factor": [1.0]}, raising=False)
+    assert configured.facts()["long_rope"] == model.max_model_len == 512
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "another")
+    assert configured.facts()["packing"] == "another"
+
+
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "processor_config.json"])
+def test_a_model_s_configuration_files_count_as_its_weights_do(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 1000)
+    digests = [weights_digest(str(tmp_path))]
+    for text in ('{"size": 224}', '{"size": 336}'):
+        (tmp_path / name).write_text(text)
+        digests.append(weights_digest(str(tmp_path)))
+    assert len(set(digests)) == 3
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        dataclasses.replace(FULL, head_size=64),
+        dataclasses.replace(FULL, head_size_v=64),
+        dataclasses.replace(FULL, dtype=torch.bfloat16),
+        dataclasses.replace(FULL, sliding_window=64),
+        MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32),
+    ],
+)
+def test_what_a_slab_means_is_a_fact(configured: Configured, spec: Any) -> None:
+    facts = configured.facts()
+    assert facts | {"spec": engine_facts._spec_facts(spec)} != facts
+
+
+def test_how_many_heads_one_rank_holds_is_no_fact(configured: Configured) -> None:
+    facts = configured.facts()
+    one_rank_s = engine_facts._spec_facts(dataclasses.replace(FULL, num_kv_heads=2))
+    assert facts | {"spec": one_rank_s} == facts
+
+
+LAYOUT = WorkerLayout(("layer.0", "layer.1"), (LayerShape(4, 1024), LayerShape(4, 1024)))
+
+
+def made_connector(configured: Configured, store: Path, ranks: int = 1) -> connector.BatonConnector:
+    """The scheduler's connector of a real configuration with so many ranks."""
+    transfer = KVTransferConfig(
+        kv_connector="BatonConnector",
+        kv_connector_module_path="baton_kv.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"store": f"file:{store}"},
+    )
+    parallel = dataclasses.replace(configured.vllm.parallel_config)
+    parallel.tensor_parallel_size = ranks
+    whole, cache = copy.copy(configured.vllm), copy.copy(configured.cache)
+    cache.num_blocks = 64
+    whole.kv_transfer_config, whole.parallel_config = transfer, parallel
+    return connector.BatonConnector(whole, KVConnectorRole.SCHEDULER, cache)
+
+
+def test_the_fingerprint_is_of_what_all_workers_hold(configured: Configured, tmp_path: Path) -> None:
+    """The same for any number of ranks, another for other layers, another order or other heads."""
+    found = set()
+    for ranks in (1, 2):
+        made = made_connector(configured, tmp_path / "store", ranks)
+        made.set_xfer_handshake_metadata_pp_aware({(0, rank): LAYOUT for rank in range(ranks)})
+        found.add(made._planning._fingerprint)
+    assert len(found) == 1
+    others = [
+        WorkerLayout(LAYOUT.names[::-1], LAYOUT.shapes),
+        WorkerLayout(LAYOUT.names, (LayerShape(2, 2048), LayerShape(4, 1024))),
+        WorkerLayout(LAYOUT.names[:1], LAYOUT.shapes[:1]),
+    ]
+    for other in others:
+        made = made_connector(configured, tmp_path / "store")
+        made.set_xfer_handshake_metadata({0: other})
+        found.add(made._planning._fingerprint)
+    assert len(found) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {},
+        {0: LAYOUT},
+        {0: LAYOUT, 1: WorkerLayout(LAYOUT.names, (LayerShape(4, 1024), LayerShape(4, 512)))},
+        {0: LAYOUT, 1: LAYOUT, 2: LAYOUT},
+    ],
+)
+def test_workers_that_are_missing_or_differ_end_the_start(
+    configured: Configured, tmp_path: Path, layouts: dict[int, Any]
+) -> None:
+    made = made_connector(configured, tmp_path / "store", 2)
+    with pytest.raises(ValueError, match="cannot be exact"):
+        made.set_xfer_handshake_metadata(layouts)
+
+
+def test_the_order_of_facts_is_no_fact(configured: Configured) -> None:
+    facts = configured.facts()
+    assert fingerprint(dict(reversed(facts.items()))) == fingerprint(facts)
