@@ -9,8 +9,8 @@ import pytest
 import torch
 from connector.role_engines import BLOCK, PROMPT, SECRET, Engine
 
-from baton_kv.blocks import HeadShard, KVBlocks, LayoutRefused
 from baton_kv import held_blocks
+from baton_kv.blocks import HeadShard, KVBlocks, LayoutRefused
 from baton_kv.contract import (
     PARAMS_KEY,
     Malformed,
