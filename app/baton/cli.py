@@ -126,7 +126,7 @@ def _with_engine(
 @app.command()
 def doctor(config: ConfigOption = None) -> None:
     """Check this machine and the settings; say what is wrong and how to fix it."""
-    from baton.doctor import examine
+    from baton.doctor.machine import examine
 
     console = Console(highlight=False)
     findings = examine(config)

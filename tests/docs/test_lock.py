@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.doctor import FLOORS
+from baton.doctor.machine import FLOORS
 
 ROOT = Path(__file__).parents[2]
 LOCKS = sorted(path.name for path in ROOT.glob("requirements-*.lock"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser  # after the ski
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # after the skip
 
 from baton import cli  # after the skip
+from baton.config.gpu_memory import USABLE_SHARE
 from baton.config.groups import EngineSettings  # after the skip
 from baton.engines.vllm import (
     arguments,  # after the skip
@@ -207,6 +209,17 @@ def test_a_connector_s_settings_that_are_no_table_are_a_line() -> None:
     settings = EngineSettings(name="a", model="m", args={"kv_transfer_config": "ExampleConnector"})
     with pytest.raises(SettingsError, match=r"args\.kv_transfer_config: must be a table"):
         arguments.engine_args(settings, "m")
+
+
+def test_a_share_of_a_gpu_is_vllm_s_own_argument_there_and_refused_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = EngineSettings(name="a", model="m", gpu_share=0.3)
+    with pytest.raises(SettingsError, match="gpu_share: the installed vLLM runs on CPUs"):
+        arguments.engine_args(settings, "m", gpu_share=0.3)
+    monkeypatch.setattr(arguments, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    assert arguments.engine_args(settings, "m", gpu_share=0.3).gpu_memory_utilization == 0.3
+    assert arguments.engine_args(settings, "m").gpu_memory_utilization == USABLE_SHARE, "vLLM's default"
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from baton import doctor
 from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
+from baton.doctor import machine
 from baton.engines.cpu import Processor, read_processor
 from baton.engines.dtype import dtype_for
 from baton.telemetry.memory import MemoryReader
@@ -135,20 +135,20 @@ def test_the_doctor_names_the_processor_and_the_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, told: str
 ) -> None:
     found = read_processor(cpuinfo(tmp_path, flags), "x86_64")
-    monkeypatch.setattr(doctor, "read_processor", lambda: found)
-    monkeypatch.setattr(doctor, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(machine, "read_processor", lambda: found)
+    monkeypatch.setattr(machine, "is_cpu_build", lambda: True)
     engines = (
         EngineSettings(name="a", model=str(model(tmp_path, SMOLLM2))),
         EngineSettings(name="b", model="/nowhere"),
     )
-    (finding,) = doctor._processor(load_settings(engines=engines))
+    (finding,) = machine._processor(load_settings(engines=engines))
     assert (finding.subject, finding.bad) == ("processor", False)
     assert finding.text == f"Some(R) Processor @ 2.80GHz {told}"
 
 
 def test_on_a_gpu_the_doctor_says_nothing_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "is_cpu_build", lambda: False)
-    (finding,) = doctor._processor(load_settings())
+    monkeypatch.setattr(machine, "is_cpu_build", lambda: False)
+    (finding,) = machine._processor(load_settings())
     assert "dtype" not in finding.text
 
 

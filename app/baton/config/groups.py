@@ -53,6 +53,13 @@ class EngineSettings(Frozen):
         ge=16 * MIB,
         description="Size of the KV pool. Unset: 512 MiB on a CPU, vLLM's own choice on a GPU.",
     )
+    gpu_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of its GPUs' memory that the engine may take, with weights and KV pool. "
+        "Unset: engines on the same GPU share 0.92 of it equally; one alone takes vLLM's default.",
+    )
     handoff: bool = Field(
         False, description="Whether requests may leave their KV behind as a handoff, and start from one."
     )

@@ -22,6 +22,11 @@ def environment_conflicts() -> list[str]:
     return conflicts
 
 
+def allocator_remaps() -> bool:
+    """Return whether torch is told to use an allocator beside which vLLM refuses any KV connector."""
+    return "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
 def runs_eager(settings: Settings) -> bool:
     """Return whether no engine compiles its model; on a CPU that is the default."""
     return all(engine.args.get("enforce_eager", True) for engine in settings.engines)

@@ -68,7 +68,11 @@ REASONING_OPTIONS = ("reasoning_parser", "reasoning_parser_plugin")
 
 
 def engine_args(
-    settings: EngineSettings, model: str, transfer: dict[str, Any] | None = None
+    settings: EngineSettings,
+    model: str,
+    transfer: dict[str, Any] | None = None,
+    *,
+    gpu_share: float | None = None,
 ) -> AsyncEngineArgs:
     """Build vLLM's arguments for one engine.
 
@@ -76,13 +80,14 @@ def engine_args(
         settings: the engine's table of the settings.
         model: path of its weights.
         transfer: vLLM's KV transfer config, where handoffs are on; `args` may override its keys.
+        gpu_share: share of its GPUs' memory, see `gpu_shares`; None: vLLM's default. Not read on a CPU.
 
     Raises:
         SettingsError: an argument is unknown to vLLM, is set elsewhere, is not supported, or vLLM refuses its
             value.
     """
     _check_names(settings)
-    args: dict[str, Any] = _platform_defaults() | _model_defaults(settings) | settings.args
+    args: dict[str, Any] = _platform_defaults(settings, gpu_share) | _model_defaults(settings) | settings.args
     args |= _reasoning_options(settings)
     if settings.kv_cache_memory is not None:
         args["kv_cache_memory_bytes"] = int(settings.kv_cache_memory)
@@ -239,12 +244,24 @@ def _model_defaults(settings: EngineSettings) -> dict[str, Any]:
     return dict(known.args)
 
 
-def _platform_defaults() -> dict[str, Any]:
+def _platform_defaults(settings: EngineSettings, gpu_share: float | None) -> dict[str, Any]:
+    """Return the arguments that the platform decides; `args` overrides them.
+
+    Raises:
+        SettingsError: `gpu_share` is set and there is no GPU.
+    """
     # vLLM must fetch nothing for a client: Baton does, in baton.images. An empty list would allow any domain.
     defaults: dict[str, Any] = {"allowed_media_domains": ["media.invalid"]}
     if current_platform.is_cpu():
         # Compiling takes minutes on a laptop and wants a C++ compiler; eager starts at once.
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+        if settings.gpu_share is not None:
+            raise SettingsError(
+                f"engines '{settings.name}': gpu_share: the installed vLLM runs on CPUs: "
+                "set `kv_cache_memory`"
+            )
+    elif gpu_share is not None:
+        defaults["gpu_memory_utilization"] = gpu_share
     return defaults
 
 

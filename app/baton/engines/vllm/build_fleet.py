@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 from prometheus_client import REGISTRY
 
+from baton.config.gpu_memory import gpu_shares
 from baton.config.groups import EngineSettings
 from baton.config.settings import Settings
 from baton.engines.cpu import read_processor
@@ -18,6 +19,7 @@ from baton.engines.fleet import Fleet
 from baton.engines.vllm.arguments import processor_dtype
 from baton.engines.vllm.command_line import settings_from_command_line
 from baton.engines.vllm.engine import VllmEngine
+from baton.engines.vllm_version import is_cpu_build
 
 
 def build_fleet(
@@ -41,6 +43,7 @@ def build_fleet(
     if latent := [engine.name for engine in settings.engines if engine.latent]:
         most = settings.handoffs.latent_steps_max
         structlog.get_logger("baton.engine").info("latent_steps_allowed", engines=latent, most=most)
+    shares = {} if is_cpu_build() else gpu_shares(settings.engines)
     salt = _tenant_salt() if tenants else lambda _tenant: None
     engines = [
         VllmEngine(
@@ -48,6 +51,7 @@ def build_fleet(
             models[engine.name],
             salt=salt,
             transfer=transfer_config(settings) if engine.handoff else None,
+            gpu_share=shares.get(engine.name),
             last_words=last_words,
         )
         for engine in settings.engines

@@ -82,6 +82,7 @@ class VllmEngine:
         model: path of its weights.
         salt: returns a tenant's prefix-cache salt; None where there is only one tenant.
         transfer: vLLM's KV transfer config; None: the engine is configured without `handoff`.
+        gpu_share: share of its GPUs' memory; None: vLLM's default.
         last_words: returns the cause that a dead engine process printed, if one can be found.
     """
 
@@ -92,10 +93,11 @@ class VllmEngine:
         *,
         salt: Callable[[str], str | None],
         transfer: Json | None = None,
+        gpu_share: float | None = None,
         last_words: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._settings = settings
-        self._args = arguments.engine_args(settings, model, transfer)
+        self._args = arguments.engine_args(settings, model, transfer, gpu_share=gpu_share)
         self._placeholder = arguments.placeholder_of(self._args) if settings.latent else None
         self._namespace = arguments.serving_namespace(settings)
         self._salt = salt

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,8 @@ from baton.config.environment import cores
 from baton.config.groups import CPU_KV_CACHE_BYTES
 from baton.config.settings import Settings, load_settings
 from baton.config.vllm_environment import environment_conflicts
+from baton.doctor.findings import Finding
+from baton.doctor.gpus import examine_gpus
 from baton.engines.cpu import read_processor
 from baton.engines.dtype import dtype_for
 from baton.engines.vllm_version import installed, installed_vllm, is_cpu_build
@@ -29,7 +30,7 @@ from baton.telemetry.memory import MemoryReader
 
 GIB = 1024**3
 ENGINE_BYTES = 2 * GIB
-"""Memory of one small CPU engine without its KV pool; measured, see bench/RESULTS.md."""
+"""Memory of one small CPU engine without its KV pool; measured, see docs/results/distributions.md."""
 
 FLOORS = {
     "vllm": (0, 32),
@@ -45,28 +46,6 @@ FLOORS = {
 REINSTALL = (
     "reinstall what the lock names: `make clean serve`; with an NVIDIA GPU: pip install 'vllm-baton[cuda]'"
 )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check.
-
-    Attributes:
-        subject: what was checked.
-        text: what was found.
-        bad: whether it keeps Baton from running well.
-        mend: what to do about it.
-    """
-
-    subject: str
-    text: str
-    bad: bool = False
-    mend: str = ""
-
-    @property
-    def mark(self) -> str:
-        """Return a cross for a bad finding, else a tick."""
-        return "✗" if self.bad else "✓"
 
 
 def examine(config: Path | None) -> list[Finding]:
@@ -85,6 +64,7 @@ def examine(config: Path | None) -> list[Finding]:
         *_memory(settings),
         *_cores(),
         *_processor(settings),
+        *([] if is_cpu_build() else examine_gpus(settings)),
         *_disk(settings),
         *_models(settings),
         *_port("port", settings.host, settings.port, "--port"),
@@ -161,6 +141,7 @@ def _environment(settings: Settings) -> Iterator[Finding]:
 def _memory(settings: Settings) -> Iterator[Finding]:
     available = psutil.virtual_memory().available
     pools = sum(int(engine.kv_cache_memory or CPU_KV_CACHE_BYTES) for engine in settings.engines)
+    pools = pools if is_cpu_build() else 0  # a GPU's pool is in its own memory
     needed = len(settings.engines) * ENGINE_BYTES + pools
     bad = available < needed
     text = f"{available / GIB:.1f} GiB free; {len(settings.engines)} small engine(s) take {needed / GIB:.1f}"

@@ -1,0 +1,81 @@
+"""Share the memory of GPUs out among the engines that use them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from baton.config.groups import EngineSettings
+from baton.errors import SettingsError
+
+USABLE_SHARE = 0.92
+"""Share of a GPU's memory that all its engines take together; vLLM's own default for one engine."""
+LEAST_SHARE = 0.02
+
+
+def gpus_of(engine: EngineSettings) -> tuple[str, ...]:
+    """Return the GPUs that an engine uses: its `device_ids`, else the first ones of the machine."""
+    named = engine.args.get("device_ids")
+    if isinstance(named, list) and named:
+        return tuple(map(str, named))
+    return tuple(map(str, range(int(engine.args.get("tensor_parallel_size") or 1))))
+
+
+def gpu_shares(engines: Sequence[EngineSettings]) -> dict[str, float]:
+    """Return the share of its GPUs' memory that each engine may take, by the engine's name.
+
+    An engine with `gpu_share` gets that; the others on the same GPU share what is left equally. An engine
+    without `gpu_share` that has its GPUs for itself is left out: vLLM's default holds for it.
+
+    Raises:
+        SettingsError: an engine has two shares, or the engines of one GPU take more than all of it.
+    """
+    users: defaultdict[str, list[EngineSettings]] = defaultdict(list)
+    for engine in engines:
+        for gpu in gpus_of(engine):
+            users[gpu].append(engine)
+    for gpu, sharing in users.items():
+        _require_room(gpu, sharing)
+    shares = {}
+    for engine in engines:
+        named = _named(engine)
+        shared = [_rest(users[gpu]) for gpu in gpus_of(engine) if len(users[gpu]) > 1]
+        if named is not None:
+            shares[engine.name] = named
+        elif shared:
+            shares[engine.name] = min(shared)
+    return shares
+
+
+def _named(engine: EngineSettings) -> float | None:
+    """Return the share that the settings name; None: they name none.
+
+    Raises:
+        SettingsError: they name two.
+    """
+    ours, vllms = engine.gpu_share, engine.args.get("gpu_memory_utilization")
+    if ours is not None and vllms is not None:
+        raise SettingsError(
+            f"engines '{engine.name}': gpu_share and args.gpu_memory_utilization mean the same: "
+            "set one of them"
+        )
+    return ours if vllms is None else float(vllms)
+
+
+def _rest(sharing: Sequence[EngineSettings]) -> float:
+    """Return what each engine without a share of its own gets of a GPU."""
+    named = [share for engine in sharing if (share := _named(engine)) is not None]
+    unnamed = len(sharing) - len(named)
+    return round((USABLE_SHARE - sum(named)) / unnamed, 3) if unnamed else 0.0
+
+
+def _require_room(gpu: str, sharing: Sequence[EngineSettings]) -> None:
+    named = {engine.name: share for engine in sharing if (share := _named(engine)) is not None}
+    total = sum(named.values())
+    if len(sharing) > 1 and (total > 1 or (len(named) < len(sharing) and _rest(sharing) < LEAST_SHARE)):
+        others = ", ".join(engine.name for engine in sharing if engine.name not in named)
+        left = f" and leave nothing for {others}" if others else ""
+        raise SettingsError(
+            f"engines: {', '.join(named)} take {total:g} of the memory of GPU {gpu}{left}: "
+            "lower `gpu_share`, or move an engine with args.device_ids"
+        )

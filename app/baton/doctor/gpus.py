@@ -1,0 +1,88 @@
+"""Check the GPUs for `baton doctor`: driver, memory, the engines' shares, the allocator."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from baton.config.gpu_memory import gpu_shares, gpus_of
+from baton.config.settings import Settings
+from baton.config.vllm_environment import allocator_remaps
+from baton.doctor.findings import Finding
+from baton.engines.gpus import Gpu, NoGpu, read_gpus
+from baton.engines.vllm_version import installed
+from baton.errors import SettingsError
+
+GIB = 1024**3
+DRIVERS = {12: 525, 13: 580}
+"""The oldest driver series by CUDA's major version, from NVIDIA's table of minor version compatibility."""
+
+
+def examine_gpus(settings: Settings, command: str = "nvidia-smi") -> Iterator[Finding]:
+    """Check what engines on NVIDIA GPUs need.
+
+    Args:
+        settings: the settings.
+        command: the driver's tool, which lists the GPUs.
+    """
+    try:
+        gpus = read_gpus(command)
+    except NoGpu as error:
+        mend = "install NVIDIA's driver; without a GPU: pip install 'vllm-baton[cpu]'"
+        yield Finding("gpu", f"none found: {error}", True, mend)
+        return
+    for gpu in gpus:
+        text = f"{gpu.name}, {gpu.bytes_free / GIB:.1f} of {gpu.bytes_total / GIB:.1f} GiB free"
+        yield Finding(f"gpu {gpu.index}", text)
+    yield _driver(gpus[0])
+    yield from _shares(settings, gpus)
+    yield from _handoffs(settings)
+
+
+def _driver(gpu: Gpu) -> Finding:
+    built = re.search(r"\+cu(\d+)\d$", installed("torch") or "")
+    series, oldest = int(gpu.driver.partition(".")[0]), DRIVERS.get(int(built[1])) if built else None
+    if built is None or oldest is None:
+        return Finding("driver", gpu.driver)
+    bad = series < oldest
+    mend = f"install driver {oldest} or newer" if bad else ""
+    return Finding("driver", f"{gpu.driver} (torch needs {oldest} or newer)", bad, mend)
+
+
+def _shares(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    """Check that every engine's GPUs are there and have room for it."""
+    try:
+        shares = gpu_shares(settings.engines)
+    except SettingsError as error:
+        what, _, mend = error.message.rpartition(": ")
+        yield Finding("gpu shares", what, True, mend)
+        return
+    by_id = {name: gpu for gpu in gpus for name in (gpu.index, gpu.uuid)}
+    for engine in settings.engines:
+        if missing := [gpu for gpu in gpus_of(engine) if gpu not in by_id]:
+            mend = "correct args.device_ids or args.tensor_parallel_size"
+            yield Finding(f"engine {engine.name}", f"there is no GPU {', '.join(missing)}", True, mend)
+            continue
+        share = shares.get(engine.name)
+        places = ", ".join(gpus_of(engine))
+        text = f"GPU {places}: {'vLLM decides how much of it' if share is None else f'{share:g} of it'}"
+        short = share is not None and any(
+            by_id[gpu].bytes_free < share * by_id[gpu].bytes_total for gpu in gpus_of(engine)
+        )
+        mend = "end what else uses it, or lower `gpu_share`" if short else ""
+        yield Finding(
+            f"engine {engine.name}", f"{text}{', which is not free now' if short else ''}", short, mend
+        )
+
+
+def _handoffs(settings: Settings) -> Iterator[Finding]:
+    hand_over = [engine.name for engine in settings.engines if engine.handoff]
+    if not hand_over:
+        return
+    if allocator_remaps():
+        mend = "unset it: vLLM refuses a KV connector beside it"
+        yield Finding("allocator", "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True", True, mend)
+    allowed = settings.handoffs.unproven_devices
+    text = f"{', '.join(hand_over)}: handoffs on GPUs are written to vLLM's contract and were never run"
+    mend = "" if allowed else "set `handoffs.unproven_devices = true` to try them, or `handoff = false`"
+    yield Finding("handoffs", text, not allowed, mend)
