@@ -37,6 +37,11 @@ class Nowhere(io.TextIOBase):
 def pytest_configure() -> None:
     """The access log of gateways in this process goes nowhere; their threads outlive a test's capture."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(Nowhere()))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Beside another busy process, the threads that torch shares its work with wait for one another.
+        import torch
+
+        torch.set_num_threads(1)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -105,6 +105,7 @@ def test_a_constant_model_gives_a_constant_mosaic(rasters, size):
     assert seen.shape == (2, *size)
 
 
+@pytest.mark.chaos
 def test_predicts_better_than_nothing_after_a_few_steps(scenes, rasters):
     """The whole chain, from scenes to figures, carries the label through: a model that learnt a little shows it."""
     kept, _ = train(small_model(rasters), crops(scenes, rasters, RECIPE), RECIPE)
