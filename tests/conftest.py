@@ -38,10 +38,11 @@ def pytest_configure() -> None:
     """The access log of gateways in this process goes nowhere; their threads outlive a test's capture."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(Nowhere()))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # Beside another busy process, the threads that torch shares its work with wait for one another.
+        # Two processes share the cores: torch's threads would wait for one another, those of engines by spinning.
         import torch
 
         torch.set_num_threads(1)
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
