@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from types import FrameType
 
+import structlog
 import uvicorn
 
 from baton.admission.api_keys import keyring_for
@@ -50,9 +51,20 @@ def serve(settings: Settings) -> None:
         OrphanReaper() as reaper,
     ):
         configure_logs(settings.log_level, settings.log_format, output.terminal)
+        settings = _with_allowed_handoffs(settings)
         with PhaseProgress(output.terminal) as progress:
             fleet = _build(settings, progress, output, reaper, tenants=keyring is not None)
             _run(settings, fleet, listener, metrics_listener, progress, keyed=keyring is not None)
+
+
+def _with_allowed_handoffs(settings: Settings) -> Settings:
+    allowed = settings.with_allowed_handoffs(on_cpu=is_cpu_build())
+    if allowed is not settings:
+        structlog.get_logger("baton").warning(
+            "handoffs_off",
+            reason="on GPUs they were never run; handoffs.unproven_devices = true allows them",
+        )
+    return allowed
 
 
 def stop_at_once(_number: int, _frame: FrameType | None) -> None:

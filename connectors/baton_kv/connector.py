@@ -25,6 +25,7 @@ from baton_kv.engine_facts import facts_of, head_shard, layers_of, require_suppo
 from baton_kv.entry_format import MAX_IDENTIFIER, ImageRef
 from baton_kv.envelopes import StepMetadata, TransferStats, WorkerLayout, WorkerReport
 from baton_kv.fingerprint import fingerprint
+from baton_kv.known_digests import KnownDigests
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
 from baton_kv.settings import ConnectorSettings
@@ -67,7 +68,9 @@ class BatonConnector(KVConnectorBase_V1):
         settings = ConnectorSettings.model_validate(self._kv_transfer_config.kv_connector_extra_config)
         require_supported(vllm_config, kv_cache_config, unproven_devices=settings.unproven_devices)
         self._store = open_store(settings.store, budget=settings.budget, fsync=settings.fsync)
-        self._secret = store_secret(Path(settings.store.partition(":")[2]))
+        folder = Path(settings.store.partition(":")[2])
+        self._secret = store_secret(folder)
+        self._digests = KnownDigests(folder / "weights.json")
         self._verify = settings.verify
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._scheduler: SchedulerRole | None = None
@@ -206,7 +209,8 @@ class BatonConnector(KVConnectorBase_V1):
                 f"baton_kv: {len(metadata)} of {self._ranks} workers have described their KV cache, "
                 "or they differ; handoffs cannot be exact"
             )
-        facts = facts_of(self._vllm_config, self._kv_cache_config) | {"layers": layout.facts()}
+        facts = facts_of(self._vllm_config, self._kv_cache_config, self._digests)
+        facts["layers"] = layout.facts()
         self._scheduler = SchedulerRole(
             self._store,
             self._secret,

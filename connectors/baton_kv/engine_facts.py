@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from baton_kv.blocks import HeadShard, LayoutRefused
 from baton_kv.fingerprint import weights_digest
+from baton_kv.known_digests import KnownDigests
 
 NOT_OF_A_SLAB = frozenset(
     ("num_kv_heads", "max_tp_shards", "dcp_sharded", "page_size_padded", "block_stride_alignment")
@@ -53,8 +54,8 @@ def require_supported(
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if len(specs) != 1 or not _is_stored_whole(specs[0]):
         raise ValueError(
-            "baton_kv: only models with full attention are supported, or with full attention beside sliding "
-            "windows; not windows or running states alone, and no chunked attention"
+            "baton_kv: only models with full attention or MLA are supported, or with full attention beside "
+            "sliding windows; not windows or running states alone, and no chunked attention"
         )
     if not current_platform.is_cpu() and not (unproven_devices and current_platform.is_cuda()):
         raise ValueError(
@@ -73,16 +74,35 @@ def _is_stored_whole(spec: Any) -> bool:
     vLLM stores windowed layers beside full ones as full attention if a connector is no `SupportsHMA`
     (`vllm.v1.core.kv_cache_utils.unify_hybrid_kv_cache_specs`); the layers keep their windows.
     """
+    if type(spec) is MLAAttentionSpec:  # without the indexer and the packed formats of DeepSeek V3.2 and V4
+        return (
+            spec.tokens_per_state == 1
+            and spec.state_content_bytes is None
+            and spec.model_version is None
+            and not spec.is_index_group_leader
+        )
     return type(spec) is FullAttentionSpec and spec.attention_chunk_size is None
 
 
-def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
-    """Return all facts that decide what the bytes of a block mean, by name; `fingerprint` digests them."""
+def facts_of(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, known: KnownDigests | None = None
+) -> dict[str, Any]:
+    """Return all facts that decide what the bytes of a block mean, by name; `fingerprint` digests them.
+
+    Args:
+        config: the engine's configuration.
+        kv_cache_config: its KV cache.
+        known: digests of weights that were computed before.
+
+    Raises:
+        ValueError: the weights cannot be identified.
+    """
     model, group = config.model_config, kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec
     return {
         "vllm": vllm.__version__,
-        "weights": weights_digest(model.model, model.revision),
+        "weights": weights_digest(model.model, model.revision, known),
+        "draft": _draft_digest(config, known),
         "revision": model.revision,
         "quantization": model.quantization,
         "dtype": str(model.dtype),
@@ -95,6 +115,17 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, An
         "long_rope": _long_rope(model),
         "images": _image_settings(model),
     }
+
+
+def _draft_digest(config: VllmConfig, known: KnownDigests | None) -> str | None:
+    """Return the digest of the draft model's weights; None where drafts need no weights but the model's own.
+
+    The KV of a draft model's layers is saved with the model's.
+    """
+    draft = config.speculative_config.draft_model_config if config.speculative_config else None
+    if draft is None or draft.model == config.model_config.model:
+        return None
+    return weights_digest(draft.model, draft.revision, known)
 
 
 def _spec_facts(spec: Any) -> dict[str, str]:
@@ -112,10 +143,11 @@ def head_shard(config: VllmConfig, kv_cache_config: KVCacheConfig) -> HeadShard 
     ranks = config.parallel_config.tensor_parallel_size
     if ranks == 1:
         return None
-    group = kv_cache_config.kv_cache_groups[0]
-    if getattr(group.kv_cache_spec, "num_head_slots", None) is not None:
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    if getattr(spec, "num_head_slots", None) is not None:
         raise ValueError("baton_kv: this model's heads cannot be shared out; set tensor_parallel_size to 1")
-    total = config.model_config.get_total_num_kv_heads()
+    # With MLA every rank holds the one latent that all heads share.
+    total = 1 if type(spec) is MLAAttentionSpec else config.model_config.get_total_num_kv_heads()
     try:
         return HeadShard.of_rank(total, config.parallel_config.rank, ranks)
     except LayoutRefused as error:
@@ -154,7 +186,7 @@ def _long_rope(model: Any) -> int | None:
 
 def _packing(dtype: torch.dtype, spec: Any, kv_dtype: str) -> str:
     """Return how the attention backend packs a block; on CPUs this depends on the instruction set."""
-    if not current_platform.is_cpu():
+    if not current_platform.is_cpu() or type(spec) is MLAAttentionSpec:
         return "plain"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from baton_kv.entry_format import FORMAT
+from baton_kv.known_digests import KnownDigests, digest_of
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 CONFIGS = ("config.json", "preprocessor_config.json", "processor_config.json")
@@ -26,7 +27,7 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
     return blake3(canonical.encode()).hexdigest()
 
 
-def weights_digest(model: str, revision: str | None = None) -> str:
+def weights_digest(model: str, revision: str | None = None, known: KnownDigests | None = None) -> str:
     """Identify a model's weights and configuration, so that other weights under the same name differ.
 
     For a local folder or file this is the BLAKE3 digest of its bytes, for a hub id `hub:ID@COMMIT` with the
@@ -35,15 +36,17 @@ def weights_digest(model: str, revision: str | None = None) -> str:
     Args:
         model: a folder, a file, or a hub id.
         revision: revision of the hub id.
+        known: digests that were computed before; None: the files are read.
 
     Raises:
         ValueError: the hub id is not in the local cache, so its commit is unknown.
     """
-    path = Path(model)
+    path, digest = Path(model), digest_of if known is None else known.digest
     if path.is_dir():
-        return _digest(file for pattern in (*CONFIGS, *WEIGHTS) for file in sorted(path.glob(pattern)))
+        found = [file for pattern in (*CONFIGS, *WEIGHTS) for file in sorted(path.glob(pattern))]
+        return digest(found)
     if path.is_file():
-        return _digest([path])
+        return digest([path])
     from huggingface_hub import try_to_load_from_cache  # not needed where models are folders
 
     cached = try_to_load_from_cache(model, CONFIGS[0], revision=revision)
@@ -53,11 +56,3 @@ def weights_digest(model: str, revision: str | None = None) -> str:
             "set `model` to a local folder instead"
         )
     return f"hub:{model}@{Path(cached).parent.name}"
-
-
-def _digest(files: Iterable[Path]) -> str:
-    digest = blake3(max_threads=blake3.AUTO)
-    for file in files:
-        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-        digest.update_mmap(file)
-    return digest.hexdigest()

@@ -71,12 +71,14 @@ def main() -> None:
 
 def _counts(llm: object) -> dict[str, int]:
     """Return the scheduler's own counters."""
-    found = {"computed": 0, "preempted": 0}
+    found = {"computed": 0, "preempted": 0, "accepted": 0}
     for metric in llm.get_metrics():  # type: ignore[attr-defined]  # vLLM's LLM, imported late
         if metric.name == "vllm:prompt_tokens_by_source" and metric.labels["source"] == "local_compute":
             found["computed"] += metric.value
         elif metric.name == "vllm:num_preemptions":
             found["preempted"] += metric.value
+        elif metric.name == "vllm:spec_decode_num_accepted_tokens":
+            found["accepted"] += metric.value
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -115,6 +116,13 @@ def test_what_cannot_be_exact_is_refused_at_the_start(
     )
     one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=promoted)]
     engine_facts.require_supported(config(), one)  # Gemma 3: windows beside full attention, stored whole
+    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=latent)]
+    engine_facts.require_supported(config(), one)  # DeepSeek V2 and V3
+    for packed in ({"is_index_group_leader": True}, {"state_content_bytes": 656}, {"tokens_per_state": 4}):
+        one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=dataclasses.replace(latent, **packed))]
+        with pytest.raises(ValueError, match="MLA"):
+            engine_facts.require_supported(config(), one)
     chunked = FullAttentionSpec(
         block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32, attention_chunk_size=64
     )

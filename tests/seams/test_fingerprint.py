@@ -103,6 +103,7 @@ def configured(tmp_path_factory: pytest.TempPathFactory) -> Configured:
 SEES = SimpleNamespace(mm_processor_kwargs={"size": 7}, media_io_kwargs={})
 CHANGES = {
     "vllm": ("module.vllm.__version__", "0.99"),
+    "draft": ("module._draft_digest", lambda *_: "another"),
     "revision": ("vllm.model_config.revision", "another"),
     "quantization": ("vllm.model_config.quantization", "fp8"),
     "dtype": ("vllm.model_config.dtype", torch.float16),
@@ -174,6 +175,26 @@ def test_a_model_s_configuration_files_count_as_its_weights_do(tmp_path: Path, n
 def test_what_a_slab_means_is_a_fact(configured: Configured, spec: Any) -> None:
     facts = configured.facts()
     assert facts | {"spec": engine_facts._spec_facts(spec)} != facts
+
+
+def test_a_draft_model_s_weights_are_a_fact_and_drafts_without_weights_are_none(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With n-grams vLLM gives the model itself as the draft model."""
+
+    def fact(draft: str) -> str | None:
+        speculative = SimpleNamespace(draft_model_config=SimpleNamespace(model=draft, revision=None))
+        monkeypatch.setattr(configured.vllm, "speculative_config", speculative)
+        found: str | None = configured.facts()["draft"]
+        return found
+
+    assert configured.facts()["draft"] is None
+    assert fact(configured.vllm.model_config.model) is None
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 1000)
+    before = fact(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"\1" * 1000)
+    assert before is not None
+    assert fact(str(tmp_path)) not in (None, before)
 
 
 def test_how_many_heads_one_rank_holds_is_no_fact(configured: Configured) -> None:

@@ -30,7 +30,7 @@ class OfflineEngine:
         model = model or ModelStore(load_settings().models_folder).resolve("smollm2")
         script = str(Path(__file__).parents[1] / "connector" / "offline.py")
         self._store = store
-        self.computed = self.preempted = 0
+        self.computed = self.preempted = self.accepted = 0
         given = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "block_size": 32} | args
         self._command = [sys.executable, script, model, str(store), json.dumps(given)]
         self._log = store.parent / f"engine-{id(self)}.log"
@@ -63,7 +63,8 @@ class OfflineEngine:
         """Prompts, tokens to generate, transfer parameters; one batch.
 
         Afterwards `computed` is how many prompt tokens the scheduler says it prefilled for it, `preempted`
-        how often it took a running request's blocks away.
+        how often it took a running request's blocks away,
+        `accepted` how many tokens that were guessed ahead it has accepted so far.
         """
         assert self._process.stdin is not None
         rows = [{"prompt": prompt, "max_tokens": count, "params": params} for prompt, count, params in asked]
@@ -71,6 +72,7 @@ class OfflineEngine:
         self._process.stdin.flush()
         told = json.loads(self._line("ANSWER"))
         self.computed, self.preempted = told["computed"], told["preempted"]
+        self.accepted += told["accepted"]
         answers: list[Answer] = told["answers"]
         return answers
 

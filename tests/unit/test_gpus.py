@@ -134,6 +134,20 @@ def test_handoffs_that_were_allowed_are_no_fault(tool: Path) -> None:
     assert "never run" in found["handoffs"].text
 
 
+def test_default_engines_start_on_a_gpu_without_handoffs_unless_those_are_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    default = load_settings()
+    assert [engine.handoff for engine in default.engines] == [True, False]
+    assert default.with_allowed_handoffs(on_cpu=True) is default
+    assert not any(engine.handoff for engine in default.with_allowed_handoffs(on_cpu=False).engines)
+    named = load_settings(engines=[engine("a", handoff=True)])
+    assert named.with_allowed_handoffs(on_cpu=False) is named, "what was asked for is refused, not left out"
+    monkeypatch.setenv("BATON_HANDOFFS__UNPROVEN_DEVICES", "true")
+    allowed = load_settings()
+    assert allowed.with_allowed_handoffs(on_cpu=False) is allowed
+
+
 def test_shares_that_cannot_be_are_a_finding(tool: Path) -> None:
     found = findings(tool, engine("a", share=0.9), engine("b", share=0.9))
     assert found["gpu shares"].bad

@@ -76,7 +76,8 @@ def _shares(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[Finding]:
 
 
 def _handoffs(settings: Settings) -> Iterator[Finding]:
-    hand_over = [engine.name for engine in settings.engines if engine.handoff]
+    engines = settings.with_allowed_handoffs(on_cpu=False).engines
+    hand_over = [engine.name for engine in engines if engine.handoff]
     if not hand_over:
         return
     if allocator_remaps():
