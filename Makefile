@@ -73,8 +73,10 @@ bench-vision: $(VENV)/.dev ## Measure what a handed-over picture saves, and the 
 
 # pytest ends with 5 where ARGS= leaves it nothing to run.
 chaos: $(VENV)/.dev ## Break engines on purpose, ask ten times too much, and what else is long (an hour)
-	$(BIN)/python -m pytest -m "chaos and alone" $(ARGS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest $(TWO_PROCESSES) -m "chaos and not alone" $(ARGS) || [ $$? = 5 ]
+	failed=0; \
+	$(BIN)/python -m pytest -m "chaos and alone" $(ARGS) || [ $$? = 5 ] || failed=1; \
+	$(BIN)/python -m pytest $(TWO_PROCESSES) -m "chaos and not alone" $(ARGS) || [ $$? = 5 ] || failed=1; \
+	exit $$failed
 
 soak: $(VENV)/.dev ## Run long (minutes to hours)
 	$(BIN)/python -m pytest -m soak $(ARGS)
