@@ -75,9 +75,9 @@ class KVBlocks:
 
     Args:
         layers: the KV tensors in the order of the model's layers, each `[blocks, heads, tokens, values]` of
-            any dtype and layout; `[blocks, tokens, values]` where all heads share one latent (MLA);
-            `[blocks, bytes]` for a layer whose KV has no heads. A block of the pool may be split into several
-            rows (kernel blocks), one after the other.
+            any dtype and layout (with MLA one head, the latent that all share), or `[blocks, bytes]` for a
+            layer whose KV has no heads. A block of the pool may be split into several rows (kernel blocks),
+            one after the other.
         count: number of blocks in the pool; None takes the first tensor's first dimension.
         shard: the heads that this rank holds; None for all heads, without tensor parallelism.
 
@@ -145,8 +145,6 @@ def _by_head(layer: torch.Tensor, count: int) -> torch.Tensor:
     """View a layer as uint8 `[heads, blocks, kernel blocks, tokens, bytes]`, without copying."""
     if layer.dim() == 2:
         layer = layer[:, None, None, :]
-    elif layer.dim() == 3:
-        layer = layer[:, None]
     if layer.dim() != 4 or not 0 < count <= layer.shape[0] or layer.shape[0] % count or layer.stride(-1) != 1:
         raise LayoutRefused(
             f"a KV tensor cannot be moved by heads: shape {tuple(layer.shape)}, strides {layer.stride()}, "

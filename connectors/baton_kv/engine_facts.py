@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from baton_kv.blocks import HeadShard, LayoutRefused
 from baton_kv.fingerprint import weights_digest
@@ -52,6 +52,16 @@ def require_supported(
     if parallel.nnodes > 1:
         raise ValueError("baton_kv: several nodes a model are not supported; run all its ranks on one host")
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(specs) == 1 and type(specs[0]) is UniformTypeKVCacheSpecs:
+        raise ValueError(
+            "baton_kv: layers whose KV heads or head sizes differ are not supported; with speculative "
+            "decoding use a draft model with the KV heads and head size of the model, or n-grams"
+        )
+    if len(specs) == 1 and isinstance(specs[0], MLAAttentionSpec) and not _is_stored_whole(specs[0]):
+        raise ValueError(
+            "baton_kv: MLA with an indexer, or with its KV in a packed format, is not supported; where only "
+            'kv_cache_dtype packs it, set that to "auto"'
+        )
     if len(specs) != 1 or not _is_stored_whole(specs[0]):
         raise ValueError(
             "baton_kv: only models with full attention or MLA are supported, or with full attention beside "

@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 
 SAVED_WITHIN_S = 1.0
-"""A save that takes longer may hang with its device; nobody waits for its blocks."""
+"""If no save has ended for longer than this, the device may hang: nobody waits for blocks any more."""
 
 
 class HeldBlocks:
-    """The blocks that are held until a save has read them.
+    """The blocks that are held until a save has read them. Requests may share blocks of a common prefix.
 
     Args:
-        most: number of blocks that saves may hold together; a save is allowed more while it is the only one.
+        most: number of different blocks that saves may hold together; a save may hold more while it is the
+            only one.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._held: dict[str, tuple[int, float]] = {}
+        self._saves: dict[str, tuple[int, ...]] = {}
+        self._holders: Counter[int] = Counter()
+        self._moved = 0.0
 
     @property
     def free_soon(self) -> bool:
         """Whether some are expected to be free within a second."""
-        began_after = time.monotonic() - SAVED_WITHIN_S
-        return any(began > began_after for _, began in self._held.values())
+        return bool(self._saves) and time.monotonic() - self._moved < SAVED_WITHIN_S
 
-    def has_room_for(self, count: int) -> bool:
-        """Return whether a save may hold this many blocks."""
-        return not self._held or sum(held for held, _ in self._held.values()) + count <= self._most
+    def has_room_for(self, block_ids: Sequence[int]) -> bool:
+        """Return whether a save may hold these blocks."""
+        new = len(set(block_ids) - self._holders.keys())
+        return not self._saves or len(self._holders) + new <= self._most
 
-    def hold(self, request_id: str, count: int) -> None:
+    def hold(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Count the blocks of a request whose save begins."""
-        self._held[request_id] = count, time.monotonic()
+        if not self._saves:
+            self._moved = time.monotonic()
+        self._saves[request_id] = tuple(set(block_ids))
+        self._holders.update(self._saves[request_id])
 
     def release(self, request_id: str) -> None:
         """Forget the blocks of a request whose save has ended on every rank."""
-        self._held.pop(request_id, None)
+        self._moved = time.monotonic()
+        self._holders -= Counter(self._saves.pop(request_id, ()))  # drops those that nobody holds

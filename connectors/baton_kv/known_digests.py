@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,8 @@ class KnownDigests:
     """A small JSON file of digests, by the paths, sizes, times and inodes of the files they are of.
 
     Args:
-        file: the file; only its owner may write the folder that it is in. A file that cannot be read counts as
-            empty, and one that cannot be written is left out: files are then read again.
+        file: the file; only its owner may write the folder that it is in. A file that cannot be read counts
+            as empty, and one that cannot be written is left out: files are then read again.
     """
 
     def __init__(self, file: Path) -> None:
@@ -44,18 +45,22 @@ class KnownDigests:
 
     def _read(self) -> dict[str, str]:
         try:
-            held = json.loads(self._file.read_text())
+            with open(os.open(self._file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+                held = json.load(file)
         except (OSError, ValueError):
             return {}
         pairs = held.items() if isinstance(held, dict) else ()
         return {name: digest for name, digest in pairs if isinstance(digest, str) and len(digest) == 64}
 
     def _write(self, known: dict[str, str]) -> None:
-        beside = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+        beside = self._file.with_name(f"{self._file.name}.{secrets.token_hex(8)}")
         with contextlib.suppress(OSError):
-            beside.write_text(json.dumps(known))
-            beside.chmod(0o600)
-            beside.replace(self._file)
+            try:
+                with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                    json.dump(known, file)
+                beside.replace(self._file)
+            finally:
+                beside.unlink(missing_ok=True)
 
 
 def digest_of(files: Sequence[Path]) -> str:

@@ -62,7 +62,7 @@ class SchedulerRole:
         fingerprint: fingerprint of this engine's model and its KV.
         block_size: tokens in a block.
         ranks: number of tensor-parallel ranks, each of which does every job.
-        held_blocks: number of blocks that saves may keep from other requests.
+        held_blocks: number of different blocks that saves may keep from other requests.
     """
 
     def __init__(
@@ -222,12 +222,12 @@ class SchedulerRole:
         failure = None
         if not whole or kept < 1 or len(blocks) * self._block_size < kept or 0 in blocks:
             failure = TransferFailure.NOT_WHOLE
-        elif not self._held.has_room_for(len(block_ids)):
+        elif not self._held.has_room_for(block_ids):
             failure = TransferFailure.BUSY
         if failure is not None:
             self._outcomes.append(TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, failure))
             return False, None
-        self._held.hold(request_id, len(block_ids))
+        self._held.hold(request_id, block_ids)
         draft, fingerprint = secrets.token_hex(16), self._fingerprint
         self._save(
             SaveJob(

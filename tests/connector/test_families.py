@@ -11,7 +11,9 @@ from baton_kv.contract import params_to_save
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 FAMILIES = ("gemma", "gemma3", "qwen2", "mistral", "llama", "deepseek")
-MORE: dict[str, dict[str, object]] = {"deepseek": {"block_size": 16}}  # MLA: all heads share one latent
+MORE: dict[str, dict[str, object]] = {  # MLA: all heads share one latent
+    "deepseek": {"block_size": 16, "attention_backend": "CPU_MLA"}
+}
 LENGTHS = (1, 27, 28, 59, 130, 400)
 
 

@@ -48,7 +48,9 @@ def test_a_change_of_bytes_time_or_inode_is_read_again(
     before = known.digest(weights)
     stat = weights[1].stat()
     weights[1].write_bytes(b"\7" * 1000)
-    os.utime(weights[1], ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as `cp -p` or an unpacked archive leave it
+    os.utime(
+        weights[1], ns=(stat.st_atime_ns, stat.st_mtime_ns)
+    )  # as `cp -p` or an unpacked archive leave it
     assert known.digest(weights) == digest_of(weights) != before
     copy = tmp_path / "copy"
     copy.write_bytes(weights[0].read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -99,17 +100,32 @@ def test_the_only_save_may_hold_more_than_all_together(store: MemoryStore) -> No
     assert not finishes(engine, "b", [4, 5, 7, 8])
 
 
-def test_blocks_are_free_soon_while_a_save_is_young(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A running request must not wait for a save that hangs with its device."""
+def test_blocks_that_requests_share_are_held_once(store: MemoryStore) -> None:
+    """Many that start from one resident context and all save hold its blocks together."""
     engine = Engine(store)
-    engine.save(params_to_save(), [1, 2, 3, 6])
-    assert not engine.scheduler.blocks_free_soon, "its save has ended"
-    assert finishes(engine, "b", [4, 5, 7, 8])
-    assert engine.scheduler.blocks_free_soon
-    monkeypatch.setattr(held_blocks, "SAVED_WITHIN_S", 0.0)
-    assert not engine.scheduler.blocks_free_soon
+    engine.scheduler = SchedulerRole(store, SECRET, "one", BLOCK, held_blocks=6)
+    assert finishes(engine, "a", [1, 2, 3, 6])
+    assert finishes(engine, "b", [1, 2, 3, 7])
+    assert finishes(engine, "c", [1, 2, 3, 8])
+    assert not finishes(engine, "d", [1, 2, 3, 9])
+
+
+def test_blocks_are_free_soon_while_saves_make_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running request must not wait for a device that hangs, however many saves still begin."""
+    now = 100.0
+    monkeypatch.setattr(held_blocks, "time", SimpleNamespace(monotonic=lambda: now))
+    held = held_blocks.HeldBlocks(8)
+    assert not held.free_soon
+    held.hold("a", [1, 2])
+    now += 0.9
+    assert held.free_soon
+    held.hold("b", [3])
+    now += 0.9
+    assert not held.free_soon, "a young save behind one that hangs"
+    held.release("a")
+    assert held.free_soon
+    held.release("b")
+    assert not held.free_soon, "nothing is held"
 
 
 def test_the_last_sampled_token_has_no_kv(store: MemoryStore) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 FAMILIES = ("qwen2", "mistral", "gemma", "llama", "llama-4-heads", "gemma3", "deepseek")
+DRAFT = "llama-4-heads-draft"
 
 if __name__ == "__main__":
     import torch
@@ -57,8 +58,13 @@ if __name__ == "__main__":
             **shape | {"num_attention_heads": 4, "num_key_value_heads": 4}, tie_word_embeddings=False
         ),
     }
-    for number, family in enumerate(FAMILIES):
-        torch.manual_seed(number)
+    configs[DRAFT] = configs["llama-4-heads"]
+    for number, family in enumerate((*FAMILIES, DRAFT)):
+        torch.manual_seed(FAMILIES.index("llama-4-heads") if family == DRAFT else number)
         model = AutoModelForCausalLM.from_config(configs[family], dtype=torch.float32)
+        if family == DRAFT:  # agrees with the model often, and not always
+            with torch.no_grad():
+                for weights in model.parameters():
+                    weights += 0.003 * torch.randn_like(weights)
         model.save_pretrained(Path(folder) / family)
         AutoTokenizer.from_pretrained(source).save_pretrained(Path(folder) / family)

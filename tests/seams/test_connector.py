@@ -12,7 +12,12 @@ import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -121,8 +126,13 @@ def test_what_cannot_be_exact_is_refused_at_the_start(
     engine_facts.require_supported(config(), one)  # DeepSeek V2 and V3
     for packed in ({"is_index_group_leader": True}, {"state_content_bytes": 656}, {"tokens_per_state": 4}):
         one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=dataclasses.replace(latent, **packed))]
-        with pytest.raises(ValueError, match="MLA"):
+        with pytest.raises(ValueError, match="MLA with an indexer"):
             engine_facts.require_supported(config(), one)
+    other = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    differ = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"model": full, "draft": other})
+    one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=differ)]
+    with pytest.raises(ValueError, match="draft model with the KV heads"):
+        engine_facts.require_supported(config(), one)
     chunked = FullAttentionSpec(
         block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32, attention_chunk_size=64
     )

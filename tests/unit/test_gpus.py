@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.config.gpu_memory import gpu_shares
+from baton.config.gpu_memory import gpu_shares, gpus_of
 from baton.config.groups import EngineSettings
 from baton.config.settings import Settings, load_settings
 from baton.doctor import gpus as doctor_gpus
@@ -64,6 +64,12 @@ def test_an_engine_over_two_gpus_takes_what_the_fuller_one_has() -> None:
     ("engines", "reason"),
     [
         ([engine("a", share=0.5, gpu_memory_utilization=0.5)], "mean the same"),
+        ([engine("a", device_ids=["GPU-aaaa"]), engine("b")], "by UUID and others by number"),
+        (
+            [EngineSettings(name="a", model="m", kv_cache_memory="1GiB"), engine("b")],
+            "set `gpu_share` instead",
+        ),
+        ([EngineSettings(name="a", model="m", kv_cache_memory="1GiB", gpu_share=0.3)], "instead"),
         ([engine("a", share=0.7), engine("b", share=0.4)], "a, b take 1.1 of the memory of GPU 0: lower"),
         ([engine("a", share=0.92), engine("b")], "leave nothing for b"),
     ],
@@ -115,17 +121,53 @@ def test_a_machine_that_is_well_has_no_bad_finding(tool: Path) -> None:
 
 def test_what_is_wrong_is_found(tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
-    monkeypatch.setattr(doctor_gpus, "installed", lambda _name: "2.12.0+cu130")
+    monkeypatch.setattr(doctor_gpus, "installed", lambda *_names: "13.0.96")
     (tool.parent / "says").write_text(TWO_CARDS.replace("580.65.06", "570.10"))
     busy = engine("busy", share=0.5, device_ids=[1])
-    found = findings(tool, engine("a", handoff=True), busy, engine("far", device_ids=["GPU-cccc"]))
+    found = findings(tool, engine("a", handoff=True), busy, engine("far", device_ids=[7]))
     bad = {name: finding.text + " " + finding.mend for name, finding in found.items() if finding.bad}
     assert set(bad) == {"driver", "engine busy", "engine far", "allocator", "handoffs"}
     assert "570.10 (torch needs 580 or newer)" in bad["driver"]
     assert "not free now" in bad["engine busy"]
-    assert "no GPU GPU-cccc" in bad["engine far"]
+    assert "no GPU 7" in bad["engine far"]
     assert "unset it" in bad["allocator"]
     assert "handoffs.unproven_devices = true" in bad["handoffs"]
+
+
+def test_what_is_free_is_counted_for_all_engines_of_a_gpu(tool: Path) -> None:
+    assert findings(tool, engine("a", device_ids=[1]))["engine a"].bad, "vLLM itself would refuse to start"
+    (tool.parent / "says").write_text(TWO_CARDS.replace("80995", "45000"))
+    found = findings(tool, engine("a"), engine("b"))
+    assert (found["engine a"].bad, found["engine b"].bad) == (False, True)
+
+
+def test_numbers_count_the_gpus_that_the_process_sees(tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    found = findings(tool, engine("a"), engine("b", device_ids=[1]), engine("c", device_ids=[2]))
+    assert "not free now" in found["engine a"].text
+    assert not found["engine b"].bad
+    assert "no GPU 2" in found["engine c"].text
+
+
+def test_engines_with_several_gpus_use_all_of_them() -> None:
+    assert gpus_of(engine("a", tensor_parallel_size=2, pipeline_parallel_size=2)) == ("0", "1", "2", "3")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "driver", "bad"),
+    [
+        ("13.0.96", "580.65.06", False),
+        ("13.0.96", "570.10", True),
+        ("12.8.90", "570.10", False),
+        (None, "1", False),
+    ],
+)
+def test_the_driver_is_as_new_as_torch_s_cuda_wants(
+    tool: Path, monkeypatch: pytest.MonkeyPatch, runtime: str | None, driver: str, bad: bool
+) -> None:
+    monkeypatch.setattr(doctor_gpus, "installed", lambda *_names: runtime)
+    (tool.parent / "says").write_text(TWO_CARDS.replace("580.65.06", driver))
+    assert findings(tool, engine("a"))["driver"].bad is bad
 
 
 def test_handoffs_that_were_allowed_are_no_fault(tool: Path) -> None:

@@ -21,3 +21,9 @@ def allowed_plugins() -> list[str] | None:
     """Return the vLLM plugins that `VLLM_PLUGINS` allows, as vLLM reads it; None: all of them."""
     value = os.environ.get("VLLM_PLUGINS")
     return None if value is None else value.split(",")
+
+
+def visible_gpus() -> list[str] | None:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES lists, by number or UUID; None: it is not set."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if listed is None else [name.strip() for name in listed.split(",") if name.strip()]

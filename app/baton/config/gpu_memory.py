@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import prod
 
 from baton.config.groups import EngineSettings
 from baton.errors import SettingsError
@@ -14,11 +15,12 @@ LEAST_SHARE = 0.02
 
 
 def gpus_of(engine: EngineSettings) -> tuple[str, ...]:
-    """Return the GPUs that an engine uses: its `device_ids`, else the first ones of the machine."""
+    """Return the GPUs that an engine uses: its `device_ids`, else the first ones that the process sees."""
     named = engine.args.get("device_ids")
     if isinstance(named, list) and named:
         return tuple(map(str, named))
-    return tuple(map(str, range(int(engine.args.get("tensor_parallel_size") or 1))))
+    sizes = (int(engine.args.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline", "data"))
+    return tuple(map(str, range(prod(sizes))))
 
 
 def gpu_shares(engines: Sequence[EngineSettings]) -> dict[str, float]:
@@ -28,8 +30,10 @@ def gpu_shares(engines: Sequence[EngineSettings]) -> dict[str, float]:
     without `gpu_share` that has its GPUs for itself is left out: vLLM's default holds for it.
 
     Raises:
-        SettingsError: an engine has two shares, or the engines of one GPU take more than all of it.
+        SettingsError: an engine has two shares or `kv_cache_memory` beside one, the engines of one GPU take
+            more than all of it, or GPUs are named by number here and by UUID there.
     """
+    _require_one_naming(engines)
     users: defaultdict[str, list[EngineSettings]] = defaultdict(list)
     for engine in engines:
         for gpu in gpus_of(engine):
@@ -48,11 +52,7 @@ def gpu_shares(engines: Sequence[EngineSettings]) -> dict[str, float]:
 
 
 def _named(engine: EngineSettings) -> float | None:
-    """Return the share that the settings name; None: they name none.
-
-    Raises:
-        SettingsError: they name two.
-    """
+    """Return the share that the settings name; None: they name none."""
     ours, vllms = engine.gpu_share, engine.args.get("gpu_memory_utilization")
     if ours is not None and vllms is not None:
         raise SettingsError(
@@ -69,7 +69,22 @@ def _rest(sharing: Sequence[EngineSettings]) -> float:
     return round((USABLE_SHARE - sum(named)) / unnamed, 3) if unnamed else 0.0
 
 
+def _require_one_naming(engines: Sequence[EngineSettings]) -> None:
+    named = {gpu.isdigit() for engine in engines for gpu in gpus_of(engine)}
+    if len(named) > 1:
+        raise SettingsError(
+            "engines: some name their GPUs by UUID and others by number, or not at all: "
+            "give all of them args.device_ids of one kind"
+        )
+
+
 def _require_room(gpu: str, sharing: Sequence[EngineSettings]) -> None:
+    for engine in sharing:
+        if engine.kv_cache_memory is not None and (len(sharing) > 1 or engine.gpu_share is not None):
+            raise SettingsError(
+                f"engines '{engine.name}': kv_cache_memory: with it vLLM heeds no share of GPU {gpu}: "
+                "set `gpu_share` instead"
+            )
     named = {engine.name: share for engine in sharing if (share := _named(engine)) is not None}
     total = sum(named.values())
     if len(sharing) > 1 and (total > 1 or (len(named) < len(sharing) and _rest(sharing) < LEAST_SHARE)):

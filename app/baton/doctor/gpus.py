@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from baton.config.gpu_memory import gpu_shares, gpus_of
+from baton.config.environment import visible_gpus
+from baton.config.gpu_memory import USABLE_SHARE, gpu_shares, gpus_of
 from baton.config.settings import Settings
 from baton.config.vllm_environment import allocator_remaps
 from baton.doctor.findings import Finding
@@ -40,10 +41,11 @@ def examine_gpus(settings: Settings, command: str = "nvidia-smi") -> Iterator[Fi
 
 
 def _driver(gpu: Gpu) -> Finding:
-    built = re.search(r"\+cu(\d+)\d$", installed("torch") or "")
-    series, oldest = int(gpu.driver.partition(".")[0]), DRIVERS.get(int(built[1])) if built else None
-    if built is None or oldest is None:
+    runtime = installed("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")  # comes with torch
+    oldest = DRIVERS.get(int(runtime.partition(".")[0])) if runtime else None
+    if oldest is None:
         return Finding("driver", gpu.driver)
+    series = int(gpu.driver.partition(".")[0])
     bad = series < oldest
     mend = f"install driver {oldest} or newer" if bad else ""
     return Finding("driver", f"{gpu.driver} (torch needs {oldest} or newer)", bad, mend)
@@ -57,22 +59,32 @@ def _shares(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         what, _, mend = error.message.rpartition(": ")
         yield Finding("gpu shares", what, True, mend)
         return
-    by_id = {name: gpu for gpu in gpus for name in (gpu.index, gpu.uuid)}
+    by_id = _by_id(gpus)
+    taken: defaultdict[str, float] = defaultdict(float)
     for engine in settings.engines:
         if missing := [gpu for gpu in gpus_of(engine) if gpu not in by_id]:
             mend = "correct args.device_ids or args.tensor_parallel_size"
             yield Finding(f"engine {engine.name}", f"there is no GPU {', '.join(missing)}", True, mend)
             continue
-        share = shares.get(engine.name)
-        places = ", ".join(gpus_of(engine))
-        text = f"GPU {places}: {'vLLM decides how much of it' if share is None else f'{share:g} of it'}"
-        short = share is not None and any(
-            by_id[gpu].bytes_free < share * by_id[gpu].bytes_total for gpu in gpus_of(engine)
-        )
+        share = shares.get(engine.name, USABLE_SHARE)
+        for gpu in gpus_of(engine):
+            taken[gpu] += share
+        text = f"GPU {', '.join(gpus_of(engine))}: {share:g} of it"
+        short = any(by_id[gpu].bytes_free < taken[gpu] * by_id[gpu].bytes_total for gpu in gpus_of(engine))
         mend = "end what else uses it, or lower `gpu_share`" if short else ""
         yield Finding(
             f"engine {engine.name}", f"{text}{', which is not free now' if short else ''}", short, mend
         )
+
+
+def _by_id(gpus: Sequence[Gpu]) -> dict[str, Gpu]:
+    """Return the GPUs by what `device_ids` may call them: numbers count what CUDA_VISIBLE_DEVICES lists."""
+    found = {name: gpu for gpu in gpus for name in (gpu.index, gpu.uuid)}
+    visible = visible_gpus()
+    if visible is None:
+        return found
+    seen = {str(number): found[name] for number, name in enumerate(visible) if name in found}
+    return {gpu.uuid: gpu for gpu in seen.values()} | seen
 
 
 def _handoffs(settings: Settings) -> Iterator[Finding]:
