@@ -75,9 +75,8 @@ class KVBlocks:
 
     Args:
         layers: the KV tensors in the order of the model's layers, each `[blocks, heads, tokens, values]` of
-            any dtype and layout (with MLA one head, the latent that all share), or `[blocks, bytes]` for a
-            layer whose KV has no heads. A block of the pool may be split into several rows (kernel blocks),
-            one after the other.
+            any dtype and layout, or `[blocks, bytes]` for a layer whose KV has no heads. A block of the pool
+            may be split into several rows (kernel blocks), one after the other.
         count: number of blocks in the pool; None takes the first tensor's first dimension.
         shard: the heads that this rank holds; None for all heads, without tensor parallelism.
 

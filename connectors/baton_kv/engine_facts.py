@@ -57,15 +57,15 @@ def require_supported(
             "baton_kv: layers whose KV heads or head sizes differ are not supported; with speculative "
             "decoding use a draft model with the KV heads and head size of the model, or n-grams"
         )
-    if len(specs) == 1 and isinstance(specs[0], MLAAttentionSpec) and not _is_stored_whole(specs[0]):
+    if any(isinstance(spec, MLAAttentionSpec) for spec in specs):
         raise ValueError(
-            "baton_kv: MLA with an indexer, or with its KV in a packed format, is not supported; where only "
-            'kv_cache_dtype packs it, set that to "auto"'
+            "baton_kv: models with MLA (DeepSeek) are not supported: with their KV loaded, vLLM's CPU "
+            "backend gave other answers; set handoff = false"
         )
     if len(specs) != 1 or not _is_stored_whole(specs[0]):
         raise ValueError(
-            "baton_kv: only models with full attention or MLA are supported, or with full attention beside "
-            "sliding windows; not windows or running states alone, and no chunked attention"
+            "baton_kv: only models with full attention are supported, or with full attention beside sliding "
+            "windows; not windows or running states alone, and no chunked attention"
         )
     if not current_platform.is_cpu() and not (unproven_devices and current_platform.is_cuda()):
         raise ValueError(
@@ -84,13 +84,6 @@ def _is_stored_whole(spec: Any) -> bool:
     vLLM stores windowed layers beside full ones as full attention if a connector is no `SupportsHMA`
     (`vllm.v1.core.kv_cache_utils.unify_hybrid_kv_cache_specs`); the layers keep their windows.
     """
-    if type(spec) is MLAAttentionSpec:  # without the indexer and the packed formats of DeepSeek V3.2 and V4
-        return (
-            spec.tokens_per_state == 1
-            and spec.state_content_bytes is None
-            and spec.model_version is None
-            and not spec.is_index_group_leader
-        )
     return type(spec) is FullAttentionSpec and spec.attention_chunk_size is None
 
 
@@ -156,8 +149,7 @@ def head_shard(config: VllmConfig, kv_cache_config: KVCacheConfig) -> HeadShard 
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     if getattr(spec, "num_head_slots", None) is not None:
         raise ValueError("baton_kv: this model's heads cannot be shared out; set tensor_parallel_size to 1")
-    # With MLA every rank holds the one latent that all heads share.
-    total = 1 if type(spec) is MLAAttentionSpec else config.model_config.get_total_num_kv_heads()
+    total = config.model_config.get_total_num_kv_heads()
     try:
         return HeadShard.of_rank(total, config.parallel_config.rank, ranks)
     except LayoutRefused as error:
@@ -196,7 +188,7 @@ def _long_rope(model: Any) -> int | None:
 
 def _packing(dtype: torch.dtype, spec: Any, kv_dtype: str) -> str:
     """Return how the attention backend packs a block; on CPUs this depends on the instruction set."""
-    if not current_platform.is_cpu() or type(spec) is MLAAttentionSpec:
+    if not current_platform.is_cpu():
         return "plain"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

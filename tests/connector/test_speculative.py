@@ -53,7 +53,9 @@ def goes_on(engine: OfflineEngine, case: Case, params: dict[str, Any]) -> None:
 def test_guessed_tokens_change_nothing_that_is_handed_over(models: Path, tmp_path: Path, method: str) -> None:
     """An engine that guesses hands over to itself; with n-grams also to one that does not, and back."""
     store = tmp_path / "store"
-    usual = {"model": str(models / "llama-4-heads"), "enable_prefix_caching": False, "max_model_len": 512}
+    # SmolLM2 goes on with what repeats, which a random model does not: it takes guesses from the prompt.
+    model = None if method == "ngram" else str(models / "llama-4-heads")
+    usual: dict[str, Any] = {"model": model, "enable_prefix_caching": False, "max_model_len": 512}
     with OfflineEngine(store, **usual) as plain:
         cases, of_plain = [], []
         for length in LENGTHS:

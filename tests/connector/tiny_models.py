@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-FAMILIES = ("qwen2", "mistral", "gemma", "llama", "llama-4-heads", "gemma3", "deepseek")
+FAMILIES = ("qwen2", "mistral", "gemma", "llama", "llama-4-heads", "gemma3")
 DRAFT = "llama-4-heads-draft"
 
 if __name__ == "__main__":
@@ -13,7 +13,6 @@ if __name__ == "__main__":
     from transformers import (
         AutoModelForCausalLM,
         AutoTokenizer,
-        DeepseekV3Config,
         Gemma3TextConfig,
         GemmaConfig,
         LlamaConfig,
@@ -43,16 +42,6 @@ if __name__ == "__main__":
             tie_word_embeddings=True,
             sliding_window=64,
             layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-        ),
-        "deepseek": DeepseekV3Config(  # the one size of latents that vLLM's kernel for CPUs was built for
-            **shape | {"num_key_value_heads": 2, "head_dim": 64},
-            tie_word_embeddings=False,
-            first_k_dense_replace=2,  # no layer of experts
-            q_lora_rank=None,
-            kv_lora_rank=512,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=64,
-            v_head_dim=64,
         ),
         "llama-4-heads": LlamaConfig(
             **shape | {"num_attention_heads": 4, "num_key_value_heads": 4}, tie_word_embeddings=False
