@@ -1,4 +1,4 @@
-"""What a handoff is worth to B, to chains and fan-outs, and what leaving one costs A. `make bench-handoff`.
+"""Measure what handoffs save B, chains and fan-outs, and what saving one costs A. `make bench-handoff`.
 
 One gateway with four engines of the same real weights in the dtype that suits the processor: two without a
 prefix cache, so that nothing but the handoff can help; one with, to hold handoffs against the engine's own

@@ -1,4 +1,4 @@
-"""What a latent step costs, and whether it helps. `make bench-latent`.
+"""Measure what a latent step costs, and whether it helps. `make bench-latent`.
 
 `steps`: plain vLLM in this process, the stock class beside the one that thinks, rounds alternating.
 `pipeline` and `tasks`: a gateway over SmolLM2 without a prefix cache, so that nothing but the handoff saves

@@ -1,4 +1,4 @@
-"""What a handed-over picture saves B, and what the cache of processed pictures saves everybody.
+"""Measure what a handed-over image saves B, and what the cache of processed images saves everybody.
 
 `make bench-vision`. One gateway with engines of the same weights: two without a prefix cache, so that nothing
 but the handoff can help; one of them without the cache of processed pictures too. What is compared alternates

@@ -1,4 +1,4 @@
-"""Who takes part in the demo, and the ways in which a context gets from one to the next."""
+"""Define the agents of the demo, and the ways in which a context gets from one to the next."""
 
 from __future__ import annotations
 

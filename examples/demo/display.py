@@ -1,4 +1,4 @@
-"""What is shown while the agents work: panels that live on a terminal, plain lines elsewhere."""
+"""Show the agents at work: panels that live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo measured, side by side."""
+"""Lay out what the demo measured, side by side."""
 
 from __future__ import annotations
 

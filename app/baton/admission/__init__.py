@@ -1,1 +1,1 @@
-"""Who may call and when: API keys, limits of tenants, fair queues, memory for bodies."""
+"""Decide who may call and when: API keys, limits of tenants, fair queues, memory for bodies."""
