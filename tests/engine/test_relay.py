@@ -69,7 +69,7 @@ def test_the_sdk_streams_and_gets_the_handoff_at_the_end(
             extra_body={"handoff": {"from": read[0]["id"], "save": True}},
         )
         chunks = list(stream)
-    last = told(chunks[-1])
+    last = once_saved(gateway, told(chunks[-1]))
     assert (last["parent"], last["state"]) == (read[0]["id"], "ready")
     assert last["tokens"] > len(read[1]) + 6
     whole = ask(gateway, "reader", " And then", handoff={"from": read[0]["id"]}, max_tokens=6)
@@ -259,7 +259,7 @@ def test_a_stop_string_ends_the_context_where_the_answer_ends(gateway: RealGatew
             stream=stream,
             extra_body={"handoff": {"save": True}},
         )
-        handoff = told(list(left)[-1] if isinstance(left, openai.Stream) else left)
+        handoff = once_saved(gateway, told(list(left)[-1] if isinstance(left, openai.Stream) else left))
     assert (handoff["state"], handoff["bytes"] > 0) == ("ready", True)
     relayed = ask(gateway, "writer", " and", handoff={"from": handoff["id"]})
     source = told(relayed)["source"]

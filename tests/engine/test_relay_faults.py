@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import re
 import time
@@ -293,12 +294,17 @@ def test_a_clients_transfer_fields_never_reach_an_engine(gateway: RealGateway) -
 def test_the_planner_turns_to_computing_when_the_store_is_slow_and_back(
     gateway: RealGateway, folder: Path, speed: Path
 ) -> None:
-    """Entries of 20 MB, as they are read at 5 MB a second, against a prefill of half a second."""
-    loads_again(gateway, 6000)
+    """Entries of 20 MB, as they are read at 5 MB a second, against a prefill of half a second.
 
-    def decisions(first: int) -> list[dict[str, Any]]:
-        found = []
-        for number in range(first, first + 5):
+    A machine that does other things measures worse, and needs more requests to see what has changed.
+    """
+    loads_again(gateway, 6000)
+    numbers = itertools.count()
+
+    def decisions(until: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        while len(found) < 5 or (found[-1]["decision"] != until and len(found) < 20):
+            number = next(numbers)
             fresh = leave(gateway, 700 + number)  # nothing of it is resident in the engine
             answer = ask(gateway, "slow", " and", handoff={"from": fresh["id"]})
             assert ids(answer)[1] == ids(ask(gateway, "reader", ids(answer)[0]))[1]
@@ -308,11 +314,11 @@ def test_the_planner_turns_to_computing_when_the_store_is_slow_and_back(
         return found
 
     speed.write_text(str(SLOW))
-    slow = decisions(0)
+    slow = decisions("recompute")
     assert slow[-1]["decision"] == "recompute"
     assert slow[-1]["estimated_load_ms"] > slow[-1]["estimated_prefill_ms"]
     speed.unlink()
-    back = decisions(5)
-    told_ = [row["decision"] for row in (*slow, *back)]
-    print(f"\nplanner: at 5 MB/s {told_[:5]}, at full speed again {told_[5:]}")
+    back = decisions("load")
+    at_5, again = ([row["decision"] for row in rows] for rows in (slow, back))
+    print(f"\nplanner: at 5 MB/s {at_5}, at full speed again {again}")
     assert back[-1]["decision"] == "load"
