@@ -11,8 +11,9 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import TransferRequest
 from baton.engines.throughput import Throughput
 from baton.engines.transfers import TransferWatch
-from baton.handoffs.planner import Choice, Planner
+from baton.handoffs.planner import Choice, Decision, Planner
 from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.sessions import entry_to_name
 from baton.telemetry.metrics import TransferMetrics
 
 MIB = 1024 * 1024
@@ -39,6 +40,31 @@ def engine_that_prefills(tokens_per_s: float) -> FakeEngine:
     engine = FakeEngine("a")
     engine.throughput.prefilled(TOKENS, TOKENS / tokens_per_s)
     return engine
+
+
+def test_the_source_is_named_to_load_it_or_to_save_only_what_continues_it() -> None:
+    source, target = record(), record()
+    load, recompute = Decision(Choice.LOAD), Decision(Choice.RECOMPUTE, 0)
+    a_little = Decision(Choice.RECOMPUTE, 50)
+    for decision, saved, named in (
+        (load, None, True),
+        (recompute, None, False),
+        (recompute, target, True),
+        (a_little, None, True),
+    ):
+        assert entry_to_name(source, decision, saved) == (source.key if named else None)
+    assert entry_to_name(None, None, target) is None
+
+
+def test_where_a_little_cannot_be_loaded_all_is_to_see_whether_the_store_is_still_slow() -> None:
+    """Windowed layers have the blocks of a context's end alone: a prefix of it is never loaded."""
+    engine, planner = engine_that_prefills(1000), Planner()
+    for _ in range(3):
+        engine.throughput.loaded(SIZE, SIZE / 5e6)
+    few = TOKENS // 20
+    assert [planner.decide(engine, record()).limit for _ in range(8)] == [0, few, 0, few, 0, few, 0, None]
+    engine.throughput.loaded(SIZE, SIZE / 5e6)
+    assert [planner.decide(engine, record()).limit for _ in range(2)] == [0, few]
 
 
 def test_what_was_thought_is_loaded_however_slow_the_store_is() -> None:

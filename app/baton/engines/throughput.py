@@ -13,9 +13,14 @@ MIN_PREFILL_TOKENS = 64
 
 
 class Throughput:
-    """Medians of the last few measurements: one outlier changes nothing, a lasting change shows soon."""
+    """Medians of the last few measurements: one outlier changes nothing, a lasting change shows soon.
+
+    Attributes:
+        loads: number of loads measured so far.
+    """
 
     def __init__(self) -> None:
+        self.loads = 0
         self._prefills: deque[float] = deque(maxlen=PREFILLS_KEPT)
         self._loads: deque[float] = deque(maxlen=LOADS_KEPT)
         self._latent: deque[float] = deque(maxlen=LATENT_KEPT)
@@ -28,6 +33,7 @@ class Throughput:
     def loaded(self, size: int, seconds: float) -> None:
         """Record a load of `size` bytes of KV that took `seconds`."""
         if size > 0 and seconds > 0:
+            self.loads += 1
             self._loads.append(seconds / size)
 
     def load_failed(self, size: int, seconds: float) -> None:

@@ -13,6 +13,8 @@ MEASURE_EVERY = 2
 """Every so many recomputed requests, one loads a little, so that the loading rate stays measured."""
 MEASURE_BYTES = 1024 * 1024
 """Bytes of KV that such a request loads."""
+MEASURE_TRIES = 3
+"""If so many of these brought no measurement, the next one loads all of its KV."""
 
 
 class Choice(StrEnum):
@@ -61,6 +63,7 @@ class Planner:
 
     def __init__(self) -> None:
         self._recomputed: Counter[str] = Counter()
+        self._tries: dict[str, tuple[int, int]] = {}
 
     def decide(self, engine: Engine, record: HandoffRecord) -> Decision:
         """Decide whether an engine loads a handoff's KV or prefills it."""
@@ -73,7 +76,17 @@ class Planner:
             self._recomputed[engine.name] = 0
             return Decision(Choice.LOAD, None, load_s, prefill_s)
         self._recomputed[engine.name] += 1
-        limit = 0
-        if self._recomputed[engine.name] % MEASURE_EVERY == 0:
-            limit = max(1, MEASURE_BYTES * len(record.tokens) // record.bytes)
+        limit = self._measure(engine, record) if self._recomputed[engine.name] % MEASURE_EVERY == 0 else 0
         return Decision(Choice.RECOMPUTE, limit, load_s, prefill_s)
+
+    def _measure(self, engine: Engine, record: HandoffRecord) -> int | None:
+        """Return how many tokens are loaded to measure the rate; None: all, as a few brought no measurement.
+
+        Of a model with sliding windows nothing is loaded unless everything is.
+        """
+        loads, tries = self._tries.get(engine.name, (-1, 0))
+        tries = tries + 1 if loads == engine.throughput.loads else 1
+        self._tries[engine.name] = (engine.throughput.loads, tries)
+        if tries > MEASURE_TRIES:
+            return None
+        return max(1, MEASURE_BYTES * len(record.tokens) // record.bytes)
