@@ -22,6 +22,7 @@ import torch
 from servers import machine
 
 from baton_kv.blocks import KVBlocks
+from baton_kv.cache_groups import GroupBlocks
 from baton_kv.contract import new_key
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.secret import store_secret
@@ -45,14 +46,15 @@ class Pool:
     def save(self, key: str, tokens: int) -> float:
         """Save so many tokens' blocks; the seconds it took, as the worker reports them."""
         ids = tuple(range(1, 1 + -(-tokens // BLOCK)))
+        blocks = (GroupBlocks(0, ids),)
         return self._run(
-            StepJobs(saves=[SaveJob("a", key, tuple(range(tokens)), tokens, ids, "bench", "0" * 32)])
+            StepJobs(saves=[SaveJob("a", key, tuple(range(tokens)), tokens, blocks, "bench", "0" * 32)])
         )
 
     def load(self, key: str, tokens: int) -> float:
         """Load them; the seconds it took, as the worker reports them."""
         ids = tuple(range(1, 1 + -(-tokens // BLOCK)))
-        return self._run(StepJobs(loads=[LoadJob("b", key, 0, ids, tokens, "bench")]))
+        return self._run(StepJobs(loads=[LoadJob("b", key, (GroupBlocks(0, ids),), tokens, "bench")]))
 
     def _run(self, jobs: StepJobs) -> float:
         self._worker.start(jobs)

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from baton_kv.blocks import KVBlocks
+from baton_kv.cache_groups import GroupBlocks
 from baton_kv.contract import new_key
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.secret import store_secret
@@ -40,6 +41,7 @@ LAYOUTS = {
 """vLLM's layouts (`vllm.v1.kv_cache_layout`): the order of layer, block, head, token and value in memory."""
 LATE_MS = 300
 IDS = (7, 3, 500, 11, *range(100, 220))
+BLOCKS_MOVED = (GroupBlocks(0, IDS),)
 GIB = 2**30
 
 
@@ -98,11 +100,13 @@ class Trial:
             self.worker._copies.fence = lambda: done  # type: ignore[method-assign]  # the control
 
     def save(self) -> float:
-        save = SaveJob("a", self.key, tuple(range(len(IDS) * TOKENS)), 1, IDS, "bench", secrets.token_hex(16))
+        save = SaveJob(
+            "a", self.key, tuple(range(len(IDS) * TOKENS)), 1, BLOCKS_MOVED, "bench", secrets.token_hex(16)
+        )
         return self._run(StepJobs(saves=[save]))
 
     def load(self) -> float:
-        return self._run(StepJobs(loads=[LoadJob("b", self.key, 0, IDS, len(IDS) * TOKENS, "bench")]))
+        return self._run(StepJobs(loads=[LoadJob("b", self.key, BLOCKS_MOVED, len(IDS) * TOKENS, "bench")]))
 
     def _run(self, jobs: StepJobs) -> float:
         self.worker.start(jobs)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from baton_kv.cache_groups import FULL_ATTENTION, CacheGroup
 from baton_kv.entry_format import LayerShape
 
 
@@ -79,18 +80,27 @@ class KVBlocks:
             may be split into several rows (kernel blocks), one after the other.
         count: number of blocks in the pool; None takes the first tensor's first dimension.
         shard: the heads that this rank holds; None for all heads, without tensor parallelism.
+        groups: the model's cache groups.
+        group_of: index of each layer's cache group; None: all are in the first.
 
     Attributes:
         count: number of blocks in the pool.
         shapes: the shape of each layer in the whole model.
+        groups: the model's cache groups.
 
     Raises:
         LayoutRefused: a tensor has another shape, or values that are not contiguous.
     """
 
     def __init__(
-        self, layers: Sequence[torch.Tensor], count: int | None = None, shard: HeadShard | None = None
+        self,
+        layers: Sequence[torch.Tensor],
+        count: int | None = None,
+        shard: HeadShard | None = None,
+        groups: tuple[CacheGroup, ...] = FULL_ATTENTION,
+        group_of: Sequence[int] | None = None,
     ) -> None:
+        self.groups = groups
         self.count = layers[0].shape[0] if count is None else count
         self._layers = [_by_head(layer, self.count) for layer in layers]
         self._shards = [shard or HeadShard(0, layer.shape[0], layer.shape[0]) for layer in self._layers]
@@ -100,17 +110,24 @@ class KVBlocks:
                     f"a KV tensor has {layer.shape[0]} heads, this rank should hold {held.count}"
                 )
         self.shapes = tuple(
-            LayerShape(held.total, layer[0, 0].numel())
-            for layer, held in zip(self._layers, self._shards, strict=True)
+            LayerShape(held.total, layer[0, 0].numel(), group)
+            for layer, held, group in zip(
+                self._layers, self._shards, group_of or [0] * len(layers), strict=True
+            )
         )
 
     def __len__(self) -> int:
         return len(self._layers)
 
-    @property
-    def block_bytes(self) -> int:
-        """Return the bytes that this rank writes of one block; those of all ranks are the whole block."""
-        return sum(len(self.writes(layer)) * shape.slab_bytes for layer, shape in enumerate(self.shapes))
+    def bytes_of(self, counts: Sequence[int]) -> int:
+        """Return the bytes that this rank writes of so many blocks of each cache group.
+
+        Those of all ranks are the whole blocks.
+        """
+        return sum(
+            len(self.writes(layer)) * shape.slab_bytes * counts[shape.group]
+            for layer, shape in enumerate(self.shapes)
+        )
 
     @property
     def rows_a_block(self) -> int:
@@ -131,13 +148,24 @@ class KVBlocks:
         return self._layers[0].device
 
     @property
-    def largest_chunk(self) -> int:
-        """Return the bytes of the largest chunk of slabs that is copied at once."""
-        return max(shape.chunk_blocks * shape.slab_bytes for shape in self.shapes)
+    def largest_run(self) -> int:
+        """Return the bytes of this rank's heads in the largest run of blocks, which is copied at once."""
+        return max(
+            len(self.heads(layer)) * shape.run_blocks * shape.slab_bytes
+            for layer, shape in enumerate(self.shapes)
+        )
 
-    def pool(self, layer: int, head: int) -> torch.Tensor:
-        """Return a head of a layer, by its number in the model: uint8 `[blocks, rows, tokens, bytes]`."""
-        return self._layers[layer][head - self._shards[layer].first]
+    def pool(self, layer: int, heads: range) -> torch.Tensor:
+        """Return some heads of a layer, uint8 `[heads, blocks, rows, tokens, bytes]`.
+
+        Args:
+            layer: index of the layer.
+            heads: numbers of the heads in the whole model, all of which this rank holds.
+        """
+        if heads == self.heads(layer):
+            return self._layers[layer]
+        first = heads.start - self._shards[layer].first
+        return self._layers[layer][first : first + len(heads)]
 
 
 def _by_head(layer: torch.Tensor, count: int) -> torch.Tensor:

@@ -16,12 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.request import RequestStatus
 
 from baton_kv.blocks import KVBlocks, LayoutRefused
-from baton_kv.engine_facts import facts_of, head_shard, layers_of, require_supported
+from baton_kv.engine_facts import cache_groups, facts_of, head_shard, layers_of, require_supported
 from baton_kv.entry_format import MAX_IDENTIFIER, ImageRef
 from baton_kv.envelopes import StepMetadata, TransferStats, WorkerLayout, WorkerReport
 from baton_kv.fingerprint import fingerprint
@@ -54,7 +55,7 @@ MAX_HELD_SHARE = 0.5
 """Share of the engine's blocks that saves may keep from other requests."""
 
 
-class BatonConnector(KVConnectorBase_V1):
+class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves finished requests' KV as entries and loads entries into later requests.
 
     Raises:
@@ -90,7 +91,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._kv_cache_config
-        layers = layers_of(config, kv_caches)
+        layers, group_of = layers_of(config, kv_caches)
         shard = head_shard(self._vllm_config, config)
         if (memory := self._latent_memory()) is not None:  # hidden states from which latent steps start
             if self._ranks > 1:
@@ -105,8 +106,9 @@ class BatonConnector(KVConnectorBase_V1):
                 )
             seeds = memory.layers_like(first, self._block_size)
             layers |= {f"latent.{number}": seed for number, seed in enumerate(seeds)}
+            group_of += [0] * len(seeds)
         try:
-            blocks = KVBlocks(list(layers.values()), config.num_blocks, shard)
+            blocks = KVBlocks(list(layers.values()), config.num_blocks, shard, cache_groups(config), group_of)
         except LayoutRefused as error:
             raise ValueError(f"baton_kv: this model's KV cannot be handed over: {error}") from None
         self._layout = WorkerLayout(tuple(layers), blocks.shapes, blocks.rows_a_block)
@@ -217,6 +219,7 @@ class BatonConnector(KVConnectorBase_V1):
             fingerprint(facts),
             self._block_size,
             self._ranks,
+            groups=cache_groups(self._kv_cache_config),
             held_blocks=int(self._kv_cache_config.num_blocks * MAX_HELD_SHARE),
         )
 
@@ -240,7 +243,7 @@ class BatonConnector(KVConnectorBase_V1):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         if num_external_tokens > 0:
-            self._planning.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+            self._planning.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._encoded += sum(map(len, scheduler_output.scheduled_encoder_inputs.values()))
@@ -256,6 +259,11 @@ class BatonConnector(KVConnectorBase_V1):
         return self._planning.blocks_free_soon
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         images = images_of(request)
         return self._planning.finished(
             request.request_id,

@@ -23,18 +23,29 @@ Fence = Any
 
 
 class Staging(Protocol):
-    """What one thread copies with. A pool is one head of a layer, uint8 `[blocks, rows, tokens, bytes]`."""
+    """What one thread copies with.
+
+    A pool is some heads of a layer, uint8 `[heads, blocks, rows, tokens, bytes]`. Slabs are given by head,
+    those of one head by block.
+    """
 
     def buffer(self, size: int) -> memoryview:
         """Return host memory to read an entry's bytes into, valid until the next call of `buffer`."""
         ...
 
     def gather(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return one slab for each block id, valid until the next call of `gather`."""
+        """Return the slabs of these blocks, valid until the next call of `gather`."""
         ...
 
-    def scatter(self, pool: torch.Tensor, block_ids: Sequence[int], data: memoryview) -> None:
-        """Write as many slabs into these blocks; `data` may be overwritten when this returns."""
+    def scatter(self, pool: torch.Tensor, block_ids: Sequence[int], data: memoryview, skip: int = 0) -> None:
+        """Write slabs into these blocks; `data` may be overwritten when this returns.
+
+        Args:
+            pool: the heads.
+            block_ids: blocks of the pool.
+            data: slabs, as many of each head.
+            skip: of each head, the first slabs that are left out.
+        """
         ...
 
     def rows(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview] | None:
@@ -68,21 +79,20 @@ class HostStaging:
     def gather(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview]:
         if (rows := self.rows(pool, block_ids)) is not None:
             return rows
-        slabs = pool.numpy()
-        return [memoryview(slabs[block].reshape(-1)) for block in block_ids]
+        return [memoryview(head[block].reshape(-1)) for head in pool.numpy() for block in block_ids]
 
-    def scatter(self, pool: torch.Tensor, block_ids: Sequence[int], data: memoryview) -> None:
+    def scatter(self, pool: torch.Tensor, block_ids: Sequence[int], data: memoryview, skip: int = 0) -> None:
         # numpy copies in this thread; torch would wake its thread pool, which the model needs.
         target = pool.numpy()
-        slabs = numpy.frombuffer(data, numpy.uint8).reshape(len(block_ids), *pool.shape[1:])
-        for block_id, slab in zip(block_ids, slabs, strict=True):
-            numpy.copyto(target[block_id], slab)
+        slabs = numpy.frombuffer(data, numpy.uint8).reshape(len(target), -1, *target.shape[2:])
+        for position, block_id in enumerate(block_ids, skip):
+            numpy.copyto(target[:, block_id], slabs[:, position])
 
     def rows(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview] | None:
-        if not pool[0].is_contiguous():
+        if not pool[0, 0].is_contiguous():
             return None
-        slabs = pool.numpy()
-        return [memoryview(slabs[block].reshape(-1)) for block in block_ids]
+        slabs = pool.numpy().reshape(*pool.shape[:2], -1)
+        return [memoryview(head[block]) for head in slabs for block in block_ids]
 
 
 class HostCopies:
@@ -116,7 +126,7 @@ class CudaStaging:
 
     Args:
         device: the device of the KV cache.
-        slot_bytes: bytes of each slot; no chunk of slabs is larger.
+        slot_bytes: bytes of each slot; no run of blocks is larger.
     """
 
     def __init__(self, device: torch.device, slot_bytes: int) -> None:
@@ -140,24 +150,24 @@ class CudaStaging:
         return self._host[:size]
 
     def gather(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview]:
-        size, count = pool[0].numel(), len(block_ids)
+        size, count = pool[0, 0].numel(), len(pool) * len(block_ids)
         words = in_words(pool)
         with torch.cuda.stream(self._stream):
             slot = self._on_device[: count * size]
-            gathered = slot.view(words.dtype).view(count, *words.shape[1:])
-            torch.index_select(words, 0, self._index(block_ids), out=gathered)
+            gathered = slot.view(words.dtype).view(len(pool), len(block_ids), *words.shape[2:])
+            torch.index_select(words, 1, self._index(block_ids), out=gathered)
             self._on_host[: count * size].copy_(slot, non_blocking=True)
             self._copied.record(self._stream)
         self._copied.synchronize()
         return [self._host[at : at + size] for at in range(0, count * size, size)]
 
-    def scatter(self, pool: torch.Tensor, block_ids: Sequence[int], data: memoryview) -> None:
+    def scatter(self, pool: torch.Tensor, block_ids: Sequence[int], data: memoryview, skip: int = 0) -> None:
         words = in_words(pool)
         with torch.cuda.stream(self._stream):
             slot = self._on_device[: len(data)]
             slot.copy_(torch.frombuffer(data, dtype=torch.uint8), non_blocking=True)
-            slabs = slot.view(words.dtype).view(len(block_ids), *words.shape[1:])
-            words.index_copy_(0, self._index(block_ids), slabs)
+            slabs = slot.view(words.dtype).view(len(pool), -1, *words.shape[2:])
+            words.index_copy_(1, self._index(block_ids), slabs[:, skip : skip + len(block_ids)])
             self._copied.record(self._stream)
         self._copied.synchronize()
 
@@ -174,7 +184,7 @@ class CudaCopies:
     Args:
         device: the device of the KV cache.
         threads: number of threads that copy at once.
-        slot_bytes: bytes of the largest chunk.
+        slot_bytes: bytes of the largest run of blocks.
     """
 
     def __init__(self, device: torch.device, threads: int, slot_bytes: int) -> None:
@@ -213,6 +223,6 @@ def copies_for(device: torch.device, threads: int, slot_bytes: int) -> Copies:
     Args:
         device: the device of the KV cache.
         threads: number of threads that copy at once.
-        slot_bytes: bytes of the largest chunk.
+        slot_bytes: bytes of the largest run of blocks.
     """
     return HostCopies(threads) if device.type == "cpu" else CudaCopies(device, threads, slot_bytes)

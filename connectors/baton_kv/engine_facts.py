@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from baton_kv.blocks import HeadShard, LayoutRefused
+from baton_kv.cache_groups import CacheGroup
 from baton_kv.fingerprint import weights_digest
 from baton_kv.known_digests import KnownDigests
 
@@ -19,6 +25,9 @@ NOT_OF_A_SLAB = frozenset(
     ("num_kv_heads", "max_tp_shards", "dcp_sharded", "page_size_padded", "block_stride_alignment")
 )
 """Fields of a spec that do not change what a slab holds: how heads are shared out, where blocks begin."""
+
+SPARSE_MLA = ("tokens_per_state", "model_version", "cache_role", "is_index_group_leader", "alignment")
+"""Fields of a spec that tell DeepSeek's sparse attention from plain MLA."""
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,21 +60,32 @@ def require_supported(
         )
     if parallel.nnodes > 1:
         raise ValueError("baton_kv: several nodes a model are not supported; run all its ranks on one host")
+    images = config.model_config.multimodal_config
+    if parallel.tensor_parallel_size > 1 and images is not None and images.get_limit_per_prompt("image"):
+        raise ValueError(
+            "baton_kv: images with tensor parallelism are not supported; set tensor_parallel_size to 1, or "
+            "take no images with limit_mm_per_prompt = { image = 0 }"
+        )
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if len(specs) == 1 and type(specs[0]) is UniformTypeKVCacheSpecs:
         raise ValueError(
             "baton_kv: layers whose KV heads or head sizes differ are not supported; with speculative "
             "decoding use a draft model with the KV heads and head size of the model, or n-grams"
         )
-    if any(isinstance(spec, MLAAttentionSpec) for spec in specs):
+    if current_platform.is_cpu() and any(isinstance(spec, MLAAttentionSpec) for spec in specs):
         raise ValueError(
-            "baton_kv: models with MLA (DeepSeek) are not supported: with their KV loaded, vLLM's CPU "
-            "backend gave other answers; set handoff = false"
+            "baton_kv: models with MLA (DeepSeek) are not supported on CPUs: vLLM's CPU backend decodes them "
+            "otherwise than it prefills them, so no handoff can be exact; set handoff = false"
         )
-    if len(specs) != 1 or not _is_stored_whole(specs[0]):
+    if not specs or not all(_is_attention(spec) for spec in specs):
         raise ValueError(
-            "baton_kv: only models with full attention are supported, or with full attention beside sliding "
-            "windows; not windows or running states alone, and no chunked attention"
+            "baton_kv: only models with full attention, sliding windows or MLA are supported; no running "
+            "states (Mamba), no chunked attention, no sparse attention with an index"
+        )
+    if len({(spec.block_size, spec.num_kv_heads) for spec in specs}) != 1:
+        raise ValueError(
+            "baton_kv: cache groups with different block sizes or KV heads are not supported; set "
+            "disable_hybrid_kv_cache_manager = true"
         )
     if not current_platform.is_cpu() and not (unproven_devices and current_platform.is_cuda()):
         raise ValueError(
@@ -78,13 +98,26 @@ def require_supported(
         raise ValueError('baton_kv: set "kv_load_failure_policy": "recompute" in the KV transfer config')
 
 
-def _is_stored_whole(spec: Any) -> bool:
-    """Return whether the KV of every token stays in the pool as long as its request runs.
+def _is_attention(spec: Any) -> bool:
+    """Return whether a spec is of full attention, a sliding window or MLA, and nothing derived from them."""
+    if type(spec) is SlidingWindowSpec:
+        return not spec.extra_retained_tokens
+    if type(spec) is MLAAttentionSpec:
+        plain = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=spec.dtype)
+        return all(getattr(spec, name) == getattr(plain, name) for name in SPARSE_MLA)
+    return type(spec) is FullAttentionSpec and spec.attention_chunk_size is None
 
-    vLLM stores windowed layers beside full ones as full attention if a connector is no `SupportsHMA`
+
+def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
+    """Return the model's cache groups.
+
+    Without several groups, vLLM stores windowed layers as full attention
     (`vllm.v1.core.kv_cache_utils.unify_hybrid_kv_cache_specs`); the layers keep their windows.
     """
-    return type(spec) is FullAttentionSpec and spec.attention_chunk_size is None
+    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    return tuple(
+        CacheGroup(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None) for spec in specs
+    )
 
 
 def facts_of(
@@ -100,8 +133,8 @@ def facts_of(
     Raises:
         ValueError: the weights cannot be identified.
     """
-    model, group = config.model_config, kv_cache_config.kv_cache_groups[0]
-    spec = group.kv_cache_spec
+    model, groups = config.model_config, kv_cache_config.kv_cache_groups
+    spec = groups[0].kv_cache_spec
     return {
         "vllm": vllm.__version__,
         "weights": weights_digest(model.model, model.revision, known),
@@ -110,7 +143,7 @@ def facts_of(
         "quantization": model.quantization,
         "dtype": str(model.dtype),
         "kv_dtype": config.cache_config.cache_dtype,
-        "spec": _spec_facts(spec),
+        "specs": [_spec_facts(group.kv_cache_spec) for group in groups],
         "platform": current_platform.device_name,
         "packing": _packing(model.dtype, spec, config.cache_config.cache_dtype),
         "hf_overrides": repr(model.hf_overrides),
@@ -149,7 +182,8 @@ def head_shard(config: VllmConfig, kv_cache_config: KVCacheConfig) -> HeadShard 
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     if getattr(spec, "num_head_slots", None) is not None:
         raise ValueError("baton_kv: this model's heads cannot be shared out; set tensor_parallel_size to 1")
-    total = config.model_config.get_total_num_kv_heads()
+    mla = isinstance(spec, MLAAttentionSpec)  # every rank has the one latent vector a token
+    total = 1 if mla else config.model_config.get_total_num_kv_heads()
     try:
         return HeadShard.of_rank(total, config.parallel_config.rank, ranks)
     except LayoutRefused as error:
@@ -158,19 +192,22 @@ def head_shard(config: VllmConfig, kv_cache_config: KVCacheConfig) -> HeadShard 
 
 def layers_of(
     kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return the KV tensors by name, in the model's order; layers that share one tensor appear once.
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Return the KV tensors by name and the index of each one's cache group.
+
+    They are in the order of the cache groups, then of the model. Layers of one group that share a tensor
+    appear once; layers of several groups may share memory, where each has blocks of its own.
 
     Raises:
         ValueError: a layer has no tensor.
     """
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for group in kv_cache_config.kv_cache_groups:
+    found: dict[tuple[int, int], str] = {}
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
         for name in group.layer_names:
             if name not in kv_caches:
                 raise ValueError(f"baton_kv: vLLM has not given the KV cache of layer '{name}'")
-            found.setdefault(kv_caches[name].data_ptr(), (name, kv_caches[name]))
-    return dict(found.values())
+            found.setdefault((number, kv_caches[name].data_ptr()), name)
+    return {name: kv_caches[name] for name in found.values()}, [number for number, _ in found]
 
 
 def _image_settings(model: Any) -> str | None:

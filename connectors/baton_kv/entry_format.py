@@ -6,20 +6,27 @@ read and which contains no code:
     8 bytes    length of the header, little-endian
     header     JSON: `__metadata__` with the `EntryDescription`, then the tensors
     tokens     I32 [tokens]: every token id of the context, in order
-    layer.N    U8  [heads, blocks, slab_bytes], in the order of the model's layers
-    digests    U8  [rows, 32]: one keyed BLAKE3 digest a chunk, by layer, head and position
+    layer.N    U8  [slabs, slab_bytes], in the order of the model's layers; by run, head and block
+    digests    U8  [chunks, 32]: one keyed BLAKE3 digest a chunk; by layer, run and head
     digest     U8  [32]: the digest of all the rest
 
 A slab is the KV of one head in one block, its tokens in order. Heads are numbered as in the whole model, so
 that an engine with any number of tensor-parallel ranks reads what an engine with any other has written. A
-chunk is a run of slabs of one head of one layer.
+run is as many consecutive blocks of a layer as fit 1 MiB, at least one. A chunk is the slabs of one head in
+one run. So the heads that a rank holds are read at once, and each is verified by itself.
+
+A context that continues another one does not store that again: the entry names the entries that hold its
+first blocks (`parts`), each with its digest, so that no other can take its place. The block in which both
+meet is stored again, because it holds more tokens now. Layers with a sliding window keep the last tokens'
+blocks only, all of which the entry itself holds. So each cache group has a first block of its own (`firsts`).
 
 A context is its token ids and its images. All images have the same placeholder ids, so the description names
 each image and its position.
 
 Digests are keyed BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) under the store's secret, so both
-corruption and forgery are detected. `digest` covers the key, the fingerprint, the images, the token ids and
-all chunk digests; it is verified when an entry is opened. Each chunk is verified before it is copied.
+corruption and forgery are detected. `digest` covers the key, the fingerprint, the parts, the images, the
+token ids and all chunk digests; it is verified when an entry is opened. Each chunk is verified before it is
+copied.
 
 Everything before `digests` has its place by the description alone, so several ranks write one file together.
 """
@@ -30,18 +37,17 @@ import json
 import re
 import struct
 from dataclasses import asdict, dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import pairwise
 
 import numpy
 from blake3 import blake3
 
 from baton_kv.contract import TransferError, TransferFailure
-from baton_kv.stores.base import Buffer, Reader
+from baton_kv.stores.base import MAX_SHARED, Buffer
 
 FORMAT = "baton-kv/3"
 OTHER_FORMAT = re.compile(r"baton-kv/\d{1,9}")
-CHUNK_BYTES = 1024 * 1024
+RUN_BYTES = 1024 * 1024
 DIGEST_BYTES = 32
 PAGE_BYTES = 4096
 LENGTH = struct.Struct("<Q")
@@ -52,13 +58,23 @@ MAX_NUMBER = 2**40
 MAX_TOKENS = 2**24
 MAX_CHUNKS = 2**21
 """Token ids and digests are read before they are verified, so a forged header must not ask for much."""
+DIGEST = re.compile(r"[0-9a-f]{64}")
 Tokens = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
 
 
 class EntryInvalid(TransferError):
-    """The bytes are not a valid entry; the message says why."""
+    """The bytes are not a valid entry; the message says why.
+
+    Args:
+        reason: what is wrong with them.
+        part: index of the part of the loaded entry that they are; None: they are the entry itself.
+    """
 
     failure = TransferFailure.CORRUPT
+
+    def __init__(self, reason: str, part: int | None = None) -> None:
+        super().__init__(reason)
+        self.part = part
 
 
 class EntryIncompatible(EntryInvalid):
@@ -94,15 +110,33 @@ class LayerShape:
     Attributes:
         heads: number of KV heads; 1 for a layer whose KV has no heads.
         slab_bytes: bytes of one head in one block.
+        group: index of its cache group.
     """
 
     heads: int
     slab_bytes: int
+    group: int = 0
 
     @property
-    def chunk_blocks(self) -> int:
-        """Return the number of slabs in one chunk; the last chunk of a head may hold fewer."""
-        return max(1, CHUNK_BYTES // self.slab_bytes)
+    def run_blocks(self) -> int:
+        """Return the number of blocks in one run; the last run may hold fewer."""
+        return max(1, RUN_BYTES // (self.heads * self.slab_bytes))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Blocks of a context that another entry holds.
+
+    Attributes:
+        key: key of that entry.
+        digest: its digest, hexadecimal.
+        stop: index, in the context, of the block after the last one that is taken from it. The first one is
+            the `stop` of the part before, or 0.
+    """
+
+    key: str
+    digest: str
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -115,7 +149,9 @@ class EntryDescription:
         tokens: number of token ids.
         computed: number of tokens, from the first, that have KV.
         layers: the shape of each layer, in the model's order.
-        blocks: number of blocks a layer.
+        blocks: number of blocks of the context.
+        firsts: for each cache group, the index in the context of the first block that the entry itself holds.
+        parts: the entries that hold its first blocks, in order, in groups without a window.
         images: the images of the context, in order.
         format: name and version of the format.
     """
@@ -126,106 +162,41 @@ class EntryDescription:
     computed: int
     layers: tuple[LayerShape, ...]
     blocks: int
+    firsts: tuple[int, ...] = (0,)
+    parts: tuple[Part, ...] = ()
     images: tuple[ImageRef, ...] = ()
     format: str = FORMAT
 
-    def chunks(self, layer: int) -> int:
-        """Return the number of chunks of one head of a layer."""
-        return -(-self.blocks // self.layers[layer].chunk_blocks)
+    def first(self, layer: int) -> int:
+        """Return the index, in the context, of the first block of a layer that this entry itself holds."""
+        return self.firsts[self.layers[layer].group]
 
-    def chunk(self, layer: int, index: int) -> slice:
-        """Return the range of blocks of one chunk."""
-        size = self.layers[layer].chunk_blocks
-        return slice(index * size, min((index + 1) * size, self.blocks))
+    def runs(self, layer: int) -> int:
+        """Return the number of runs of a layer."""
+        return -(-(self.blocks - self.first(layer)) // self.layers[layer].run_blocks)
+
+    def run(self, layer: int, index: int) -> range:
+        """Return the blocks of one run, by their indexes in the context."""
+        size = self.layers[layer].run_blocks
+        start = self.first(layer) + index * size
+        return range(start, min(start + size, self.blocks))
 
     @property
     def chunk_count(self) -> int:
         """Return the number of chunks of all heads of all layers."""
-        return sum(shape.heads * self.chunks(index) for index, shape in enumerate(self.layers))
+        return sum(shape.heads * self.runs(index) for index, shape in enumerate(self.layers))
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of KV in the entry."""
-        return sum(shape.heads * shape.slab_bytes for shape in self.layers) * self.blocks
+        """Return the bytes of KV that the entry itself holds."""
+        return sum(
+            shape.heads * shape.slab_bytes * (self.blocks - self.first(index))
+            for index, shape in enumerate(self.layers)
+        )
 
     def canonical(self) -> str:
         """Return the description as JSON, the same text for the same description."""
         return json.dumps(asdict(self), sort_keys=True)
-
-
-class EntryLayout:
-    """Where everything is in an entry's file; it follows from the description alone.
-
-    Args:
-        description: the entry's description.
-
-    Attributes:
-        header: the first bytes of the file: length and header, padded so that KV begins on a page.
-        tokens: offset of the token ids.
-        digests: offset of the chunk digests.
-        digest: offset of the digest of all the rest.
-        size: size of the file in bytes.
-    """
-
-    def __init__(self, description: EntryDescription) -> None:
-        self._described = description
-        self._tensors = tensors_of(description)
-        header = {"__metadata__": {"baton_kv": description.canonical()}} | self._tensors
-        text = json.dumps(header).encode()
-        text += b" " * (-(LENGTH.size + len(text) + 4 * description.tokens) % PAGE_BYTES)
-        self.header = LENGTH.pack(len(text)) + text
-        self._place(len(self.header))
-
-    @classmethod
-    def read(cls, description: EntryDescription, start: int) -> EntryLayout:
-        """Return the layout of a file whose tensors begin at offset `start`."""
-        layout = cls.__new__(cls)
-        layout._described, layout._tensors, layout.header = description, tensors_of(description), b""
-        layout._place(start)
-        return layout
-
-    def _place(self, start: int) -> None:
-        offsets: dict[str, int] = {
-            name: start + tensor["data_offsets"][0] for name, tensor in self._tensors.items()
-        }
-        self.tokens, self.digests, self.digest = (offsets[name] for name in ("tokens", "digests", "digest"))
-        self.size = self.digest + DIGEST_BYTES
-        self._layers = [offsets[f"layer.{index}"] for index in range(len(self._described.layers))]
-        rows = (
-            shape.heads * self._described.chunks(index) for index, shape in enumerate(self._described.layers)
-        )
-        self._rows = [0, *accumulate(rows)]
-
-    def slab(self, layer: int, head: int, block: int) -> int:
-        """Return the offset of a slab."""
-        described = self._described
-        return self._layers[layer] + (head * described.blocks + block) * described.layers[layer].slab_bytes
-
-    def chunk_digest(self, layer: int, head: int, index: int) -> int:
-        """Return the offset of a chunk's digest."""
-        return (
-            self.digests + (self._rows[layer] + head * self._described.chunks(layer) + index) * DIGEST_BYTES
-        )
-
-
-def tensors_of(description: EntryDescription) -> dict[str, Any]:
-    """Return the tensors of the safetensors header, which follow from the description alone."""
-    rows: list[tuple[str, str, list[int], int]] = [
-        ("tokens", "I32", [description.tokens], 4 * description.tokens),
-        *(
-            (f"layer.{index}", "U8", shape, shape[0] * shape[1] * shape[2])
-            for index, layer in enumerate(description.layers)
-            for shape in ([layer.heads, description.blocks, layer.slab_bytes],)
-        ),
-        ("digests", "U8", [description.chunk_count, DIGEST_BYTES], description.chunk_count * DIGEST_BYTES),
-        ("digest", "U8", [DIGEST_BYTES], DIGEST_BYTES),
-    ]
-    tensors: dict[str, Any] = {}
-    offset = 0
-    for name, dtype, shape, length in rows:
-        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + length]}
-        offset += length
-    return tensors
 
 
 def digest_of(secret: bytes, *parts: Buffer) -> bytes:
@@ -243,46 +214,27 @@ def entry_digest(described: str, tokens: bytes, digests: bytes, secret: bytes) -
     return digest_of(secret, sizes, *parts)
 
 
-def read_header(reader: Reader) -> tuple[EntryDescription, int]:
-    """Return an entry's description and the offset of its first tensor.
-
-    Raises:
-        EntryIncompatible: another version of this format wrote the file.
-        ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error: it is no entry.
-    """
-    (length,) = LENGTH.unpack(reader.read(0, LENGTH.size))
-    if not 0 < length <= min(MAX_HEADER_BYTES, len(reader) - LENGTH.size):
-        raise ValueError("impossible length of the header")
-    header = json.loads(reader.read(LENGTH.size, LENGTH.size + length))
-    metadata = header.pop("__metadata__")
-    fields = json.loads(metadata["baton_kv"])
-    if fields["format"] != FORMAT and OTHER_FORMAT.fullmatch(fields["format"]):
-        raise EntryIncompatible("another version of the entry format")
-    described = EntryDescription(
-        **fields
-        | {
-            "images": tuple(ImageRef(**image) for image in fields["images"]),
-            "layers": tuple(LayerShape(**layer) for layer in fields["layers"]),
-        }
-    )
-    _require_possible(described)
-    if header != tensors_of(described):
-        raise ValueError("the tensors are not those described")
-    return described, LENGTH.size + length
-
-
-def _require_possible(described: EntryDescription) -> None:
+def require_possible(described: EntryDescription) -> None:
     """Check the numbers that a header states, before anything is made of that size.
 
     Raises:
         ValueError: they cannot be those of an entry.
     """
     shapes = [number for layer in described.layers for number in (layer.heads, layer.slab_bytes)]
-    numbers = (described.tokens, described.blocks, described.computed, *shapes)
+    stops, firsts = [part.stop for part in described.parts], described.firsts
+    numbers = (described.tokens, described.blocks, described.computed, *shapes, *stops)
     if described.format != FORMAT or not all(type(number) is int and number > 0 for number in numbers):
         raise ValueError("unknown format, or impossible sizes")
     if max(numbers) > MAX_NUMBER or not 0 < len(described.layers) <= MAX_LAYERS:
         raise ValueError("impossible sizes")
+    if len(stops) > MAX_SHARED or not all(one < other for one, other in pairwise([*stops, described.blocks])):
+        raise ValueError("impossible parts")
+    if not all(type(part.key) is str and DIGEST.fullmatch(part.digest) for part in described.parts):
+        raise ValueError("impossible parts")
+    if not all(type(first) is int and 0 <= first < described.blocks for first in firsts):
+        raise ValueError("impossible first blocks")
+    if not all(type(layer.group) is int and 0 <= layer.group < len(firsts) for layer in described.layers):
+        raise ValueError("impossible cache groups")
     if described.tokens > MAX_TOKENS or described.chunk_count > MAX_CHUNKS:
         raise ValueError("impossible number of tokens or chunks")
     if described.computed > described.tokens:

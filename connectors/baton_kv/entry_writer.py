@@ -6,22 +6,24 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy
 
-from baton_kv.entry_format import DIGEST_BYTES, EntryDescription, EntryLayout, digest_of, entry_digest
-from baton_kv.stores.base import Buffer, Draft, StoreError
+from baton_kv.entry_format import DIGEST_BYTES, EntryDescription, digest_of, entry_digest
+from baton_kv.entry_layout import EntryLayout
+from baton_kv.stores.base import Draft, Piece, StoreError
 
-SlabReader = Callable[[int, int, slice], Sequence[memoryview]]
-"""Takes a layer, a head of the whole model and a range of the entry's blocks; returns a slab a block."""
+SlabReader = Callable[[int, range, range], list[memoryview]]
+"""Takes a layer, some heads of the whole model and some blocks of the context. Returns their slabs, by head
+and block, valid until the next call."""
 
 
 def write(
     description: EntryDescription, tokens: Sequence[int], slabs: SlabReader, secret: bytes
-) -> Iterator[Buffer]:
-    """Yield the parts of an entry's file, in order.
+) -> Iterator[Piece]:
+    """Yield the pieces of an entry's file, in order.
 
     Args:
         description: the entry's description.
         tokens: every token id of the context.
-        slabs: returns slabs of a head, each `slab_bytes` long; called once a chunk.
+        slabs: returns slabs, each `slab_bytes` long; called once a run.
         secret: the store's secret, 32 bytes.
     """
     ids = numpy.asarray(tokens, dtype="<i4").tobytes()
@@ -29,11 +31,11 @@ def write(
     yield ids
     digests = bytearray()
     for layer, shape in enumerate(description.layers):
-        for head in range(shape.heads):
-            for index in range(description.chunks(layer)):
-                parts = slabs(layer, head, description.chunk(layer, index))
-                digests += digest_of(secret, *parts)
-                yield from parts
+        for index in range(description.runs(layer)):
+            blocks = description.run(layer, index)
+            parts = slabs(layer, range(shape.heads), blocks)
+            digests += b"".join(chunk_digests(parts, len(blocks), secret))
+            yield parts
     yield digests
     yield entry_digest(description.canonical(), ids, bytes(digests), secret)
 
@@ -56,12 +58,19 @@ def write_share(
     """
     layout = EntryLayout(description)
     for layer in range(len(description.layers)):
-        for head in heads(layer):
-            for index in range(description.chunks(layer)):
-                blocks = description.chunk(layer, index)
-                parts = slabs(layer, head, blocks)
-                draft.write_at(layout.slab(layer, head, blocks.start), parts)
-                draft.write_at(layout.chunk_digest(layer, head, index), [digest_of(secret, *parts)])
+        mine = heads(layer)
+        for index in range(description.runs(layer)) if mine else ():
+            blocks = description.run(layer, index)
+            parts = slabs(layer, mine, blocks)
+            digests = list(chunk_digests(parts, len(blocks), secret))
+            draft.write_at(layout.slab(layer, index, mine.start, blocks.start), parts)
+            draft.write_at(layout.chunk_digest(layer, index, mine.start), digests)
+
+
+def chunk_digests(slabs: Sequence[memoryview], blocks: int, secret: bytes) -> Iterator[bytes]:
+    """Yield the digest of each head's chunk, of slabs in the order of a `SlabReader`."""
+    for start in range(0, len(slabs), blocks):
+        yield digest_of(secret, *slabs[start : start + blocks])
 
 
 def seal(draft: Draft, description: EntryDescription, tokens: Sequence[int], secret: bytes) -> None:

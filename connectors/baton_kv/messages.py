@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton_kv.entry_format import ImageRef
+from baton_kv.cache_groups import GroupBlocks
+from baton_kv.entry_format import ImageRef, Part
 
 
 @dataclass(frozen=True)
 class LoadJob:
-    """Load an entry's blocks into blocks of the pool.
+    """Load blocks of a context, from an entry and its parts, into blocks of the pool.
 
     Attributes:
         request_id: the request that waits for the load.
         key: key of the entry.
-        first_block: index of the entry's block that goes into the first of `block_ids`.
-        block_ids: blocks of the pool, in the order of the context.
+        blocks: the blocks to fill, for each cache group.
         tokens: number of tokens that the engine expects to be loaded.
         fingerprint: fingerprint that the entry must have.
         digest: the entry's digest when its token ids were compared; an entry with another digest is refused.
@@ -25,8 +25,7 @@ class LoadJob:
 
     request_id: str
     key: str
-    first_block: int
-    block_ids: tuple[int, ...]
+    blocks: tuple[GroupBlocks, ...]
     tokens: int
     fingerprint: str
     digest: str | None = None
@@ -42,10 +41,12 @@ class SaveJob:
         key: key of the entry to write.
         tokens: every token id of the context.
         computed: number of tokens, from the first, that have KV.
-        block_ids: the request's blocks of the pool, in the order of the context.
+        blocks: the request's blocks, for each cache group: all of them, or those within the window.
         fingerprint: fingerprint of the model and its KV.
         draft: name of the draft that several ranks write together.
         images: the images in the context, in order.
+        parts: the entries that hold the first blocks of the context already, which are not written again.
+        source: key of the entry that the context continues, which holds all of `parts`; empty without.
         tag: `TransferParams.tag` of the request.
     """
 
@@ -53,10 +54,12 @@ class SaveJob:
     key: str
     tokens: tuple[int, ...]
     computed: int
-    block_ids: tuple[int, ...]
+    blocks: tuple[GroupBlocks, ...]
     fingerprint: str
     draft: str
     images: tuple[ImageRef, ...] = ()
+    parts: tuple[Part, ...] = ()
+    source: str = ""
     tag: str | None = None
 
 

@@ -10,9 +10,10 @@ import secrets
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from baton_kv.cache_groups import FULL_ATTENTION, CacheGroup, GroupBlocks
 from baton_kv.contract import (
     Malformed,
     Transfer,
@@ -23,34 +24,18 @@ from baton_kv.contract import (
     params_to_load,
     parse,
 )
-from baton_kv.entry import Entry
-from baton_kv.entry_format import EntryIncompatible, EntryInvalid, ImageRef
+from baton_kv.entry_format import EntryIncompatible, EntryInvalid, ImageRef, Part
 from baton_kv.held_blocks import HeldBlocks
+from baton_kv.lookup import EntryLookup, Plan
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
-from baton_kv.prefix import common_prefix, trim_to_equal_images
 from baton_kv.rank_outcomes import RankOutcomes
-from baton_kv.stores.base import Store, StoreError
+from baton_kv.stores.base import MAX_SHARED, Store, StoreError
 
 MIN_TAIL_TOKENS = 16
 """Behind a prefix that the engine has cached, fewer tokens than this are computed faster than loaded."""
 KEYS_REMEMBERED = 1024
-
-
-@dataclass
-class Plan:
-    """What one request loads.
-
-    Attributes:
-        key: key of the entry.
-        matched: number of tokens, from the first, that the prompt shares with the entry and that have KV.
-        digest: the entry's digest when it was compared.
-        tag: `TransferParams.tag` of the request.
-    """
-
-    key: str
-    matched: int
-    digest: str
-    tag: str | None
+NULL_BLOCK = 0
+"""The engine's placeholder for freed blocks."""
 
 
 class SchedulerRole:
@@ -61,6 +46,7 @@ class SchedulerRole:
         secret: the store's secret, 32 bytes.
         fingerprint: fingerprint of this engine's model and its KV.
         block_size: tokens in a block.
+        groups: the model's cache groups.
         ranks: number of tensor-parallel ranks, each of which does every job.
         held_blocks: number of different blocks that saves may keep from other requests.
     """
@@ -73,12 +59,14 @@ class SchedulerRole:
         block_size: int,
         ranks: int = 1,
         *,
+        groups: tuple[CacheGroup, ...] = FULL_ATTENTION,
         held_blocks: int = sys.maxsize,
     ) -> None:
         self._store = store
-        self._secret = secret
+        self._lookup = EntryLookup(store, secret, fingerprint, block_size, groups)
         self._fingerprint = fingerprint
         self._block_size = block_size
+        self._groups = groups
         self._plans: dict[str, Plan | None] = {}
         self._jobs = StepJobs()
         self._loading: set[str] = set()
@@ -126,7 +114,7 @@ class SchedulerRole:
         if wanted is None or wanted.load is None:
             return None
         try:
-            return self._plan_with(wanted.load, wanted, prompt, images)
+            return self._lookup.plan(wanted.load, wanted, prompt, images)
         except (EntryInvalid, StoreError) as error:
             if isinstance(error, EntryInvalid) and not isinstance(error, EntryIncompatible):
                 self._store.quarantine(wanted.load)
@@ -135,43 +123,43 @@ class SchedulerRole:
             )
             return None
 
-    def _plan_with(
-        self, key: str, wanted: TransferParams, prompt: Sequence[int], images: Sequence[ImageRef]
-    ) -> Plan | None:
-        with self._store.open(key) as reader:
-            entry = Entry(reader, key, self._secret)
-            entry.require(self._fingerprint)
-            # The prompt's last token is always computed: its logits give the first token of the answer.
-            shared = common_prefix(entry.tokens, prompt)
-            matched = min(shared, entry.description.computed, len(prompt) - 1)
-        if wanted.limit is not None:
-            matched = min(matched, wanted.limit)
-        matched = trim_to_equal_images(entry.description.images, images, matched)
-        return Plan(key, matched, entry.digest, wanted.tag) if matched > 0 else None
-
     def take_outcomes(self) -> list[TransferOutcome]:
         """Return what ended since the last call: jobs, failed looks, and saves that were not begun."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def allocated(self, request_id: str, block_ids: Sequence[int], external: int) -> None:
+    def allocated(self, request_id: str, block_ids: Sequence[Sequence[int]], external: int) -> None:
         """Plan the load of a request that was given blocks.
 
         Args:
             request_id: the engine's id of the request.
-            block_ids: the request's blocks, in the order of the context.
+            block_ids: the request's blocks of each cache group, in the order of the context.
             external: number of tokens to load, as returned by `matched`.
         """
         plan = self._plans.get(request_id)
         if external <= 0 or plan is None:
             return
-        first = (plan.matched - external) // self._block_size
-        last = -(-plan.matched // self._block_size)
-        ids = tuple(block_ids[first:last])
+        local = (plan.matched - external) // self._block_size
+        blocks = [
+            self._blocks(ids, max(local, group.first_block(plan.matched, self._block_size)), plan.matched)
+            for group, ids in zip(self._groups, block_ids, strict=True)
+        ]
         self._loading.add(request_id)
         self._jobs.loads.append(
-            LoadJob(request_id, plan.key, first, ids, external, self._fingerprint, plan.digest, plan.tag)
+            LoadJob(
+                request_id,
+                plan.parts[-1].key,
+                tuple(blocks),
+                external,
+                self._fingerprint,
+                plan.parts[-1].digest,
+                plan.tag,
+            )
         )
+
+    def _blocks(self, ids: Sequence[int], first: int, tokens: int) -> GroupBlocks:
+        """Return a group's blocks from one on, up to the last that holds some of so many tokens."""
+        return GroupBlocks(first, tuple(ids[first : -(-tokens // self._block_size)]))
 
     def step(self) -> StepJobs:
         """Return the jobs of this engine step and start collecting those of the next."""
@@ -186,7 +174,7 @@ class SchedulerRole:
         tokens: Sequence[int],
         prompt: int,
         computed: int,
-        block_ids: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
         whole: bool,
         images: Sequence[ImageRef] = (),
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -198,14 +186,14 @@ class SchedulerRole:
             tokens: every token id of the context, including generated ones.
             prompt: number of prompt tokens.
             computed: number of tokens that have KV.
-            block_ids: the request's blocks, in the order of the context.
+            block_ids: the request's blocks of each cache group, in the order of the context.
             whole: whether the request ended by itself and its context is token ids and images alone.
             images: the images in the prompt, in order.
 
         Returns:
             Whether the blocks must be held until the save is reported, and the answer's `kv_transfer_params`.
         """
-        self._plans.pop(request_id, None)
+        plan = self._plans.pop(request_id, None)
         if request_id in self._loading:  # its blocks are not filled yet
             self._jobs.given_up.append(request_id)
             return False, None
@@ -217,24 +205,62 @@ class SchedulerRole:
         kept = min(computed, len(tokens) - 1)  # the last sampled token has no KV yet
         if wanted.scope == "prompt":
             tokens, kept = tokens[:prompt], min(kept, prompt)
-        blocks = tuple(block_ids[: -(-kept // self._block_size)])
-        # Block 0 is the engine's null block, a placeholder for freed blocks.
+        blocks = tuple(
+            self._blocks(ids, group.first_block(kept, self._block_size), kept)
+            for group, ids in zip(self._groups, block_ids, strict=True)
+        )
+        held = [block for ids in block_ids for block in ids if block != NULL_BLOCK]
         failure = None
-        if not whole or kept < 1 or len(blocks) * self._block_size < kept or 0 in blocks:
+        if not whole or kept < 1 or not all(self._is_whole(each, kept) for each in blocks):
             failure = TransferFailure.NOT_WHOLE
-        elif not self._held.has_room_for(block_ids):
+        elif not self._held.has_room_for(held):
             failure = TransferFailure.BUSY
         if failure is not None:
             self._outcomes.append(TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, failure))
             return False, None
-        self._held.hold(request_id, block_ids)
-        draft, fingerprint = secrets.token_hex(16), self._fingerprint
+        self._held.hold(request_id, held)
         self._save(
             SaveJob(
-                request_id, key, tuple(tokens), kept, blocks, fingerprint, draft, tuple(images), wanted.tag
+                request_id,
+                key,
+                tuple(tokens),
+                kept,
+                blocks,
+                self._fingerprint,
+                draft=secrets.token_hex(16),
+                images=tuple(images),
+                parts=self._parts_before(plan, key, kept) if plan is not None else (),
+                source=plan.parts[-1].key if plan is not None else "",
+                tag=wanted.tag,
             )
         )
         return True, params_to_load(key)
+
+    def _is_whole(self, blocks: GroupBlocks, tokens: int) -> bool:
+        """Return whether a group's blocks reach up to so many tokens, and none of them was freed."""
+        return blocks.indexes.stop * self._block_size >= tokens and NULL_BLOCK not in blocks.ids
+
+    def _parts_before(self, plan: Plan, key: str, kept: int) -> tuple[Part, ...]:
+        """Return the entries that hold the first blocks of a context already.
+
+        Args:
+            plan: the plan of the request, which named an entry.
+            key: key of the new entry, which shares files of its own scope only.
+            kept: number of tokens of the context that have KV.
+
+        Returns:
+            The parts of the new entry, whose last block is never among them; none if there would be too many.
+        """
+        whole = min(plan.shared, kept - 1) // self._block_size
+        if all(group.window is not None for group in self._groups):
+            return ()
+        parts, reached = [], 0
+        for part in plan.parts:
+            if reached < whole:
+                parts.append(replace(part, stop=min(part.stop, whole)))
+                reached = part.stop
+        scopes = {each.partition("/")[0] for each in (key, *(part.key for part in plan.parts))}
+        return tuple(parts) if len(parts) <= MAX_SHARED and len(scopes) == 1 else ()
 
     def _save(self, job: SaveJob) -> None:
         """Add a save to this step's jobs."""

@@ -12,18 +12,19 @@ import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
 from baton_kv.blocks import KVBlocks
 from baton_kv.contract import Transfer, TransferError, TransferFailure, TransferOutcome, failure_of
 from baton_kv.copies import Fence, Staging, copies_for
-from baton_kv.entry import Entry
-from baton_kv.entry_format import EntryDescription, EntryIncompatible, EntryInvalid, EntryLayout
+from baton_kv.entry_format import EntryDescription, EntryIncompatible, EntryInvalid
+from baton_kv.entry_layout import EntryLayout
 from baton_kv.entry_writer import SlabReader, seal, write, write_share
+from baton_kv.loads import LoadCopier, Source, open_sources
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
-from baton_kv.stores.base import Store
+from baton_kv.stores.base import SharedFiles, SharedMissing, Store, StoreFull
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job", LoadJob, SaveJob)
@@ -83,7 +84,7 @@ class WorkerRole:
         self._ranks = ranks
         self._verify = verify
         # The saver, the loader and its threads: each may copy at the same time as the others.
-        self._copies = copies_for(blocks.device, COPY_THREADS + 1, blocks.largest_chunk)
+        self._copies = copies_for(blocks.device, COPY_THREADS + 1, blocks.largest_run)
         self._loading: set[str] = set()
         self._given_up: set[str] = set()
         self._done: queue.SimpleQueue[tuple[LoadJob | SaveJob, TransferOutcome]] = queue.SimpleQueue()
@@ -156,6 +157,8 @@ class WorkerRole:
         self, job: LoadJob | SaveJob, failure: TransferFailure | None, seconds: float
     ) -> TransferOutcome:
         saves = isinstance(job, SaveJob)
+        firsts = self._firsts(job) if isinstance(job, SaveJob) else [each.first for each in job.blocks]
+        counts = [each.indexes.stop - first for each, first in zip(job.blocks, firsts, strict=True)]
         return TransferOutcome(
             request_id=job.request_id,
             key=job.key,
@@ -163,25 +166,19 @@ class WorkerRole:
             tag=job.tag,
             failure=failure,
             tokens=job.computed if isinstance(job, SaveJob) else job.tokens,
-            bytes=len(job.block_ids) * self._blocks.block_bytes,
+            bytes=self._blocks.bytes_of(counts),
             seconds=seconds,
         )
 
     def _load(self, fence: Fence, job: LoadJob) -> None:
         self._require_waiting(job)
         try:
-            with self._store.open(job.key) as reader:
-                entry = Entry(reader, job.key, self._secret)
-                entry.require(job.fingerprint)
-                if job.digest not in (None, entry.digest):
-                    raise EntryIncompatible("the entry was replaced after its token ids were compared")
-                self._require_shape(entry.description, job)
-                copy = self._copy if self._verify else self._copy_unverified
-                self._copy_layers(fence, partial(copy, entry, job))
+            with open_sources(self._store, self._secret, job, self._blocks) as sources:
+                self._copy_layers(fence, partial(self._copy, sources, job))
         except EntryIncompatible:
             raise  # valid for another engine, so it is not quarantined
-        except EntryInvalid:
-            self._store.quarantine(job.key)
+        except EntryInvalid as error:
+            self._store.quarantine(job.key, error.part)
             raise
 
     def _copy_layers(self, fence: Fence, copy: Callable[[Staging, range], None]) -> None:
@@ -205,79 +202,50 @@ class WorkerRole:
         if job.request_id in self._given_up:
             raise GivenUp
 
-    def _require_shape(self, described: EntryDescription, job: LoadJob) -> None:
-        if described.layers != self._blocks.shapes:
-            raise EntryInvalid("the entry's layers do not have the shape of this KV cache")
-        if job.first_block + len(job.block_ids) > described.blocks:
-            raise EntryInvalid("the entry has fewer blocks than the load needs")
-
-    def _copy(self, entry: Entry, job: LoadJob, staging: Staging, layers: range) -> None:
-        """Verify and copy chunk by chunk, while each is in the CPU's cache."""
+    def _copy(self, sources: list[Source], job: LoadJob, staging: Staging, layers: range) -> None:
+        copier = LoadCopier(self._blocks, staging, self._verify)
         for layer in layers:
             self._require_waiting(job)
-            for head in self._blocks.heads(layer):
-                self._copy_head(entry, job, staging, layer, head)
-
-    def _copy_head(self, entry: Entry, job: LoadJob, staging: Staging, layer: int, head: int) -> None:
-        described = entry.description
-        shape = described.layers[layer]
-        buffer = staging.buffer(shape.chunk_blocks * shape.slab_bytes)
-        end = job.first_block + len(job.block_ids)
-        for index in range(job.first_block // shape.chunk_blocks, described.chunks(layer)):
-            blocks = described.chunk(layer, index)
-            first, last = max(blocks.start, job.first_block), min(blocks.stop, end)
-            if first >= last:
-                return
-            data = entry.chunk(layer, head, index, buffer)
-            ids = job.block_ids[first - job.first_block : last - job.first_block]
-            wanted = slice(
-                (first - blocks.start) * shape.slab_bytes, (last - blocks.start) * shape.slab_bytes
-            )
-            staging.scatter(self._blocks.pool(layer, head), ids, data[wanted])
-
-    def _copy_unverified(self, entry: Entry, job: LoadJob, staging: Staging, layers: range) -> None:
-        """Copy without verifying, straight into the KV cache where that is contiguous in host memory."""
-        for layer in layers:
-            self._require_waiting(job)
-            for head in self._blocks.heads(layer):
-                pool = self._blocks.pool(layer, head)
-                rows = staging.rows(pool, job.block_ids)
-                if rows is not None:
-                    entry.read_slabs(layer, head, job.first_block, rows)
-                else:
-                    self._copy_slabs(entry, job, staging, layer, head)
-
-    def _copy_slabs(self, entry: Entry, job: LoadJob, staging: Staging, layer: int, head: int) -> None:
-        shape, pool = entry.description.layers[layer], self._blocks.pool(layer, head)
-        for start in range(0, len(job.block_ids), shape.chunk_blocks):
-            ids = job.block_ids[start : start + shape.chunk_blocks]
-            data = staging.buffer(shape.chunk_blocks * shape.slab_bytes)[: len(ids) * shape.slab_bytes]
-            entry.read_slabs(layer, head, job.first_block + start, [data])
-            staging.scatter(pool, ids, data)
+            for source in sources:
+                copier.copy(source, layer)
 
     def _save(self, fence: Fence, job: SaveJob) -> None:
+        try:
+            self._write(fence, job)
+        except (SharedMissing, StoreFull):
+            if self._ranks > 1 or not job.parts:  # other ranks have written their shares already
+                raise
+            self._write(fence, replace(job, parts=()))  # what it shares may be gone, or larger than itself
+
+    def _write(self, fence: Fence, job: SaveJob) -> None:
         described = EntryDescription(
             key=job.key,
             fingerprint=job.fingerprint,
             tokens=len(job.tokens),
             computed=job.computed,
             layers=self._blocks.shapes,
-            blocks=len(job.block_ids),
+            blocks=job.blocks[0].indexes.stop,
+            firsts=tuple(self._firsts(job)),
+            parts=job.parts,
             images=job.images,
         )
+        shared = SharedFiles(tuple(part.key for part in job.parts), job.source)
         with self._copies.staging(fence) as staging:
             slabs = partial(self._slabs, job, staging)
             if self._ranks > 1:
-                self._save_share(job, described, slabs)
+                self._write_share(job, described, slabs, shared)
             else:
-                self._store.put(
-                    job.key, write(described, job.tokens, slabs, self._secret), size=described.kv_bytes
-                )
+                whole = write(described, job.tokens, slabs, self._secret)
+                self._store.put(job.key, whole, size=described.kv_bytes, shared=shared)
 
-    def _save_share(self, job: SaveJob, described: EntryDescription, slabs: SlabReader) -> None:
+    def _write_share(
+        self, job: SaveJob, described: EntryDescription, slabs: SlabReader, shared: SharedFiles
+    ) -> None:
         """Write this rank's heads into the draft of all ranks; the last rank completes it."""
         size = EntryLayout(described).size
-        place = self._store.draft(job.key, job.draft, size=size, rank=self._rank, ranks=self._ranks)
+        place = self._store.draft(
+            job.key, job.draft, size=size, rank=self._rank, ranks=self._ranks, shared=shared
+        )
         with place as draft:
             write_share(draft, described, self._blocks.writes, slabs, self._secret)
             if draft.finish():
@@ -285,6 +253,13 @@ class WorkerRole:
                 draft.place()
 
     def _slabs(
-        self, job: SaveJob, staging: Staging, layer: int, head: int, blocks: slice
+        self, job: SaveJob, staging: Staging, layer: int, heads: range, blocks: range
     ) -> list[memoryview]:
-        return staging.gather(self._blocks.pool(layer, head), job.block_ids[blocks])
+        ids = job.blocks[self._blocks.shapes[layer].group].within(blocks).ids
+        return staging.gather(self._blocks.pool(layer, heads), ids)
+
+    def _firsts(self, job: SaveJob) -> list[int]:
+        """Return the first block of each cache group that a save writes."""
+        shared = job.parts[-1].stop if job.parts else 0
+        groups = zip(self._blocks.groups, job.blocks, strict=True)
+        return [shared if group.window is None else each.first for group, each in groups]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from connector.store_relays import SLAB_BYTES, Relay
+from connector.store_relays import HEADS, SLAB_BYTES, Relay
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore
@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Relay:
-    monkeypatch.setattr(entry_format, "CHUNK_BYTES", 2 * SLAB_BYTES)  # two chunks a head
+    monkeypatch.setattr(entry_format, "RUN_BYTES", 2 * HEADS * SLAB_BYTES)  # two runs a layer
     return Relay(tmp_path / "store")
 
 

@@ -1,7 +1,7 @@
 """Saves entries until it is killed: before each system call of a save in turn, or at random moments.
 
-`killed_save.py calls|moments ROOT`. Every kill has a folder of its own under ROOT; each line of the
-answer is its name and where the kill was, the last one of `calls` is `survived`.
+`killed_save.py calls|chain|ranks|moments ROOT`. Every kill has a folder of its own under ROOT; each line of the
+answer is its name and where the kill was, the last one is `survived` but for `moments`.
 """
 
 from __future__ import annotations
@@ -9,22 +9,25 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from baton_kv.contract import new_key
-from baton_kv.entry_format import EntryDescription, LayerShape
-from baton_kv.entry_writer import write
+from baton_kv.entry import Entry
+from baton_kv.entry_format import EntryDescription, LayerShape, Part
+from baton_kv.entry_layout import EntryLayout
+from baton_kv.entry_writer import seal, write, write_share
 from baton_kv.secret import store_secret
 from baton_kv.stores import file
+from baton_kv.stores.base import SharedFiles
 
-OS_CALLS = ("open", "close", "mkdir", "utime", "fsync", "rename", "link", "unlink")
-LAYERS, BLOCKS, SLAB_BYTES = 3, 4, 16 * 1024
+OS_CALLS = ("open", "close", "mkdir", "utime", "fsync", "rename", "link", "unlink", "pwrite")
+LAYERS, HEADS, BLOCKS, SLAB_BYTES = 3, 2, 4, 16 * 1024
 PIECE = 32 * 1024
 KILLS = 100
 MOMENT_S = 0.02
@@ -55,37 +58,86 @@ class Countdown:
     def stand_before_all(self) -> None:
         countdown = self
 
-        class CountedFile(FileIO):
-            def write(self, data: Any) -> int:
-                countdown.tick("write")
-                return super().write(data[:PIECE])
+        def writev(descriptor: int, buffers: list[memoryview]) -> int:
+            countdown.tick("writev")
+            return os.write(descriptor, b"".join(buffers)[:PIECE])
 
         for name in OS_CALLS:
             self.stand_before(os, name)
         self.stand_before(fcntl, "flock")
-        setattr(file, "FileIO", CountedFile)  # noqa: B010
+        setattr(os, "writev", writev)  # noqa: B010
 
 
-def save(root: Path, entries: int, *, connections_allowed: int) -> None:
-    """Open the store anew and save some entries, the later ones in the earlier ones' room."""
-    size = LAYERS * BLOCKS * SLAB_BYTES
-    store = file.FileStore(root, budget=size * connections_allowed + size // 2, fsync=True)
-    secret = store_secret(root)
-    layer = [memoryview(random.randbytes(SLAB_BYTES)) for _ in range(BLOCKS)]
-    for _ in range(entries):
-        described = EntryDescription(
-            new_key("local"), "f" * 64, 50, 49, (LayerShape(1, SLAB_BYTES),) * LAYERS, BLOCKS
-        )
-        store.put(described.key, write(described, range(50), lambda *_: layer, secret))
+class Saves:
+    """A store, opened anew, and entries to save in it.
+
+    Args:
+        root: folder of the store.
+        room_for: number of entries that fit the budget.
+    """
+
+    def __init__(self, root: Path, room_for: int) -> None:
+        size = LAYERS * BLOCKS * SLAB_BYTES
+        self.store = file.FileStore(root, budget=size * room_for + size // 2, fsync=True)
+        self._secret = store_secret(root)
+        self._layer = [memoryview(random.randbytes(SLAB_BYTES)) for _ in range(HEADS * BLOCKS)]
+
+    def _described(self, parts: tuple[Part, ...] = ()) -> EntryDescription:
+        shapes = (LayerShape(HEADS, SLAB_BYTES // HEADS),) * LAYERS
+        first = parts[-1].stop if parts else 0
+        return EntryDescription(new_key("local"), "f" * 64, 50, 49, shapes, BLOCKS, (first,), parts)
+
+    def _slabs(self, _layer: int, heads: range, blocks: range) -> list[memoryview]:
+        return [slab[: SLAB_BYTES // HEADS] for slab in self._layer[: len(heads) * len(blocks)]]
+
+    def put(self, parts: tuple[Part, ...] = ()) -> Part:
+        """Save an entry; return it as a part of another."""
+        described = self._described(parts)
+        shared = SharedFiles(tuple(part.key for part in parts), parts[-1].key if parts else "")
+        whole = write(described, range(50), self._slabs, self._secret)
+        self.store.put(described.key, whole, shared=shared)
+        with self.store.open(described.key) as reader:
+            return Part(described.key, Entry(reader, described.key, self._secret).digest, 2)
+
+    def put_by_ranks(self) -> None:
+        """Save an entry as two ranks do, one after the other."""
+        described, name = self._described(), secrets.token_hex(16)
+        size = EntryLayout(described).size
+        for rank in range(2):
+            with self.store.draft(described.key, name, size=size, rank=rank, ranks=2) as draft:
+                write_share(draft, described, lambda _: range(rank, rank + 1), self._slabs, self._secret)  # noqa: B023  # called at once
+                if draft.finish():
+                    seal(draft, described, range(50), self._secret)
+                    draft.place()
 
 
-def at_every_call(root: Path) -> None:
+def in_the_other_s_room(root: Path) -> None:
+    """Save two entries, the second where the first was."""
+    saves = Saves(root, 1)
+    saves.put()
+    saves.put()
+
+
+def in_a_chain(root: Path) -> None:
+    """Save an entry and one that continues it, and delete the first."""
+    saves = Saves(root, 4)
+    first = saves.put()
+    saves.put((first,))
+    saves.store.delete(first.key)
+
+
+def by_ranks(root: Path) -> None:
+    """Save an entry that two ranks write together."""
+    Saves(root, 2).put_by_ranks()
+
+
+def at_every_call(root: Path, work: Callable[[Path], None]) -> None:
     """Kill before the first call, before the second, and so on, until there is no such call."""
     for number in range(1, 1000):
         child = os.fork()
         if child == 0:
             Countdown(number, str(number)).stand_before_all()
-            save(root / str(number), 2, connections_allowed=1)
+            work(root / str(number))
             print(number, "survived", flush=True)
             os._exit(0)
         if os.waitpid(child, 0)[1] != signal.SIGKILL:
@@ -97,8 +149,9 @@ def at_random_moments(root: Path) -> None:
     for number in range(1, KILLS + 1):
         child = os.fork()
         if child == 0:
-            save(root / str(number), 10**6, connections_allowed=3)
-            os._exit(0)
+            saves = Saves(root / str(number), 3)
+            while True:
+                saves.put()
         time.sleep(moments.uniform(0, MOMENT_S))
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -106,4 +159,8 @@ def at_random_moments(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"calls": at_every_call, "moments": at_random_moments}[sys.argv[1]](Path(sys.argv[2]))
+    when, folder = sys.argv[1], Path(sys.argv[2])
+    if when == "moments":
+        at_random_moments(folder)
+    else:
+        at_every_call(folder, {"calls": in_the_other_s_room, "chain": in_a_chain, "ranks": by_ranks}[when])

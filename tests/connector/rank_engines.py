@@ -95,7 +95,7 @@ class RankedEngine:
             tokens=PROMPT,
             prompt=len(PROMPT),
             computed=len(PROMPT),
-            block_ids=SAVED,
+            block_ids=(SAVED,),
             whole=True,
         )
         assert held
@@ -110,7 +110,7 @@ class RankedEngine:
         request = next(self._requests)
         count = self.scheduler.matched(request, params_to_load(key), [*PROMPT, 1], 0)
         assert count == len(PROMPT) - 1
-        self.scheduler.allocated(request, LOADED, count)
+        self.scheduler.allocated(request, (LOADED,), count)
         ended = self.run()
         (outcome,) = self.scheduler.take_outcomes()
         return ended, outcome

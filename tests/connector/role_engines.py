@@ -60,7 +60,7 @@ class Engine:
             tokens=tokens,
             prompt=len(tokens) - 1,
             computed=len(tokens),
-            block_ids=blocks,
+            block_ids=(blocks,),
             whole=True,
             images=images,
         )

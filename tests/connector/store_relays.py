@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from baton_kv.blocks import KVBlocks
+from baton_kv.cache_groups import GroupBlocks
 from baton_kv.contract import new_key, params_to_load
 from baton_kv.copies import HostStaging
 from baton_kv.entry import Entry
@@ -52,18 +53,20 @@ class Engine:
         return failure
 
     def save(self, key: str) -> str | None:
-        return self.run(StepJobs(saves=[SaveJob("r", key, TOKENS, 49, SAVED, self.model, "0" * 32)]))
+        return self.run(
+            StepJobs(saves=[SaveJob("r", key, TOKENS, 49, (GroupBlocks(0, SAVED),), self.model, "0" * 32)])
+        )
 
     def load(self, key: str) -> str | None:
-        return self.run(StepJobs(loads=[LoadJob("r", key, 0, LOADED, 49, self.model)]))
+        return self.run(StepJobs(loads=[LoadJob("r", key, (GroupBlocks(0, LOADED),), 49, self.model)]))
 
     def offered(self, key: str) -> int:
         return self.scheduler.matched(f"{next(self._requests)}", params_to_load(key), [*TOKENS, 1], 0)
 
     def held(self, block_ids: tuple[int, ...]) -> list[bytes]:
-        places = itertools.product(range(LAYERS), range(HEADS))
         return [
-            b"".join(HostStaging().gather(self.blocks.pool(layer, head), block_ids)) for layer, head in places
+            b"".join(HostStaging().gather(self.blocks.pool(layer, range(HEADS)), block_ids))
+            for layer in range(LAYERS)
         ]
 
 
@@ -109,10 +112,9 @@ def used(reader: Reader, key: str, secret: bytes) -> object:
         found = Entry(reader, key, secret)
         told = found.description
         chunks = [
-            bytes(found.chunk(layer, head, index))
-            for layer, shape in enumerate(told.layers)
-            for head in range(shape.heads)
-            for index in range(told.chunks(layer))
+            bytes(found.run(layer, index))
+            for layer in range(len(told.layers))
+            for index in range(told.runs(layer))
         ]
         return told, found.tokens.tolist(), chunks
     except EntryInvalid:

@@ -15,11 +15,11 @@ import torch
 from connector.rank_engines import LOADED, SAVED, RankedEngine
 
 from baton_kv import copies
-from baton_kv.blocks import KVBlocks
+from baton_kv.blocks import HeadShard, KVBlocks
 from baton_kv.copies import CudaCopies, HostStaging, Staging, in_words
 from baton_kv.stores.memory import MemoryStore
 
-BLOCKS, ROWS, TOKENS, VALUES = 8, 2, 4, 6
+HEADS, BLOCKS, ROWS, TOKENS, VALUES = 3, 8, 2, 4, 6
 Log = list[tuple[str, object]]
 
 
@@ -82,38 +82,59 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def pools() -> dict[str, torch.Tensor]:
-    """One head of a layer as different layouts show it."""
-    kv = torch.randint(0, 256, (BLOCKS, ROWS, TOKENS, 8 * VALUES), dtype=torch.uint8)
-    tokens_apart = kv.repeat(1, 1, 1, 2)[..., : 8 * VALUES]
-    blocks_apart = torch.stack([kv, kv], 1)[:, 0]
-    odd = torch.randint(0, 256, (BLOCKS, ROWS, TOKENS, 7), dtype=torch.uint8)
-    return {"dense": kv, "tokens apart": tokens_apart, "blocks apart": blocks_apart, "not in words": odd}
+    """The heads of a layer as different layouts show them."""
+    kv = torch.randint(0, 256, (HEADS, BLOCKS, ROWS, TOKENS, 8 * VALUES), dtype=torch.uint8)
+    tokens_apart = kv.repeat(1, 1, 1, 1, 2)[..., : 8 * VALUES]
+    blocks_apart = torch.stack([kv, kv], 2)[:, :, 0]
+    heads_inside = kv.transpose(0, 1).contiguous().transpose(0, 1)
+    heads_innermost = kv.permute(1, 2, 3, 0, 4).contiguous().permute(3, 0, 1, 2, 4)
+    odd = torch.randint(0, 256, (HEADS, BLOCKS, ROWS, TOKENS, 7), dtype=torch.uint8)
+    return {
+        "dense": kv,
+        "tokens apart": tokens_apart,
+        "blocks apart": blocks_apart,
+        "heads inside blocks": heads_inside,
+        "heads inside tokens": heads_innermost,
+        "not in words": odd,
+    }
 
 
+@pytest.mark.parametrize("skip", [0, 2])
 @pytest.mark.parametrize("name", pools())
 @pytest.mark.parametrize("kind", ["host", "cuda"])
-def test_slabs_come_and_go_unchanged(cuda: Recorder, kind: str, name: str) -> None:
+def test_slabs_come_and_go_unchanged(cuda: Recorder, kind: str, name: str, skip: int) -> None:
     pool = pools()[name]
-    before, size = pool.clone(), pool[0].numel()
+    before, size = pool.clone(), pool[0, 0].numel()
     staging: Staging = HostStaging()
     if kind == "cuda":
-        staging = copies.CudaStaging(torch.device("cpu"), BLOCKS * size)
+        staging = copies.CudaStaging(torch.device("cpu"), HEADS * BLOCKS * size)
     taken = b"".join(bytes(slab) for slab in staging.gather(pool, [5, 1, 6]))
-    assert taken == before[[5, 1, 6]].numpy().tobytes()
-    data = staging.buffer(3 * size)[: 3 * size]
-    data[:] = bytes(range(256)) * (3 * size // 256) + bytes(3 * size % 256)
-    sent = bytes(data)
-    staging.scatter(pool, [2, 7, 0], data)
-    assert pool[[2, 7, 0]].numpy().tobytes() == sent
-    assert torch.equal(pool[[1, 3, 4, 5, 6]], before[[1, 3, 4, 5, 6]])
+    assert taken == before[:, [5, 1, 6]].numpy().tobytes()
+    sent = torch.randint(0, 256, (HEADS, 3 + skip, *pool.shape[2:]), dtype=torch.uint8)
+    data = staging.buffer(sent.numel())[: sent.numel()]
+    data[:] = sent.numpy().tobytes()
+    staging.scatter(pool, [2, 7, 0], data, skip)
+    assert torch.equal(pool[:, [2, 7, 0]], sent[:, skip:])
+    assert torch.equal(pool[:, [1, 3, 4, 5, 6]], before[:, [1, 3, 4, 5, 6]])
+
+
+@pytest.mark.parametrize("name", ["dense", "heads inside blocks", "blocks apart"])
+def test_rows_are_the_pool_itself(name: str) -> None:
+    pool = pools()[name]
+    rows = HostStaging().rows(pool, [6, 2])
+    assert rows is not None
+    rows[3][:] = bytes(len(rows[3]))
+    assert pool[1, 2].count_nonzero() == 0
+    assert pool[1, 6].count_nonzero() > 0
+    assert HostStaging().rows(pools()["heads inside tokens"], [6, 2]) is None
 
 
 def test_words_are_taken_where_everything_is_a_multiple_of_eight_bytes() -> None:
     found = {name: in_words(pool).dtype for name, pool in pools().items()}
     assert found.pop("not in words") is torch.uint8
     assert set(found.values()) == {torch.int64}
-    shifted = torch.zeros(BLOCKS * ROWS * TOKENS * 8 + 1, dtype=torch.uint8)[1:].view(BLOCKS, ROWS, TOKENS, 8)
-    assert in_words(shifted).dtype is torch.uint8
+    shifted = torch.zeros(HEADS * BLOCKS * ROWS * TOKENS * 8 + 1, dtype=torch.uint8)[1:]
+    assert in_words(shifted.view(HEADS, BLOCKS, ROWS, TOKENS, 8)).dtype is torch.uint8
 
 
 def test_copies_wait_for_the_fence_and_have_ended_when_they_are_told(cuda: Recorder) -> None:
@@ -129,10 +150,10 @@ def test_copies_wait_for_the_fence_and_have_ended_when_they_are_told(cuda: Recor
     with made.staging(fence) as staging:
         assert cuda.log == [("device", torch.device("cpu")), ("wait for", fence)]
         cuda.log.clear()
-        data = staging.gather(pool, [1, 2])
+        data = staging.gather(pool[:1], [1, 2])
         assert cuda.said() == ["on stream", "record on", "left stream", "event reached"]
         cuda.log.clear()
-        staging.scatter(pool, [3], data[0])
+        staging.scatter(pool[:1], [3], data[0])
         assert cuda.said() == ["on stream", "record on", "left stream", "event reached"]
         assert cuda.model_stream not in [what for _, what in cuda.log]
         cuda.log.clear()
@@ -184,6 +205,8 @@ def test_a_gpu_that_fails_at_the_fence_ends_no_engine(
     assert ended.saved == [{outcome.request_id}]
 
 
-def test_the_largest_chunk_fits_a_slot() -> None:
+def test_the_largest_run_fits_a_slot() -> None:
     blocks = KVBlocks([torch.zeros(4, 2, 16, 8), torch.zeros(4, 2 * 2**20, dtype=torch.uint8)])
-    assert blocks.largest_chunk == 2 * 2**20
+    assert blocks.largest_run == 2 * 2**20
+    ranks = [KVBlocks([torch.zeros(4, 2, 16, 8)], shard=HeadShard.of_rank(4, rank, 2)) for rank in range(2)]
+    assert [rank.largest_run for rank in ranks] == [2**19, 2**19], "a rank has its share of each run"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy
 import pytest
@@ -12,14 +13,15 @@ import safetensors
 from baton_kv.contract import new_key
 from baton_kv.entry import Entry
 from baton_kv.entry_format import (
-    CHUNK_BYTES,
+    RUN_BYTES,
     EntryDescription,
     EntryIncompatible,
     EntryInvalid,
-    EntryLayout,
     ImageRef,
     LayerShape,
+    Part,
 )
+from baton_kv.entry_layout import EntryLayout
 from baton_kv.entry_writer import SlabReader, write
 from baton_kv.prefix import common_prefix, trim_to_equal_images
 from baton_kv.stores.base import BytesReader
@@ -29,8 +31,8 @@ TOKENS = list(range(1000, 1300))
 LAYERS, HEADS = 3, 2
 
 
-def describe(slab_bytes: int = CHUNK_BYTES // 2 + 64, **changes: object) -> EntryDescription:
-    """Three layers; with slabs of the default size, one is a chunk."""
+def describe(slab_bytes: int = RUN_BYTES // 4 + 64, **changes: object) -> EntryDescription:
+    """Three layers; with slabs of the default size, a block is a run."""
     plain = EntryDescription(
         key=new_key("local"),
         fingerprint="f" * 64,
@@ -48,17 +50,21 @@ def slabs_of(described: EntryDescription) -> SlabReader:
         random_bytes.integers(0, 256, (shape.heads, described.blocks, shape.slab_bytes), numpy.uint8)
         for shape in described.layers
     ]
-    return lambda layer, head, blocks: [memoryview(slab) for slab in made[layer][head, blocks]]
+    return lambda layer, heads, blocks: [
+        memoryview(made[layer][head, block]) for head in heads for block in blocks
+    ]
 
 
 def kv_of(described: EntryDescription, layer: int) -> bytes:
-    everything = slice(0, described.blocks)
-    heads = range(described.layers[layer].heads)
-    return b"".join(b"".join(slabs_of(described)(layer, head, everything)) for head in heads)
+    """Return a layer's slabs in the order of the file."""
+    heads, slabs = range(described.layers[layer].heads), slabs_of(described)
+    runs = [described.run(layer, index) for index in range(described.runs(layer))]
+    return b"".join(bytes(slab) for run in runs for slab in slabs(layer, heads, run))
 
 
 def encode(described: EntryDescription, secret: bytes = SECRET) -> bytes:
-    return b"".join(bytes(part) for part in write(described, TOKENS, slabs_of(described), secret))
+    pieces = write(described, TOKENS, slabs_of(described), secret)
+    return b"".join(b"".join(each) if isinstance(each, list) else bytes(each) for each in pieces)
 
 
 def read_all(data: bytes, key: str, secret: bytes = SECRET) -> bytes:
@@ -66,15 +72,14 @@ def read_all(data: bytes, key: str, secret: bytes = SECRET) -> bytes:
     described = entry.description
     assert entry.tokens.tolist() == TOKENS
     parts = [
-        entry.chunk(layer, head, index)
-        for layer, shape in enumerate(described.layers)
-        for head in range(shape.heads)
-        for index in range(described.chunks(layer))
+        entry.run(layer, index)
+        for layer in range(len(described.layers))
+        for index in range(described.runs(layer))
     ]
     return b"".join(bytes(part) for part in parts)
 
 
-@pytest.mark.parametrize("slab_bytes", [1, 4096, CHUNK_BYTES // 2 + 64, CHUNK_BYTES + 1])
+@pytest.mark.parametrize("slab_bytes", [1, 4096, RUN_BYTES // 4 + 64, RUN_BYTES // 2 + 64, RUN_BYTES + 1])
 def test_an_entry_reads_back_to_the_bit(slab_bytes: int) -> None:
     described = describe(slab_bytes)
     expected = b"".join(kv_of(described, layer) for layer in range(LAYERS))
@@ -124,14 +129,112 @@ def test_an_entry_made_without_the_secret_is_refused() -> None:
         Entry(BytesReader(encode(described, b"f" * 32)), described.key, SECRET)
 
 
-def test_chunks_may_not_change_places() -> None:
-    described = describe(CHUNK_BYTES)
+def test_a_rank_s_heads_are_one_piece_of_the_file_and_verified_each() -> None:
+    described = describe(4096, layers=(LayerShape(8, 4096),) * LAYERS)
     data = bytearray(encode(described))
-    start = EntryLayout(described).slab(0, 0, 0)
-    first, second = slice(start, start + CHUNK_BYTES), slice(start + CHUNK_BYTES, start + 2 * CHUNK_BYTES)
+    entry = Entry(BytesReader(data), described.key, SECRET)
+    slabs = slabs_of(described)
+    heads, blocks = range(2, 5), range(described.blocks)
+    assert bytes(entry.run(1, 0, heads)) == b"".join(bytes(slab) for slab in slabs(1, heads, blocks))
+    data[EntryLayout(described).slab(1, 0, 6, 1)] ^= 1
+    damaged = Entry(BytesReader(data), described.key, SECRET)
+    assert damaged.run(1, 0, heads) == entry.run(1, 0, heads), "another rank's head is not read"
+    with pytest.raises(EntryInvalid, match="run 0 of head 6 of layer 1"):
+        damaged.run(1, 0, range(5, 8))
+
+
+def test_chunks_may_not_change_places() -> None:
+    size = RUN_BYTES // HEADS
+    described = describe(size)
+    data = bytearray(encode(described))
+    start = EntryLayout(described).slab(0, 0, 0, 0)
+    first, second = slice(start, start + size), slice(start + size, start + 2 * size)
     data[first], data[second] = data[second], data[first]
-    with pytest.raises(EntryInvalid, match="chunk 0 of head 0 of layer 0"):
+    with pytest.raises(EntryInvalid, match="run 0 of head 0 of layer 0"):
         read_all(bytes(data), described.key)
+
+
+PARTS = (Part(new_key("local"), "a" * 64, 1), Part(new_key("local"), "b" * 64, 2))
+
+
+def test_an_entry_that_continues_others_holds_only_what_comes_after_them() -> None:
+    described = describe(512, parts=PARTS, firsts=(2,))
+    entry = Entry(BytesReader(encode(described)), described.key, SECRET)
+    assert entry.description.parts == PARTS
+    assert (described.first(0), described.kv_bytes) == (2, LAYERS * HEADS * 512)
+    assert bytes(entry.run(0, 0)) == kv_of(described, 0)
+    assert len(encode(described)) < len(encode(describe(512)))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (Part("local/x", "a" * 64, 300),),
+        (Part("local/x", "a" * 64, 0),),
+        (Part("local/x", "a" * 64, -1),),
+        (Part("local/x", "a" * 63, 1),),
+        (Part("local/x", "A" * 64, 1),),
+        (Part("local/x", "a" * 64, 2), Part("local/y", "a" * 64, 1)),
+        (Part("local/x", "a" * 64, 1), Part("local/y", "a" * 64, 1)),
+        (Part("local/x", "a" * 64, "1"),),  # type: ignore[arg-type]  # whatever a file may say
+        (Part(7, "a" * 64, 1),),  # type: ignore[arg-type]  # as above
+        (Part("local/x", 7, 1),),  # type: ignore[arg-type]  # as above
+        tuple(Part("local/x", "a" * 64, stop) for stop in range(1, 200)),
+    ],
+)
+def test_an_entry_with_impossible_parts_is_refused(parts: tuple[Part, ...]) -> None:
+    described = describe(64, parts=PARTS[:1], blocks=300)
+    sound = encode(described)
+    header = EntryLayout(described).header
+    changed = replace(described, parts=parts).canonical()
+    header = header.replace(
+        json.dumps(described.canonical())[1:-1].encode(), json.dumps(changed)[1:-1].encode()
+    )
+    header = (len(header) - 8).to_bytes(8, "little") + header[8:]
+    with pytest.raises(EntryInvalid, match="header"):
+        Entry(BytesReader(header + sound[len(EntryLayout(described).header) :]), described.key, SECRET)
+
+
+def test_every_cache_group_begins_where_it_must() -> None:
+    """Layers with a window hold the last blocks only."""
+    layers = (LayerShape(HEADS, 512), LayerShape(HEADS, 512, 1), LayerShape(1, 64, 1))
+    described = describe(layers=layers, firsts=(0, 2))
+    entry = Entry(BytesReader(encode(described)), described.key, SECRET)
+    assert described.kv_bytes == 3 * HEADS * 512 + HEADS * 512 + 64
+    for layer in range(3):
+        assert bytes(entry.run(layer, 0)) == kv_of(described, layer)
+
+
+@pytest.mark.parametrize("firsts", [(), (-1,), (3,), ("0",), (0.0,), (None,)])
+def test_an_entry_with_impossible_first_blocks_is_refused(firsts: tuple[object, ...]) -> None:
+    described = describe(64)
+    written = b'\\"firsts\\": ' + json.dumps(json.dumps(list(firsts)))[1:-1].encode()
+    forged = encode(described).replace(b'\\"firsts\\": [0]', written)
+    length = int.from_bytes(forged[:8], "little") + len(forged) - len(encode(described))
+    with pytest.raises(EntryInvalid, match="header"):
+        Entry(BytesReader(length.to_bytes(8, "little") + forged[8:]), described.key, SECRET)
+
+
+def test_a_part_put_in_another_s_place_is_noticed() -> None:
+    described = describe(512, parts=PARTS)
+    sound = encode(described)
+    for before, after in ((PARTS[0].key, PARTS[1].key), ("a" * 64, "c" * 64)):
+        changed = sound.replace(before.encode(), after.encode())
+        assert changed != sound
+        with pytest.raises(EntryInvalid, match="digest"):
+            Entry(BytesReader(changed), described.key, SECRET)
+
+
+def test_a_description_that_no_writer_makes_is_refused() -> None:
+    """Half of a surrogate pair cannot be encoded, and the scheduler reads descriptions."""
+    described = describe(64, fingerprint="\ud800" * 10)
+    layout = EntryLayout(described)
+    text = json.dumps({"__metadata__": {"baton_kv": json.dumps(asdict(described), ensure_ascii=False)}})
+    header = json.loads(layout.header[8:]) | json.loads(text)
+    written = json.dumps(header).encode()
+    data = len(written).to_bytes(8, "little") + written + encode(describe(64))[len(layout.header) :]
+    with pytest.raises(EntryInvalid):
+        Entry(BytesReader(data), described.key, SECRET)
 
 
 def test_another_model_s_entry_is_foreign_but_sound() -> None:

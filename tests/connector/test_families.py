@@ -34,8 +34,13 @@ def test_another_family_s_kv_is_handed_over_exactly(models: Path, tmp_path: Path
 
 
 @pytest.mark.chaos
-def test_in_bf16_an_entry_is_the_engine_s_own_prefix_cache_bit_by_bit(tmp_path: Path) -> None:
-    with OfflineEngine(tmp_path / "store", dtype="bfloat16", enable_prefix_caching=True) as engine:
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "auto"), ("bfloat16", "fp8")])
+def test_an_entry_is_the_engine_s_own_prefix_cache_bit_by_bit(
+    tmp_path: Path, dtype: str, kv_dtype: str
+) -> None:
+    """In types of fewer bits than float32, where what is computed again differs in its last bits."""
+    args = {"dtype": dtype, "kv_cache_dtype": kv_dtype, "enable_prefix_caching": True}
+    with OfflineEngine(tmp_path / "store", **args) as engine:
         for length in (28, 60, 124, 380):  # with the five tokens A says, 32n + 1: the KV ends with a block
             asked = prompt(length, seed=length)
             (answer,) = engine.ask((asked, 5, params_to_save()))

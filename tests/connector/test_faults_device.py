@@ -21,7 +21,8 @@ from connector.store_relays import HEADS, LAYERS, LOADED, MIB, SAVED, SECRET, SL
 
 from baton_kv.contract import new_key
 from baton_kv.entry import Entry
-from baton_kv.entry_format import EntryInvalid, EntryLayout
+from baton_kv.entry_format import EntryInvalid
+from baton_kv.entry_layout import EntryLayout
 from baton_kv.stores import reader as entry_reader
 from baton_kv.stores.base import StoreError, StoreFull
 from baton_kv.stores.file import FileStore
@@ -110,7 +111,7 @@ def test_an_entry_that_shrinks_or_vanishes_is_a_miss(relay: Relay) -> None:
         found = Entry(reader, relay.key, SECRET)
         os.truncate(relay.path(relay.key), EntryLayout(found.description).digests - 1)
         with pytest.raises(EntryInvalid):
-            found.read_slabs(LAYERS - 1, HEADS - 1, len(SAVED) - 1, [memoryview(bytearray(SLAB_BYTES))])
+            found.read_slabs(LAYERS - 1, 1, HEADS - 1, len(SAVED) - 1, [memoryview(bytearray(SLAB_BYTES))])
     relay.path(relay.key).write_bytes(relay.sound)
     assert relay.loader.offered(relay.key) == 49
     relay.path(relay.key).unlink()

@@ -76,10 +76,36 @@ def test_an_entry_is_the_same_bytes_whoever_wrote_it(tmp_path: Path, engines: li
         key, *_ = engines[-1].save()
         with store.open(key) as reader:
             entry = Entry(reader, key, SECRET)
-            places = itertools.product(range(3), range(4))
-            found.append([bytes(entry.chunk(layer, head, 0)) for layer, head in places])
+            found.append([bytes(entry.run(layer, 0)) for layer in range(3)])
         assert list((store.root / "writing").iterdir()) == []
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(("writers", "readers"), list(itertools.product(RANKS, RANKS)))
+def test_ranks_continue_what_other_ranks_have_saved(
+    store: Store, engines: list[RankedEngine], writers: int, readers: int
+) -> None:
+    """The first blocks stay in the first entry's file, the rest is the second's."""
+    first, second = RankedEngine(store, 4, writers), RankedEngine(store, 4, readers, seed=1)
+    third = RankedEngine(store, 4, 1, seed=2)
+    engines += [first, second, third]
+    source, *_ = first.save()
+    tokens, blocks, key = [*PROMPT, *range(25)], [10, 4, 6, 2, 5], new_key("local")
+    params = params_to_save(key, load=source)
+    assert second.scheduler.matched("b", params, tokens, 0) == 49
+    ends = {"tokens": tokens, "prompt": 75, "computed": 75, "block_ids": (blocks,), "whole": True}
+    assert second.scheduler.finished("b", params, **ends)[0]  # type: ignore[arg-type]  # of such
+    second.run()
+    (outcome,) = second.scheduler.take_outcomes()
+    assert outcome.failure is None
+    assert store.exists(key, 0)
+    store.delete(source)
+    assert third.scheduler.matched("c", params_to_load(key), [*tokens, 1], 0) == 74
+    third.scheduler.allocated("c", ([*LOADED, 11],), 74)
+    assert third.run().failed == set()
+    shared = third.expected(first.kv[:, SAVED[:3]], [0, 1, 2])
+    assert same(third.held(LOADED[:3]), shared)
+    assert same(third.held([LOADED[3], 11]), third.expected(second.kv[:, blocks[3:]], [0, 1]))
 
 
 def breaks(*_: object) -> None:
@@ -122,10 +148,10 @@ def test_a_load_has_ended_when_its_last_rank_has(store: Store, engines: list[Ran
     key, *_ = engine.save()
     prompt = [*range(100, 150), 1]
     count = engine.scheduler.matched("b", params_to_load(key), prompt, 0)
-    engine.scheduler.allocated("b", LOADED, count)
+    engine.scheduler.allocated("b", (LOADED,), count)
     assert engine.scheduler.step().loads
     engine.scheduler.report([TransferOutcome("b", key, Transfer.LOAD)])
-    ends = {"tokens": prompt, "prompt": 51, "computed": 51, "block_ids": LOADED, "whole": True}
+    ends = {"tokens": prompt, "prompt": 51, "computed": 51, "block_ids": (LOADED,), "whole": True}
     assert engine.scheduler.finished("b", params_to_save(), **ends) == (False, None)  # type: ignore[arg-type]
     jobs = engine.scheduler.step()
     assert (jobs.saves, jobs.given_up) == ([], ["b"])
@@ -214,7 +240,7 @@ def test_a_rank_that_comes_after_the_sweep_saves_nothing_and_says_so(
     engine = RankedEngine(store, 4, 2)
     engines.append(engine)
     key = new_key("acme")
-    ends = {"tokens": PROMPT, "prompt": 50, "computed": 50, "block_ids": SAVED, "whole": True}
+    ends = {"tokens": PROMPT, "prompt": 50, "computed": 50, "block_ids": (SAVED,), "whole": True}
     assert engine.scheduler.finished("a", params_to_save(key), **ends)[0]  # type: ignore[arg-type]  # of such
     jobs = engine.scheduler.step()
     engine.workers[0].start(jobs)
@@ -235,7 +261,7 @@ def test_a_draft_with_a_share_missing_is_not_sealed(tmp_path: Path, engines: lis
     engine = RankedEngine(store, 4, 2)
     engines.append(engine)
     key = new_key("acme")
-    ends = {"tokens": PROMPT, "prompt": 50, "computed": 50, "block_ids": SAVED, "whole": True}
+    ends = {"tokens": PROMPT, "prompt": 50, "computed": 50, "block_ids": (SAVED,), "whole": True}
     assert engine.scheduler.finished("a", params_to_save(key), **ends)[0]  # type: ignore[arg-type]  # of such
     jobs = engine.scheduler.step()
     engine.workers[0].start(jobs)
@@ -253,7 +279,7 @@ def test_a_scheduler_that_ends_removes_what_nobody_will_complete(
     store = FileStore(tmp_path / "store")
     engine = RankedEngine(store, 4, 2)
     engines.append(engine)
-    ends = {"tokens": PROMPT, "prompt": 50, "computed": 50, "block_ids": SAVED, "whole": True}
+    ends = {"tokens": PROMPT, "prompt": 50, "computed": 50, "block_ids": (SAVED,), "whole": True}
     assert engine.scheduler.finished("a", params_to_save(), **ends)[0]  # type: ignore[arg-type]  # of such
     engine.workers[0].start(engine.scheduler.step())
     engine.wait(engine.workers[0])

@@ -28,7 +28,7 @@ def test_blocks_saved_by_one_engine_are_loaded_by_another(store: MemoryStore, ve
     first, second = Engine(store), Engine(store, seed=1, verify=verify)
     key = first.save(params_to_save(), [3, 7, 1, 9])
     assert second.scheduler.matched("b", params_to_load(key), [*PROMPT, 5, 6], 0) == len(PROMPT) - 1
-    second.scheduler.allocated("b", [8, 2, 5, 4, 10], len(PROMPT) - 1)
+    second.scheduler.allocated("b", ([8, 2, 5, 4, 10],), len(PROMPT) - 1)
     finished = second.run(1)
     assert (finished.loaded, finished.failed) == ({"b"}, set())
     for ours, theirs in zip(first.layers, second.layers, strict=True):
@@ -47,7 +47,7 @@ def test_only_what_the_engine_lacks_is_loaded(
     if not in_memory:
         monkeypatch.setattr(HostStaging, "rows", lambda *_: None)
     assert second.scheduler.matched("b", params_to_load(key), [*PROMPT, 5], 2 * BLOCK) == 49 - 32
-    second.scheduler.allocated("b", [8, 2, 5, 4], 17)
+    second.scheduler.allocated("b", ([8, 2, 5, 4],), 17)
     assert second.run(1).failed == set()
     for ours, theirs, was in zip(first.layers, second.layers, before, strict=True):
         assert torch.equal(theirs[[8, 2]], was[[8, 2]])
@@ -138,7 +138,7 @@ def test_an_entry_that_turns_bad_between_look_and_load_costs_only_its_reuse(stor
         data = bytearray(entry.read(0, len(entry)))
     data[-1] ^= 1
     store.put(key, [data])
-    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+    engine.scheduler.allocated("b", ([8, 9, 10, 11],), 49)
     finished = engine.run(1)
     assert finished.loaded == {"b"}, "the request must be released"
     assert finished.failed == {"b"}
@@ -153,7 +153,7 @@ def test_another_entry_put_in_its_place_between_look_and_load_is_refused(store: 
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
     other = Engine(store, seed=5)
     assert other.save(params_to_save(key), [1, 2, 3, 6], tokens=[*PROMPT[:10], 9, *PROMPT[11:]]) == key
-    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+    engine.scheduler.allocated("b", ([8, 9, 10, 11],), 49)
     finished = engine.run(1)
     assert finished.failed == {"b"}
     assert store.exists(key), "it is sound, only not the one looked at"
@@ -165,9 +165,9 @@ def test_what_was_never_loaded_is_never_saved(store: MemoryStore) -> None:
     key = engine.save(params_to_save(), [1, 2, 3, 6])
     both = params_to_save(new_key("local"), load=key)
     assert engine.scheduler.matched("b", both, PROMPT, 0) == 49
-    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+    engine.scheduler.allocated("b", ([8, 9, 10, 11],), 49)
     ended = engine.scheduler.finished(
-        "b", both, tokens=PROMPT, prompt=50, computed=49, block_ids=[8, 9, 10, 11], whole=True
+        "b", both, tokens=PROMPT, prompt=50, computed=49, block_ids=([8, 9, 10, 11],), whole=True
     )
     assert ended == (False, None)
     jobs = engine.scheduler.step()
@@ -178,7 +178,7 @@ def test_a_load_given_up_after_its_end_leaves_no_trace(store: MemoryStore) -> No
     engine = Engine(store)
     key = engine.save(params_to_save(), [1, 2, 3, 6])
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
-    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+    engine.scheduler.allocated("b", ([8, 9, 10, 11],), 49)
     assert engine.run(1).loaded == {"b"}
     engine.worker.start(StepJobs(given_up=["b"]))
     assert (engine.worker._given_up, engine.worker._loading) == (set(), set())
@@ -190,7 +190,7 @@ def test_where_no_thread_can_be_started_the_request_is_released(
     engine = Engine(store)
     key = engine.save(params_to_save(), [1, 2, 3, 6])
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
-    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+    engine.scheduler.allocated("b", ([8, 9, 10, 11],), 49)
 
     def refuse(*_args: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -204,7 +204,7 @@ def test_an_entry_gone_between_look_and_load_is_a_miss(store: MemoryStore) -> No
     key = engine.save(params_to_save(), [1, 2, 3, 6])
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
     store.delete(key)
-    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+    engine.scheduler.allocated("b", ([8, 9, 10, 11],), 49)
     assert engine.run(1).failed == {"b"}
 
 
@@ -213,9 +213,9 @@ def test_a_load_that_nobody_waits_for_any_more_is_not_gone_on_with(store: Memory
     key = engine.save(params_to_save(), [1, 2, 3, 6])
     before = [layer.clone() for layer in engine.layers]
     assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
-    engine.scheduler.allocated("b", [8, 9, 10, 11], 49)
+    engine.scheduler.allocated("b", ([8, 9, 10, 11],), 49)
     engine.scheduler.finished(
-        "b", params_to_load(key), tokens=PROMPT, prompt=50, computed=0, block_ids=[], whole=False
+        "b", params_to_load(key), tokens=PROMPT, prompt=50, computed=0, block_ids=([],), whole=False
     )
     finished = engine.run(1)
     assert (finished.loaded, finished.outcomes[0].failure) == ({"b"}, "given_up")

@@ -37,7 +37,7 @@ def test_a_save_that_fails_releases_its_blocks_and_leaves_nothing(store: MemoryS
     engine = Engine(store)
     engine.worker._blocks.pool = None  # type: ignore[assignment,method-assign]  # whatever breaks there
     held, _ = engine.scheduler.finished(
-        "a", params_to_save(), tokens=PROMPT, prompt=49, computed=49, block_ids=[1, 2, 3, 6], whole=True
+        "a", params_to_save(), tokens=PROMPT, prompt=49, computed=49, block_ids=([1, 2, 3, 6],), whole=True
     )
     assert held
     finished = engine.run(1)
@@ -66,7 +66,7 @@ def test_what_is_not_whole_is_not_saved(
         tokens=tokens,
         prompt=len(tokens),
         computed=computed,
-        block_ids=blocks,
+        block_ids=(blocks,),
         whole=whole,
     )
     assert answer == (False, None)
@@ -76,7 +76,7 @@ def test_what_is_not_whole_is_not_saved(
 def finishes(engine: Engine, request_id: str, blocks: list[int]) -> bool:
     """Whether the blocks of a request that asks for a save are held."""
     held, _ = engine.scheduler.finished(
-        request_id, params_to_save(), tokens=PROMPT, prompt=49, computed=49, block_ids=blocks, whole=True
+        request_id, params_to_save(), tokens=PROMPT, prompt=49, computed=49, block_ids=(blocks,), whole=True
     )
     return held
 
@@ -156,7 +156,7 @@ def test_nothing_a_client_sends_reaches_the_store(store: MemoryStore, params: ob
     engine = Engine(store)
     assert engine.scheduler.matched("b", params, PROMPT, 0) == 0
     answer = engine.scheduler.finished(
-        "b", params, tokens=PROMPT, prompt=49, computed=49, block_ids=[1, 2, 3, 6], whole=True
+        "b", params, tokens=PROMPT, prompt=49, computed=49, block_ids=([1, 2, 3, 6],), whole=True
     )
     assert answer == (False, None)
     assert {told.failure for told in engine.scheduler.take_outcomes()} <= {"malformed"}
@@ -186,7 +186,7 @@ def test_tensors_that_cannot_be_moved_by_blocks_are_refused() -> None:
 def test_blocks_are_gathered_in_the_order_asked() -> None:
     layer = torch.arange(6 * 2 * 2 * 1, dtype=torch.float32).reshape(6, 2, 2, 1)
     blocks = KVBlocks([layer])
-    found = HostStaging().gather(blocks.pool(0, 1), [4, 1])
+    found = HostStaging().gather(blocks.pool(0, range(1, 2)), [4, 1])
     values = [numpy.frombuffer(slab, numpy.float32).tolist() for slab in found]
     assert values == [[18, 19], [6, 7]]
 
@@ -205,7 +205,7 @@ def test_a_store_that_cannot_be_read_is_a_miss(store: MemoryStore, monkeypatch: 
     key = engine.save(params_to_save(), [1, 2, 3, 6])
     assert [told.failure for told in engine.scheduler.take_outcomes()] == [None]
 
-    def broken(_key: str) -> object:
+    def broken(*_: object) -> object:
         raise StoreError("reading: input/output error")
 
     monkeypatch.setattr(store, "open", broken)

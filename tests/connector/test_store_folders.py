@@ -13,7 +13,6 @@ from support.planted import foreign_folder, link, open_folder, pipe, plain_file
 
 from baton_kv.contract import new_key
 from baton_kv.secret import store_secret
-from baton_kv.stores import file
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
 from baton_kv.stores.file import ABANDONED_AFTER_S, FileStore
@@ -156,7 +155,7 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
-        real_fsync, real_rename, seen = os.fsync, os.rename, self.seen
+        real_fsync, real_rename, real_writev, seen = os.fsync, os.rename, os.writev, self.seen
 
         def fsync(descriptor: int) -> None:
             seen.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).parent.name}")
@@ -166,14 +165,13 @@ class Calls:
             seen.append("rename")
             real_rename(*args, **named)
 
-        class SeenFile(file.FileIO):
-            def write(self, data: Any) -> int:
-                seen.append("write")
-                return super().write(data)
+        def writev(descriptor: int, buffers: list[memoryview]) -> int:
+            seen.append("write")
+            return real_writev(descriptor, buffers)
 
         monkeypatch.setattr(os, "fsync", fsync)
         monkeypatch.setattr(os, "rename", rename)
-        monkeypatch.setattr(file, "FileIO", SeenFile)
+        monkeypatch.setattr(os, "writev", writev)
 
 
 @pytest.mark.fault("B2")

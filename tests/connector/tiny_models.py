@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-FAMILIES = ("qwen2", "mistral", "gemma", "llama", "llama-4-heads", "gemma3")
+FAMILIES = ("qwen2", "mistral", "gemma", "llama", "llama-4-heads", "gemma3", "windows")
 DRAFT = "llama-4-heads-draft"
 
 if __name__ == "__main__":
@@ -43,6 +43,7 @@ if __name__ == "__main__":
             sliding_window=64,
             layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         ),
+        "windows": MistralConfig(**shape, sliding_window=64, tie_word_embeddings=False),
         "llama-4-heads": LlamaConfig(
             **shape | {"num_attention_heads": 4, "num_key_value_heads": 4}, tie_word_embeddings=False
         ),

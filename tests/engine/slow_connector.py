@@ -38,8 +38,8 @@ class SlowStore:
         return getattr(self._store, name)
 
     @contextmanager
-    def open(self, key: str) -> Iterator[SlowReader]:
-        with self._store.open(key) as reader:
+    def open(self, key: str, part: int | None = None) -> Iterator[SlowReader]:
+        with self._store.open(key, part) as reader:
             yield SlowReader(reader, self._store.root / "speed")
 
 

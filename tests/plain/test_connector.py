@@ -133,15 +133,15 @@ def test_a_wrong_block_would_be_noticed_here(first: RelayServer, store: Path) ->
     with files.open(wrong) as data:
         entry = Entry(data, wrong, secret)
         described = EntryDescription(**(vars(entry.description) | {"key": key}))
-        chunks = {
-            (layer, head, index): bytes(entry.chunk(layer, head, index))
-            for layer, shape in enumerate(described.layers)
-            for head in range(shape.heads)
-            for index in range(described.chunks(layer))
+        runs = {
+            (layer, described.run(layer, index)): bytes(entry.run(layer, index))
+            for layer in range(len(described.layers))
+            for index in range(described.runs(layer))
         }
 
-    def slabs(layer: int, head: int, blocks: slice) -> list[memoryview]:
-        return [memoryview(chunks[layer, head, blocks.start // described.layers[layer].chunk_blocks])]
+    def slabs(layer: int, heads: range, blocks: range) -> list[memoryview]:
+        size, run = described.layers[layer].slab_bytes, memoryview(runs[layer, blocks])
+        return [run[at : at + size] for at in range(0, len(run), size)]
 
     planted = write(described, context, slabs, secret)
     files.put(key, planted)

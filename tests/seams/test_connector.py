@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.config.multimodal import MultiModalConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MLAAttentionSpec,
@@ -26,6 +29,8 @@ from baton.config.settings import load_settings
 from baton.engines.vllm.arguments import engine_args
 from baton.engines.vllm.build_fleet import transfer_config
 from baton_kv import connector, engine_facts
+from baton_kv.blocks import HeadShard
+from baton_kv.cache_groups import CacheGroup
 from baton_kv.contract import (
     Transfer,
     TransferError,
@@ -46,8 +51,23 @@ OVERRIDDEN = [
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_every_hook_is_vllm_s_with_vllm_s_parameters(name: str) -> None:
     ours = inspect.signature(getattr(connector.BatonConnector, name))
-    theirs = inspect.signature(getattr(KVConnectorBase_V1, name))
+    base = KVConnectorBase_V1 if hasattr(KVConnectorBase_V1, name) else SupportsHMA
+    theirs = inspect.signature(getattr(base, name))
     assert list(ours.parameters) == list(theirs.parameters)
+
+
+def test_windowed_layers_keep_groups_of_their_own() -> None:
+    """Otherwise vLLM gives them blocks for all tokens."""
+    assert supports_hma(connector.BatonConnector)
+
+
+@pytest.mark.parametrize("tokens", range(1, 200, 7))
+@pytest.mark.parametrize("window", [2, 16, 17, 64, 500])
+def test_the_first_block_of_a_window_is_the_first_that_vllm_keeps(tokens: int, window: int) -> None:
+    kept: Any = SimpleNamespace(sliding_window=window, extra_retained_tokens=0)
+    keeps = SlidingWindowManager.get_num_skipped_tokens(kept, tokens)
+    assert CacheGroup(window).first_block(tokens, 16) == keeps // 16
+    assert CacheGroup().first_block(tokens, 16) == 0
 
 
 def test_a_prevented_save_makes_vllm_recompute_nothing() -> None:
@@ -78,7 +98,15 @@ def test_what_is_read_of_a_request_is_there() -> None:
 
 
 def config(**changes: Any) -> Any:
-    plain = {"tp": 1, "pp": 1, "dcp": 1, "pcp": 1, "nodes": 1, "policy": "recompute"} | changes
+    plain = {
+        "tp": 1,
+        "pp": 1,
+        "dcp": 1,
+        "pcp": 1,
+        "nodes": 1,
+        "policy": "recompute",
+        "images": None,
+    } | changes
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             tensor_parallel_size=plain["tp"],
@@ -88,6 +116,7 @@ def config(**changes: Any) -> Any:
             nnodes=plain["nodes"],
         ),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=plain["policy"]),
+        model_config=SimpleNamespace(multimodal_config=plain["images"]),
     )
 
 
@@ -98,7 +127,7 @@ def config(**changes: Any) -> Any:
         ({"dcp": 2}, 1, "context parallelism"),
         ({"pcp": 2}, 1, "context parallelism"),
         ({"nodes": 2}, 1, "one host"),
-        ({}, 2, "full attention"),
+        ({"tp": 2, "images": MultiModalConfig()}, 1, "take no images"),
         ({}, 0, "full attention"),
         ({"policy": "fail"}, 1, "recompute"),
     ],
@@ -112,6 +141,9 @@ def test_what_cannot_be_exact_is_refused_at_the_start(
         engine_facts.require_supported(config(**changes), cache)
     one: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=full)])
     engine_facts.require_supported(config(), one)
+    engine_facts.require_supported(config(images=MultiModalConfig()), one)
+    none = MultiModalConfig(limit_per_prompt={"image": 0})  # type: ignore[dict-item]  # as vLLM takes it
+    engine_facts.require_supported(config(tp=2, images=none), one)
     window = SlidingWindowSpec(
         block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32, sliding_window=64
     )
@@ -135,9 +167,49 @@ def test_what_cannot_be_exact_is_refused_at_the_start(
     one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=chunked)]
     with pytest.raises(ValueError, match="full attention"):
         engine_facts.require_supported(config(), one)
-    one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=window)]
+    one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=spec) for spec in (window, full, window)]
+    engine_facts.require_supported(config(), one)
+    assert engine_facts.cache_groups(one) == (CacheGroup(64), CacheGroup(), CacheGroup(64))
+    for differs in (dataclasses.replace(window, block_size=64), dataclasses.replace(window, num_kv_heads=2)):
+        one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=spec) for spec in (differs, full)]
+        with pytest.raises(ValueError, match="different block sizes or KV heads"):
+            engine_facts.require_supported(config(), one)
+    retained = dataclasses.replace(window, extra_retained_tokens=4)
+    one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=retained)]
     with pytest.raises(ValueError, match="full attention"):
         engine_facts.require_supported(config(), one)
+
+
+def test_plain_mla_is_tried_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A latent vector a token, the same on every rank; sparse attention keeps an index beside it."""
+    plain = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=plain)])
+    with pytest.raises(ValueError, match="decodes them otherwise than it prefills"):
+        engine_facts.require_supported(config(), cache, unproven_devices=True)
+    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
+    monkeypatch.setattr(engine_facts, "current_platform", gpu)
+    with pytest.raises(ValueError, match="unproven_devices"):
+        engine_facts.require_supported(config(), cache)
+    engine_facts.require_supported(config(), cache, unproven_devices=True)
+    for changes in (
+        {"model_version": "deepseek_v4"},
+        {"tokens_per_state": 4},
+        {"is_index_group_leader": True},
+    ):
+        cache.kv_cache_groups[0].kv_cache_spec = dataclasses.replace(plain, **changes)
+        with pytest.raises(ValueError, match="sparse attention"):
+            engine_facts.require_supported(config(), cache, unproven_devices=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_latent_vector_of_mla_is_one_head_that_every_rank_has(ranks: int) -> None:
+    plain = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=plain)])
+    ranked = config(tp=ranks)
+    for rank in range(ranks):
+        ranked.parallel_config.rank = rank
+        shard = engine_facts.head_shard(ranked, cache)
+        assert shard == HeadShard(0, 1, 1, rank, ranks)
 
 
 def test_statistics_cross_a_process_as_plain_values_and_add_up() -> None:

@@ -108,7 +108,7 @@ CHANGES = {
     "quantization": ("vllm.model_config.quantization", "fp8"),
     "dtype": ("vllm.model_config.dtype", torch.float16),
     "kv_dtype": ("vllm.cache_config.cache_dtype", "fp8"),
-    "spec": ("group.kv_cache_spec", dataclasses.replace(FULL, block_size=64)),
+    "specs": ("group.kv_cache_spec", dataclasses.replace(FULL, block_size=64)),
     "platform": ("module.current_platform.device_name", "another"),
     "packing": ("module._packing", lambda *_: "another"),
     "hf_overrides": ("vllm.model_config.hf_overrides", {"rope_theta": 7}),
@@ -174,7 +174,7 @@ def test_a_model_s_configuration_files_count_as_its_weights_do(tmp_path: Path, n
 )
 def test_what_a_slab_means_is_a_fact(configured: Configured, spec: Any) -> None:
     facts = configured.facts()
-    assert facts | {"spec": engine_facts._spec_facts(spec)} != facts
+    assert facts | {"specs": [engine_facts._spec_facts(spec)]} != facts
 
 
 def test_a_draft_model_s_weights_are_a_fact_and_drafts_without_weights_are_none(
@@ -200,7 +200,7 @@ def test_a_draft_model_s_weights_are_a_fact_and_drafts_without_weights_are_none(
 def test_how_many_heads_one_rank_holds_is_no_fact(configured: Configured) -> None:
     facts = configured.facts()
     one_rank_s = engine_facts._spec_facts(dataclasses.replace(FULL, num_kv_heads=2))
-    assert facts | {"spec": one_rank_s} == facts
+    assert facts | {"specs": [one_rank_s]} == facts
 
 
 LAYOUT = WorkerLayout(("layer.0", "layer.1"), (LayerShape(4, 1024), LayerShape(4, 1024)))

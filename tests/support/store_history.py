@@ -86,9 +86,15 @@ class Records:
     def __init__(self, root: Path, rng: random.Random) -> None:
         self._files = HandoffRepository(root)
         self._rng = rng
-        self._rules = ChangeRules(HandoffSettings(budget=BUDGET), lambda _record, pin: pin)  # type: ignore[arg-type]  # a number is a size
+        self._kv = FileStore(root.parent / "kv")
+        settings = HandoffSettings(budget=BUDGET)  # type: ignore[arg-type]  # a number is a size
+        self._rules = ChangeRules(settings, self._pin, lambda record: self._kv.pinned(also=record.key))
         self._root = root
         self._new = ""
+
+    def _pin(self, record: HandoffRecord, pin: bool) -> bool:
+        self._kv.pin(record.key, pin)
+        return pin
 
     @property
     def keys(self) -> list[str]:
@@ -105,6 +111,7 @@ class Records:
             return value if self._files.update(key, edit) else None
         told = {"weights": "w", "created_at": 1.0, "ttl_s": 9e9, "expires_at": 9e9, "bytes": 100_000}
         record = HandoffRecord(id=key, tenant=key[0], model="m", **told)
+        self._kv.put(record.key, [bytes(100_000)])
         return value if self._files.create(record, edit) else None
 
     def get(self, key: str) -> str | None:
@@ -114,6 +121,7 @@ class Records:
     def delete(self, key: str) -> None:
         if (found := self._files.read(key)) is not None:
             self._files.remove(found)
+            self._kv.delete(found.key)
 
     def other(self, _key: str) -> None:
         self._files.refresh()

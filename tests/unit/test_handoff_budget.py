@@ -127,7 +127,7 @@ async def test_two_gateways_keep_one_budget_and_each_evicts_the_largest_tenant_s
     for each in gateways:
         assert [await there(each, record) for record in (*quiet, quiet_pin)] == [True] * 4
     page, _ = await gateways[0].page("loud", limit=100, after=None)
-    pinned = sum(record.usage.bytes for record in page if record.pin)
+    pinned = sum(record.usage.non_kv_bytes for record in page if record.pin)
     assert 0 < pinned <= 2 * MIB, "a quarter of the budget: half, for two tenants"
 
 

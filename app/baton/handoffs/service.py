@@ -65,7 +65,7 @@ class Handoffs:
         metrics.store_budget.set(int(settings.budget))
         self._wall = wall
         self._index = HandoffIndex(clock)
-        self._rules = ChangeRules(settings, storage.pin)
+        self._rules = ChangeRules(settings, storage.pin, storage.pinned_kv)
         self._sync = IndexSync(self._index, storage, wall)
         self._budget = RecordBudget(settings, self._index, storage, self._sync.refresh)
         self._saves = Saves(self._index, storage, self._budget, self._rules, self._sync)

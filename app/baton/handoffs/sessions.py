@@ -164,8 +164,8 @@ class Sessions:
             prompt.images,
             save=target.key if target is not None else None,
             prompt_only=wanted.prompt_only,
-            load=source.key if source is not None and decision is not None and decision.loads else None,
-            limit=decision.limit if decision is not None and decision.loads else None,
+            load=entry_to_name(source, decision, target),
+            limit=decision.limit if decision is not None else None,
             latent_steps=wanted.steps_of_context,
         )
         return Session(
@@ -212,6 +212,20 @@ class Sessions:
                 "(setting handoffs.image_bytes). Send smaller images, or do not save a handoff.",
                 param="messages",
             )
+
+
+def entry_to_name(
+    source: HandoffRecord | None, decision: Decision | None, target: HandoffRecord | None
+) -> str | None:
+    """Return the key of the source's KV, which the engine is told if it loads it or saves what continues it.
+
+    Args:
+        source: the handoff that the request continues.
+        decision: whether its KV is loaded.
+        target: the handoff that the request saves.
+    """
+    named = source is not None and decision is not None and (decision.loads or target is not None)
+    return source.key if source is not None and named else None
 
 
 def _require_few_images(engine: Engine, images: Sequence[PlacedImage]) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton_kv.contract import TransferError, TransferFailure
 
 Buffer = bytes | bytearray | memoryview
+Piece = Buffer | list[memoryview]
+"""Bytes, or several buffers, that are written before the next piece is asked for."""
+MAX_SHARED = 128
+"""Most files of other entries that an entry shares."""
 
 
 class StoreError(TransferError):
@@ -23,10 +28,32 @@ class EntryMissing(StoreError):
     failure = TransferFailure.MISSING
 
 
+class SharedMissing(EntryMissing):
+    """A file that a new entry shares is no longer there, or cannot be shared on this device."""
+
+
 class StoreFull(StoreError):
     """The entry does not fit the store's budget or its device."""
 
     failure = TransferFailure.FULL
+
+
+@dataclass(frozen=True)
+class SharedFiles:
+    """The files of other entries that an entry needs beside its own, in order.
+
+    They stay for as long as an entry that shares them, and count once in the store's size.
+
+    Attributes:
+        keys: keys of the entries that they were written for, of the same scope; at most `MAX_SHARED`.
+        holder: key of an entry that has them all: by sharing them in this order, or the last as its own.
+    """
+
+    keys: tuple[str, ...] = ()
+    holder: str = ""
+
+
+NOTHING_SHARED = SharedFiles()
 
 
 class Reader(Protocol):
@@ -84,6 +111,7 @@ class Draft(Protocol):
         """Make the sealed entry visible under its key.
 
         Raises:
+            SharedMissing: a file that it shares is not there.
             StoreFull: the entry does not fit even if all unpinned entries are evicted.
             StoreError: the device could not be written.
         """
@@ -114,7 +142,9 @@ class BytesReader:
 class Store(Protocol):
     """Immutable entries by key, safe to use from several threads and processes at once."""
 
-    def put(self, key: str, parts: Iterable[Buffer], *, size: int = 0) -> int:
+    def put(
+        self, key: str, parts: Iterable[Piece], *, size: int = 0, shared: SharedFiles = NOTHING_SHARED
+    ) -> int:
         """Write an entry; it becomes visible when it is complete.
 
         Args:
@@ -122,18 +152,27 @@ class Store(Protocol):
             parts: the entry's bytes, in order.
             size: the expected number of bytes, 0 if unknown. With it, an entry that cannot fit is refused
                 before others are evicted.
+            shared: the files of other entries that it needs too.
 
         Returns:
-            The entry's size in bytes.
+            The bytes written.
 
         Raises:
+            SharedMissing: a file of `shared` is not there; nothing was saved.
             StoreFull: the entry does not fit even if all unpinned entries are evicted.
             StoreError: the device could not be written.
         """
         ...
 
     def draft(
-        self, key: str, name: str, *, size: int, rank: int, ranks: int
+        self,
+        key: str,
+        name: str,
+        *,
+        size: int,
+        rank: int,
+        ranks: int,
+        shared: SharedFiles = NOTHING_SHARED,
     ) -> AbstractContextManager[Draft]:
         """Open an entry that several ranks write together, for the time of the context.
 
@@ -143,6 +182,7 @@ class Store(Protocol):
             size: the entry's size in bytes.
             rank: number of this rank, from 0.
             ranks: number of ranks that write.
+            shared: as for `put`.
 
         Raises:
             StoreFull: the entry cannot fit.
@@ -154,29 +194,56 @@ class Store(Protocol):
         """Remove a draft that will not be completed, if it is still there."""
         ...
 
-    def open(self, key: str) -> AbstractContextManager[Reader]:
+    def open(self, key: str, part: int | None = None) -> AbstractContextManager[Reader]:
         """Open an entry for the time of the context; it stays readable even if it is deleted meanwhile.
 
+        Args:
+            key: key of the entry.
+            part: index of a file that the entry shares; None opens its own.
+
         Raises:
-            EntryMissing: there is no entry under this key.
+            EntryMissing: there is no entry under this key, or no such file.
             StoreError: the device could not be read.
         """
         ...
 
-    def exists(self, key: str) -> bool:
-        """Return whether there is an entry under this key."""
+    def exists(self, key: str, part: int | None = None) -> bool:
+        """Return whether there is an entry under this key, or the file that it shares."""
+        ...
+
+    def bytes_of(self, key: str) -> int:
+        """Return the bytes of an entry's own file and of those that it shares; 0 if there is no entry."""
         ...
 
     def delete(self, key: str) -> bool:
-        """Delete an entry and its pin; return whether there was an entry."""
+        """Delete an entry and its pin; return whether there was an entry.
+
+        Files that other entries share stay for those.
+        """
         ...
 
-    def quarantine(self, key: str) -> None:
-        """Move a corrupt entry away, so that it is no longer found by its key."""
+    def quarantine(self, key: str, part: int | None = None) -> None:
+        """Move a corrupt file away, so that no entry finds it any more.
+
+        Args:
+            key: key of the entry.
+            part: index of a file that the entry shares; None: its own file is corrupt.
+        """
         ...
 
     def pin(self, key: str, pinned: bool) -> None:
         """Protect an entry from eviction, or no longer; the entry need not exist yet."""
+        ...
+
+    def pinned(self, *, also: str | None = None) -> dict[str, int]:
+        """Return the bytes that pins protect, by scope; a file that several entries share counts once.
+
+        Args:
+            also: key of an entry that counts as pinned.
+
+        Raises:
+            StoreError: the store could not be listed.
+        """
         ...
 
     def keys(self) -> Iterator[str]:

@@ -3,68 +3,91 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 
 from baton_kv.stores.base import StoreFull
-from baton_kv.stores.listing import StoredEntry
+from baton_kv.stores.listing import Listing, StoredEntry
 
 
 def to_fit_budget(
-    entries: Sequence[StoredEntry], size: int, *, beside: int, budget: int, replaced: tuple[str, str] | None
+    listing: Listing, size: int, *, beside: int, budget: int, replaced: tuple[str, str] | None
 ) -> list[StoredEntry]:
     """Choose the entries to evict so that `size` more bytes fit the budget.
 
     Args:
-        entries: all entries of the store.
+        listing: what the store holds.
         size: bytes of the entry to be written.
         beside: bytes of other files that count towards the budget.
         budget: bytes that all of them may take.
-        replaced: scope and file name of an entry that is overwritten, whose bytes do not count; or None.
+        replaced: scope and file name of an entry whose own file is overwritten; or None.
 
     Raises:
         StoreFull: the bytes do not fit even if all unpinned entries are evicted.
     """
-    others = [each for each in entries if (each.scope, each.name) != replaced]
-    total = beside + sum(each.size for each in others)
-    if total + size <= budget:
-        return []
-    evictable = [each for each in _in_order(entries, budget) if (each.scope, each.name) != replaced]
-    if size + total - sum(each.size for each in evictable) > budget:
+    holders = _holders(listing)
+    overwritten = (
+        each.file
+        for each in listing.entries
+        if (each.scope, each.name) == replaced and each.file not in each.shared
+    )
+    total = beside + listing.size - sum(listing.sizes[file] for file in overwritten if holders[file] == 1)
+    chosen = _choose(listing, total + size - budget, budget=budget, spared=replaced)
+    if chosen is None:
         raise StoreFull(f"an entry of {size} bytes does not fit the store's budget of {budget}")
-    return list(_until(evictable, total + size - budget))
+    return chosen
 
 
-def to_free(entries: Sequence[StoredEntry], size: int, *, budget: int | None) -> list[StoredEntry] | None:
+def to_free(listing: Listing, size: int, *, budget: int | None) -> list[StoredEntry] | None:
     """Choose the entries to evict to free `size` bytes on the device.
 
     Args:
-        entries: all entries of the store.
+        listing: what the store holds.
         size: bytes to free.
         budget: the store's budget in bytes, from which the tenants' fair share follows.
 
     Returns:
-        The entries, or None if all unpinned entries together are smaller.
+        The entries, or None if evicting all unpinned entries frees less.
     """
-    evictable = _in_order(entries, budget)
-    if sum(each.size for each in evictable) < size:
-        return None
-    return list(_until(evictable, size))
+    return _choose(listing, size, budget=budget, spared=None)
 
 
-def _in_order(entries: Sequence[StoredEntry], budget: int | None) -> list[StoredEntry]:
-    """Order the unpinned entries: scopes above their fair share first, then the least recently used."""
-    held: Counter[str] = Counter()
-    for each in entries:
-        held[each.scope] += each.size
-    share = (budget or held.total()) / max(1, len(held))
-    unpinned = [each for each in entries if not each.pinned]
-    return sorted(unpinned, key=lambda each: (held[each.scope] <= share, each.used_ns))
+def _choose(
+    listing: Listing, size: int, *, budget: int | None, spared: tuple[str, str] | None
+) -> list[StoredEntry] | None:
+    """Choose unpinned entries in order until the files that nobody else holds have `size` bytes.
+
+    An entry whose own file another one needs frees nothing by itself, so it goes only after that one.
+    """
+    holders = _holders(listing)
+    freed, chosen = 0, []
+    for each in _in_order(listing, budget, spared):
+        if freed >= size:
+            break
+        chosen.append(each)
+        for file in each.files:
+            holders[file] -= 1
+            freed += 0 if holders[file] else listing.sizes[file]
+    return [each for each in chosen if not holders[each.file]] if freed >= size else None
 
 
-def _until(entries: Sequence[StoredEntry], size: int) -> Iterator[StoredEntry]:
-    """Yield the first entries that together have at least `size` bytes."""
-    for each in entries:
-        if size <= 0:
-            return
-        yield each
-        size -= each.size
+def _holders(listing: Listing) -> Counter[int]:
+    """Return the number of entries that need each file."""
+    return listing.loose + Counter(file for each in listing.entries for file in each.files)
+
+
+def _in_order(listing: Listing, budget: int | None, spared: tuple[str, str] | None) -> list[StoredEntry]:
+    """Order the entries that may go: scopes above their fair share first, then the least recently used.
+
+    An entry is used when one is used that continues it, which goes first.
+    """
+    held = listing.by_scope()
+    share = (budget or sum(held.values())) / max(1, len(held))
+    kept, used = set(listing.loose), dict[int, int]()
+    for each in listing.entries:
+        for file in each.files:
+            used[file] = max(used.get(file, 0), each.used_ns)
+        if each.pinned:
+            kept.update(each.files)
+    unpinned = [
+        each for each in listing.entries if each.file not in kept and (each.scope, each.name) != spared
+    ]
+    return sorted(unpinned, key=lambda each: (held[each.scope] <= share, used[each.file], -len(each.files)))

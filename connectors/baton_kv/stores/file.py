@@ -1,7 +1,8 @@
 """Keep entries in a folder, on disk or in shared memory (`/dev/shm`).
 
 root/                    mode 0700
-  entries/SCOPE/ID.kv    one immutable file an entry; its modification time is its last use
+  entries/SCOPE/ID.kv    an entry's own file, immutable; its modification time is its last use
+  entries/SCOPE/ID.000   a file of another entry that this one needs too (a hard link), by its index
   entries/SCOPE/ID.pin   an empty file that protects the entry from eviction
   writing/               files being written; leftovers are removed when a store is opened
   quarantine/            the last few corrupt entries, for inspection
@@ -9,6 +10,8 @@ root/                    mode 0700
   records/               the gateway's records, likewise; `total` holds their bytes
   secret                 key of the digests, see `baton_kv.secret`
   lock                   held while the budget is enforced
+
+A file's bytes are free when its last name is removed, so entries that share files need no other count.
 
 Only this user may have access to the folders, and none may be a link: files are written and removed relative
 to a descriptor of their folder, so nothing outside is touched, whatever links are planted inside.
@@ -30,12 +33,25 @@ from io import FileIO
 from pathlib import Path
 
 from baton_kv.folders import CREATE, LOCK, FolderNotPrivate, folder, make_folder, open_file
-from baton_kv.stores.base import Buffer, StoreError, StoreFull
+from baton_kv.stores.base import (
+    NOTHING_SHARED,
+    Piece,
+    SharedFiles,
+    StoreError,
+    StoreFull,
+)
+from baton_kv.stores.buffers import MAX_BUFFERS, rest
 from baton_kv.stores.draft import FileDraft, discard
 from baton_kv.stores.eviction import to_fit_budget, to_free
+from baton_kv.stores.links import (
+    link_of,
+    link_shared,
+    rename_shared,
+    require_numbers,
+    unlink_shared,
+)
 from baton_kv.stores.listing import (
     ABANDONED_AFTER_S,
-    SUFFIX,
     make_scope,
     pin_of,
     remove_abandoned,
@@ -51,8 +67,8 @@ TEMPORARY = re.compile(r"\.[0-9a-f]{16}")
 """Pattern of temporary files in the root, from which the secret is linked."""
 WRITING = re.compile(r"[0-9a-f]{32}(\.[0-9a-z]{1,8})?")
 """Pattern of the files in `writing`."""
+FOLDERS = ("entries", "writing", "quarantine")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-KEPT_IN_QUARANTINE = 2
 
 
 class FileStore:
@@ -77,8 +93,9 @@ class FileStore:
         try:
             make_folder(root)
             with folder(root) as top:
-                for name in ("entries", "writing", "quarantine"):
+                for name in FOLDERS:
                     make_folder(root / name, name=name, within=top)
+                require_numbers(root, top)
                 remove_abandoned(top, TEMPORARY)
             with self._tree.folder("writing") as writing:
                 remove_abandoned(writing, WRITING)
@@ -89,7 +106,9 @@ class FileStore:
     def root(self) -> Path:
         return self._tree.root
 
-    def put(self, key: str, parts: Iterable[Buffer], *, size: int = 0) -> int:
+    def put(
+        self, key: str, parts: Iterable[Piece], *, size: int = 0, shared: SharedFiles = NOTHING_SHARED
+    ) -> int:
         scope, name = split(key)
         self._require_fits(size)
         try:
@@ -97,7 +116,7 @@ class FileStore:
                 temporary = secrets.token_hex(16)
                 try:
                     size = self._write(writing, temporary, parts, size)
-                    self._place(writing, temporary, scope, name, size)
+                    self._place(writing, temporary, scope, name, size, shared)
                 finally:
                     with contextlib.suppress(OSError):
                         os.unlink(temporary, dir_fd=writing)
@@ -106,7 +125,16 @@ class FileStore:
             raise _translated(error, key) from None
 
     @contextmanager
-    def draft(self, key: str, name: str, *, size: int, rank: int, ranks: int) -> Iterator[FileDraft]:
+    def draft(
+        self,
+        key: str,
+        name: str,
+        *,
+        size: int,
+        rank: int,
+        ranks: int,
+        shared: SharedFiles = NOTHING_SHARED,
+    ) -> Iterator[FileDraft]:
         scope, entry = split(key)
         self._require_fits(size)
         try:
@@ -122,7 +150,7 @@ class FileStore:
                         share=size // ranks,
                         write=self._write_at,
                         place=lambda sealed: self._place_draft(
-                            writing, sealed, descriptor, (scope, entry), size
+                            writing, sealed, descriptor, (scope, entry), size, shared
                         ),
                     )
                 finally:
@@ -134,12 +162,18 @@ class FileStore:
         return self._retried(lambda: os.pwrite(descriptor, view, offset), needed)
 
     def _place_draft(
-        self, writing: int, sealed: str, descriptor: int, target: tuple[str, str], size: int
+        self,
+        writing: int,
+        sealed: str,
+        descriptor: int,
+        target: tuple[str, str],
+        size: int,
+        shared: SharedFiles,
     ) -> None:
         touch(descriptor)
         if self._fsync:
             os.fsync(descriptor)
-        self._place(writing, sealed, *target, size)
+        self._place(writing, sealed, *target, size, shared)
 
     def discard(self, name: str) -> None:
         with contextlib.suppress(OSError), self._tree.folder("writing") as writing:
@@ -149,15 +183,15 @@ class FileStore:
         if self._budget is not None and size > self._budget:
             raise StoreFull(f"an entry of {size} bytes does not fit the store's budget of {self._budget}")
 
-    def _write(self, writing: int, name: str, parts: Iterable[Buffer], expected: int) -> int:
+    def _write(self, writing: int, name: str, parts: Iterable[Piece], expected: int) -> int:
         size = 0
         with FileIO(os.open(name, CREATE, 0o600, dir_fd=writing), "wb") as stream:
             for part in parts:
-                view = memoryview(part).cast("B")
-                while view:
-                    written = self._retried(partial(stream.write, view), max(len(view), expected - size))
-                    size += written
-                    view = view[written:]
+                waiting = part if isinstance(part, list) else [memoryview(part).cast("B")]
+                while left := sum(map(len, waiting)):
+                    write = partial(os.writev, stream.fileno(), waiting[:MAX_BUFFERS])
+                    written = self._retried(write, max(left, expected - size))
+                    size, waiting = size + written, rest(waiting, written)
             touch(stream.fileno())
             if self._fsync:
                 os.fsync(stream.fileno())
@@ -172,14 +206,22 @@ class FileStore:
                 if error.errno not in NO_SPACE or not self._free(needed):
                     raise
 
-    def _place(self, writing: int, temporary: str, scope: str, name: str, size: int) -> None:
-        """Evict what the budget demands, then rename a written file to its final name."""
+    def _place(
+        self, writing: int, temporary: str, scope: str, name: str, size: int, shared: SharedFiles
+    ) -> None:
+        """Evict what the budget demands, then give a written file and those that it shares their names."""
         with self._tree.folder("entries") as entries:
             made = make_scope(scope, entries)
             with folder(self._tree.root / "entries" / scope, name=scope, within=entries) as target:
                 with self._tree.locked():
-                    self._make_room(size, replaced=(scope, name))
-                    os.rename(temporary, name, src_dir_fd=writing, dst_dir_fd=target)
+                    stem = secrets.token_hex(16)
+                    try:
+                        link_shared(shared, stem, target)
+                        self._make_room(size, replaced=(scope, name), linked=stem)
+                        rename_shared(len(shared.keys), stem, name, target)
+                        os.rename(temporary, name, src_dir_fd=writing, dst_dir_fd=target)
+                    finally:
+                        unlink_shared(stem, target)
                 if self._fsync:
                     os.fsync(target)
             if self._fsync and made:
@@ -188,30 +230,49 @@ class FileStore:
     def _free(self, size: int) -> bool:
         """Evict entries of at least `size` bytes in all; return whether there were enough."""
         with self._tree.locked():
-            chosen = to_free(self._tree.entries(), size, budget=self._budget)
+            chosen = to_free(self._tree.listing(), size, budget=self._budget)
             for each in chosen or ():
                 self._tree.evict(each)
         return chosen is not None
 
-    def _make_room(self, size: int, *, replaced: tuple[str, str] | None = None) -> None:
-        """Evict entries until `size` more bytes fit the budget; called with the lock held."""
+    def _make_room(self, size: int, *, replaced: tuple[str, str] | None = None, linked: str = "") -> None:
+        """Evict entries until `size` more bytes fit the budget; called with the lock held.
+
+        Args:
+            size: bytes to be written.
+            replaced: scope and file name of the entry that is overwritten.
+            linked: stem of the names that are linked for the entry that is being written.
+        """
         if self._budget is None:
             return
-        entries = self._tree.entries()
+        self._tree.unlink_loose(linked)
+        listing = self._tree.listing()
         beside = self._tree.bytes_beside()
-        for each in to_fit_budget(entries, size, beside=beside, budget=self._budget, replaced=replaced):
+        for each in to_fit_budget(listing, size, beside=beside, budget=self._budget, replaced=replaced):
             self._tree.evict(each)
 
     @contextmanager
-    def open(self, key: str) -> Iterator[FileReader]:
-        with open_entry(self._path(key), key) as reader:
+    def open(self, key: str, part: int | None = None) -> Iterator[FileReader]:
+        with open_entry(self._path(key, part), key) as reader:
             yield reader
 
-    def exists(self, key: str) -> bool:
+    def exists(self, key: str, part: int | None = None) -> bool:
+        return self._size(key, part) is not None
+
+    def bytes_of(self, key: str) -> int:
+        total, reached = 0, self._size(key, None)
+        part = 0
+        while reached is not None:
+            total, reached, part = total + reached, self._size(key, part), part + 1
+        return total
+
+    def _size(self, key: str, part: int | None) -> int | None:
+        """Return the size of one of an entry's files; None if it is not there."""
         try:
-            return stat.S_ISREG(os.lstat(self._path(key)).st_mode)
+            status = os.lstat(self._path(key, part))
         except OSError:
-            return False
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def delete(self, key: str) -> bool:
         scope, name = split(key)
@@ -219,25 +280,20 @@ class FileStore:
             with self._tree.scope(scope) as target:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(pin_of(name), dir_fd=target)
-                os.unlink(name, dir_fd=target)
+                try:
+                    os.unlink(name, dir_fd=target)
+                finally:
+                    unlink_shared(name, target)
         except FileNotFoundError:
             return False
         except OSError as error:
             raise StoreError(f"deleting {key}: {error.strerror}") from None
         return True
 
-    def quarantine(self, key: str) -> None:
+    def quarantine(self, key: str, part: int | None = None) -> None:
         scope, name = split(key)
-        with (
-            contextlib.suppress(OSError),
-            self._tree.scope(scope) as source,
-            self._tree.folder("quarantine") as target,
-        ):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(pin_of(name), dir_fd=source)
-            os.rename(name, f"{time.time_ns()}{SUFFIX}", src_dir_fd=source, dst_dir_fd=target)
-            for old in sorted(os.listdir(target))[:-KEPT_IN_QUARANTINE]:
-                os.unlink(old, dir_fd=target)
+        with contextlib.suppress(OSError):
+            self._tree.quarantine(scope, name if part is None else link_of(name, part))
 
     def pin(self, key: str, pinned: bool) -> None:
         scope, name = split(key)
@@ -252,12 +308,15 @@ class FileStore:
         except OSError as error:
             raise StoreError(f"pinning {key}: {error.strerror}") from None
 
+    def pinned(self, *, also: str | None = None) -> dict[str, int]:
+        return self._tree.listing().pinned(also)
+
     def keys(self) -> Iterator[str]:
-        for each in self._tree.entries():
+        for each in self._tree.listing().entries:
             yield each.key
 
     def size(self) -> int:
-        return self._tree.bytes_beside() + sum(each.size for each in self._tree.entries())
+        return self._tree.bytes_beside() + self._tree.listing().size
 
     def make_room(self, size: int) -> None:
         try:
@@ -268,11 +327,17 @@ class FileStore:
 
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> int:
         oldest = time.time() - older_than_s
-        old = [each.key for each in self._tree.entries() if each.used_ns <= oldest * 1e9]
+        try:
+            with self._tree.locked():
+                self._tree.unlink_loose()
+        except OSError as error:
+            raise StoreError(f"sweeping: {error.strerror}") from None
+        old = [each.key for each in self._tree.listing().entries if each.used_ns <= oldest * 1e9]
         return sum(self.delete(key) for key in old if not wanted(key))
 
-    def _path(self, key: str) -> Path:
-        return self._tree.root / "entries" / "/".join(split(key))
+    def _path(self, key: str, part: int | None) -> Path:
+        scope, name = split(key)
+        return self._tree.root / "entries" / scope / (name if part is None else link_of(name, part))
 
 
 def _translated(error: OSError, key: str) -> StoreError:

@@ -6,8 +6,27 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from baton_kv.stores.base import Buffer, BytesReader, EntryMissing, StoreFull
+from baton_kv.stores.base import (
+    NOTHING_SHARED,
+    Buffer,
+    BytesReader,
+    EntryMissing,
+    Piece,
+    SharedFiles,
+    SharedMissing,
+    StoreFull,
+)
+from baton_kv.stores.eviction import to_fit_budget
+from baton_kv.stores.listing import Listing, StoredEntry
+
+
+@dataclass(eq=False)
+class MemoryFile:
+    """The bytes of one file, which several entries may need."""
+
+    data: bytes
 
 
 class MemoryStore:
@@ -21,85 +40,151 @@ class MemoryStore:
     """
 
     def __init__(self, budget: int | None = None) -> None:
-        self._entries: dict[str, bytes] = {}
-        self._used: dict[str, float] = {}
+        self._entries: dict[str, MemoryFile] = {}
+        self._shared: dict[str, list[MemoryFile]] = {}
+        self._used: dict[str, int] = {}
         self._pinned: set[str] = set()
         self._drafts: dict[str, tuple[bytearray, set[int]]] = {}
         self.lock = threading.Lock()
         self._budget = budget
         self.quarantined: list[str] = []
 
-    def put(self, key: str, parts: Iterable[Buffer], *, size: int = 0) -> int:
-        data = b"".join(bytes(part) for part in parts)
+    def put(
+        self, key: str, parts: Iterable[Piece], *, size: int = 0, shared: SharedFiles = NOTHING_SHARED
+    ) -> int:
+        data = b"".join(b"".join(part) if isinstance(part, list) else bytes(part) for part in parts)
         with self.lock:
-            self._make_room(len(data), keep=key)
-            self._entries.pop(key, None)
-            self._entries[key] = data
-            self._used[key] = time.monotonic()
+            written = f"{key}.writing"  # holds the shared files while others are evicted
+            self._shared[written] = [self._find(*each, shared) for each in enumerate(shared.keys)]
+            try:
+                self._make_room(len(data), key=key)
+            except StoreFull:
+                del self._shared[written]
+                raise
+            self._entries[key], self._shared[key] = MemoryFile(data), self._shared.pop(written)
+            self._used[key] = time.monotonic_ns()
         return len(data)
 
+    def _find(self, index: int, key: str, shared: SharedFiles) -> MemoryFile:
+        others = self._shared.get(shared.holder, [])
+        found = others[index] if index < len(others) else self._entries.get(key)
+        if found is None:
+            raise SharedMissing(f"the entry needs {key}, which is not there")
+        return found
+
     @contextmanager
-    def draft(self, key: str, name: str, *, size: int, rank: int, ranks: int) -> Iterator[MemoryDraft]:
+    def draft(
+        self,
+        key: str,
+        name: str,
+        *,
+        size: int,
+        rank: int,
+        ranks: int,
+        shared: SharedFiles = NOTHING_SHARED,
+    ) -> Iterator[MemoryDraft]:
         with self.lock:
             data, finished = self._drafts.setdefault(name, (bytearray(size), set()))
-        yield MemoryDraft(self, key, data, finished, rank, ranks)
+        yield MemoryDraft(self, key, data, finished, rank, ranks, shared)
 
     def discard(self, name: str) -> None:
         with self.lock:
             self._drafts.pop(name, None)
 
-    def _make_room(self, size: int, *, keep: str) -> None:
+    def _make_room(self, size: int, *, key: str) -> None:
         if self._budget is None:
             return
-        others = {key: len(data) for key, data in self._entries.items() if key != keep}
-        evictable = [key for key in others if key not in self._pinned]
-        if size + sum(others.values()) - sum(others[key] for key in evictable) > self._budget:
-            raise StoreFull(f"an entry of {size} bytes does not fit the store's budget of {self._budget}")
-        total = sum(others.values())
-        for key in evictable:
-            if total + size <= self._budget:
-                return
-            total -= len(self._entries.pop(key))
+        listing = self._listing()
+        scope, _, name = key.partition("/")
+        replaced = (scope, name) if key else None
+        for each in to_fit_budget(listing, size, beside=0, budget=self._budget, replaced=replaced):
+            self._remove(f"{each.scope}/{each.name}")
+
+    def _listing(self) -> Listing:
+        listing = Listing()
+        for key, file in self._entries.items():
+            scope, name = key.split("/")
+            shared = self._shared.get(key, [])
+            for each in (file, *shared):
+                listing.sizes[id(each)], listing.scopes[id(each)] = len(each.data), scope
+            files = frozenset(map(id, shared))
+            entry = StoredEntry(scope, name, id(file), files, self._used[key], key in self._pinned)
+            listing.entries.append(entry)
+        for key in self._shared.keys() - self._entries.keys():
+            for each in self._shared[key]:
+                listing.sizes[id(each)], listing.scopes[id(each)] = len(each.data), key.split("/")[0]
+                listing.loose[id(each)] += 1
+        return listing
 
     @contextmanager
-    def open(self, key: str) -> Iterator[BytesReader]:
+    def open(self, key: str, part: int | None = None) -> Iterator[BytesReader]:
         with self.lock:
-            data = self._entries.pop(key, None)
-            if data is None:
+            file = self._file(key, part)
+            if file is None:
                 raise EntryMissing(key)
-            self._entries[key] = data  # the most recently used is evicted last
-            self._used[key] = time.monotonic()
-        yield BytesReader(data)
+            for each, own in self._entries.items():
+                if own is file:
+                    self._used[each] = time.monotonic_ns()
+        yield BytesReader(file.data)
 
-    def exists(self, key: str) -> bool:
-        return key in self._entries
+    def _file(self, key: str, part: int | None) -> MemoryFile | None:
+        if part is None:
+            return self._entries.get(key)
+        shared = self._shared.get(key, [])
+        return shared[part] if part < len(shared) else None
+
+    def exists(self, key: str, part: int | None = None) -> bool:
+        return self._file(key, part) is not None
+
+    def bytes_of(self, key: str) -> int:
+        with self.lock:
+            if key not in self._entries:
+                return 0
+            files = [self._entries[key], *self._shared.get(key, ())]
+            return sum(len(file.data) for file in files)
 
     def delete(self, key: str) -> bool:
         with self.lock:
-            self._pinned.discard(key)
-            return self._entries.pop(key, None) is not None
+            return self._remove(key)
 
-    def quarantine(self, key: str) -> None:
-        if self.delete(key):
-            self.quarantined.append(key)
+    def _remove(self, key: str) -> bool:
+        self._pinned.discard(key)
+        self._shared.pop(key, None)
+        return self._entries.pop(key, None) is not None
+
+    def quarantine(self, key: str, part: int | None = None) -> None:
+        with self.lock:
+            corrupt = self._file(key, part)
+            if corrupt is None:
+                return
+            for files in self._shared.values():
+                if corrupt in files:
+                    del files[files.index(corrupt) :]
+            for each in [each for each, file in self._entries.items() if file is corrupt]:
+                self._remove(each)
+                self.quarantined.append(each)
 
     def pin(self, key: str, pinned: bool) -> None:
         with self.lock:
             (self._pinned.add if pinned else self._pinned.discard)(key)
+
+    def pinned(self, *, also: str | None = None) -> dict[str, int]:
+        with self.lock:
+            return self._listing().pinned(also)
 
     def keys(self) -> Iterator[str]:
         return iter(list(self._entries))
 
     def size(self) -> int:
         with self.lock:
-            return sum(map(len, self._entries.values()))
+            return self._listing().size
 
     def make_room(self, size: int) -> None:
         with self.lock:
-            self._make_room(size, keep="")
+            self._make_room(size, key="")
 
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> int:
-        oldest = time.monotonic() - older_than_s
+        oldest = time.monotonic_ns() - older_than_s * 1e9
         return sum(self.delete(key) for key in self.keys() if not wanted(key) and self._used[key] <= oldest)
 
 
@@ -113,10 +198,18 @@ class MemoryDraft:
         finished: the ranks that have finished, shared by all ranks.
         rank: number of this rank.
         ranks: number of ranks that write.
+        shared: the files of other entries that it needs too.
     """
 
     def __init__(
-        self, store: MemoryStore, key: str, data: bytearray, finished: set[int], rank: int, ranks: int
+        self,
+        store: MemoryStore,
+        key: str,
+        data: bytearray,
+        finished: set[int],
+        rank: int,
+        ranks: int,
+        shared: SharedFiles,
     ) -> None:
         self._store = store
         self._key = key
@@ -124,6 +217,7 @@ class MemoryDraft:
         self._finished = finished
         self._rank = rank
         self._ranks = ranks
+        self._shared = shared
 
     def write_at(self, offset: int, parts: Sequence[Buffer]) -> None:
         for part in parts:
@@ -139,4 +233,4 @@ class MemoryDraft:
             return len(self._finished) == self._ranks
 
     def place(self) -> None:
-        self._store.put(self._key, [self._data])
+        self._store.put(self._key, [self._data], shared=self._shared)

@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from baton_kv.stores.base import EntryMissing, StoreError
-
-MAX_BUFFERS = 1024
-"""Most buffers that one `preadv` takes on Linux (IOV_MAX)."""
+from baton_kv.stores.buffers import MAX_BUFFERS, rest
 
 
 class FileReader:
@@ -40,8 +38,7 @@ class FileReader:
             raise StoreError(f"reading: {error.strerror}") from None
 
     def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
-        filled = 0
-        waiting = [buffer.cast("B") for buffer in buffers if len(buffer)]
+        filled, waiting = 0, list(buffers)
         while waiting:
             try:
                 count = os.preadv(self._descriptor, waiting[:MAX_BUFFERS], start + filled)
@@ -49,11 +46,7 @@ class FileReader:
                 raise StoreError(f"reading: {error.strerror}") from None
             if count == 0:
                 break
-            filled += count
-            while waiting and count >= len(waiting[0]):
-                count -= len(waiting.pop(0))
-            if count:
-                waiting[0] = waiting[0][count:]
+            filled, waiting = filled + count, rest(waiting, count)
         return filled
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from baton_kv.folders import LOCK, FolderNotPrivate, bytes_in, folder, open_file, open_folder
 from baton_kv.stores.base import StoreError
-from baton_kv.stores.listing import StoredEntry, entries_in, number_in
+from baton_kv.stores.links import names_of, unlink_corrupt, unlink_loose, unlink_shared
+from baton_kv.stores.listing import SUFFIX, Listing, StoredEntry, list_scope, number_in
 
 IMAGES = "images"
 RECORDS = "records"
+KEPT_IN_QUARANTINE = 2
 RECORDS_TOTAL = "total"
 """File in the folder of the records: the bytes that they take, as decimal digits."""
 
@@ -60,23 +63,37 @@ class StoreTree:
         finally:
             os.close(descriptor)
 
-    def entries(self) -> list[StoredEntry]:
-        """List the entries of all scopes.
+    def listing(self) -> Listing:
+        """List the entries and files of all scopes.
 
         Raises:
             StoreError: a folder cannot be listed.
         """
-        found: list[StoredEntry] = []
+        found = Listing()
         try:
-            with self.folder("entries") as entries:
-                for scope in os.listdir(entries):
-                    place = folder(self.root / "entries" / scope, name=scope, within=entries)
-                    # Removed since it was listed, or not a folder of this user: it holds no entry.
-                    with contextlib.suppress(FileNotFoundError, FolderNotPrivate), place as target:
-                        found += entries_in(scope, target)
+            for scope, target in self._scopes():
+                list_scope(found, scope, target)
         except OSError as error:
             raise StoreError(f"listing: {error.strerror}") from None
         return found
+
+    def unlink_loose(self, but: str = "") -> None:
+        """Remove what killed processes left among the entries; called with the lock held.
+
+        Args:
+            but: stem of the names that are linked for an entry that is being written.
+        """
+        for _, target in self._scopes():
+            unlink_loose(target, but)
+
+    def _scopes(self) -> Iterator[tuple[str, int]]:
+        """Yield every scope and a descriptor of its folder."""
+        with self.folder("entries") as entries:
+            for scope in os.listdir(entries):
+                place = folder(self.root / "entries" / scope, name=scope, within=entries)
+                # Removed since it was listed, or not a folder of this user: it holds no entry.
+                with contextlib.suppress(FileNotFoundError, FolderNotPrivate), place as target:
+                    yield scope, target
 
     def bytes_beside(self) -> int:
         """Return the bytes of the gateway's images and records, which count towards the budget.
@@ -90,7 +107,24 @@ class StoreTree:
         except OSError as error:
             raise StoreError(f"listing: {error.strerror}") from None
 
+    def quarantine(self, scope: str, corrupt: str) -> None:
+        """Move a corrupt file away, and remove all its other names.
+
+        Args:
+            scope: the scope.
+            corrupt: one of the file's names in the scope's folder.
+        """
+        with self.scope(scope) as source, self.folder("quarantine") as target:
+            found = names_of(os.stat(corrupt, dir_fd=source, follow_symlinks=False).st_ino, source)
+            os.rename(corrupt, f"{time.time_ns()}{SUFFIX}", src_dir_fd=source, dst_dir_fd=target)
+            for each in found:
+                unlink_corrupt(each, source)
+            for old in sorted(os.listdir(target))[:-KEPT_IN_QUARANTINE]:
+                os.unlink(old, dir_fd=target)
+
     def evict(self, entry: StoredEntry) -> None:
-        """Remove an entry's file, if it is still there."""
+        """Remove an entry's names, if they are still there."""
         with contextlib.suppress(FileNotFoundError), self.scope(entry.scope) as target:
-            os.unlink(entry.name, dir_fd=target)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(entry.name, dir_fd=target)
+            unlink_shared(entry.name, target)

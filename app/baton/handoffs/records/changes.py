@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffPinsFull
-from baton.handoffs.records.record import HandoffRecord, Usage
+from baton.handoffs.records.record import HandoffRecord, Usage, scope_of
 from baton.handoffs.records.repository import Edit, OtherUsage
 
 PINNED_SHARE = 0.5
@@ -26,10 +26,12 @@ class ChangeRules:
     Attributes:
         settings: the gateway's.
         pin: pins a handoff's KV in the store, or unpins it; returns whether it is pinned then.
+        pinned_kv: returns the bytes of KV that pins protect, by scope, if this handoff were pinned too.
     """
 
     settings: HandoffSettings
     pin: Callable[[HandoffRecord, bool], bool]
+    pinned_kv: Callable[[HandoffRecord], dict[str, int]]
 
     def apply(self, changes: dict[str, Any], now: float, unsaved: Iterable[Usage], /) -> Edit:
         """Return an edit that sets `label`, `ttl_s` (from now) or `pin`, as a client asked.
@@ -72,23 +74,24 @@ class ChangeRules:
         return edit
 
     def _set_pin(self, record: HandoffRecord, pin: bool, others: list[Usage]) -> None:
-        if pin and record.usage.bytes and not self._fits(record.usage, others):
+        if pin and not self._fits(record, others):
             raise HandoffPinsFull()
         record.pin = pin
         if record.bytes or not pin:  # KV that is not saved yet is pinned when it is
             record.pin = self.pin(record, pin)
 
-    def _fits(self, mine: Usage, others: list[Usage]) -> bool:
+    def _fits(self, record: HandoffRecord, others: list[Usage]) -> bool:
         """Return whether a pin fits what may be pinned in all, and its tenant's share of that."""
-        budget = PINNED_SHARE * int(self.settings.budget)
+        budget, mine = PINNED_SHARE * int(self.settings.budget), record.usage
         non_kv = mine.non_kv_bytes + sum(other.non_kv_bytes for other in others if other.pin)
         if non_kv > PINNED_NON_KV_SHARE * int(self.settings.budget):
             return False
-        pinned: Counter[str] = Counter()
+        pinned = Counter(self.pinned_kv(record))
         for other in others:
-            pinned[other.tenant] += other.bytes if other.pin else 0
-        share = budget / len({mine.tenant, *pinned})
-        return pinned[mine.tenant] + mine.bytes <= share and pinned.total() + mine.bytes <= budget
+            pinned[scope_of(other.tenant)] += other.non_kv_bytes if other.pin else 0
+        pinned[scope_of(mine.tenant)] += mine.non_kv_bytes
+        share = budget / len(pinned)
+        return pinned[scope_of(mine.tenant)] <= share and pinned.total() <= budget
 
     def _renew(self, record: HandoffRecord, seconds: float, now: float) -> None:
         """Set the lifetime to `seconds` from now, within the longest one that the settings allow."""

@@ -21,7 +21,10 @@ class HandoffObject(BaseModel):
     tokens: int = Field(description="Number of tokens in its context.")
     images: int = Field(description="Number of images in its context.")
     latent_steps: int = Field(description="Number of those tokens that stand for latent steps.")
-    bytes: int = Field(description="Size of its KV in the store; 0: its KV is not stored, and is recomputed.")
+    bytes: int = Field(
+        description="Size of its KV in the store, with what it shares with other handoffs; 0: its KV is not "
+        "stored, and is recomputed."
+    )
     pin: bool = Field(description="Whether its KV is exempt from eviction.")
     created_at: int = Field(description="When it was created, in seconds since the epoch.")
     expires_at: int = Field(description="When it expires, in seconds since the epoch.")

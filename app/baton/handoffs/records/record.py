@@ -45,19 +45,17 @@ SCOPE_LENGTH = 32
 
 
 class Usage(NamedTuple):
-    """How much of the store's budget a handoff takes.
+    """How much of the store's budget a handoff takes beside its KV, which handoffs may share.
 
     Attributes:
         tenant: the owner.
         pin: its KV is exempt from eviction.
-        bytes: size of its KV, images and record.
         non_kv_bytes: size of its images and record.
     """
 
     tenant: str
     pin: bool
-    bytes: int
-    non_kv_bytes: int = 0
+    non_kv_bytes: int
 
 
 class Conversation(BaseModel):
@@ -132,7 +130,8 @@ class HandoffRecord(BaseModel):
         latent_steps: number of its tokens that stand for latent steps.
         placeholder: token id of a latent step; None: it has none.
         state: pending until the request that saves it has ended.
-        bytes: size of its KV in the store; 0: its KV is not stored, and is prefilled.
+        bytes: size of its KV in the store, with what it shares with others; 0: its KV is not stored, and is
+            prefilled.
         created_at: seconds since the epoch.
         ttl_s: lifetime in seconds.
         expires_at: seconds since the epoch.
@@ -217,9 +216,8 @@ class HandoffRecord(BaseModel):
 
     @property
     def usage(self) -> Usage:
-        """How much of the store's budget it takes."""
-        non_kv = self.image_bytes + self._disk_bytes
-        return Usage(self.tenant, self.pin, self.bytes + non_kv, non_kv)
+        """How much of the store's budget it takes beside its KV."""
+        return Usage(self.tenant, self.pin, self.image_bytes + self._disk_bytes)
 
     @property
     def weight(self) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import structlog
 
 from baton.engines.port import PlacedImage
 from baton.handoffs.records.image_store import ImageStore
-from baton.handoffs.records.record import HandoffRecord, is_handoff_key
+from baton.handoffs.records.record import HandoffRecord, is_handoff_key, scope_of
 from baton.handoffs.records.repository import Edit, HandoffRepository, News
-from baton_kv.stores.base import EntryMissing, Store, StoreError
+from baton_kv.stores.base import Store, StoreError
 
 ORPHANED_AFTER_S = 600.0
 """An entry without a record is removed this long after its last use."""
@@ -78,12 +79,19 @@ class HandoffStorage:
         return record
 
     def kv_bytes(self, record: HandoffRecord) -> int:
-        """Return the size of a handoff's KV; 0: it is not stored, or the store cannot be read."""
+        """Return the size of a handoff's KV, with what it shares with others; 0: it is not stored."""
+        return self.store.bytes_of(record.key)
+
+    def pinned_kv(self, record: HandoffRecord) -> dict[str, int]:
+        """Return the bytes of KV that pins protect, by scope, if this handoff were pinned too.
+
+        KV that several handoffs share counts once. If the store cannot be listed, no pin fits.
+        """
         try:
-            with self.store.open(record.key) as reader:
-                return len(reader)
-        except (EntryMissing, StoreError):
-            return 0
+            return self.store.pinned(also=record.key)
+        except StoreError as error:
+            log.warning("handoffs_not_listed", reason=str(error))
+            return {scope_of(record.tenant): sys.maxsize}  # nothing fits
 
     def all_bytes(self) -> int:
         """Return the bytes of all entries in the store.
