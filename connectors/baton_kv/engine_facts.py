@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,25 @@ def require_supported(
     Raises:
         ValueError: the configuration is not supported; the message says what to change.
     """
+    _require_parallel(config)
+    _require_caches([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups])
+    if not current_platform.is_cpu() and not (unproven_devices and current_platform.is_cuda()):
+        raise ValueError(
+            "baton_kv: measured on CPUs only. For NVIDIA GPUs it was written to vLLM's contract and never "
+            "run: to try it set handoffs.unproven_devices = true (with plain vLLM unproven_devices in "
+            "kv_connector_extra_config). Other devices are not supported"
+        )
+    policy = config.kv_transfer_config.kv_load_failure_policy if config.kv_transfer_config else None
+    if policy != "recompute":
+        raise ValueError('baton_kv: set "kv_load_failure_policy": "recompute" in the KV transfer config')
+
+
+def _require_parallel(config: VllmConfig) -> None:
+    """Refuse ways to share a model out over processes that are not supported.
+
+    Raises:
+        ValueError: the message says what to change.
+    """
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ValueError(
@@ -66,7 +85,17 @@ def require_supported(
             "baton_kv: images with tensor parallelism are not supported; set tensor_parallel_size to 1, or "
             "take no images with limit_mm_per_prompt = { image = 0 }"
         )
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+
+
+def _require_caches(specs: Sequence[Any]) -> None:
+    """Refuse KV caches that cannot be moved exactly.
+
+    Args:
+        specs: the specification of each cache group.
+
+    Raises:
+        ValueError: the message says what to change.
+    """
     if len(specs) == 1 and type(specs[0]) is UniformTypeKVCacheSpecs:
         raise ValueError(
             "baton_kv: layers whose KV heads or head sizes differ are not supported; with speculative "
@@ -87,15 +116,6 @@ def require_supported(
             "baton_kv: cache groups with different block sizes or KV heads are not supported; set "
             "disable_hybrid_kv_cache_manager = true"
         )
-    if not current_platform.is_cpu() and not (unproven_devices and current_platform.is_cuda()):
-        raise ValueError(
-            "baton_kv: measured on CPUs only. For NVIDIA GPUs it was written to vLLM's contract and never "
-            "run: to try it set handoffs.unproven_devices = true (with plain vLLM unproven_devices in "
-            "kv_connector_extra_config). Other devices are not supported"
-        )
-    policy = config.kv_transfer_config.kv_load_failure_policy if config.kv_transfer_config else None
-    if policy != "recompute":
-        raise ValueError('baton_kv: set "kv_load_failure_policy": "recompute" in the KV transfer config')
 
 
 def _is_attention(spec: Any) -> bool:

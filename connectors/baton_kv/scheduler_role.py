@@ -140,16 +140,12 @@ class SchedulerRole:
         if external <= 0 or plan is None:
             return
         local = (plan.matched - external) // self._block_size
-        blocks = [
-            self._blocks(ids, max(local, group.first_block(plan.matched, self._block_size)), plan.matched)
-            for group, ids in zip(self._groups, block_ids, strict=True)
-        ]
         self._loading.add(request_id)
         self._jobs.loads.append(
             LoadJob(
                 request_id,
                 plan.parts[-1].key,
-                tuple(blocks),
+                self._blocks_of(block_ids, plan.matched, local),
                 external,
                 self._fingerprint,
                 plan.parts[-1].digest,
@@ -157,9 +153,21 @@ class SchedulerRole:
             )
         )
 
-    def _blocks(self, ids: Sequence[int], first: int, tokens: int) -> GroupBlocks:
-        """Return a group's blocks from one on, up to the last that holds some of so many tokens."""
-        return GroupBlocks(first, tuple(ids[first : -(-tokens // self._block_size)]))
+    def _blocks_of(
+        self, block_ids: Sequence[Sequence[int]], tokens: int, local: int = 0
+    ) -> tuple[GroupBlocks, ...]:
+        """Return the blocks, for each cache group, that hold what follows on so many tokens needs.
+
+        Args:
+            block_ids: a request's blocks of each cache group, in the order of the context.
+            tokens: number of tokens.
+            local: number of blocks, from the first, that are left out.
+        """
+        stop, found = -(-tokens // self._block_size), []
+        for group, ids in zip(self._groups, block_ids, strict=True):
+            first = max(local, group.first_block(tokens, self._block_size))
+            found.append(GroupBlocks(first, tuple(ids[first:stop])))
+        return tuple(found)
 
     def step(self) -> StepJobs:
         """Return the jobs of this engine step and start collecting those of the next."""
@@ -205,36 +213,42 @@ class SchedulerRole:
         kept = min(computed, len(tokens) - 1)  # the last sampled token has no KV yet
         if wanted.scope == "prompt":
             tokens, kept = tokens[:prompt], min(kept, prompt)
-        blocks = tuple(
-            self._blocks(ids, group.first_block(kept, self._block_size), kept)
-            for group, ids in zip(self._groups, block_ids, strict=True)
-        )
+        blocks = self._blocks_of(block_ids, kept)
         held = [block for ids in block_ids for block in ids if block != NULL_BLOCK]
-        failure = None
-        if not whole or kept < 1 or not all(self._is_whole(each, kept) for each in blocks):
-            failure = TransferFailure.NOT_WHOLE
-        elif not self._held.has_room_for(held):
-            failure = TransferFailure.BUSY
-        if failure is not None:
+        if (failure := self._refusal(blocks, kept, held, whole)) is not None:
             self._outcomes.append(TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, failure))
             return False, None
         self._held.hold(request_id, held)
-        self._save(
-            SaveJob(
-                request_id,
-                key,
-                tuple(tokens),
-                kept,
-                blocks,
-                self._fingerprint,
-                draft=secrets.token_hex(16),
-                images=tuple(images),
-                parts=self._parts_before(plan, key, kept) if plan is not None else (),
-                source=plan.parts[-1].key if plan is not None else "",
-                tag=wanted.tag,
-            )
+        job = SaveJob(
+            request_id,
+            key,
+            tuple(tokens),
+            kept,
+            blocks,
+            self._fingerprint,
+            draft=secrets.token_hex(16),
+            images=tuple(images),
+            parts=self._parts_before(plan, key, kept) if plan is not None else (),
+            source=plan.parts[-1].key if plan is not None else "",
+            tag=wanted.tag,
         )
+        self._save(job)
         return True, params_to_load(key)
+
+    def _refusal(
+        self, blocks: tuple[GroupBlocks, ...], kept: int, held: Sequence[int], whole: bool
+    ) -> TransferFailure | None:
+        """Return why a context is not saved; None: it is.
+
+        Args:
+            blocks: its blocks, for each cache group.
+            kept: number of its tokens that have KV.
+            held: the blocks of the pool that the save would hold.
+            whole: as for `finished`.
+        """
+        if not whole or kept < 1 or not all(self._is_whole(each, kept) for each in blocks):
+            return TransferFailure.NOT_WHOLE
+        return None if self._held.has_room_for(held) else TransferFailure.BUSY
 
     def _is_whole(self, blocks: GroupBlocks, tokens: int) -> bool:
         """Return whether a group's blocks reach up to so many tokens, and none of them was freed."""
