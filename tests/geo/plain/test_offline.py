@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def offline(folder: Path, *args: str, plugins: str | None = None) -> subprocess.
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     quiet |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "TMPDIR": str(folder / "spool"), "PYTHONPATH": str(TESTS)}
+    quiet |= {"VLLM_RPC_BASE_PATH": tempfile.gettempdir()}  # a socket's path has 107 characters at most
     quiet |= {"VLLM_LOGGING_LEVEL": "WARNING"} | ({} if plugins is None else {"VLLM_PLUGINS": plugins})
     return subprocess.run(
         [sys.executable, str(SCRIPT), *args],
