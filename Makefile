@@ -20,7 +20,7 @@ TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve demo demo-vision test lint format docs docs-reference bench bench-handoff bench-transfer bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
+.PHONY: help serve demo demo-vision test lint format docs docs-reference bench bench-handoff bench-automatic bench-transfer bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,6 +58,9 @@ bench: $(VENV)/.dev ## Measure against plain vLLM's server, side by side (minute
 
 bench-handoff: $(VENV)/.dev ## Measure what handoffs save and cost (about ten minutes; fewer and shorter rounds on a slow machine)
 	$(BIN)/python bench/handoff.py $(ARGS)
+
+bench-automatic: $(VENV)/.dev ## Measure what automatic handoffs save, and what they cost others (minutes)
+	$(BIN)/python bench/automatic.py $(ARGS)
 
 bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory (seconds)
 	$(BIN)/python bench/transfer.py $(ARGS)

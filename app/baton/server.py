@@ -20,6 +20,8 @@ from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import SettingsError
+from baton.handoffs.automatic.save_rule import SaveRule
+from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.planner import Planner
 from baton.handoffs.records.image_store import ImageStore
 from baton.handoffs.records.repository import HandoffRepository
@@ -70,7 +72,8 @@ def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:
         raise SettingsError(f"handoffs.store: {error}") from None
     except OSError as error:
         raise SettingsError(f"handoffs.store: {settings.handoff_store}: {error.strerror}") from None
-    return Handoffs(settings.handoffs, storage, metrics)
+    automatic = any((engine.auto or settings.handoffs.auto) != "off" for engine in settings.engines)
+    return Handoffs(settings.handoffs, storage, metrics, automatic=automatic)
 
 
 def create_app(
@@ -128,13 +131,21 @@ def create_app(
 def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
     """Create the services that the routes use."""
     metrics = fleet.metrics
-    handoffs = handoffs_of(settings, metrics.handoffs)
+    handoffs, planner = handoffs_of(settings, metrics.handoffs), Planner()
     return Gateway(
         settings,
         fleet,
         metrics,
         handoffs,
-        Sessions(handoffs, Planner(), metrics.handoffs, settings.handoffs),
+        Sessions(handoffs, planner, metrics.handoffs, settings.handoffs),
+        AutomaticHandoffs(
+            handoffs,
+            planner,
+            metrics.handoffs,
+            settings.handoffs,
+            {engine.name: engine.auto or settings.handoffs.auto for engine in settings.engines},
+            SaveRule(settings.handoffs.auto_min_tokens),
+        ),
         Pooling(settings.pooling, metrics.pooling, metrics.queues),
         Drain(),
         Admission(settings.admission, fleet.names, metrics.admission),

@@ -19,6 +19,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 PARAMS_KEY = "baton_kv"
+EXPENDABLE = "auto-"
+"""Entries whose ids begin with this are evicted before others of their scope."""
 LOCAL_TENANT = "local"
 
 EntryKey = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}/[A-Za-z0-9_-]{16,64}$", max_length=129)]
@@ -140,6 +142,8 @@ class TransferParams(BaseModel):
         scope: what is saved: `context` (prompt and answer) or `prompt`.
         load: key of the entry to start from.
         limit: maximum number of tokens to load; None for all that match.
+        least: fewest tokens to save beyond those that the entry `load` holds already; with fewer, nothing is
+            saved. Above 0 nobody waits for the save: it leaves room for others.
         tag: name of the request in outcomes; the gateway sets its request id.
     """
 
@@ -150,6 +154,7 @@ class TransferParams(BaseModel):
     scope: Literal["context", "prompt"] = "context"
     load: EntryKey | None = None
     limit: Annotated[int, Field(ge=0)] | None = None
+    least: Annotated[int, Field(ge=0)] = 0
     tag: Annotated[str, Field(max_length=64)] | None = None
 
     @property
@@ -189,13 +194,14 @@ def transfer_params(
     scope: str | None = None,
     load: str | None = None,
     limit: int | None = None,
+    least: int | None = None,
     tag: str | None = None,
 ) -> dict[str, Any]:
     """Return the `kv_transfer_params` of a request that saves an entry, loads one, or both.
 
     The arguments are the fields of `TransferParams`; None leaves a field out.
     """
-    wanted = {"save": save or None, "scope": scope, "load": load, "limit": limit, "tag": tag}
+    wanted = {"save": save or None, "scope": scope, "load": load, "limit": limit, "least": least, "tag": tag}
     return {PARAMS_KEY: {"version": 1} | {name: value for name, value in wanted.items() if value is not None}}
 
 

@@ -18,6 +18,9 @@ class HeldBlocks:
             only one.
     """
 
+    YIELDING = 2
+    """Saves that nobody waits for begin only while saves hold less than the most divided by this."""
+
     def __init__(self, most: int) -> None:
         self._most = most
         self._saves: dict[str, tuple[int, ...]] = {}
@@ -29,10 +32,16 @@ class HeldBlocks:
         """Whether some are expected to be free within a second."""
         return bool(self._saves) and time.monotonic() - self._moved < SAVED_WITHIN_S
 
-    def has_room_for(self, block_ids: Sequence[int]) -> bool:
-        """Return whether a save may hold these blocks."""
+    def has_room_for(self, block_ids: Sequence[int], *, yields: bool = False) -> bool:
+        """Return whether a save may hold these blocks.
+
+        Args:
+            block_ids: the blocks.
+            yields: nobody waits for the save: it leaves room for those that somebody waits for.
+        """
         new = len(set(block_ids) - self._holders.keys())
-        return not self._saves or len(self._holders) + new <= self._most
+        most = self._most // self.YIELDING if yields else self._most
+        return not self._saves or len(self._holders) + new <= most
 
     def hold(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Count the blocks of a request whose save begins."""

@@ -213,9 +213,12 @@ class SchedulerRole:
         kept = min(computed, len(tokens) - 1)  # the last sampled token has no KV yet
         if wanted.scope == "prompt":
             tokens, kept = tokens[:prompt], min(kept, prompt)
+        if kept - (plan.shared if plan is not None else 0) < wanted.least:
+            return False, None
         blocks = self._blocks_of(block_ids, kept)
         held = [block for ids in block_ids for block in ids if block != NULL_BLOCK]
-        if (failure := self._refusal(blocks, kept, held, whole)) is not None:
+        yields = wanted.least > 0
+        if (failure := self._refusal(blocks, kept, held, whole, yields=yields)) is not None:
             self._outcomes.append(TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, failure))
             return False, None
         self._held.hold(request_id, held)
@@ -236,7 +239,7 @@ class SchedulerRole:
         return True, params_to_load(key)
 
     def _refusal(
-        self, blocks: tuple[GroupBlocks, ...], kept: int, held: Sequence[int], whole: bool
+        self, blocks: tuple[GroupBlocks, ...], kept: int, held: Sequence[int], whole: bool, *, yields: bool
     ) -> TransferFailure | None:
         """Return why a context is not saved; None: it is.
 
@@ -245,10 +248,11 @@ class SchedulerRole:
             kept: number of its tokens that have KV.
             held: the blocks of the pool that the save would hold.
             whole: as for `finished`.
+            yields: nobody waits for the save.
         """
         if not whole or kept < 1 or not all(self._is_whole(each, kept) for each in blocks):
             return TransferFailure.NOT_WHOLE
-        return None if self._held.has_room_for(held) else TransferFailure.BUSY
+        return None if self._held.has_room_for(held, yields=yields) else TransferFailure.BUSY
 
     def _is_whole(self, blocks: GroupBlocks, tokens: int) -> bool:
         """Return whether a group's blocks reach up to so many tokens, and none of them was freed."""
@@ -264,15 +268,17 @@ class SchedulerRole:
 
         Returns:
             The parts of the new entry, whose last block is never among them; none if there would be too many.
+            An entry keeps whole files of others, so they end where it would use less than half of one.
         """
         whole = min(plan.shared, kept - 1) // self._block_size
         if all(group.window is not None for group in self._groups):
             return ()
         parts, reached = [], 0
         for part in plan.parts:
-            if reached < whole:
-                parts.append(replace(part, stop=min(part.stop, whole)))
-                reached = part.stop
+            if 2 * (min(part.stop, whole) - reached) < part.stop - reached or reached >= whole:
+                break
+            parts.append(replace(part, stop=min(part.stop, whole)))
+            reached = part.stop
         scopes = {each.partition("/")[0] for each in (key, *(part.key for part in plan.parts))}
         return tuple(parts) if len(parts) <= MAX_SHARED and len(scopes) == 1 else ()
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from support.gateways import RealGateway
-from support.relays import ask, cached, ids, once_saved, told
+from support.relays import ask, cached, ids, nothing_automatic, once_saved, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 DOCUMENT = " ".join(f"Chapter {number} tells of {number * 37 % 101} birds." for number in range(60))
@@ -122,6 +122,7 @@ def chat(gateway: RealGateway, model: str, messages: list[dict[str, str]], **mor
             max_tokens=8,
             temperature=0,
             extra_body={"return_token_ids": True} | more,
+            extra_headers=nothing_automatic(more),
         )
 
 

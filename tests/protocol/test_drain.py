@@ -23,7 +23,7 @@ from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
-from baton.engines.port import TransferRequest
+from baton.engines.kv_transfer import TransferRequest
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.service import Handoffs

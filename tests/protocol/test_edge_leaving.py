@@ -21,7 +21,8 @@ from support.gateways import FakeGateway, run_fake
 from support.wire import TEXT, connect, metric, open_connections, request, rss, talk, wait_for
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.engines.port import Json, Operation, Reply, StreamReply, TransferRequest
+from baton.engines.kv_transfer import TransferRequest
+from baton.engines.port import Json, Operation, Reply, StreamReply
 from baton.telemetry.ids import RequestContext
 
 CLIENTS = 1000

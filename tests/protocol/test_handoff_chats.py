@@ -109,12 +109,33 @@ def test_a_completion_goes_on_in_a_chat_s_open_answer(relay: FakeGateway) -> Non
     assert prompts(relay)[-1] == [11, *ANSWER, 5, 11, *token_ids("<end> <user> 22 <end> <assistant>")]
 
 
-def test_a_template_that_rewrites_the_past_is_refused(relay: FakeGateway) -> None:
+def test_a_template_that_rewrites_the_past_writes_the_whole_prompt_again(relay: FakeGateway) -> None:
+    """Templates of reasoning models drop earlier thoughts: KV is of use up to there."""
     handoff = leave(relay, FIRST)
     relay.engine("a").behaviour.forgets_answers = True
-    response = chat_from(relay, handoff, USER)
-    error = response.json()["error"]
-    assert (response.status_code, error["code"]) == (400, "handoff_template_unsupported")
+    source = chat_from(relay, handoff, USER).json()["handoff"]["source"]
+    whole = token_ids("<system> be kind <end> <user> 11 <end> <user> 22 <end> <assistant>")
+    assert prompts(relay)[-1] == whole
+    assert (source["resent_messages"], source["shared_tokens"]) == (0, 0), (
+        "the engine wrote the first as '11'"
+    )
+    second = leave(relay, {"model": "a", "max_tokens": 2, "messages": [USER], "handoff": {"from": handoff}})
+    source = chat_from(relay, second, USER).json()["handoff"]["source"]
+    assert prompts(relay)[-1] == token_ids(
+        "<system> be kind <end> <user> 11 <end> <user> 22 <end> <user> 22 <end> <assistant>"
+    )
+    assert source["shared_tokens"] == len(whole) - 1
+
+
+def test_a_context_with_latent_steps_is_never_written_again(relay: FakeGateway) -> None:
+    relay.engine("a").placeholder = 999
+    try:
+        handoff = leave(relay, FIRST | {"handoff": {"save": {"latent_steps": 2}}})
+        relay.engine("a").behaviour.forgets_answers = True
+        error = chat_from(relay, handoff, USER).json()["error"]
+    finally:
+        relay.engine("a").placeholder = None
+    assert error["code"] == "handoff_template_unsupported"
     assert "/v1/completions" in error["message"]
 
 

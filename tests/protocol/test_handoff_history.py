@@ -18,7 +18,7 @@ from support.noise import part, picture, text, user
 
 from baton.config.groups import EngineSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.engines.fake.prompt import IMAGE, token_id
+from baton.engines.fake.prompt import IMAGE, token_id, token_ids
 from baton.engines.port import ImageInput
 
 CHAT = "/v1/chat/completions"
@@ -174,10 +174,8 @@ def test_images_that_are_sent_again_are_seen_once(relay: FakeGateway) -> None:
     answer = ask(relay, [asked])
     again = require_same_prompt(relay, answer["handoff"]["id"], [asked, said(answer)], user("22", part(FISH)))
     assert again["handoff"]["images"] == 2
-    other = post(
-        relay, [user(part(FISH), "11"), said(answer), NEXT], handoff={"from": answer["handoff"]["id"]}
-    )
-    assert (other.status_code, other.json()["error"]["param"]) == (400, "messages")
+    other = ask(relay, [user(part(FISH), "11"), said(answer), NEXT], **{"from": answer["handoff"]["id"]})
+    assert (other["handoff"]["images"], other["handoff"]["source"]["resent_messages"]) == (1, 0)
 
 
 def test_a_context_without_an_answer_is_recognised(relay: FakeGateway) -> None:
@@ -215,7 +213,8 @@ def test_what_a_completion_added_to_an_answer_belongs_to_it(relay: FakeGateway) 
         left = client.post("/v1/completions", json=body).json()["handoff"]["id"]
     whole: Message = {"role": "assistant", "content": "11 11 5 11"}
     require_same_prompt(relay, left, [QUESTION, whole], NEXT)
-    assert refused(relay, left, [QUESTION, said(first), NEXT])
+    changed = ask(relay, [QUESTION, said(first), NEXT], **{"from": left})
+    assert changed["handoff"]["source"]["resent_messages"] == 1
 
 
 def test_another_gateway_recognises_a_history(tmp_path: Path) -> None:
@@ -246,18 +245,25 @@ A1: Message = {"role": "assistant", "content": "1 11"}
 A2: Message = {"role": "assistant", "content": "1 11"}
 
 
+def two_turns(gateway: FakeGateway) -> str:
+    """A handoff of the messages SYSTEM, QUESTION, A1, NEXT and A2."""
+    answer = ask(gateway, [SYSTEM, QUESTION])
+    answer = ask(gateway, [NEXT], **{"from": answer["handoff"]["id"]})
+    assert said(answer)["content"] == A2["content"]
+    left: str = answer["handoff"]["id"]
+    return left
+
+
 @pytest.mark.parametrize(
-    ("messages", "first"),
+    ("messages", "same"),
     [
         ([SYSTEM, QUESTION, A1 | {"content": "12"}, NEXT], 2),
         ([SYSTEM, QUESTION, NEXT], 2),
         ([SYSTEM, QUESTION, A1, NEXT | {"content": "23"}, A2, NEXT], 3),
         ([SYSTEM | {"content": "2"}, QUESTION, A1, NEXT, A2, NEXT], 0),
         ([QUESTION, A1, NEXT, A2, NEXT], 0),
-        ([SYSTEM, QUESTION, A1, NEXT], None),
+        ([SYSTEM, QUESTION, A1, NEXT], 4),
         ([SYSTEM, QUESTION | {"content": "12"}, A1, NEXT, A2, NEXT], 1),
-        ([NEXT, A2, {"role": "user", "content": "33"}], 0),
-        ([A2, {"role": "user", "content": "33"}], 0),
     ],
     ids=[
         "another answer",
@@ -267,19 +273,42 @@ A2: Message = {"role": "assistant", "content": "1 11"}
         "no system message",
         "without the last answer",
         "another first message",
-        "its last turns only",
-        "its last answer only",
     ],
 )
-def test_a_history_that_is_not_as_it_was_is_refused(
-    relay: FakeGateway, messages: list[Message], first: int | None
+def test_a_changed_history_is_a_whole_conversation(
+    relay: FakeGateway, messages: list[Message], same: int
 ) -> None:
-    answer = ask(relay, [SYSTEM, QUESTION])
-    answer = ask(relay, [NEXT], **{"from": answer["handoff"]["id"]})
-    assert said(answer)["content"] == A2["content"]
-    message = refused(relay, answer["handoff"]["id"], messages)
+    """The prompt is what its messages say, once; KV is of use for what it shares with the handoff."""
+    left = two_turns(relay)
+    changed = ask(relay, messages, **{"from": left})
+    transfer = relay.engine("a").transfers[-1]
+    assert transfer.prompt == whole_prompt(messages)
+    source = changed["handoff"]["source"]
+    assert (source["id"], source["resent_messages"]) == (left, same)
+    assert source["shared_tokens"] <= len(transfer.prompt or ())
+    later = ask(relay, [*messages, said(changed), NEXT], **{"from": changed["handoff"]["id"]})
+    assert later["handoff"]["source"]["resent_messages"] == len(messages) + 1
+
+
+def whole_prompt(messages: list[Message]) -> list[int]:
+    lines = [f"<{message['role']}> {message['content']} <end>" for message in messages]
+    if messages[0]["role"] != "system":
+        lines.insert(0, "<system> be kind <end>")
+    return token_ids(" ".join([*lines, "<assistant>"]))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "0"}, NEXT, A2, {"role": "user", "content": "33"}],
+        [A2, {"role": "user", "content": "33"}],
+    ],
+    ids=["an exchange behind another message", "its last answer only"],
+)
+def test_a_part_from_the_end_of_a_history_is_refused(relay: FakeGateway, messages: list[Message]) -> None:
+    message = refused(relay, two_turns(relay), messages)
     assert "send only the new messages, or all 5 messages" in message
-    assert (f"messages[{first}]" in message) is (first is not None)
+    assert "messages[0]" in message
 
 
 @pytest.mark.parametrize(

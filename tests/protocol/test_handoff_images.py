@@ -17,7 +17,8 @@ from baton.admission.api_keys import create_key
 from baton.config.groups import EngineSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fake.prompt import IMAGE, token_id
-from baton.engines.port import ImageInput, PlacedImage
+from baton.engines.port import ImageInput
+from baton.images.placed_image import PlacedImage
 
 CHAT = "/v1/chat/completions"
 SEES = ImageInput(limit=4, tokens=frozenset({token_id(IMAGE)}), texts=(IMAGE,))

@@ -14,8 +14,9 @@ from support.noise import part, picture, user
 from baton.config.groups import EngineSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fake.prompt import IMAGE, token_id
-from baton.engines.port import ImageInput, PlacedImage
+from baton.engines.port import ImageInput
 from baton.images.client_image import ClientImage
+from baton.images.placed_image import PlacedImage
 
 HERE = token_id(IMAGE)
 SEES = ImageInput(limit=3, tokens=frozenset({HERE}), texts=(IMAGE,))

@@ -18,10 +18,12 @@ from vllm.multimodal.utils import get_mm_features_in_window
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from baton.engines.port import Operation, PlacedImage, TransferRequest
+from baton.engines.kv_transfer import TransferRequest
+from baton.engines.port import Operation
 from baton.engines.vllm.bodies import with_whole_prompt
 from baton.engines.vllm.image_prompts import ImagePrompts, _target
 from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
+from baton.images.placed_image import PlacedImage
 from baton_kv.connector import TransferStats, images_of
 from baton_kv.entry_format import ImageRef
 

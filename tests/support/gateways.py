@@ -184,9 +184,9 @@ class RealGateway:
         port = [] if "--port" in self._arguments else ["--port", "0"]
         return [BATON, "serve", *port, *self._arguments]
 
-    def restart(self) -> None:
-        """Stop it and start it anew, with the same settings; its URL may be another then."""
-        self.stop()
+    def restart(self, number: int = signal.SIGTERM) -> None:
+        """Stop it by a signal and start it anew, with the same settings; its URL may be another then."""
+        self.stop(number)
         self._stream.close()
         self.__enter__()
         self.wait_until_ready()

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import TransferRequest
+from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound
 from baton.handoffs.records.image_store import ImageStore
 from baton.handoffs.records.record import HandoffRecord

@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
+from baton.engines.kv_transfer import TransferReport, TransferRequest
+from baton.engines.port import ImageInput
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.handoffs.messages import AFTER_THE_PROMPT, conversation_of
 from baton.handoffs.records.image_store import ImageStore
@@ -25,6 +26,7 @@ from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.images.client_image import ClientImage
+from baton.images.placed_image import PlacedImage
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore

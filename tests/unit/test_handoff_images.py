@@ -14,7 +14,8 @@ from support.noise import picture
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
+from baton.engines.kv_transfer import TransferReport, TransferRequest
+from baton.engines.port import ImageInput
 from baton.errors import HandoffImagesLost, HandoffIncompatible
 from baton.handoffs.records.image_store import ImageStore
 from baton.handoffs.records.record import HandoffRecord
@@ -23,6 +24,7 @@ from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import ORPHANED_AFTER_S, HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.images.client_image import ClientImage
+from baton.images.placed_image import PlacedImage
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.file import FileStore
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.handoff_house import ENGINE, Clocks, House, there
 
-from baton.engines.port import TransferRequest
+from baton.engines.kv_transfer import TransferRequest
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.state import HandoffState
 from baton_kv.stores.file import FileStore

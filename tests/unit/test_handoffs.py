@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.handoff_house import ENGINE, Clocks, House, there
 
-from baton.engines.port import TransferRequest
+from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.repository import HandoffRepository
@@ -231,11 +231,11 @@ async def test_what_one_gateway_deletes_or_prolongs_holds_for_the_other(house: H
 async def test_a_tenant_s_oldest_go_when_it_leaves_too_much(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.handoffs.service.MAX_PER_TENANT", 3)
+    monkeypatch.setattr("baton.handoffs.sweeper.MAX_PER_TENANT", 3)
     handoffs = house.handoffs()
     records = [await house.left(handoffs) for _ in range(5)]
     assert [await there(handoffs, record) for record in records] == [False, False, True, True, True]
-    monkeypatch.setattr("baton.handoffs.service.MAX_WEIGHT_PER_TENANT", 2500)
+    monkeypatch.setattr("baton.handoffs.sweeper.MAX_WEIGHT_PER_TENANT", 2500)
     async with handoffs.running():
         await asyncio.sleep(0.05)
     assert [await there(handoffs, record) for record in records[2:]] == [False, True, True]

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import TransferRequest
+from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.handoffs.records.image_store import ImageStore
 from baton.handoffs.records.record import HandoffRecord
@@ -217,7 +217,7 @@ async def test_a_handoff_that_another_gateway_gave_more_time_is_not_removed_when
     house.now[0] += 50
     await changed(first, record.id, ttl_s=600)
     house.now[0] += 20
-    second._sweep()  # before it has looked at what the other did
+    second._sweeper.drop_expired()  # before it has looked at what the other did
     await asyncio.gather(*second._background)
     assert (await second.get(record.id, "local")).expires_at == record.expires_at
     assert await ids(first) == await ids(second) == [record.id]

@@ -8,11 +8,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import TransferRequest
+from baton.engines.kv_transfer import TransferRequest
 from baton.engines.throughput import Throughput
 from baton.engines.transfers import TransferWatch
 from baton.handoffs.planner import Choice, Decision, Planner
-from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.record import HandoffRecord, StoredImage
 from baton.handoffs.sessions import entry_to_name
 from baton.telemetry.metrics import TransferMetrics
 
@@ -40,6 +40,17 @@ def engine_that_prefills(tokens_per_s: float) -> FakeEngine:
     engine = FakeEngine("a")
     engine.throughput.prefilled(TOKENS, TOKENS / tokens_per_s)
     return engine
+
+
+def test_a_context_with_an_image_costs_its_encoding_too() -> None:
+    engine, seen = engine_that_prefills(tokens_per_s=100_000), record()
+    engine.throughput.loaded(SIZE, 0.04)
+    assert Planner().decide(engine, seen).choice is Choice.RECOMPUTE
+    image = {"digest": "0" * 64, "media_type": "image/png", "width": 1, "height": 1, "bytes": 1}
+    seen.images = [StoredImage(**image, offset=10, length=4, target=[1])]  # type: ignore[arg-type]  # plain values
+    decision = Planner().decide(engine, seen)
+    assert (decision.choice, decision.prefill_s) == (Choice.LOAD, pytest.approx(0.06))
+    assert Planner().decide(engine, seen, 10).prefill_s == pytest.approx(0.0001), "before the image"
 
 
 def test_the_source_is_named_to_load_it_or_to_save_only_what_continues_it() -> None:

@@ -30,6 +30,9 @@ HostName = Annotated[
 ]
 
 
+AutomaticMode = Literal["off", "load", "on"]
+
+
 class EngineSettings(Frozen):
     """One `[[engines]]` table: one vLLM engine."""
 
@@ -63,6 +66,10 @@ class EngineSettings(Frozen):
     )
     handoff: bool = Field(
         False, description="Whether requests may leave their KV behind as a handoff, and start from one."
+    )
+    auto: AutomaticMode | None = Field(
+        None,
+        description="Whether handoffs of this engine are automatic. Unset: as `handoffs.auto` says.",
     )
     latent: bool = Field(
         False,
@@ -254,6 +261,17 @@ class HandoffSettings(Frozen):
     )
     wait_s: float = Field(
         10.0, ge=0, le=600, description="Seconds a request waits for a pending handoff; then 409."
+    )
+    auto: AutomaticMode = Field(
+        "off",
+        description="What engines with `handoff = true` do for requests that name no handoff: `load` starts "
+        "them from the tenant's stored context that shares the longest prefix with the prompt, and saves "
+        "what clients ask to be cached; `on` also saves what is likely to be continued; `off`: nothing.",
+    )
+    auto_min_tokens: int = Field(
+        128,
+        ge=32,
+        description="Fewest tokens, beyond those that are stored already, that are saved automatically.",
     )
     image_bytes: ByteSize = Field(
         ByteSize(32 * MIB),

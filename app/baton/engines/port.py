@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,10 +9,11 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
+from baton.engines.kv_transfer import TransferChooser, TransferRequest
 from baton.engines.throughput import Throughput
 from baton.images.client_image import ClientImage
+from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
-from baton_kv.contract import TransferFailure
 
 Json = dict[str, Any]
 
@@ -78,84 +78,6 @@ class StreamReply:
 
     events: AsyncIterator[str]
     headers: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PlacedImage:
-    """An image, and the placeholder tokens that stand for it in a prompt.
-
-    Attributes:
-        image: the image.
-        digest: its SHA-256 in hex, by which engines identify it.
-        offset: index of its first placeholder token in the prompt.
-        length: number of its placeholder tokens.
-        target: the tokens that the placeholders replaced; empty where the model inserts images by itself.
-    """
-
-    image: ClientImage
-    digest: str
-    offset: int
-    length: int
-    target: tuple[int, ...]
-
-
-@dataclass(eq=False)
-class TransferReport:
-    """What happened to a request with a handoff. Only the engine writes it.
-
-    Attributes:
-        prompt_ids: the prompt's token ids, once known.
-        output_ids: the token ids generated so far.
-        cached: number of prompt tokens that the engine did not prefill.
-        loaded: number of tokens whose KV came from the entry; None: nothing was loaded.
-        lost: number of tokens whose KV is in the entry but could not be loaded.
-        load_ms: milliseconds that the load took.
-        saves: False once the engine has reported that it saves nothing.
-        ended_by_token: whether the answer's last token is an end-of-sequence token.
-        miss: why the entry could not be used; None: it could, or there was none.
-        save_over: set when the engine has reported the save's outcome, good or bad.
-    """
-
-    prompt_ids: list[int] = field(default_factory=list)
-    output_ids: list[int] = field(default_factory=list)
-    cached: int = 0
-    loaded: int | None = None
-    lost: int = 0
-    load_ms: float = 0.0
-    saves: bool = True
-    ended_by_token: bool = False
-    miss: TransferFailure | None = None
-    save_over: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-@dataclass(frozen=True, eq=False)
-class TransferRequest:
-    """A transfer that an engine is asked for beside a request's body: its prompt, KV to load and to save.
-
-    Attributes:
-        prompt: token ids of the whole prompt, in place of the body's; None: the body's prompt is used.
-        images: the images that the prompt holds, in order.
-        save: key of the entry to save the KV as; None: nothing is saved.
-        prompt_only: whether to save the prompt's KV without the answer's.
-        load: key of the entry to load KV from; None: nothing is loaded.
-        limit: most tokens to load; None: all.
-        latent_steps: number of latent-step placeholders in the prompt.
-        report: filled in by the engine with what happened.
-    """
-
-    prompt: list[int] | None = None
-    images: Sequence[PlacedImage] = ()
-    save: str | None = None
-    prompt_only: bool = False
-    load: str | None = None
-    limit: int | None = None
-    latent_steps: int = 0
-    report: TransferReport = field(default_factory=TransferReport)
-
-    @property
-    def moves_kv(self) -> bool:
-        """Whether KV is loaded or saved; otherwise the request only replaces the body's prompt."""
-        return self.save is not None or self.load is not None
 
 
 @dataclass(frozen=True)
@@ -327,6 +249,7 @@ class Engine(Protocol):
         body: Json,
         context: RequestContext,
         transfer: TransferRequest | None = None,
+        chooser: TransferChooser | None = None,
     ) -> Reply:
         """Run one operation.
 
@@ -335,6 +258,7 @@ class Engine(Protocol):
             body: the client's body, without the fields that only the gateway may set.
             context: ids and tenant of the request.
             transfer: what to load and save, for a request with a handoff.
+            chooser: chooses that for a request without one, once its prompts' token ids are known.
 
         Raises:
             BatonError: the engine is not running, cannot do the operation, refused the body, or failed.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
-from baton.engines.port import TransferReport, TransferRequest
+from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.throughput import Throughput
 from baton.telemetry.metrics import TransferMetrics
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome

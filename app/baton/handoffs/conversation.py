@@ -1,8 +1,9 @@
 """Write the prompt of a chat: from its messages alone, or as the continuation of a handoff.
 
 A chat that continues a handoff adds what the model's own template writes after the handoff's messages. So no
-turn is lost or doubled, and there is no second system prompt. This works only with templates that write the
-earlier messages the same way whatever follows them; other requests are refused.
+turn is lost or doubled, and there is no second system prompt. Where the template writes the earlier messages
+in another way once others follow them, or the request holds a changed conversation, the whole prompt is
+written again from its messages: KV is loaded for what it shares with the handoff, the rest is computed.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.engines.port import Engine, Json, Operation, PlacedImage, WholeReply
+from baton.engines.port import Engine, Json, Operation, WholeReply
 from baton.errors import GenerationFailed, ImagesMisplaced, InvalidRequest, TemplateUnsupported
-from baton.handoffs.history import has_answer, resent
+from baton.handoffs.history import Resent, has_answer, resent
 from baton.handoffs.image_refs import count_images, shift_images, with_image_refs
 from baton.handoffs.messages import conversation_from, template_of
 from baton.handoffs.records.record import Conversation, HandoffRecord
 from baton.images.client_image import ClientImage
+from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
 
 MAX_OVERLAP = 8
@@ -85,8 +87,9 @@ class Writer:
             answered: as for `write_chat`.
 
         Raises:
-            TemplateUnsupported: the template would write the handoff's messages differently.
-            InvalidRequest: the messages repeat only a part of the handoff's conversation.
+            TemplateUnsupported: the handoff's messages are not known, or would have to be written in another
+                way although it holds images or latent steps.
+            InvalidRequest: the messages repeat only a part from the middle of the handoff's conversation.
         """
         messages = _messages(body)
         past = source.conversation
@@ -95,11 +98,43 @@ class Writer:
         if past.text_only:
             raise TemplateUnsupported()
         again = await self._resent(source, past, messages)
-        new, client_images = messages[again:], self.client_images[count_images(messages[:again]) :]
+        whole = body | past.template | template_of(body)
+        if again.changed:
+            return await self._write_again(source, body, again, answered=answered)
+        new = messages[again.messages :]
+        client_images = self.client_images[count_images(messages[: again.messages]) :]
         writer = Writer(self._engine, self._context, client_images)
-        template = past.template | template_of(body)
-        chat = await writer._after_chat(source, past, new, template, answered=answered)
-        return replace(chat, images=[*seen, *chat.images], resent=again)
+        try:
+            chat = await writer._after_chat(source, past, new, template_of(whole), answered=answered)
+        except TemplateUnsupported:
+            if again.messages:
+                return await self._write_again(source, whole, again, answered=answered)
+            if seen:  # their bytes would have to be read again in their places
+                raise
+            said = await self._last_answer(source, past)
+            whole |= {"messages": [*past.messages, *said, *body["messages"]]}
+            chat = await self._write_again(source, whole, again, answered=answered)
+            known = {"answer_fingerprints": past.answer_fingerprints}
+            return replace(chat, conversation=chat.conversation.model_copy(update=known))
+        return replace(chat, images=[*seen, *chat.images], resent=again.messages)
+
+    async def _write_again(self, source: HandoffRecord, body: Json, again: Resent, *, answered: bool) -> Chat:
+        """Write a whole conversation from its messages, which shares a prefix with the handoff at most.
+
+        Raises:
+            TemplateUnsupported: the handoff holds latent steps, which messages do not.
+        """
+        if source.latent_steps:
+            raise TemplateUnsupported()
+        return replace(await self.write_chat(body, answered=answered), resent=again.messages)
+
+    async def _last_answer(self, source: HandoffRecord, past: Conversation) -> list[Json]:
+        """Return the answer that ends a handoff's context as a message; none if a message ends it."""
+        if past.answer_from is None:
+            return []
+        tokens = source.tokens[past.answer_from :]
+        content = await self._detokenize(list(tokens[:-1] if past.ended else tokens))
+        return [{"role": "assistant", "content": content}]
 
     async def plain(
         self, prompt: str | list[int], *, special: bool, after: int = 0
@@ -121,12 +156,10 @@ class Writer:
             raise self._misplaced() from None
         return tokens, shift_images(images, after)
 
-    async def _resent(self, source: HandoffRecord, past: Conversation, messages: list[Json]) -> int:
-        """Count the messages that repeat the handoff's conversation."""
-        answer = None
-        if past.answer_from is not None and has_answer(messages):
-            tokens = source.tokens[past.answer_from :]
-            answer = await self._detokenize(list(tokens[:-1] if past.ended else tokens))
+    async def _resent(self, source: HandoffRecord, past: Conversation, messages: list[Json]) -> Resent:
+        """Compare the messages with the handoff's conversation."""
+        said = await self._last_answer(source, past) if has_answer(messages) else []
+        answer = said[0]["content"] if said else None
         return await asyncio.to_thread(resent, past, messages, answer)
 
     async def _after_chat(

@@ -1,8 +1,9 @@
 """Detect messages that a client sends again although the handoff already contains them.
 
 Agent frameworks send the whole conversation with every request. The handoff's context holds it already, so
-messages that repeat it are left out. Messages that repeat only a part of it are refused, because it is not
-clear which part is new.
+messages that repeat it are left out. Messages that begin like it and then differ, such as a conversation with
+an edited answer or another system message, are a whole conversation of their own. Messages that repeat only
+a part from its middle or end are refused, because it is not clear which part is new.
 """
 
 from __future__ import annotations
@@ -22,6 +23,19 @@ ANSWER_FIELDS = frozenset({"annotations", "audio", "parsed", "reasoning", "reaso
 INSTRUCTIONS = frozenset({"developer", "system"})
 """Roles whose messages are not turns: a client may repeat or change them with every request."""
 DIGEST_CHARS = 32
+
+
+@dataclass(frozen=True)
+class Resent:
+    """How much of a handoff's conversation the messages of a request repeat.
+
+    Attributes:
+        messages: number of messages, from the first, that repeat it.
+        changed: the messages begin like it and then differ: they are a whole conversation of their own.
+    """
+
+    messages: int
+    changed: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,8 +81,8 @@ def answer_fingerprint(message: Json) -> str:
     return fingerprint({key: value for key, value in message.items() if key != "name"})
 
 
-def resent(past: Conversation, messages: Sequence[Json], answer: str | None) -> int:
-    """Count the messages that repeat the handoff's conversation.
+def resent(past: Conversation, messages: Sequence[Json], answer: str | None) -> Resent:
+    """Compare the messages of a request with the handoff's conversation.
 
     Args:
         past: the handoff's conversation.
@@ -76,19 +90,18 @@ def resent(past: Conversation, messages: Sequence[Json], answer: str | None) -> 
         answer: the last answer of the handoff's context, read back from its tokens; None: there is none, or
             the messages hold no answer.
 
-    Returns:
-        The number of the conversation's messages with its last answer, or 0.
-
     Raises:
-        InvalidRequest: the messages repeat a part of the conversation, or all of it with changes.
+        InvalidRequest: the messages repeat a part from the middle of the conversation.
     """
     history, given = _history(past, answer), [_given(message) for message in messages]
     same = _same(history, given)
     if same == len(history):
-        return same
-    if _repeats_beginning(history, given) or _repeats_exchange(history, given):
+        return Resent(same)
+    if _repeats_beginning(history, given) or _answers_in_place(history, given):
+        return Resent(same, changed=True)
+    if _repeats_exchange(history, given):
         raise _changed(len(history), same if same < len(given) else None)
-    return 0
+    return Resent(0)
 
 
 def has_answer(messages: Sequence[Json]) -> bool:
@@ -144,18 +157,22 @@ def _repeats_beginning(history: Sequence[Turn], given: Sequence[Turn]) -> bool:
     return len(now) > 1 and any(turn.role == "user" for turn in past[:same])
 
 
+def _answers_in_place(history: Sequence[Turn], given: Sequence[Turn]) -> bool:
+    """Return whether an answer of the history is among the messages in its place, after other messages."""
+    past, now = _without_instructions(history), _without_instructions(given)
+    return any(_is_answer(turn) and turn.same_as(was) for was, turn in zip(past, now, strict=False))
+
+
 def _repeats_exchange(history: Sequence[Turn], given: Sequence[Turn]) -> bool:
     """Return whether messages repeat an exchange of the history.
 
-    They do when they hold an answer of the history in its place or after the turn that it answered, or begin
-    with a tool's result that the history holds.
+    They do when they begin with an answer of the history, or with a tool's result that it holds, or hold an
+    answer after the turn that it answered.
     """
     past, now = _without_instructions(history), _without_instructions(given)
     if now and _is_answer(now[0]) and any(_is_answer(turn) and turn.same_as(now[0]) for turn in past):
         return True
     if now and now[0].role == "tool" and any(turn.same_as(now[0]) for turn in past):
-        return True
-    if any(_is_answer(turn) and turn.same_as(was) for was, turn in zip(past, now, strict=False)):
         return True
     return not _exchanges(past).isdisjoint(_exchanges(now))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.engines.port import Json, PlacedImage
+from baton.engines.port import Json
+from baton.images.placed_image import PlacedImage
 
 
 def with_image_refs(messages: list[Json]) -> list[Json]:

@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from baton.engines.port import Engine, Operation
 from baton.errors import InvalidRequest, OperationUnsupported
 
-OPERATIONS = (Operation.COMPLETIONS, Operation.CHAT)
+WRITTEN_BY_THE_ENGINE = frozenset({Operation.RESPONSES, Operation.MESSAGES})
+"""Operations whose prompt is what the request says, with a handoff too."""
+OPERATIONS = WRITTEN_BY_THE_ENGINE | {Operation.COMPLETIONS, Operation.CHAT}
 """Operations whose requests may have a `handoff` field."""
 Label = Annotated[str, Field(max_length=200)]
 Seconds = Annotated[int, Field(ge=1)]
@@ -128,7 +130,8 @@ def take_options(body: dict[str, Any], engine: Engine, operation: Operation) -> 
         return None
     if operation not in OPERATIONS:
         raise OperationUnsupported(
-            "This operation does not support handoffs: use /v1/completions or /v1/chat/completions.",
+            "This operation does not support handoffs: use /v1/chat/completions, /v1/completions, "
+            "/v1/messages or /v1/responses.",
             param="handoff",
         )
     require_handoffs(engine)
@@ -136,8 +139,13 @@ def take_options(body: dict[str, Any], engine: Engine, operation: Operation) -> 
     _require_one_context(body, options)
     if operation is Operation.COMPLETIONS:
         require_one_prompt(body, "a handoff", may_be_left_out=options.source is not None)
-    else:
+    elif operation is Operation.CHAT:
         _require_chat(body)
+    elif options.latent_steps:
+        raise InvalidRequest(
+            "'latent_steps' are for /v1/completions and /v1/chat/completions: use one of these.",
+            param="handoff.save.latent_steps",
+        )
     return options
 
 

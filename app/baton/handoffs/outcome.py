@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.engines.port import TransferReport
+from baton.engines.kv_transfer import TransferReport
 from baton.handoffs.planner import Choice, Decision
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.replies import prefix_hits

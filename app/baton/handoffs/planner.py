@@ -9,6 +9,8 @@ from enum import StrEnum
 from baton.engines.port import Engine
 from baton.handoffs.records.record import HandoffRecord
 
+IMAGE_S = 0.05
+"""Encoding an image is assumed to take so many seconds; engines do not report how long it takes."""
 MEASURE_EVERY = 2
 """Every so many recomputed requests, one loads a little, so that the loading rate stays measured."""
 MEASURE_BYTES = 1024 * 1024
@@ -65,10 +67,21 @@ class Planner:
         self._recomputed: Counter[str] = Counter()
         self._tries: dict[str, tuple[int, int]] = {}
 
-    def decide(self, engine: Engine, record: HandoffRecord) -> Decision:
-        """Decide whether an engine loads a handoff's KV or prefills it."""
-        load_s = engine.throughput.load_s(record.bytes) if record.bytes else None
-        prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)
+    def decide(self, engine: Engine, record: HandoffRecord, tokens: int | None = None) -> Decision:
+        """Decide whether an engine loads a handoff's KV or prefills it.
+
+        Args:
+            engine: the engine.
+            record: the handoff.
+            tokens: number of its first tokens that are of use; None: all.
+        """
+        tokens = len(record.tokens) if tokens is None else tokens
+        steps = record.latent_steps if tokens == len(record.tokens) else record.steps_within(tokens)
+        size = record.bytes * tokens // max(1, len(record.tokens))
+        load_s = engine.throughput.load_s(size) if size else None
+        prefill_s = engine.throughput.prefill_s(tokens, steps)
+        if prefill_s is not None:
+            prefill_s += IMAGE_S * sum(image.offset < tokens for image in record.images)
         latent = record.latent_steps > 0  # recomputed latent steps may differ
         if load_s is None or prefill_s is None or latent:
             return Decision(Choice.LOAD, None, load_s, prefill_s)

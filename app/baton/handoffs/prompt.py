@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from baton.engines.port import Json, Operation, PlacedImage
+from baton.engines.port import Json, Operation
 from baton.errors import InvalidRequest
 from baton.handoffs.conversation import Chat, Writer
 from baton.handoffs.messages import AFTER_THE_PROMPT, conversation_of, with_text
+from baton.handoffs.options import WRITTEN_BY_THE_ENGINE
 from baton.handoffs.records.record import Conversation, HandoffRecord
+from baton.images.placed_image import PlacedImage
 from baton_latent.contract import prepare_latent_prompt
 
 
@@ -81,6 +83,8 @@ async def write_prompt(
     Raises:
         BatonError: the request cannot continue the handoff.
     """
+    if operation in WRITTEN_BY_THE_ENGINE:
+        return _written_by_the_engine(writer, source)
     if operation is Operation.COMPLETIONS:
         return await _completion(writer, source, seen, body, written=latent or not answered)
     if not answered:
@@ -93,6 +97,22 @@ async def write_prompt(
     if prompt_only and not latent:  # the placeholders of latent steps must follow the whole prompt
         return await _without_answer(prompt, writer, source, seen, body)
     return prompt
+
+
+def _written_by_the_engine(writer: Writer, source: HandoffRecord | None) -> ContextPrompt:
+    """Leave the prompt to the engine: it is what the request says, and KV is of use for what they share.
+
+    Raises:
+        InvalidRequest: the request or the handoff holds images, or the handoff latent steps.
+    """
+    if writer.client_images or (source is not None and (source.images or source.latent_steps)):
+        raise InvalidRequest(
+            "Handoffs with images or latent steps are for /v1/completions and /v1/chat/completions: "
+            "use one of these.",
+            param="handoff",
+        )
+    # Its messages are not known in the form that chats have, so that no chat can continue it.
+    return ContextPrompt(conversation=Conversation(messages=[], text_only=True))
 
 
 async def _completion(

@@ -1,31 +1,21 @@
-"""Rewrite an engine's replies to requests with handoffs: correct the usage, drop transfer parameters."""
+"""Read and rewrite an engine's replies to requests with handoffs."""
 
 from __future__ import annotations
 
 import json
 
-from baton.engines.port import Json, TransferReport
+from baton.engines.kv_transfer import TransferReport
+from baton.engines.port import Json
 
 DONE = "data: [DONE]\n\n"
 
 
-def correct_reply(answer: Json, report: TransferReport) -> bool:
-    """Correct an answer, or a chunk of one, in place; returns whether anything changed.
+def without_keys(answer: Json) -> bool:
+    """Drop the engine's transfer parameters from an answer, or a chunk of one; return whether there were any.
 
-    The engine's transfer parameters are dropped: they hold the store's key, which clients must not see.
+    They hold the store's key, which clients must not see.
     """
-    stripped = answer.pop("kv_transfer_params", None) is not None
-    return correct_usage(answer.get("usage"), report) or stripped
-
-
-def correct_usage(usage: object, report: TransferReport) -> bool:
-    """Correct `cached_tokens`: the engine counts tokens of a failed load as cached, but prefilled them."""
-    if not report.lost or not isinstance(usage, dict):
-        return False
-    details = usage.get("prompt_tokens_details") or {}
-    details["cached_tokens"] = prefix_hits(report)
-    usage["prompt_tokens_details"] = details
-    return True
+    return answer.pop("kv_transfer_params", None) is not None
 
 
 def prefix_hits(report: TransferReport) -> int:
@@ -33,12 +23,12 @@ def prefix_hits(report: TransferReport) -> int:
     return max(0, report.cached - report.lost)
 
 
-def chunk_of(event: str, report: TransferReport) -> tuple[Json, str]:
+def chunk_of(event: str) -> tuple[Json, str]:
     """Return a server-sent event's chunk as an object, and the event as it is sent on."""
     if not event.startswith("data: {"):
         return {}, event
     chunk = json.loads(event.removeprefix("data: "))
-    if correct_reply(chunk, report):
+    if without_keys(chunk):
         return chunk, event_of(chunk)
     return chunk, event
 

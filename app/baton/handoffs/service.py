@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import structlog
 
 from baton.config.groups import HandoffSettings
-from baton.engines.port import Engine, PlacedImage, TransferRequest
+from baton.engines.kv_transfer import TransferRequest
+from baton.engines.port import Engine
 from baton.errors import (
     BatonError,
     HandoffNotFound,
@@ -21,21 +22,19 @@ from baton.handoffs.compatible import require_compatible
 from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.changes import ChangeRules
 from baton.handoffs.records.index import HandoffIndex
-from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.prefix_index import PrefixMatch
+from baton.handoffs.records.record import HandoffRecord, new_id
 from baton.handoffs.records.saves import Saves
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.records.sync import IndexSync
+from baton.handoffs.sweeper import Sweeper
+from baton.images.placed_image import PlacedImage
 from baton.telemetry.metrics import HandoffMetrics
 
 FAILED_FOR_S = 60.0
 """A handoff whose request failed is listed this long; it cannot be continued."""
-SWEEP_EVERY_S = 2.0
-ORPHANS_EVERY_S = 300.0
 CLOSE_WITHIN_S = 3.0
-MAX_PER_TENANT = 10_000
-MAX_WEIGHT_PER_TENANT = 256 * 1024 * 1024
-"""Bytes of token ids and messages in memory; above it a tenant's oldest handoffs are evicted."""
 Result = TypeVar("Result")
 
 
@@ -48,6 +47,7 @@ class Handoffs:
         metrics: where they are counted.
         clock: monotonic seconds, by which handoffs expire.
         wall: seconds since the epoch, which clients see and records hold.
+        automatic: whether requests that name no handoff look for one.
     """
 
     def __init__(
@@ -58,16 +58,18 @@ class Handoffs:
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        automatic: bool = True,
     ) -> None:
         self._settings = settings
         self._storage = storage
         self._metrics = metrics
         metrics.store_budget.set(int(settings.budget))
         self._wall = wall
-        self._index = HandoffIndex(clock)
+        self._index = HandoffIndex(clock, automatic=automatic)
         self._rules = ChangeRules(settings, storage.pin, storage.pinned_kv)
         self._sync = IndexSync(self._index, storage, wall)
         self._budget = RecordBudget(settings, self._index, storage, self._sync.refresh)
+        self._sweeper = Sweeper(self._index, storage, self._sync, self._budget, metrics, self.begin_work)
         self._saves = Saves(self._index, storage, self._budget, self._rules, self._sync)
         self._background: set[asyncio.Task[Any]] = set()
         self._saving: set[asyncio.Task[None]] = set()
@@ -78,7 +80,7 @@ class Handoffs:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Sweep while inside; at the end wait a moment for background work."""
-        sweeper = asyncio.create_task(self._keep_sweeping(), name="handoff-sweeper")
+        sweeper = asyncio.create_task(self._sweeper.run(), name="handoff-sweeper")
         try:
             yield
         finally:
@@ -104,6 +106,7 @@ class Handoffs:
         label: str | None = None,
         ttl_s: int | None = None,
         pin: bool = False,
+        automatic: str | None = None,
     ) -> HandoffRecord:
         """Register a pending handoff, which a request is about to save.
 
@@ -114,10 +117,13 @@ class Handoffs:
             label: the client's label.
             ttl_s: seconds it lives; None, or more than the settings allow: as long as they allow.
             pin: exempt its KV from eviction.
+            automatic: id of a handoff that the gateway saves by itself; None: a client asked for it.
         """
         now = self._wall()
         lives = min(ttl_s or self._settings.ttl_s, self._settings.ttl_s)
         record = HandoffRecord(
+            id=automatic or new_id(),
+            automatic=automatic is not None,
             tenant=tenant,
             model=engine.name,
             weights=engine.weights,
@@ -130,8 +136,7 @@ class Handoffs:
         )
         self._saves.begin(record)
         self._index.add(record, lives)
-        if self._index.count(tenant) > MAX_PER_TENANT:
-            self._evict_oldest(tenant)
+        self._sweeper.make_room(tenant)
         return record
 
     def end(
@@ -152,7 +157,8 @@ class Handoffs:
             self._saves.fail(record)
             return
         record.add_images(transfer.images)
-        saving = self.begin_work(self._saves.finish(record, transfer))
+        finish = self._saves.finish_automatic if record.automatic else self._saves.finish
+        saving = self.begin_work(finish(record, transfer))
         self._saving.add(saving)
         saving.add_done_callback(self._saving.discard)
 
@@ -194,7 +200,7 @@ class Handoffs:
                 which.
         """
         record = await self._sync.look_up(handoff_id)
-        if record is None or record.tenant != tenant:
+        if record is None or record.tenant != tenant or record.automatic:
             raise HandoffNotFound()
         return record
 
@@ -213,8 +219,8 @@ class Handoffs:
             HandoffNotFound: the tenant has no handoff with the id `after`.
         """
         await self._sync.refresh()
-        self._sweep()
-        mine = self._index.of(tenant)[::-1]
+        self._sweeper.drop_expired()
+        mine = [record for record in self._index.of(tenant)[::-1] if not record.automatic]
         if after is not None:
             ids = [record.id for record in mine]
             if after not in ids:
@@ -243,10 +249,37 @@ class Handoffs:
             if now is record and record.expires_at != before:  # it is in memory only
                 self._index.expire_in(record, self._sync.seconds_left(record))
 
+    def longest_prefix(
+        self, tenant: str, weights: str, prompt: Sequence[int], usable: Callable[[HandoffRecord], bool]
+    ) -> PrefixMatch | None:
+        """Return the tenant's handoff with stored KV that shares most tokens with a prompt, if any does.
+
+        See `PrefixIndex.find`.
+        """
+        return self._index.prefixes.find(
+            tenant,
+            weights,
+            prompt,
+            lambda record: self._index.find(record.id) is record and usable(record),
+        )
+
+    def kv_gone(self, record: HandoffRecord) -> None:
+        """Note that a handoff's KV cannot be used any more; an automatic one is removed."""
+        self._sweeper.kv_gone(record)
+
     async def delete(self, record: HandoffRecord) -> None:
-        """Delete a handoff; requests that load it already are not disturbed."""
-        self._index.forget(record)
-        await asyncio.shield(self.begin_work(self._remove(record)))
+        """Delete a handoff, and the automatic ones that continue it or that it continues.
+
+        Requests that load it already are not disturbed.
+        """
+        gone = [record, *self._index.relatives(record)]
+        for each in gone:
+            self._index.forget(each)
+        await asyncio.shield(self.begin_work(self._remove_all(gone)))
+
+    async def _remove_all(self, records: Iterable[HandoffRecord]) -> None:
+        for record in records:
+            await self._remove(record)
 
     async def _remove(self, record: HandoffRecord) -> None:
         async with record.guard:  # so that nobody writes it again after this
@@ -264,48 +297,3 @@ class Handoffs:
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, BatonError):  # whoever awaits the task raises those
             self._log.error("handoff_work_failed", exc_info=error)
-
-    async def _keep_sweeping(self) -> None:
-        next_orphans = 0.0
-        while True:
-            try:
-                if time.monotonic() >= next_orphans:
-                    next_orphans = time.monotonic() + ORPHANS_EVERY_S
-                    await asyncio.to_thread(self._storage.sweep_orphans)
-                await self._sweep_round()
-            except Exception as error:  # noqa: BLE001  # the border of the sweeper: the next round may work
-                self._log.warning("handoff_sweep_failed", reason=f"{type(error).__name__}: {error}")
-            await asyncio.sleep(SWEEP_EVERY_S)
-
-    async def _sweep_round(self) -> None:
-        await self._sync.refresh()
-        self._sweep()
-        for tenant in self._index.tenants:
-            self._evict_oldest(tenant)
-        async with self._budget.guard:
-            await self._budget.make_room(None, 0)
-        self._metrics.kept.set(len(self._index))
-        self._metrics.store_bytes.set(await asyncio.to_thread(self._storage.all_bytes))
-
-    def _sweep(self) -> None:
-        """Drop expired handoffs; their files are removed in the background."""
-        for record in self._index.expired():
-            self._index.drop(record)
-            self._metrics.expired.inc()
-            self.begin_work(self._remove_expired(record))
-
-    async def _remove_expired(self, record: HandoffRecord) -> None:
-        extended = await asyncio.to_thread(self._storage.remove_expired, record)
-        if extended is not None:
-            self._sync.adopt(extended)
-
-    def _evict_oldest(self, tenant: str) -> None:
-        """Evict a tenant's oldest handoffs above its limits of number and memory."""
-        mine = self._index.of(tenant)
-        weight = sum(record.weight for record in mine)
-        for count, record in enumerate(mine):
-            if len(mine) - count <= MAX_PER_TENANT and weight <= MAX_WEIGHT_PER_TENANT:
-                return
-            weight -= record.weight
-            self._index.forget(record)
-            self.begin_work(asyncio.to_thread(self._storage.remove, record))

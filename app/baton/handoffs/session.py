@@ -7,22 +7,17 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from baton.engines.port import (
-    Engine,
-    Json,
-    Operation,
-    Reply,
-    StreamReply,
-    TransferRequest,
-    WholeReply,
-)
+from baton.engines.kv_transfer import TransferRequest
+from baton.engines.port import Engine, Json, Operation, Reply, StreamReply, WholeReply
 from baton.handoffs.answers import ChatAnswer
 from baton.handoffs.messages import AFTER_THE_PROMPT
+from baton.handoffs.options import WRITTEN_BY_THE_ENGINE
 from baton.handoffs.outcome import KV_IS_GONE, source_outcome
 from baton.handoffs.planner import Decision
 from baton.handoffs.prompt import ContextPrompt
+from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import Conversation, HandoffRecord
-from baton.handoffs.replies import DONE, chunk_of, correct_reply, event_of, head_of
+from baton.handoffs.replies import DONE, chunk_of, event_of, head_of, without_keys
 from baton.handoffs.service import Handoffs
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import HandoffMetrics
@@ -72,7 +67,9 @@ class Session:
             raise
         headers = {ID_HEADER: self.target.id} if self.target is not None else {}
         if isinstance(reply, StreamReply):
-            return StreamReply(self._stream(reply.events), headers)
+            chunks = operation not in WRITTEN_BY_THE_ENGINE
+            events = self._stream(reply.events) if chunks else self._follow(reply.events)
+            return StreamReply(events, headers)
         return await self._whole(reply, headers)
 
     async def compute(self, prompt: str | list[int]) -> Json:
@@ -100,7 +97,7 @@ class Session:
 
     async def _whole(self, reply: WholeReply, headers: dict[str, str]) -> WholeReply:
         body, answer = json.loads(reply.body), ChatAnswer()
-        correct_reply(body, self.transfer.report)
+        without_keys(body)
         answer.add(body)
         body["handoff"] = await self._finish(answer)
         return WholeReply(json.dumps(body).encode(), reply.media_type, dict(reply.headers) | headers)
@@ -117,10 +114,23 @@ class Session:
                         yield event_of(head_of(last) | {"choices": [], "handoff": await self._finish(answer)})
                         yield event
                         continue
-                    last, text = chunk_of(event, self.transfer.report)
+                    last, text = chunk_of(event)
                     if self.target is not None:
                         answer.add(last)
                     yield text
+        finally:
+            if not ended:
+                self.fail()
+
+    async def _follow(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        """Pass on the events of an API that has no room for the `handoff` object, and save at their end."""
+        ended = False
+        try:
+            async with aclosing(events) as rest:  # type: ignore[type-var]  # engines hand out generators
+                async for event in rest:
+                    yield event
+            ended = True
+            await self._finish(ChatAnswer())
         finally:
             if not ended:
                 self.fail()
@@ -166,9 +176,10 @@ class Session:
         """Return `handoff.source`, and count it in the metrics."""
         report, metrics = self.transfer.report, self.metrics
         shown = source_outcome(source, report, self.decision)
+        shown["shared_tokens"] = shared_tokens(source.tokens, report.prompt_ids)
         shown["resent_messages"] = self.prompt.resent
         if report.miss in KV_IS_GONE:
-            source.bytes = 0
+            self.handoffs.kv_gone(source)
         reused = shown["loaded_tokens"] + shown["resident_tokens"]
         saved = self.engine.throughput.prefill_s(reused, source.steps_within(reused))
         shown["saved_prefill_ms"] = None if saved is None else round(saved * 1000, 1)

@@ -10,22 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.config.groups import HandoffSettings
-from baton.engines.port import (
-    Engine,
-    Json,
-    Operation,
-    PlacedImage,
-    TransferRequest,
-)
+from baton.engines.kv_transfer import TransferRequest
+from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest
 from baton.handoffs.conversation import Writer
 from baton.handoffs.options import HandoffOptions, NewHandoff, SaveOptions
 from baton.handoffs.planner import Decision, Planner
-from baton.handoffs.prompt import write_prompt
+from baton.handoffs.prompt import ContextPrompt, write_prompt
+from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.service import Handoffs
 from baton.handoffs.session import Session
 from baton.images.client_image import ClientImage
+from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import HandoffMetrics
 
@@ -39,7 +36,7 @@ class SessionRequest:
     """What a client asked for.
 
     Attributes:
-        operation: completions or chat.
+        operation: an operation that supports handoffs.
         body: the body of the request.
         source: the handoff that it continues.
         save: how its context is saved; None: it is not.
@@ -91,11 +88,11 @@ class Sessions:
         source: HandoffRecord | None,
         images: Sequence[ClientImage] = (),
     ) -> Session:
-        """Plan a completion or a chat with a `handoff` field.
+        """Plan a request with a `handoff` field.
 
         Args:
             engine: the engine that answers.
-            operation: completions or chat.
+            operation: an operation that supports handoffs.
             body: the body of the request.
             context: the client and the request's ids.
             options: the `handoff` field.
@@ -157,7 +154,7 @@ class Sessions:
             prompt = prompt.with_latent_steps(wanted.latent_steps, engine.placeholder)
         if wanted.save is not None:
             self._require_light_images(prompt.images)
-        decision = self._decide(engine, source)
+        decision = self._decide(engine, source, prompt)
         target = self._register(engine, context, wanted)
         transfer = TransferRequest(
             prompt.tokens,
@@ -172,10 +169,11 @@ class Sessions:
             self.handoffs, self.metrics, engine, context, prompt, transfer, source, decision, target
         )
 
-    def _decide(self, engine: Engine, source: HandoffRecord | None) -> Decision | None:
+    def _decide(self, engine: Engine, source: HandoffRecord | None, prompt: ContextPrompt) -> Decision | None:
         if source is None:
             return None
-        decision = self.planner.decide(engine, source)
+        shared = shared_tokens(source.tokens, prompt.tokens) if prompt.tokens is not None else None
+        decision = self.planner.decide(engine, source, shared)
         self.metrics.decisions.labels(decision.choice.value).inc()
         return decision
 

@@ -14,7 +14,7 @@ from pydantic.json_schema import JsonSchemaMode
 
 from baton import __version__
 from baton.engines.port import Operation
-from baton.handoffs import options
+from baton.handoffs import header, options
 from baton.handoffs.records.public import HandoffList, HandoffObject
 from baton.http.media_types import UPLOAD_TYPES
 from baton.http.middleware.auth import PUBLIC_PATHS
@@ -34,6 +34,12 @@ OPERATION_ERRORS = {
     "429": "The tenant's limit is reached; see `Retry-After`.",
     "500": "The engine failed on this request.",
     "503": "The engine is starting, overloaded or down, or memory is short; see `Retry-After`.",
+}
+HANDOFF_HEADER = {
+    "name": header.HEADER,
+    "in": "header",
+    "description": "`auto`, `off`, `save`, or the id of a handoff: for clients that set no fields.",
+    "schema": {"type": "string", "maxLength": 64},
 }
 HANDOFF_ERRORS = {"409": "The handoff is pending or of another model, or too much is pinned already."}
 HANDOFF_MODELS: dict[str, type[BaseModel]] = {
@@ -178,6 +184,7 @@ def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any
     if name in options.OPERATIONS:
         field = {"type": "object", "properties": {"handoff": {"$ref": "#/components/schemas/BatonHandoff"}}}
         request = {"allOf": [request, field]}
+        operation["parameters"] = [HANDOFF_HEADER]
         _add_errors(operation["responses"], HANDOFF_ERRORS)
     if name is Operation.COMPLETIONS:
         request = {"allOf": [*request["allOf"], PROMPT_IMAGES]}

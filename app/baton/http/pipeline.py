@@ -13,6 +13,8 @@ from starlette.responses import Response
 from baton.admission.tenants import Ticket
 from baton.engines.port import Engine, Operation, StreamReply
 from baton.errors import BatonError
+from baton.handoffs.automatic.service import OPERATIONS
+from baton.handoffs.header import HEADER, apply_header
 from baton.handoffs.options import require_latent, take_options
 from baton.http.request_body import in_a_thread, off_the_loop, read_json
 from baton.http.request_images import completed, take_images
@@ -124,6 +126,7 @@ async def _respond(
         small = len(await request.body()) <= SMALL_SCHEMAS
         constraints = measure() if small else await in_a_thread(request, measure)
         await gateway.compiler.require(constraints, context.tenant)
+    automatic = apply_header(body, request.headers.get(HEADER)) if operation in OPERATIONS else False
     options = take_options(body, engine, operation)
     images = await take_images(request, engine, operation, body)
     source = None
@@ -139,7 +142,8 @@ async def _respond(
     elif operation is Operation.COMPLETIONS and images:
         reply = await completed(engine, body, context, images)
     else:
-        reply = await engine.call(operation, body, context)
+        chooser = gateway.automatic.request(engine, operation, body, context.tenant) if automatic else None
+        reply = await engine.call(operation, body, context, chooser=chooser)
     if not isinstance(reply, StreamReply):
         ticket.leave_engine()  # a slow reader need not hold it
         return Response(reply.body, media_type=reply.media_type, headers=dict(reply.headers))

@@ -12,7 +12,8 @@ from typing import Any
 from starlette.requests import Request
 
 from baton.config.groups import ImageSettings
-from baton.engines.port import Engine, ImageInput, Operation, Reply, TransferRequest
+from baton.engines.kv_transfer import TransferRequest
+from baton.engines.port import Engine, ImageInput, Operation, Reply
 from baton.errors import InvalidRequest, OperationUnsupported
 from baton.handoffs.conversation import Writer
 from baton.handoffs.options import require_one_prompt

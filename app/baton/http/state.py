@@ -10,6 +10,7 @@ from baton.admission.fair_threads import FairThreads
 from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet
+from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
 from baton.http.middleware.drain import Drain
@@ -28,6 +29,7 @@ class Gateway:
     metrics: GatewayMetrics
     handoffs: Handoffs
     sessions: Sessions
+    automatic: AutomaticHandoffs
     pooling: Pooling
     drain: Drain
     admission: Admission

@@ -193,6 +193,15 @@ class HandoffMetrics:
             ("decision",),
             registry=registry,
         )
+        self.automatic_lookups = Counter(
+            "baton_automatic_lookups_total",
+            "Prompts for which a stored context was looked up automatically: `found`, `none` or `failed`.",
+            ("result",),
+            registry=registry,
+        )
+        self.automatic_saves = Counter(
+            "baton_automatic_saves_total", "Contexts that were saved automatically.", registry=registry
+        )
         self.expired = Counter("baton_handoff_expired_total", "Handoffs that expired.", registry=registry)
         self.kept = Gauge("baton_handoffs", "Handoffs that exist now.", registry=registry)
         self.store_bytes = Gauge(

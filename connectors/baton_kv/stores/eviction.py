@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from baton_kv.contract import EXPENDABLE
 from baton_kv.stores.base import StoreFull
 from baton_kv.stores.listing import Listing, StoredEntry
 
@@ -75,19 +76,30 @@ def _holders(listing: Listing) -> Counter[int]:
 
 
 def _in_order(listing: Listing, budget: int | None, spared: tuple[str, str] | None) -> list[StoredEntry]:
-    """Order the entries that may go: scopes above their fair share first, then the least recently used.
+    """Order the entries that may go: scopes above their fair share first, then expendable entries.
 
-    An entry is used when one is used that continues it, which goes first.
+    Of equal ones the least recently used goes first. An entry is used when one is used that continues it,
+    which goes first; it is as little expendable as that one.
     """
     held = listing.by_scope()
     share = (budget or sum(held.values())) / max(1, len(held))
-    kept, used = set(listing.loose), dict[int, int]()
+    kept, used, needed = set(listing.loose), dict[int, int](), set[int]()
     for each in listing.entries:
         for file in each.files:
             used[file] = max(used.get(file, 0), each.used_ns)
+        if not each.name.startswith(EXPENDABLE):
+            needed.update(each.files)
         if each.pinned:
             kept.update(each.files)
     unpinned = [
         each for each in listing.entries if each.file not in kept and (each.scope, each.name) != spared
     ]
-    return sorted(unpinned, key=lambda each: (held[each.scope] <= share, used[each.file], -len(each.files)))
+    return sorted(
+        unpinned,
+        key=lambda each: (
+            held[each.scope] <= share,
+            each.file in needed,
+            used[each.file],
+            -len(each.files),
+        ),
+    )

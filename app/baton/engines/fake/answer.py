@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from baton.engines.fake.prompt import MAX_MODEL_LEN, POOLING, STREAMS, prompt_words, token_id, token_limit
 from baton.engines.fake.shapes import CHUNK, KINDS, WHOLE, chat_chunk, deltas_of, event
-from baton.engines.port import EngineState, Json, Operation, TransferRequest, WholeReply
+from baton.engines.kv_transfer import TransferChooser, TransferRequest
+from baton.engines.port import EngineState, Json, Operation, WholeReply
 from baton.errors import ContextTooLong, EngineRestarting
 from baton.telemetry.ids import RequestContext
 
@@ -27,6 +28,7 @@ class Answer:
         body: the request's body.
         context: receives the numbers of prompt and generated tokens.
         transfer: its report receives the token ids.
+        chooser: chooses a transfer for the prompt.
 
     Raises:
         InvalidRequest: the prompt or the token limit is invalid.
@@ -40,6 +42,7 @@ class Answer:
         body: Json,
         context: RequestContext,
         transfer: TransferRequest,
+        chooser: TransferChooser | None = None,
     ) -> None:
         self._engine = engine
         self._operation = operation
@@ -58,8 +61,22 @@ class Answer:
         self._transfer = transfer
         if operation in (*STREAMS, *POOLING):
             context.prompt_tokens += len(self._words)
-        transfer.report.prompt_ids = [token_id(word) for word in self._words]
-        transfer.report.saves = False  # there is no KV
+        self._chooser, self._chosen = chooser, self._choose(chooser)
+        for each in self._transfers:
+            each.report.prompt_ids = [token_id(word) for word in self._words]
+            each.report.saves = False  # there is no KV
+
+    def _choose(self, chooser: TransferChooser | None) -> TransferRequest | None:
+        if chooser is None or self._operation not in STREAMS:
+            return None
+        chosen = chooser.choose([token_id(word) for word in self._words], loads=True, saves=True)
+        if chosen is not None:
+            self._engine.transfers.append(chosen)
+        return chosen
+
+    @property
+    def _transfers(self) -> list[TransferRequest]:
+        return [self._transfer] if self._chosen is None else [self._transfer, self._chosen]
 
     async def _tokens(self) -> AsyncIterator[str]:
         engine = self._engine
@@ -72,9 +89,12 @@ class Answer:
                         raise EngineRestarting()
                     engine.count()
                     self._context.generated_tokens += 1
-                    self._transfer.report.output_ids.append(token_id(word.strip()))
+                    for each in self._transfers:
+                        each.report.output_ids.append(token_id(word.strip()))
                     yield word
             self._transfer.report.ended_by_token = engine.behaviour.ends_answers
+            if self._chooser is not None and self._chosen is not None:
+                self._chooser.ended(self._chosen)
         except (asyncio.CancelledError, GeneratorExit):
             engine.aborted += 1
             raise

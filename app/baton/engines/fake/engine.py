@@ -17,21 +17,12 @@ from prometheus_client import CollectorRegistry, Counter
 
 from baton.engines.fake.answer import Answer
 from baton.engines.fake.prompt import MAX_MODEL_LEN, POOLING, STREAMS, message_text, with_images
-from baton.engines.port import (
-    EngineState,
-    ImageInput,
-    Json,
-    Operation,
-    PlacedImage,
-    Plugin,
-    Reply,
-    Report,
-    StreamReply,
-    TransferRequest,
-)
+from baton.engines.kv_transfer import TransferChooser, TransferRequest
+from baton.engines.port import EngineState, ImageInput, Json, Operation, Plugin, Reply, Report, StreamReply
 from baton.engines.throughput import Throughput
 from baton.errors import BatonError, OperationUnsupported, StartError
 from baton.images.client_image import ClientImage
+from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
 
 
@@ -85,7 +76,7 @@ class FakeEngine:
         images: how it takes images; by default it takes none.
         behaviour: faults and delays.
         bodies: bodies of all requests so far.
-        transfers: transfers that requests with handoffs asked for so far.
+        transfers: transfers that requests with handoffs asked for so far, and those chosen for others.
         active: number of requests it works on now.
         aborted: number of requests that were cancelled.
         starts: number of starts.
@@ -184,6 +175,7 @@ class FakeEngine:
         body: Json,
         context: RequestContext,
         transfer: TransferRequest | None = None,
+        chooser: TransferChooser | None = None,
     ) -> Reply:
         if transfer is not None:
             self.transfers.append(transfer)
@@ -199,7 +191,7 @@ class FakeEngine:
         tokens_only = operation in (Operation.TOKENIZE, Operation.DETOKENIZE)
         if not tokens_only and embeds is not self.pooling:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
-        answer = Answer(self, operation, body, context, transfer)
+        answer = Answer(self, operation, body, context, transfer, chooser)
         if body.get("stream") and operation in STREAMS:
             return StreamReply(answer.events())
         return await answer.whole()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from baton.engines.port import Json, Operation, PlacedImage, TransferRequest
+from baton.engines.kv_transfer import TransferRequest
+from baton.engines.port import Json, Operation
 from baton.errors import ImagesMisplaced, InvalidRequest
 from baton.images.client_image import ClientImage
+from baton.images.placed_image import PlacedImage
 
 DEFAULT_TOKENS = 16
 """Tokens of an answer whose request sets no limit."""

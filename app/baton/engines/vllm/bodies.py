@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton.engines.port import Json, Operation, TransferRequest
+from baton.engines.kv_transfer import TransferRequest
+from baton.engines.port import Json, Operation
 from baton.telemetry.ids import RequestContext
 
 

@@ -8,7 +8,7 @@ stream generators would turn into text of their own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from baton.engines.port import ImageInput, PlacedImage, TransferReport, TransferRequest
+from baton.engines.kv_transfer import TransferChooser, TransferReport, TransferRequest
+from baton.engines.port import ImageInput
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.image_cache import Sent, hashes_of
 from baton.engines.vllm.image_input import stray_placeholders
 from baton.errors import BatonError, GenerationFailed, InvalidRequest, Unprocessable
+from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
 from baton_kv.contract import transfer_params
 
@@ -47,6 +49,9 @@ class Call:
         salt: the tenant's prefix-cache salt; None: there is only one tenant.
         failure: why the engine failed this request; None: it has not.
         transfer: what to load and save, for a request with a handoff.
+        chooser: chooses that for a request without one; None: nothing is loaded or saved then.
+        expect: called with the tag and the transfer of a prompt, before reports about it come.
+        chosen: number of transfers that `chooser` has chosen.
         placeholder: token id that stands for a latent step; None: the engine was configured without `latent`.
         images: how the model takes images.
         deltas: whether each output holds only the tokens since the last one.
@@ -57,15 +62,25 @@ class Call:
     salt: str | None = None
     failure: BatonError | None = None
     transfer: TransferRequest | None = None
+    chooser: TransferChooser | None = None
+    expect: Callable[[str, TransferRequest], None] = lambda _tag, _transfer: None
+    chosen: int = 0
     placeholder: int | None = None
     images: ImageInput = field(default_factory=ImageInput)
     deltas: bool = False
     constrained: bool = False
 
-    async def watch(self, outputs: AsyncGenerator[Any, None], sent: Sent) -> AsyncIterator[Any]:
+    async def watch(
+        self, outputs: AsyncGenerator[Any, None], sent: Sent, transfer: TransferRequest | None = None
+    ) -> AsyncIterator[Any]:
         """Pass the engine's outputs on, note the error that ends them, and close them at once.
 
         The first output shows whether the engine process has received the images that were `sent`.
+
+        Args:
+            outputs: the engine's outputs for one prompt.
+            sent: the images of the prompt.
+            transfer: what the engine loads and saves beside this prompt; receives the report.
         """
         first = True
         async with aclosing(outputs):
@@ -77,8 +92,11 @@ class Call:
                     first = False
                     if self.constrained and failed(output):
                         raise Unprocessable(DEAD_END)
-                    if self.transfer is not None:
-                        _note(self.transfer.report, output, deltas=self.deltas)
+                    if transfer is not None:
+                        _note(transfer.report, output, deltas=self.deltas)
+                        _correct(output, transfer.report)
+                        if output.finished and transfer is not self.transfer and self.chooser is not None:
+                            self.chooser.ended(transfer)
                     yield output
             except (asyncio.CancelledError, GeneratorExit):
                 raise
@@ -87,6 +105,22 @@ class Call:
                 if self.failure.status >= 500 and not self.failure.retryable:
                     log.error("engine_request_failed", exc_info=error)
                 raise
+
+    def transfer_of(self, prompt: Any, sampling_params: Any) -> TransferRequest | None:
+        """Return what the engine loads and saves beside a prompt, and put it into the sampling parameters."""
+        transfer, tag = self.transfer, self.context.request_id
+        if transfer is None and self.chooser is not None and (ids := _plain_ids(prompt)) is not None:
+            # The engine computes all of a prompt whose log probabilities are asked for.
+            loads = sampling_params.prompt_logprobs is None
+            transfer = self.chooser.choose(ids, loads=loads, saves=sampling_params.n == 1)
+            if transfer is not None:
+                self.chosen += 1
+                tag = tag if self.chosen == 1 else f"{tag}.{self.chosen}"
+        if transfer is not None and transfer.moves_kv:
+            self.expect(tag, transfer)
+            extra = sampling_params.extra_args or {}
+            sampling_params.extra_args = extra | {"kv_transfer_params": _transfer_params(transfer, tag)}
+        return transfer
 
     def _count(self, output: Any, *, first: bool) -> None:
         """Add an output's tokens to the request's; outputs of pooling have no completions."""
@@ -122,21 +156,17 @@ class WatchedClient:
         call.deltas = sampling_params.output_kind.name == "DELTA"
         call.constrained = sampling_params.structured_outputs is not None
         _refuse_latent_placeholders(call, prompt)
-        if call.transfer is not None:
-            _require_prompt(call, prompt)
-            if call.transfer.moves_kv:
-                extra = sampling_params.extra_args or {}
-                wanted = _transfer_params(call.transfer, call.context)
-                sampling_params.extra_args = extra | {"kv_transfer_params": wanted}
-            if call.transfer.images:
-                outputs = self._generate_with_images(
-                    call, call.transfer.images, prompt, sampling_params, *args, **kwargs
-                )
-                return call.watch(outputs, self._sent([image.digest for image in call.transfer.images]))
+        _require_prompt(call, prompt)
+        transfer = call.transfer_of(prompt, sampling_params)
+        if transfer is not None and transfer.images:
+            outputs = self._generate_with_images(
+                call, transfer.images, prompt, sampling_params, *args, **kwargs
+            )
+            return call.watch(outputs, self._sent([image.digest for image in transfer.images]), transfer)
         _require_read_images(call, prompt)
         _refuse_image_placeholders(call, prompt)
         outputs = self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs)
-        return call.watch(outputs, self._sent(hashes_of(prompt)))
+        return call.watch(outputs, self._sent(hashes_of(prompt)), transfer)
 
     async def _generate_with_images(
         self, call: Call, images: Sequence[PlacedImage], prompt: Any, *args: Any, **kwargs: Any
@@ -166,14 +196,24 @@ def failed(output: Any) -> bool:
     return "error" in reasons or getattr(output, "error", None) is not None
 
 
-def _transfer_params(transfer: TransferRequest, context: RequestContext) -> dict[str, Any]:
+def _plain_ids(prompt: Any) -> list[int] | None:
+    """Return the token ids of a prompt that holds nothing else; None for another."""
+    if not isinstance(prompt, dict) or prompt.get("mm_kwargs") or prompt.get("mm_placeholders"):
+        return None
+    if prompt.get("prompt_embeds") is not None or prompt.get("multi_modal_data"):
+        return None
+    return prompt.get("prompt_token_ids")
+
+
+def _transfer_params(transfer: TransferRequest, tag: str) -> dict[str, Any]:
     """Return the transfer in the connector's terms."""
     return transfer_params(
         save=transfer.save or False,
         scope="prompt" if transfer.prompt_only else None,
         load=transfer.load,
         limit=transfer.limit,
-        tag=context.request_id,
+        least=transfer.least or None,
+        tag=tag,
     )
 
 
@@ -261,6 +301,13 @@ def _note(report: TransferReport, output: Any, *, deltas: bool) -> None:
         report.output_ids.extend(completion.token_ids)
     else:
         report.output_ids = list(completion.token_ids)
+
+
+def _correct(output: Any, report: TransferReport) -> None:
+    """Let an output tell clients no store key, and count no token as cached whose KV could not be loaded."""
+    output.kv_transfer_params = None
+    if output.num_cached_tokens:
+        output.num_cached_tokens = max(0, output.num_cached_tokens - report.lost)
 
 
 def salted(prompt: Any, salt: str | None) -> Any:

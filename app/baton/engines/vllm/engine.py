@@ -16,17 +16,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from baton.config.groups import EngineSettings
-from baton.engines.port import (
-    EngineState,
-    ImageInput,
-    Json,
-    Operation,
-    PlacedImage,
-    Plugin,
-    Reply,
-    Report,
-    TransferRequest,
-)
+from baton.engines.kv_transfer import TransferChooser, TransferRequest
+from baton.engines.port import EngineState, ImageInput, Json, Operation, Plugin, Reply, Report
 from baton.engines.progress import Progress
 from baton.engines.throughput import Throughput
 from baton.engines.transfers import TransferWatch
@@ -49,6 +40,7 @@ from baton.errors import (
     StartError,
 )
 from baton.images.client_image import ClientImage
+from baton.images.placed_image import PlacedImage
 from baton.models.store import identity
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
@@ -307,6 +299,7 @@ class VllmEngine:
         body: Json,
         context: RequestContext,
         transfer: TransferRequest | None = None,
+        chooser: TransferChooser | None = None,
     ) -> Reply:
         serving = self._require_running().serving
         method = serving.method(operation)
@@ -316,6 +309,8 @@ class VllmEngine:
             context,
             self._salt(context.tenant),
             transfer=transfer,
+            chooser=chooser if self.supports_handoffs else None,
+            expect=self._watch.add,
             placeholder=self._placeholder,
             images=self._images,
         )

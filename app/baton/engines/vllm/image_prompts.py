@@ -19,10 +19,10 @@ from vllm.inputs.engine import mm_input
 from vllm.renderers.chat_utils import parse_chat_messages_async
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-from baton.engines.port import PlacedImage
 from baton.engines.vllm.image_input import IMAGE
 from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
 from baton.images.client_image import ClientImage
+from baton.images.placed_image import PlacedImage
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -74,7 +74,7 @@ class RecordBudget:
                 refreshed = True
                 if taken - self._index.evictable_bytes(record) > share:  # evicting all would not be enough
                     return False
-            if (other := self._index.oldest_evictable(record)) is None:
+            if (other := self._index.next_evictable(record)) is None:
                 return False
             self._index.forget(other)
             await asyncio.to_thread(self._storage.remove, other)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import structlog
 
-from baton.engines.port import PlacedImage
 from baton.errors import HandoffImagesLost
 from baton.handoffs.records.record import HandoffRecord, StoredImage
 from baton.images.client_image import ClientImage
+from baton.images.placed_image import PlacedImage
 from baton_kv.folders import CREATE, bytes_in, folder, make_folder, open_file
 
 ABANDONED_AFTER_S = 600.0

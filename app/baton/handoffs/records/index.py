@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
+from baton.handoffs.records.prefix_index import PrefixIndex
 from baton.handoffs.records.record import HandoffRecord, Usage
+from baton.handoffs.records.state import HandoffState
 
 FORGOTTEN_IDS = 10_000
 """Most ids of forgotten handoffs that are remembered, so that a late file does not bring one back."""
+
+
+SUPERSEDED_FOR_S = 30.0
+"""An automatic handoff lives so long after one that continues it was saved."""
+INDEX_BYTES = 12
+"""Bytes that a token of a context takes in the index of prefixes, about."""
 
 
 class HandoffIndex:
@@ -16,9 +24,15 @@ class HandoffIndex:
 
     Args:
         clock: monotonic seconds.
+        automatic: whether requests look for contexts by their prefixes.
+
+    Attributes:
+        prefixes: the contexts whose KV is stored, by the prefixes that prompts may share with them.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], *, automatic: bool = True) -> None:
+        self.prefixes = PrefixIndex()
+        self._automatic = automatic
         self._clock = clock
         self._records: dict[str, HandoffRecord] = {}
         self._deadlines: dict[str, float] = {}
@@ -47,6 +61,41 @@ class HandoffIndex:
         if record in self:
             self._deadlines[record.id] = self._clock() + seconds
 
+    def publish(self, record: HandoffRecord) -> None:
+        """Let prompts find a record that is ready, or no longer find one whose KV is gone.
+
+        KV with latent steps is only for requests that name it: it is not that of its token ids.
+        """
+        if self._records.get(record.id) is not record or not self._automatic:
+            return
+        if record.state is not HandoffState.READY or not record.bytes or record.latent_steps:
+            self.prefixes.remove(record)
+            return
+        self.prefixes.add(record)
+        for each in self.prefixes.continued_by(record):
+            if _supersedes(record, each):
+                self._supersede(each)
+        if any(_supersedes(each, record) for each in self.prefixes.continuing(record)):
+            self._supersede(record)
+
+    def _supersede(self, record: HandoffRecord) -> None:
+        """Let an automatic record go that another one continues; a request may be about to load it."""
+        self.prefixes.remove(record)
+        self.expire_in(record, SUPERSEDED_FOR_S)
+
+    def relatives(self, record: HandoffRecord) -> list[HandoffRecord]:
+        """Return the automatic records that continue a record, or that it continues."""
+        found = [*self.prefixes.continued_by(record), *self.prefixes.continuing(record)]
+        return [each for each in found if each.automatic]
+
+    def weight_of(self, record: HandoffRecord) -> int:
+        """Return the bytes that a record takes in memory, about, with its share of the index."""
+        return record.weight + (INDEX_BYTES * len(record.tokens) if record in self.prefixes else 0)
+
+    def automatic_records(self) -> list[HandoffRecord]:
+        """Return the automatic records that prompts can find."""
+        return [each for each in self._records.values() if each.automatic and each in self.prefixes]
+
     def count_bytes(self, record: HandoffRecord) -> None:
         """Update how many bytes a record and its images take on disk."""
         if record in self:
@@ -65,6 +114,7 @@ class HandoffIndex:
         """Take a record out; it may be added again from its file."""
         if self._records.pop(record.id, None) is None:
             return
+        self.prefixes.remove(record)
         self._deadlines.pop(record.id, None)
         self._non_kv_bytes[record.tenant] -= self._counted.pop(record.id, 0)
         mine = self._tenants[record.tenant]
@@ -90,6 +140,10 @@ class HandoffIndex:
         """Return a tenant's records, the oldest first, also those that have just expired."""
         return sorted(self._tenants.get(tenant, {}).values(), key=lambda record: record.created_at)
 
+    def by_eviction(self, tenant: str) -> list[HandoffRecord]:
+        """Return a tenant's records in the order in which they are evicted: automatic ones go first."""
+        return sorted(self._tenants.get(tenant, {}).values(), key=_eviction_order)
+
     def unsaved_usage(self, but: HandoffRecord) -> list[Usage]:
         """Return the usage of the records that are in memory only, which other gateways do not see.
 
@@ -98,8 +152,10 @@ class HandoffIndex:
         """
         return [record.usage for record in self._records.values() if not record.on_disk and record is not but]
 
-    def oldest_evictable(self, newest: HandoffRecord | None) -> HandoffRecord | None:
-        """Return the oldest unpinned handoff on disk of the tenant whose records and images take most.
+    def next_evictable(self, newest: HandoffRecord | None) -> HandoffRecord | None:
+        """Return the handoff on disk to evict first, of the tenant whose records and images take most.
+
+        It is not pinned.
 
         Args:
             newest: the handoff that space is needed for; it is not evicted.
@@ -111,7 +167,7 @@ class HandoffIndex:
             mine = self._tenants[tenant].values()
             evictable = [each for each in mine if each.on_disk and not each.pin and each is not newest]
             if evictable:
-                return min(evictable, key=lambda each: each.created_at)
+                return min(evictable, key=_eviction_order)
         return None
 
     def evictable_bytes(self, newest: HandoffRecord | None) -> int:
@@ -130,3 +186,13 @@ class HandoffIndex:
     def count(self, tenant: str) -> int:
         """Return how many records a tenant has."""
         return len(self._tenants.get(tenant, {}))
+
+
+def _eviction_order(record: HandoffRecord) -> tuple[bool, float]:
+    return not record.automatic, record.created_at
+
+
+def _supersedes(record: HandoffRecord, other: HandoffRecord) -> bool:
+    """Return whether a record makes an automatic one superfluous, all of which it begins with."""
+    lasts = record.on_disk or not other.on_disk
+    return other.automatic and record.model == other.model and lasts and record.expires_at >= other.expires_at

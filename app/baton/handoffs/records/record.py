@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
 
-from baton.engines.port import PlacedImage
 from baton.handoffs.records.public import HandoffObject
 from baton.handoffs.records.state import HandoffState
+from baton.images.placed_image import PlacedImage
+from baton_kv.contract import EXPENDABLE
 
 
 def _token_ids(value: Any) -> array[int]:
@@ -42,6 +43,15 @@ MAX_CONVERSATION_BYTES = 2 * 1024 * 1024
 """Largest conversation, as UTF-8 JSON; a handoff with a larger one can only be continued as plain text."""
 SCOPE_LENGTH = 32
 """Characters of a tenant in the store's keys."""
+
+
+def new_id(*, automatic: bool = False) -> str:
+    """Return a new handoff's id: 192 random bits, which nobody can guess.
+
+    Args:
+        automatic: the gateway saves it by itself; its KV is evicted before that of others.
+    """
+    return (EXPENDABLE if automatic else "") + secrets.token_urlsafe(24)
 
 
 class Usage(NamedTuple):
@@ -138,12 +148,13 @@ class HandoffRecord(BaseModel):
         pin: its KV is exempt from eviction.
         parent: id of the handoff that it continues.
         label: the client's label.
+        automatic: the gateway saved it by itself: it has no messages, and clients do not see it.
         revision: number of times it was written; the greater of two is the later.
     """
 
     model_config = ConfigDict(extra="ignore")
 
-    id: str = Field(default_factory=lambda: secrets.token_urlsafe(24))
+    id: str = Field(default_factory=new_id)
     tenant: str
     model: str
     weights: str
@@ -160,6 +171,7 @@ class HandoffRecord(BaseModel):
     pin: bool = False
     parent: str | None = None
     label: str | None = None
+    automatic: bool = False
     revision: int = 0
     _on_disk: bool = PrivateAttr(False)
     _stamp: tuple[int, int, int] | None = PrivateAttr(None)
@@ -268,7 +280,7 @@ class HandoffRecord(BaseModel):
     @property
     def key(self) -> str:
         """The key of its KV in the store."""
-        return f"{scope_of(self.tenant)}/{self.id}"
+        return key_of(self.tenant, self.id)
 
     def public(self) -> dict[str, object]:
         """Return the handoff object that clients see."""
@@ -300,6 +312,11 @@ def _memory_of(value: object) -> int:
         elif isinstance(current, list):
             waiting += current
     return total
+
+
+def key_of(tenant: str, handoff_id: str) -> str:
+    """Return the key of a handoff's KV in the store."""
+    return f"{scope_of(tenant)}/{handoff_id}"
 
 
 def scope_of(tenant: str) -> str:

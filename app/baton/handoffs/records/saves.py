@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 
-from baton.engines.port import TransferRequest
+from baton.engines.kv_transfer import TransferRequest
 from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.changes import ChangeRules
 from baton.handoffs.records.index import HandoffIndex
@@ -19,6 +19,8 @@ COMMIT_WITHIN_S = 5.0
 """The engine saves KV beside its other work. A handoff whose KV takes longer is ready before its KV is."""
 GIVEN_UP_AFTER_S = 120.0
 """KV that is not saved by then is not waited for."""
+AUTOMATIC_WITHIN_S = 30.0
+"""An automatic handoff whose KV is not saved by then is dropped."""
 LOOK_EVERY_S = 0.25
 """The engine reports the end of a save; the store is looked at too, in case that report was lost."""
 
@@ -87,7 +89,23 @@ class Saves:
             await self._write_record(record)
         finally:
             self._settle(record, HandoffState.READY)  # its token ids are known, with or without KV
+            self._index.publish(record)
             if self._index.known(record.id) is None:  # deleted or expired: remove what was written since
+                await asyncio.to_thread(self._storage.remove, record)
+
+    async def finish_automatic(self, record: HandoffRecord, transfer: TransferRequest) -> None:
+        """Write the record of an automatic handoff once its KV is saved; without KV nothing is left of it."""
+        try:
+            await self._kv_known(record, transfer, AUTOMATIC_WITHIN_S)
+            if record.bytes:
+                await asyncio.to_thread(record.prepare)
+                await self._write_record(record)
+        finally:
+            self._settle(record, HandoffState.READY if record.bytes else HandoffState.FAILED)
+            self._index.publish(record)
+            if not record.bytes:
+                self._index.forget(record)
+            if self._index.known(record.id) is None:
                 await asyncio.to_thread(self._storage.remove, record)
 
     def _settle(self, record: HandoffRecord, state: HandoffState) -> None:

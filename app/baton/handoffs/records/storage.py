@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from baton.engines.port import PlacedImage
 from baton.handoffs.records.image_store import ImageStore
 from baton.handoffs.records.record import HandoffRecord, is_handoff_key, scope_of
 from baton.handoffs.records.repository import Edit, HandoffRepository, News
+from baton.images.placed_image import PlacedImage
 from baton_kv.stores.base import Store, StoreError
 
 ORPHANED_AFTER_S = 600.0

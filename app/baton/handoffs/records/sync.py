@@ -30,6 +30,7 @@ class IndexSync:
     def adopt(self, record: HandoffRecord) -> None:
         """Add a record of an earlier run, or of another gateway over the same store."""
         self._index.add(record, self.seconds_left(record))  # an expired one goes with the next sweep
+        self._index.publish(record)
 
     def seconds_left(self, record: HandoffRecord) -> float:
         """Return the seconds until a record expires; the clock may have jumped since it was written."""
@@ -49,6 +50,7 @@ class IndexSync:
             for name in CHANGEABLE:
                 setattr(known, name, getattr(now, name))
             self._index.count_bytes(known)
+            self._index.publish(known)
             if renewed:
                 self._index.expire_in(known, self.seconds_left(known))
 

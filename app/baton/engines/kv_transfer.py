@@ -1,0 +1,90 @@
+"""What an engine is asked to load and save beside a request, what it reports, and who chooses it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.images.placed_image import PlacedImage
+from baton_kv.contract import TransferFailure
+
+
+@dataclass(eq=False)
+class TransferReport:
+    """What happened to a request with a handoff. Only the engine writes it.
+
+    Attributes:
+        prompt_ids: the prompt's token ids, once known.
+        output_ids: the token ids generated so far.
+        cached: number of prompt tokens that the engine did not prefill.
+        loaded: number of tokens whose KV came from the entry; None: nothing was loaded.
+        lost: number of tokens whose KV is in the entry but could not be loaded.
+        load_ms: milliseconds that the load took.
+        saves: False once the engine has reported that it saves nothing.
+        ended_by_token: whether the answer's last token is an end-of-sequence token.
+        miss: why the entry could not be used; None: it could, or there was none.
+        save_over: set when the engine has reported the save's outcome, good or bad.
+    """
+
+    prompt_ids: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    cached: int = 0
+    loaded: int | None = None
+    lost: int = 0
+    load_ms: float = 0.0
+    saves: bool = True
+    ended_by_token: bool = False
+    miss: TransferFailure | None = None
+    save_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, eq=False)
+class TransferRequest:
+    """A transfer that an engine is asked for beside a request's body: its prompt, KV to load and to save.
+
+    Attributes:
+        prompt: token ids of the whole prompt, in place of the body's; None: the body's prompt is used.
+        images: the images that the prompt holds, in order.
+        save: key of the entry to save the KV as; None: nothing is saved.
+        prompt_only: whether to save the prompt's KV without the answer's.
+        load: key of the entry to load KV from; None: nothing is loaded.
+        limit: most tokens to load; None: all.
+        least: fewest tokens to save beyond those that `load` holds; with fewer, nothing is saved.
+        latent_steps: number of latent-step placeholders in the prompt.
+        report: filled in by the engine with what happened.
+    """
+
+    prompt: list[int] | None = None
+    images: Sequence[PlacedImage] = ()
+    save: str | None = None
+    prompt_only: bool = False
+    load: str | None = None
+    limit: int | None = None
+    least: int = 0
+    latent_steps: int = 0
+    report: TransferReport = field(default_factory=TransferReport)
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether KV is loaded or saved; otherwise the request only replaces the body's prompt."""
+        return self.save is not None or self.load is not None
+
+
+class TransferChooser(Protocol):
+    """Chooses a transfer for each prompt of one request, when its token ids are known."""
+
+    def choose(self, prompt: Sequence[int], *, loads: bool, saves: bool) -> TransferRequest | None:
+        """Return what to load and save beside a prompt; None: nothing.
+
+        Args:
+            prompt: token ids of the whole prompt, which holds nothing else.
+            loads: whether the engine may start from loaded KV for it.
+            saves: whether the engine may save it: its KV is that of one answer.
+        """
+        ...
+
+    def ended(self, transfer: TransferRequest) -> None:
+        """Note that the answer is complete, and with it the transfer's report."""
+        ...
