@@ -213,7 +213,7 @@ class SchedulerRole:
         kept = min(computed, len(tokens) - 1)  # the last sampled token has no KV yet
         if wanted.scope == "prompt":
             tokens, kept = tokens[:prompt], min(kept, prompt)
-        if kept - (plan.shared if plan is not None else 0) < wanted.least:
+        if wanted.least and kept - (plan.shared if plan is not None else 0) < wanted.least:
             return False, None
         blocks = self._blocks_of(block_ids, kept)
         held = [block for ids in block_ids for block in ids if block != NULL_BLOCK]

@@ -141,13 +141,24 @@ def test_forks_of_one_context_store_its_blocks_once(contexts: Contexts) -> None:
     root = list(range(100, 100 + 5 * BLOCK))
     source = contexts.save(root)
     before = contexts.store.size()
-    forks = [[*root[: 4 * BLOCK - number], *range(number, number + 20)] for number in range(20)]
+    forks = [[*root[: 4 * BLOCK - number % BLOCK], *range(number, number + 20)] for number in range(20)]
     keys = [contexts.save(tokens, source) for tokens in forks]
     assert contexts.store.size() - before < 20 * (3 * BLOCK * TOKEN_BYTES + 9000)
     contexts.store.delete(source)
     for key, tokens in zip(keys, forks, strict=True):
         assert contexts.parts(key) == 1
         assert contexts.load(key, [*tokens, 1]) == len(tokens) - 1
+
+
+def test_a_fork_of_a_short_beginning_keeps_nothing_of_a_long_context(contexts: Contexts) -> None:
+    """It would keep all of its file, which costs more than it shares."""
+    root = list(range(100, 100 + 5 * BLOCK))
+    source = contexts.save(root)
+    for blocks, shares in ((4, 1), (3, 1), (2, 0), (1, 0)):
+        tokens = [*root[: blocks * BLOCK], *range(blocks, blocks + 20)]
+        fork = contexts.save(tokens, source)
+        assert contexts.parts(fork) == shares
+        assert contexts.load(fork, [*tokens, 1]) == len(tokens) - 1
 
 
 def test_a_prompt_that_leaves_the_chain_is_loaded_up_to_there(contexts: Contexts) -> None:

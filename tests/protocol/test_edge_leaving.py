@@ -21,7 +21,7 @@ from support.gateways import FakeGateway, run_fake
 from support.wire import TEXT, connect, metric, open_connections, request, rss, talk, wait_for
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.kv_transfer import TransferChooser, TransferRequest
 from baton.engines.port import Json, Operation, Reply, StreamReply
 from baton.telemetry.ids import RequestContext
 
@@ -63,9 +63,14 @@ class NotingEngine(FakeEngine):
         self.ended: dict[str, float] = {}
 
     async def call(
-        self, operation: Operation, body: Json, context: RequestContext, relay: TransferRequest | None = None
+        self,
+        operation: Operation,
+        body: Json,
+        context: RequestContext,
+        transfer: TransferRequest | None = None,
+        chooser: TransferChooser | None = None,
     ) -> Reply:
-        reply = await super().call(operation, body, context, relay)
+        reply = await super().call(operation, body, context, transfer, chooser)
         assert isinstance(reply, StreamReply)
         return replace(reply, events=self._noted(reply.events, body["user"]))
 

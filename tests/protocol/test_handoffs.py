@@ -95,7 +95,7 @@ def test_a_field_that_does_not_exist_is_named(relay: FakeGateway) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "model"), [("/v1/completions", "plain"), ("/v1/responses", "a"), ("/v1/messages", "a")]
+    ("path", "model"), [("/v1/completions", "plain"), ("/v1/embeddings", "a"), ("/tokenize", "a")]
 )
 def test_where_nothing_is_handed_over_it_is_said(relay: FakeGateway, path: str, model: str) -> None:
     response = post(relay, TEXT | {"model": model, "handoff": {"save": True}}, path)

@@ -32,13 +32,12 @@ def test_a_route_shows_the_full_request_schema(
 ) -> None:
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     vllm = {"$ref": f"#/components/schemas/{schema}"}
-    if path in ("/v1/completions", "/v1/chat/completions"):
-        wish = {"handoff": {"$ref": "#/components/schemas/BatonHandoff"}}
-        assert body["allOf"][:2] == [vllm, {"type": "object", "properties": wish}]
-        ours = [field for part in body["allOf"][2:] for field in part["properties"]]
-        assert ours == (["images"] if path == "/v1/completions" else [])
-    else:
-        assert body == vllm
+    wish = {"handoff": {"$ref": "#/components/schemas/BatonHandoff"}}
+    assert body["allOf"][:2] == [vllm, {"type": "object", "properties": wish}]
+    ours = [field for part in body["allOf"][2:] for field in part["properties"]]
+    assert ours == (["images"] if path == "/v1/completions" else [])
+    (header,) = document["paths"][path]["post"]["parameters"]
+    assert (header["name"], header["in"]) == ("X-Baton-Handoff", "header")
     assert field in document["components"]["schemas"][schema]["properties"]
 
 
