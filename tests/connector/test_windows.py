@@ -15,7 +15,7 @@ from baton_kv.entry_format import EntryDescription
 from baton_kv.secret import store_secret
 from baton_kv.stores.file import FileStore
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(300)]
 WINDOW, BLOCK = 64, 32
 LENGTHS = (1, 27, 58, 59, 60, 91, 130, 400)
 
@@ -44,7 +44,7 @@ class Windowed(OfflineEngine):
             return Entry(reader, key, store_secret(self._store)).description
 
 
-@pytest.fixture(scope="module", params=["gemma3", pytest.param("windows", marks=pytest.mark.chaos)])
+@pytest.fixture(scope="module", params=["gemma3", "windows"])
 def engine(
     request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Windowed]:
@@ -116,7 +116,6 @@ def test_a_prompt_is_saved_by_itself_as_long_as_its_window_is_there(engine: Wind
     assert limited["cached"] == 0
 
 
-@pytest.mark.chaos
 def test_what_the_engine_still_has_is_not_loaded(models: Path, tmp_path: Path) -> None:
     """With a prefix cache: loads behind local blocks, of which windowed layers have the last ones only."""
     with Windowed(
