@@ -202,12 +202,9 @@ class SchedulerRole:
             Whether the blocks must be held until the save is reported, and the answer's `kv_transfer_params`.
         """
         plan = self._plans.pop(request_id, None)
-        if request_id in self._loading:  # its blocks are not filled yet
-            self._jobs.given_up.append(request_id)
+        if (found := self._save_wanted(request_id, params)) is None:
             return False, None
-        wanted = parse(params)
-        if not isinstance(wanted, TransferParams) or (key := wanted.save_key) is None:
-            return False, None
+        wanted, key = found
         if key in self._saved:  # with `n` > 1, only the first answer is saved
             return False, params_to_load(key)
         kept = min(computed, len(tokens) - 1)  # the last sampled token has no KV yet
@@ -217,8 +214,7 @@ class SchedulerRole:
             return False, None
         blocks = self._blocks_of(block_ids, kept)
         held = [block for ids in block_ids for block in ids if block != NULL_BLOCK]
-        yields = wanted.least > 0
-        if (failure := self._refusal(blocks, kept, held, whole, yields=yields)) is not None:
+        if (failure := self._refusal(blocks, kept, held, whole, yields=wanted.least > 0)) is not None:
             self._outcomes.append(TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, failure))
             return False, None
         self._held.hold(request_id, held)
@@ -237,6 +233,16 @@ class SchedulerRole:
         )
         self._save(job)
         return True, params_to_load(key)
+
+    def _save_wanted(self, request_id: str, params: object) -> tuple[TransferParams, str] | None:
+        """Return a finished request's parameters and the key to save under; None: nothing is saved."""
+        if request_id in self._loading:  # its blocks are not filled yet
+            self._jobs.given_up.append(request_id)
+            return None
+        wanted = parse(params)
+        if not isinstance(wanted, TransferParams) or (key := wanted.save_key) is None:
+            return None
+        return wanted, key
 
     def _refusal(
         self, blocks: tuple[GroupBlocks, ...], kept: int, held: Sequence[int], whole: bool, *, yields: bool

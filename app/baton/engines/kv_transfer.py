@@ -1,4 +1,4 @@
-"""What an engine is asked to load and save beside a request, what it reports, and who chooses it."""
+"""Describe what an engine loads and saves beside a request, what it reports, and who chooses it."""
 
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ from starlette.responses import Response
 from baton.admission.tenants import Ticket
 from baton.engines.port import Engine, Operation, StreamReply
 from baton.errors import BatonError
-from baton.handoffs.automatic.service import OPERATIONS
 from baton.handoffs.header import HEADER, apply_header
-from baton.handoffs.options import require_latent, take_options
+from baton.handoffs.options import OPERATIONS, require_latent, take_options
 from baton.http.request_body import in_a_thread, off_the_loop, read_json
 from baton.http.request_images import completed, take_images
 from baton.http.request_state import context_of, state_of

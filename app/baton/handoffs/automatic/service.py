@@ -18,6 +18,7 @@ from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import Engine, Json, Operation
 from baton.handoffs.automatic.save_rule import SaveRule
 from baton.handoffs.automatic.save_wish import SaveWish, save_wish
+from baton.handoffs.options import OPERATIONS
 from baton.handoffs.outcome import KV_IS_GONE
 from baton.handoffs.planner import Decision, Planner
 from baton.handoffs.records.prefix_index import PrefixMatch
@@ -26,9 +27,8 @@ from baton.handoffs.service import Handoffs
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import TransferFailure
 
-CONVERSATIONS = frozenset({Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES})
+CONVERSATIONS = OPERATIONS - {Operation.COMPLETIONS}
 """Operations whose prompts are written from messages."""
-OPERATIONS = CONVERSATIONS | {Operation.COMPLETIONS}
 INCOMPATIBLE = 10_000
 """Most handoffs that are remembered because an engine cannot load them."""
 
