@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sqlite3
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,13 @@ from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.fetching import fetcher_of
 from baton.images.reader import ImageReader
 from baton.pooling.service import Pooling
+from baton.responses.service import StoredResponses, response_threads
+from baton.responses.store import ResponseStore
 from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT
 from baton.telemetry.lag import watch_lag
 from baton.telemetry.memory import MemoryReader, MemoryWatch
 from baton.telemetry.metrics import HandoffMetrics
+from baton_kv.folders import make_folder
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
 from baton_kv.stores.file import IMAGES, RECORDS
@@ -74,6 +78,25 @@ def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:
         raise SettingsError(f"handoffs.store: {settings.handoff_store}: {error.strerror}") from None
     automatic = any((engine.auto or settings.handoffs.auto) != "off" for engine in settings.engines)
     return Handoffs(settings.handoffs, storage, metrics, automatic=automatic)
+
+
+def responses_of(settings: Settings) -> ResponseStore | None:
+    """Open the store of responses; None: none are stored, or no engine generates any.
+
+    Raises:
+        SettingsError: the store cannot be used.
+    """
+    budget = int(settings.responses.budget)
+    if not budget or not any(engine.runner == "generate" for engine in settings.engines):
+        return None
+    folder = settings.responses_folder
+    try:
+        if settings.responses.folder is None:
+            make_folder(folder.parent)
+        return ResponseStore(folder, budget, durable=settings.handoffs.fsync)
+    except (OSError, sqlite3.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"responses.folder: {folder}: {reason}") from None
 
 
 def create_app(
@@ -146,6 +169,12 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
             {engine.name: engine.auto or settings.handoffs.auto for engine in settings.engines},
             SaveRule(settings.handoffs.auto_min_tokens),
         ),
+        StoredResponses(
+            settings.responses,
+            responses_of(settings),
+            response_threads(metrics.queues, settings.admission.wait_s),
+            metrics.responses,
+        ),
         Pooling(settings.pooling, metrics.pooling, metrics.queues),
         Drain(),
         Admission(settings.admission, fleet.names, metrics.admission),
@@ -191,6 +220,7 @@ async def _services(
 ) -> AsyncIterator[None]:
     """Run what the gateway needs beside its engines, and close it at the end."""
     with (
+        contextlib.closing(gateway.responses),
         contextlib.closing(gateway.pooling),
         contextlib.closing(gateway.images),
         contextlib.closing(gateway.body_threads),

@@ -177,3 +177,24 @@ def test_damaged_kv_costs_only_its_reuse_and_the_usage_says_so(
     again = chat(gateway, messages)
     assert cached(again) == 0
     assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+
+
+def test_a_response_that_is_continued_by_its_id_is_not_prefilled_again(
+    gateway: RealGateway, records: Callable[[], int]
+) -> None:
+    path = "/v1/responses"
+    body = {"input": document("Epode"), "max_output_tokens": 8}
+    first = saved(records, lambda: post(gateway, path, body)).json()
+    new = {"input": "And then?", "max_output_tokens": 8}
+    second = post(gateway, path, new | {"previous_response_id": first["id"]}).json()
+    usage = second["usage"]
+    assert usage["input_tokens"] > first["usage"]["total_tokens"], "the whole conversation"
+    assert usage["input_tokens_details"]["cached_tokens"] >= first["usage"]["total_tokens"] - 8
+    whole = [
+        {"role": "user", "content": body["input"]},
+        *first["output"],
+        {"role": "user", "content": "And then?"},
+    ]
+    resent = post(gateway, path, new | {"input": whole}, OFF).json()
+    assert resent["usage"]["input_tokens"] == usage["input_tokens"]
+    assert resent["output"][0]["content"][0]["text"] == second["output"][0]["content"][0]["text"]

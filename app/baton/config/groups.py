@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import ByteSize, Field
 
 from baton.config.frozen import KIB, MIB, Frozen
-from baton.config.request_groups import ImageSettings, LimitSettings
+from baton.config.request_groups import ImageSettings, LimitSettings, ResponseSettings
 
 __all__ = [
     "CPU_KV_CACHE_BYTES", "MIB", "AdmissionSettings", "AuthSettings", "EdgeSettings", "EngineSettings",
     "Frozen", "HandoffSettings", "ImageSettings", "LimitSettings", "MetricsSettings", "PoolingSettings",
-    "SupervisionSettings",
+    "ResponseSettings", "SupervisionSettings",
 ]  # fmt: skip
 
 CPU_KV_CACHE_BYTES = 512 * MIB

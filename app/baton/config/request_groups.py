@@ -1,6 +1,8 @@
-"""The groups of the settings file that bound one request: `[limits]` and `[images]`."""
+"""The groups of the settings file that bound requests and what is stored of them."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from pydantic import ByteSize, Field
 
@@ -136,4 +138,23 @@ class ImageSettings(Frozen):
     allow_http: bool = Field(False, description="Fetch from these hosts over plain http too.")
     fetch_s: float = Field(
         10.0, gt=0, le=600, description="Seconds that fetching one image may take, redirects included."
+    )
+
+
+class ResponseSettings(Frozen):
+    """`[responses]`: how answers of `/v1/responses` are stored, for `previous_response_id`."""
+
+    budget: ByteSize = Field(
+        ByteSize(256 * MIB),
+        ge=0,
+        description="Bytes of stored responses; the least recently used of the tenant with most bytes make "
+        "room. 0: no response is stored.",
+    )
+    ttl_s: int = Field(
+        30 * 86400, ge=1, le=365 * 86400, description="Seconds a response is stored, as long as OpenAI does."
+    )
+    folder: Path | None = Field(
+        None,
+        description="Folder of this user's, where they are stored. Unset: the folder `responses` in that of "
+        "`handoffs.store`.",
     )

@@ -33,6 +33,7 @@ from baton.config.groups import (
     LimitSettings,
     MetricsSettings,
     PoolingSettings,
+    ResponseSettings,
     SupervisionSettings,
 )
 from baton.errors import SettingsError
@@ -102,6 +103,7 @@ class Settings(BaseSettings):
     metrics: MetricsSettings = MetricsSettings()
     supervision: SupervisionSettings = SupervisionSettings()
     handoffs: HandoffSettings = HandoffSettings()
+    responses: ResponseSettings = ResponseSettings()
     pooling: PoolingSettings = PoolingSettings()
     engines: tuple[EngineSettings, ...] = Field(
         default_factory=_embedded_engines,
@@ -191,6 +193,13 @@ class Settings(BaseSettings):
         memory = Path("/dev/shm")
         root = memory if memory.is_dir() else user_folder("XDG_CACHE_HOME", ".cache").expanduser()
         return f"file:{root / f'baton-handoffs-{os.getuid()}'}"
+
+    @property
+    def responses_folder(self) -> Path:
+        """Return the folder of the stored responses."""
+        if self.responses.folder is not None:
+            return self.responses.folder.expanduser()
+        return Path(self.handoff_store.removeprefix("file:")) / "responses"
 
     @property
     def keys_file(self) -> Path:

@@ -16,7 +16,8 @@
     │   ├── OriginNotAllowed         403 origin_not_allowed
     │   ├── NotFound                 404 not_found
     │   │   ├── ModelNotFound        404 model_not_found
-    │   │   └── HandoffNotFound      404 handoff_not_found
+    │   │   ├── HandoffNotFound      404 handoff_not_found
+    │   │   └── ResponseNotFound     404 response_not_found
     │   ├── MethodNotAllowed         405 method_not_allowed
     │   ├── NotAcceptable            406 not_acceptable
     │   ├── RequestTimeout           408 request_timeout
@@ -81,6 +82,7 @@ from baton.errors.client import (
     PluginRefusal,
     RateLimited,
     RequestTimeout,
+    ResponseNotFound,
     TemplateUnsupported,
     Unauthorized,
     Unprocessable,
@@ -141,6 +143,7 @@ __all__ = [
     "PluginTimeout",
     "RateLimited",
     "RequestTimeout",
+    "ResponseNotFound",
     "ServerError",
     "SettingsError",
     "ShuttingDown",

@@ -102,6 +102,13 @@ class HandoffNotFound(NotFound):
     default_message = "There is no handoff with this id: it is unknown, expired or deleted."
 
 
+class ResponseNotFound(NotFound):
+    code = "response_not_found"
+    default_message = (
+        "There is no stored response with this id: it is unknown, expired or deleted, or was not stored."
+    )
+
+
 class RequestTimeout(ClientError):
     code = "request_timeout"
     ends_connection = True

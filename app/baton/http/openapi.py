@@ -20,7 +20,10 @@ from baton.http.media_types import UPLOAD_TYPES
 from baton.http.middleware.auth import PUBLIC_PATHS
 from baton.http.routes.forwarded import FORWARDED
 
-PATHS = {route.path: route.operation for route in FORWARDED} | {"/pooling": Operation.POOLING}
+PATHS = {route.path: route.operation for route in FORWARDED} | {
+    "/v1/responses": Operation.RESPONSES,
+    "/pooling": Operation.POOLING,
+}
 PACKED = (Operation.EMBEDDINGS, Operation.POOLING)
 """Operations that may answer in bytes."""
 STREAMING = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from baton.admission.tenants import Ticket
-from baton.engines.port import Engine, Operation, StreamReply
+from baton.engines.port import Engine, Operation, Reply, StreamReply
 from baton.errors import BatonError
 from baton.handoffs.header import HEADER, apply_header
 from baton.handoffs.options import OPERATIONS, require_latent, take_options
@@ -23,20 +23,19 @@ from baton.http.state import Gateway, gateway_of
 from baton.http.validation.constraints import require_moderate
 from baton.http.validation.field_limits import check_field_limits
 from baton.http.validation.steering import ARGUMENTS, strip_arguments, strip_steering
-from baton.telemetry.ids import RequestContext
 
 SMALL_SCHEMAS = 8 * 1024
 """Largest body, in bytes, whose schemas are measured on the event loop; larger ones go to a thread."""
-Prepare = Callable[[dict[str, Any]], dict[str, Any]]
-"""Changes a body before an engine sees it, for one route; raises `InvalidRequest`."""
+Finish = Callable[[Reply], Awaitable[Reply]]
+"""Works on an engine's reply before the client gets it, for one route."""
 
 
-def unchanged(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body unchanged."""
-    return body
+async def unchanged(reply: Reply) -> Reply:
+    """Return the reply unchanged."""
+    return reply
 
 
-async def answer(request: Request, operation: Operation, prepare: Prepare = unchanged) -> Response:
+async def answer(request: Request, operation: Operation) -> Response:
     """Read the body, call the engine that its `model` names, and return the answer.
 
     The engine's work is cancelled when the client disconnects: here until the answer begins, and by the
@@ -44,7 +43,7 @@ async def answer(request: Request, operation: Operation, prepare: Prepare = unch
     """
     admit(request)
     body = await read_json(request, gateway_of(request).settings.limits)
-    return await operate(request, operation, body, prepare)
+    return await operate(request, operation, body)
 
 
 def admit(request: Request) -> None:
@@ -89,15 +88,14 @@ def strip(request: Request, body: dict[str, Any]) -> None:
 
 
 async def operate(
-    request: Request, operation: Operation, body: dict[str, Any], prepare: Prepare = unchanged
+    request: Request, operation: Operation, body: dict[str, Any], finish: Finish = unchanged
 ) -> Response:
     """Answer a request that was admitted and whose body has been read."""
     gateway = gateway_of(request)
     await check(request, body)
-    body = prepare(body)
     engine = gateway.fleet.pick(body.get("model"))
     state_of(request.scope).model = engine.name
-    work = _respond(request, gateway, engine, operation, body, context_of(request))
+    work = _respond(request, gateway, engine, operation, body, finish)
     return await unless_gone(request, work)
 
 
@@ -109,7 +107,7 @@ async def ask(request: Request, engine: Engine, operation: Operation, body: dict
     """
     gateway = gateway_of(request)
     await check(request, body)
-    return await _respond(request, gateway, engine, operation, body, context_of(request))
+    return await _respond(request, gateway, engine, operation, body)
 
 
 async def _respond(
@@ -118,8 +116,9 @@ async def _respond(
     engine: Engine,
     operation: Operation,
     body: dict[str, Any],
-    context: RequestContext,
+    finish: Finish = unchanged,
 ) -> Response:
+    context = context_of(request)
     if operation.generates:
         measure = partial(require_moderate, body, gateway.settings.limits)
         small = len(await request.body()) <= SMALL_SCHEMAS
@@ -143,6 +142,7 @@ async def _respond(
     else:
         chooser = gateway.automatic.request(engine, operation, body, context.tenant) if automatic else None
         reply = await engine.call(operation, body, context, chooser=chooser)
+    reply = await finish(reply)
     if not isinstance(reply, StreamReply):
         ticket.leave_engine()  # a slow reader need not hold it
         return Response(reply.body, media_type=reply.media_type, headers=dict(reply.headers))

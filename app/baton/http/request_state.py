@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -25,6 +26,8 @@ class RequestState:
         model: name of the engine that answers it; None until one is picked.
         error_code: code of the error that it was answered with, if any.
         error_reason: reason of that error, a label of the metric of rejections.
+        take_memory: counts further bytes that its body takes, until the request ends; raises `RateLimited` or
+            `GatewayOverloaded` where these bytes are too many.
     """
 
     context: RequestContext
@@ -32,6 +35,7 @@ class RequestState:
     model: str | None = None
     error_code: str | None = None
     error_reason: str | None = None
+    take_memory: Callable[[int], None] = lambda _size: None
 
     def note(self, error: BatonError) -> None:
         """Note the error that the request is answered with.

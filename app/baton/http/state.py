@@ -17,6 +17,7 @@ from baton.http.middleware.drain import Drain
 from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.reader import ImageReader
 from baton.pooling.service import Pooling
+from baton.responses.service import StoredResponses
 from baton.telemetry.metrics import GatewayMetrics
 
 
@@ -30,6 +31,7 @@ class Gateway:
     handoffs: Handoffs
     sessions: Sessions
     automatic: AutomaticHandoffs
+    responses: StoredResponses
     pooling: Pooling
     drain: Drain
     admission: Admission

@@ -13,6 +13,7 @@ from baton import __version__
 from baton.telemetry.image_metrics import ImageMetrics
 from baton.telemetry.pooling_metrics import PoolingMetrics
 from baton.telemetry.queues import AdmissionMetrics, QueueMetrics
+from baton.telemetry.response_metrics import ResponseMetrics
 from baton.telemetry.series import OTHER, SECONDS
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 
@@ -98,6 +99,7 @@ class GatewayMetrics(RequestMetrics):
         )
         self.tenants = TenantMetrics(registry)
         self.handoffs = HandoffMetrics(registry)
+        self.responses = ResponseMetrics(registry)
         self.pooling = PoolingMetrics(registry)
         self.images = ImageMetrics(registry)
         Info("baton_build", "Version of Baton and of Python.", registry=registry).info(

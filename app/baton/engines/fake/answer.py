@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from baton.engines.fake.prompt import MAX_MODEL_LEN, POOLING, STREAMS, prompt_words, token_id, token_limit
-from baton.engines.fake.shapes import CHUNK, KINDS, WHOLE, chat_chunk, deltas_of, event
+from baton.engines.fake.shapes import CHUNK, KINDS, WHOLE, chat_chunk, deltas_of, event, response_event
 from baton.engines.kv_transfer import TransferChooser, TransferRequest
 from baton.engines.port import EngineState, Json, Operation, WholeReply
 from baton.errors import ContextTooLong, EngineRestarting
@@ -113,14 +113,19 @@ class Answer:
         shape = CHUNK[self._operation]
         failure = self._engine.behaviour.stream_error
         said = 0
+        whole = self._operation is Operation.RESPONSES
         async for token in self._tokens():
             if failure is not None and said == self._engine.behaviour.stream_error_after:
                 raise failure
+            if whole and not said:
+                yield response_event(self, "", "response.created")
             said += 1
             if self.parsed is None:
                 yield shape(self, token)
         for delta in deltas_of(self.parsed) if self.parsed is not None else ():
             yield chat_chunk(self, delta)
+        if whole:
+            yield response_event(self, "".join(self._said), "response.completed")
         options = self._body.get("stream_options") or {}
         if self._operation in (Operation.COMPLETIONS, Operation.CHAT):
             if transfer := self._transfer_fields():
@@ -133,7 +138,7 @@ class Answer:
         """Return the fields that every answer and chunk begins with."""
         prefix, kind = KINDS[self._operation]
         return {
-            "id": f"{prefix}-{self._id}",
+            "id": f"{prefix}{self._id}",
             "object": kind,
             "created": self._created,
             "model": self._engine.name,

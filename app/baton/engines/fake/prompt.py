@@ -68,6 +68,8 @@ def prompt_words(operation: Operation, body: Json, transfer: TransferRequest) ->
         raise InvalidRequest(f"{name}: Input should be a text or a list", param=name)
     if name == "messages":
         prompt = [message_text(message) for message in prompt]
+    if operation is Operation.RESPONSES and isinstance(prompt, list):
+        prompt = [_item_text(item) for item in prompt]
     words = prompt.split() if isinstance(prompt, str) else [str(item) for item in prompt]
     return [word for part in words for word in part.split()] or ["nothing"]
 
@@ -84,6 +86,14 @@ def message_text(message: Any) -> str:
     if isinstance(content, list) and any(part.get("type") == "image_url" for part in content):
         return " ".join(IMAGE if part["type"] == "image_url" else part["text"] for part in content)
     return str(content)
+
+
+def _item_text(item: Any) -> str:
+    """Return the text of an item of `/v1/responses`: of its message, or all of it."""
+    content = item.get("content") if isinstance(item, dict) else None
+    if isinstance(content, list):
+        return " ".join(str(part.get("text")) for part in content if isinstance(part, dict))
+    return str(item if content is None else content)
 
 
 def token_limit(operation: Operation, body: Json) -> int:

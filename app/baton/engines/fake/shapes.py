@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from baton.engines.fake.answer import Answer
 
 KINDS = {
-    Operation.COMPLETIONS: ("cmpl", "text_completion"),
-    Operation.CHAT: ("chatcmpl", "chat.completion"),
-    Operation.RESPONSES: ("resp", "response"),
-    Operation.MESSAGES: ("msg", "message"),
-    Operation.EMBEDDINGS: ("embd", "list"),
-    Operation.POOLING: ("pooling", "list"),
-    Operation.CLASSIFY: ("classify", "list"),
-    Operation.SCORE: ("score", "list"),
-    Operation.RERANK: ("rerank", "list"),
+    Operation.COMPLETIONS: ("cmpl-", "text_completion"),
+    Operation.CHAT: ("chatcmpl-", "chat.completion"),
+    Operation.RESPONSES: ("resp_", "response"),
+    Operation.MESSAGES: ("msg-", "message"),
+    Operation.EMBEDDINGS: ("embd-", "list"),
+    Operation.POOLING: ("pooling-", "list"),
+    Operation.CLASSIFY: ("classify-", "list"),
+    Operation.SCORE: ("score-", "list"),
+    Operation.RERANK: ("rerank-", "list"),
 }
 """The prefix of an answer's `id`, and its `object`."""
 
@@ -196,6 +196,13 @@ def deltas_of(message: Json) -> list[Json]:
 def _response_chunk(_answer: Answer, token: str) -> str:
     kind = "response.output_text.delta"
     return event({"type": kind, "delta": token, "item_id": "msg_0"}, kind)
+
+
+def response_event(answer: Answer, text: str, name: str) -> str:
+    """Write an event that holds the whole response so far."""
+    state = name.removeprefix("response.")
+    response = _whole_response(answer, text) | {"status": "in_progress" if state == "created" else state}
+    return event({"type": name, "response": response}, name)
 
 
 def _message_chunk(_answer: Answer, token: str) -> str:

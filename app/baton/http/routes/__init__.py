@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from baton.http.routes import docs, forwarded, handoffs, health, models, plugins, pooling
+from baton.http.routes import docs, forwarded, handoffs, health, models, plugins, pooling, responses
 
 ROUTERS = (
     forwarded.router,
+    responses.router,
     pooling.router,
     handoffs.router,
     models.router,

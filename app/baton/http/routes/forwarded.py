@@ -8,32 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from baton.engines.port import Operation
-from baton.errors import InvalidRequest
-from baton.http.pipeline import Prepare, answer, unchanged
-
-STORED = ("background", "previous_response_id")
-"""Fields that need stored responses. vLLM's store is off, because it is shared by all tenants."""
-
-
-def without_store(body: dict[str, Any]) -> dict[str, Any]:
-    """Refuse fields that need a stored response, and let the engine store none.
-
-    Raises:
-        InvalidRequest: `background` or `previous_response_id` is set.
-    """
-    for field in STORED:
-        if body.get(field):
-            raise InvalidRequest(
-                f"'{field}' needs stored responses, which this server does not have: leave it out and "
-                "send the earlier turns in 'input'.",
-                param=field,
-            )
-    return body | {"store": False, "background": False}
+from baton.http.pipeline import answer
 
 
 @dataclass(frozen=True)
@@ -45,21 +24,19 @@ class ForwardedRoute:
         operation: the operation of the engine.
         name: its name in the OpenAPI document.
         description: its description there, in a sentence.
-        prepare: changes the body before an engine is chosen.
     """
 
     path: str
     operation: Operation
     name: str
     description: str
-    prepare: Prepare = unchanged
 
     @property
     def endpoint(self) -> Callable[[Request], Awaitable[Response]]:
         """The endpoint that FastAPI calls."""
 
         async def endpoint(request: Request) -> Response:
-            return await answer(request, self.operation, self.prepare)
+            return await answer(request, self.operation)
 
         return endpoint
 
@@ -70,13 +47,6 @@ RERANK = "Order documents by how well they match a query, with the API of Jina a
 FORWARDED = (
     ForwardedRoute("/v1/completions", Operation.COMPLETIONS, "create_completions", "Complete a text."),
     ForwardedRoute("/v1/chat/completions", Operation.CHAT, "create_chat", "Answer a conversation."),
-    ForwardedRoute(
-        "/v1/responses",
-        Operation.RESPONSES,
-        "create_responses",
-        "Answer through OpenAI's Responses API. Nothing is stored.",
-        without_store,
-    ),
     ForwardedRoute(
         "/v1/messages",
         Operation.MESSAGES,

@@ -1,0 +1,75 @@
+"""Put the conversation that a request to `/v1/responses` continues before its own input."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+
+from baton.engines.port import Json
+from baton.errors import InvalidRequest, ResponseNotFound
+from baton.http.request_body import in_a_thread
+from baton.http.request_state import context_of, state_of
+from baton.http.state import gateway_of
+from baton.http.validation.json_body import parse_object
+from baton.responses.response import conversation_json, input_items
+from baton.responses.service import PREVIOUS, ResponseRequest
+
+UNSUPPORTED = {
+    "background": "answers in the background are not supported: leave it out.",
+    "conversation": "conversations with an id of their own are not supported: name the last response in "
+    "'previous_response_id'.",
+}
+"""Fields of OpenAI's API that are refused, because without them the answer is not what they ask for."""
+
+
+async def take_response_request(request: Request, body: Json) -> ResponseRequest:
+    """Take what concerns stored responses out of a body, and complete its `input`.
+
+    The stored items are checked and counted as if the client had sent them again.
+
+    Args:
+        request: the request.
+        body: its body, which is changed.
+
+    Raises:
+        InvalidRequest: the body has a field that is not supported, or the conversation is too large.
+        ResponseNotFound: the tenant has no stored response with this id.
+    """
+    for field, reason in UNSUPPORTED.items():
+        if body.get(field):
+            raise InvalidRequest(f"'{field}': {reason}", param=field)
+    responses, tenant = gateway_of(request).responses, context_of(request).tenant
+    previous, own = body.pop(PREVIOUS, None), input_items(body.get("input"))
+    stores = responses.stores and body.get("store") is not False
+    if stores and (previous is not None or body.get("store")):  # somebody goes on from it: keep its KV too
+        body.setdefault("prompt_cache_key", "responses")
+    body |= {"store": False, "background": False}  # vLLM's own store is shared by all tenants
+    if previous is None:
+        return ResponseRequest(tenant, None, own, stores)
+    if not isinstance(previous, str):
+        raise InvalidRequest(f"'{PREVIOUS}' must be the id of a response.", param=PREVIOUS)
+    body["input"] = [*await _past(request, previous), *own]
+    return ResponseRequest(tenant, previous, own, stores)
+
+
+async def _past(request: Request, previous: str) -> list[Any]:
+    """Return the items of the conversation that a request continues."""
+    gateway, state = gateway_of(request), state_of(request.scope)
+    limits, tenant = gateway.settings.limits, state.context.tenant
+    try:
+        size = await gateway.responses.size(previous, tenant) + len(await request.body())
+        if size > limits.body_bytes:
+            raise InvalidRequest(
+                f"The conversation that '{PREVIOUS}' names takes {size} bytes with this request; at most "
+                f"{limits.body_bytes} are allowed (setting limits.body_bytes). Begin a new conversation.",
+                param=PREVIOUS,
+            )
+        state.take_memory(size)
+        turns = await gateway.responses.conversation(previous, tenant)
+    except ResponseNotFound as error:
+        raise ResponseNotFound(error.message, param=PREVIOUS) from None
+    past = b'{"input":%b}' % conversation_json(turns)
+    found: list[Any] = (await in_a_thread(request, partial(parse_object, past, limits)))["input"]
+    return found

@@ -1,0 +1,250 @@
+"""Keep responses in one SQLite file, within a budget of bytes that the tenants share fairly.
+
+A response names the one before it, so that a conversation of n turns takes the space of n turns. What was
+deleted or has expired cannot be read any more, but its text stays as long as a later response continues it.
+Several gateways may use one file. A process that is killed leaves it whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import structlog
+
+from baton.engines.port import Json
+from baton.responses.response import NewResponse, Turn
+from baton_kv.folders import make_folder
+
+FILE = "responses-1.sqlite"
+"""Name of the file; the number is the version of its tables."""
+BUSY_S = 5.0
+"""Seconds to wait for another gateway that uses the file."""
+PAGE = 4096
+"""Bytes of the file's pages: what a response takes is rounded up to them."""
+ROW_BYTES = 256
+"""Bytes that a response takes beside its texts, about."""
+TABLES = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, previous TEXT, created_at REAL NOT NULL,
+    expires_at REAL NOT NULL, used_at REAL NOT NULL, deleted INTEGER NOT NULL DEFAULT 0,
+    bytes INTEGER NOT NULL, input TEXT NOT NULL, body TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_previous ON responses (previous);
+CREATE INDEX IF NOT EXISTS by_use ON responses (tenant, used_at, created_at);
+CREATE INDEX IF NOT EXISTS by_expiry ON responses (deleted, expires_at);
+CREATE TABLE IF NOT EXISTS usage (tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL);
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses BEGIN
+    INSERT INTO usage VALUES (new.tenant, new.bytes)
+        ON CONFLICT (tenant) DO UPDATE SET bytes = bytes + new.bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN
+    UPDATE usage SET bytes = bytes - old.bytes WHERE tenant = old.tenant;
+    DELETE FROM usage WHERE tenant = old.tenant AND bytes <= 0;
+END;
+"""
+CHAIN = """
+WITH RECURSIVE chain (id, previous, depth) AS (
+    SELECT id, previous, 0 FROM responses
+        WHERE id = :id AND tenant = :tenant AND deleted = 0 AND expires_at > :now
+    UNION ALL
+    SELECT responses.id, responses.previous, depth + 1 FROM responses
+        JOIN chain ON responses.id = chain.previous WHERE responses.tenant = :tenant
+)
+"""
+"""The response `:id` and all that it continues."""
+
+log = structlog.get_logger("baton.responses")
+
+
+class ResponseStore:
+    """The stored responses of all tenants. All calls block; threads take turns.
+
+    Args:
+        folder: where the file is; created with mode 0700 when it is missing.
+        budget: most bytes that responses take, in pages of the file.
+        durable: wait for the device before a response counts as stored.
+        wall: seconds since the epoch.
+
+    Raises:
+        OSError: the folder is a link or another user's, or cannot be created.
+        sqlite3.Error: the file cannot be used.
+    """
+
+    def __init__(
+        self, folder: Path, budget: int, *, durable: bool = False, wall: Callable[[], float] = time.time
+    ) -> None:
+        self._budget = budget
+        self._wall = wall
+        make_folder(folder)
+        self._lock = threading.Lock()
+        self._connection = _open(folder / FILE, durable=durable)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._connection.close()
+
+    def save(self, response: NewResponse, ttl_s: float) -> bool:
+        """Store a response that lives `ttl_s` seconds.
+
+        The least recently used responses of the tenant with most bytes make room, but none that this one
+        continues.
+        """
+        given, body = _text(response.input), _text(response.body)
+        size = -(-(len(given) + len(body) + ROW_BYTES) // PAGE) * PAGE
+        now = self._wall()
+        with self._change() as database:
+            _prune(database, now)
+            row = (response.id, response.tenant, response.previous, response.created_at)
+            database.execute(
+                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?)",
+                (*row, now + ttl_s, now, size, given, body),
+            )
+            self._touch(response.id, response.tenant, now)
+            if not self._is_whole(response) or not self._make_room(now):
+                database.rollback()
+                return False
+        return True
+
+    def body(self, response_id: str, tenant: str) -> str | None:
+        """Return one of a tenant's responses as JSON.
+
+        Returns:
+            None: it is unknown, expired, deleted, or another tenant's.
+        """
+        query = "SELECT body FROM responses WHERE id = ? AND tenant = ? AND deleted = 0 AND expires_at > ?"
+        with self._lock:
+            row = self._connection.execute(query, (response_id, tenant, self._wall())).fetchone()
+        return str(row[0]) if row is not None else None
+
+    def size(self, response_id: str, tenant: str) -> int:
+        """Return about how many bytes the items of a response take, with all that it continues."""
+        names = {"id": response_id, "tenant": tenant, "now": self._wall()}
+        query = CHAIN + "SELECT TOTAL(LENGTH(input) + LENGTH(body)) FROM responses JOIN chain USING (id)"
+        with self._lock:
+            return int(self._connection.execute(query, names).fetchone()[0])
+
+    def conversation(self, response_id: str, tenant: str) -> list[Turn]:
+        """Return the items of a response and of all that it continues, the oldest first; note their use.
+
+        Returns:
+            An empty list: the response does not exist, as for `body`, or one that it continues is lost.
+        """
+        now = self._wall()
+        query = CHAIN + (
+            "SELECT responses.previous, responses.id, input, json_extract(body, '$.output')"
+            " FROM responses JOIN chain USING (id) ORDER BY depth DESC"
+        )
+        with self._change() as database:
+            names = {"id": response_id, "tenant": tenant, "now": now}
+            rows = database.execute(query, names).fetchall()
+            self._touch(response_id, tenant, now)
+        whole = rows and rows[0][0] is None
+        return [Turn(name, given, output or "[]") for _, name, given, output in rows] if whole else []
+
+    def delete(self, response_id: str, tenant: str) -> bool:
+        """Delete one of a tenant's responses; returns whether it existed."""
+        now = self._wall()
+        with self._change() as database:
+            gone = database.execute(
+                "UPDATE responses SET deleted = 1"
+                " WHERE id = ? AND tenant = ? AND deleted = 0 AND expires_at > ?",
+                (response_id, tenant, now),
+            ).rowcount
+            _prune(database, now)
+        return bool(gone)
+
+    def usage(self) -> tuple[int, int]:
+        """Return the number of responses and the bytes that they take."""
+        with self._lock:
+            number = self._connection.execute("SELECT COUNT(*) FROM responses").fetchone()[0]
+            return int(number), self._total()
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        """Hold the file's lock against other gateways; commit at the end, or roll back what failed."""
+        with self._lock:
+            self._connection.execute("BEGIN IMMEDIATE")
+            with self._connection:
+                yield self._connection
+
+    def _is_whole(self, response: NewResponse) -> bool:
+        """Return whether what a response continues is stored; it may have been deleted meanwhile."""
+        names = (response.previous, response.tenant)
+        found = self._connection.execute("SELECT 1 FROM responses WHERE id = ? AND tenant = ?", names)
+        return response.previous is None or found.fetchone() is not None
+
+    def _touch(self, response_id: str, tenant: str, now: float) -> None:
+        self._connection.execute(
+            CHAIN + "UPDATE responses SET used_at = :now WHERE id IN (SELECT id FROM chain)",
+            {"id": response_id, "tenant": tenant, "now": now},
+        )
+
+    def _make_room(self, now: float) -> bool:
+        """Remove what was not used just now until all fits the budget; returns whether it does."""
+        while self._total() > self._budget:
+            gone = self._connection.execute(
+                "DELETE FROM responses WHERE id = (SELECT id FROM responses WHERE used_at < ? AND tenant ="
+                " (SELECT tenant FROM usage ORDER BY bytes DESC LIMIT 1)"
+                " ORDER BY used_at, created_at DESC LIMIT 1)",
+                (now,),
+            ).rowcount
+            if not gone:
+                return False
+        return True
+
+    def _total(self) -> int:
+        return int(self._connection.execute("SELECT TOTAL(bytes) FROM usage").fetchone()[0])
+
+
+def _open(path: Path, *, durable: bool) -> sqlite3.Connection:
+    """Open the file; a damaged one is put aside, and a new one is begun."""
+    try:
+        return _connect(path, durable=durable)
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError):  # it is not damaged, but cannot be used
+            raise
+        log.error("responses_damaged", file=str(path), reason=str(error))
+        os.replace(path, path.with_suffix(".damaged"))
+        path.with_name(f"{FILE}-journal").unlink(missing_ok=True)  # it would be applied to the new file
+        return _connect(path, durable=durable)
+
+
+def _connect(path: Path, *, durable: bool) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute(f"PRAGMA page_size = {PAGE}")
+        connection.execute("PRAGMA auto_vacuum = FULL")
+        connection.execute("PRAGMA secure_delete = ON")
+        connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'OFF'}")
+        connection.execute("PRAGMA journal_mode = TRUNCATE")
+        connection.executescript(TABLES)
+        whole = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if whole != "ok":
+            raise sqlite3.DatabaseError(whole)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _prune(database: sqlite3.Connection, now: float) -> None:
+    """Remove what was deleted or has expired, and is continued by nothing that is left."""
+    while database.execute(
+        "DELETE FROM responses WHERE (deleted = 1 OR expires_at <= ?) AND NOT EXISTS"
+        " (SELECT 1 FROM responses AS later WHERE later.previous = responses.id)",
+        (now,),
+    ).rowcount:
+        continue
+
+
+def _text(value: Json | list[Json]) -> str:
+    """Return a value as JSON in ASCII, which also holds halves of surrogate pairs."""
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,220 @@
+"""The file of stored responses: conversations, tenants, budget, lifetimes, damage."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.responses.response import NewResponse, conversation_json, input_items, listed_items
+from baton.responses.store import FILE, PAGE, ResponseStore
+
+HOUR = 3600.0
+
+
+class Clock:
+    """Seconds since the epoch, which a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> Iterator[ResponseStore]:
+    opened = ResponseStore(tmp_path / "responses", 64 * PAGE, wall=clock)
+    yield opened
+    opened.close()
+
+
+def response(name: str, previous: str | None = None, tenant: str = "a", text: str = "x") -> NewResponse:
+    body = {"id": name, "output": [{"id": f"out-{name}", "type": "message", "content": text}]}
+    return NewResponse(name, tenant, previous, 1.0, input_items(f"in {name}"), body)
+
+
+def save(store: ResponseStore, *names: str, tenant: str = "a", text: str = "x") -> None:
+    """Save a conversation, each response after the one before."""
+    for previous, name in zip((None, *names), names, strict=False):
+        assert store.save(response(name, previous, tenant, text), HOUR)
+
+
+def items(store: ResponseStore, name: str, tenant: str = "a") -> list[Any]:
+    found: list[Any] = json.loads(conversation_json(store.conversation(name, tenant)))
+    return found
+
+
+def test_a_conversation_comes_back_in_order(store: ResponseStore) -> None:
+    save(store, "one", "two", "three")
+    contents = [item["content"] for item in items(store, "three")]
+    assert contents == ["in one", "x", "in two", "x", "in three", "x"]
+    assert [item["content"] for item in items(store, "two")] == contents[:4]
+    assert json.loads(store.body("two", "a") or "")["id"] == "two"
+    assert store.size("three", "a") > store.size("one", "a") > 0
+
+
+def test_another_tenant_finds_nothing(store: ResponseStore) -> None:
+    save(store, "one")
+    assert store.body("one", "b") is None
+    assert store.size("one", "b") == 0
+    assert store.conversation("one", "b") == []
+    assert not store.delete("one", "b")
+    assert not store.save(response("two", "one", "b"), HOUR), "it continues another tenant's"
+    assert store.body("one", "a") is not None
+
+
+def test_a_deleted_one_is_gone_and_later_ones_go_on(store: ResponseStore) -> None:
+    save(store, "one", "two")
+    assert store.delete("one", "a")
+    assert store.body("one", "a") is None
+    assert store.conversation("one", "a") == []
+    assert not store.delete("one", "a")
+    assert len(items(store, "two")) == 4
+    assert store.delete("two", "a")
+    assert store.usage() == (0, 0), "nothing continues the first one any more"
+
+
+def test_one_that_was_deleted_while_it_was_continued_is_not_stored(store: ResponseStore) -> None:
+    save(store, "one")
+    store.delete("one", "a")
+    assert not store.save(response("two", "one"), HOUR)
+    assert store.usage() == (0, 0)
+
+
+def test_it_expires_and_what_continues_it_does_not(store: ResponseStore, clock: Clock) -> None:
+    save(store, "one")
+    clock.now += HOUR - 10
+    assert store.save(response("two", "one"), HOUR)
+    clock.now += 20
+    assert store.body("one", "a") is None
+    assert len(items(store, "two")) == 4
+    clock.now += HOUR
+    assert store.conversation("two", "a") == []
+    save(store, "other")
+    assert store.usage() == (1, PAGE)
+
+
+def test_the_least_recently_used_make_room(store: ResponseStore) -> None:
+    for number in range(64):
+        save(store, f"r{number}")
+    store.conversation("r0", "a")
+    save(store, "new")
+    assert store.usage() == (64, 64 * PAGE)
+    assert store.body("r0", "a") is not None
+    assert store.body("r1", "a") is None
+
+
+def test_a_flood_takes_no_room_from_another_tenant(store: ResponseStore) -> None:
+    save(store, "mine", "mine-2", tenant="b")
+    for number in range(200):
+        save(store, f"r{number}")
+    assert len(items(store, "mine-2", "b")) == 4
+    assert store.usage()[1] <= 64 * PAGE
+
+
+def test_what_does_not_fit_is_not_stored_and_its_conversation_stays(store: ResponseStore) -> None:
+    save(store, "one")
+    assert not store.save(response("large", "one", text="x" * 65 * PAGE), HOUR)
+    assert store.body("large", "a") is None
+    assert len(items(store, "one")) == 2
+    assert store.usage() == (1, PAGE)
+
+
+def test_it_outlives_its_process_and_is_private(tmp_path: Path, clock: Clock, store: ResponseStore) -> None:
+    save(store, "one", "two")
+    assert stat.S_IMODE((tmp_path / "responses").stat().st_mode) == 0o700
+    other = ResponseStore(tmp_path / "responses", 64 * PAGE, wall=clock)  # as a second gateway
+    assert len(items(other, "two")) == 4
+    assert other.delete("two", "a")
+    assert store.conversation("two", "a") == []
+    other.close()
+
+
+def test_two_gateways_write_at_the_same_time(tmp_path: Path, clock: Clock) -> None:
+    stores = [ResponseStore(tmp_path / "responses", 4096 * PAGE, wall=clock) for _ in range(2)]
+
+    def write(number: int) -> None:
+        for turn in range(50):
+            save(stores[number], f"{number}-{turn}", f"{number}-{turn}-b", tenant=f"t{number}")
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert stores[0].usage() == stores[1].usage() == (200, 200 * PAGE)
+    for each in stores:
+        each.close()
+
+
+@pytest.mark.parametrize("damage", [b"not a database at all" * 400, b""])
+def test_a_damaged_file_is_put_aside(tmp_path: Path, damage: bytes) -> None:
+    folder = tmp_path / "responses"
+    folder.mkdir(mode=0o700)
+    (folder / FILE).write_bytes(damage)
+    store = ResponseStore(folder, 64 * PAGE)
+    save(store, "one")
+    assert store.body("one", "a") is not None
+    assert (folder / FILE).with_suffix(".damaged").exists() is bool(damage)
+    store.close()
+
+
+def test_pages_that_were_overwritten_are_noticed_at_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "responses"
+    store = ResponseStore(folder, 64 * PAGE)
+    for number in range(40):
+        save(store, f"r{number}", text="y" * 3000)
+    store.close()
+    whole = bytearray((folder / FILE).read_bytes())
+    whole[8 * PAGE : 20 * PAGE] = bytes(12 * PAGE)
+    (folder / FILE).write_bytes(whole)
+    again = ResponseStore(folder, 64 * PAGE)
+    assert again.usage() == (0, 0)
+    again.close()
+
+
+def test_a_link_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "responses").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="is a link"):
+        ResponseStore(tmp_path / "responses", PAGE)
+
+
+def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / "responses", PAGE)
+    store.close()
+    with pytest.raises(sqlite3.Error):
+        store.body("one", "a")
+
+
+def test_texts_of_any_kind_come_back(store: ResponseStore) -> None:
+    odd = 'a "quoted" \\ line\n\U0001f600 é \x00 ]},{['
+    assert store.save(NewResponse("one", "a", None, 1.0, input_items(odd), {"output": [{"t": odd}]}), HOUR)
+    assert [item.get("content") or item["t"] for item in items(store, "one")] == [odd, odd]
+
+
+def test_listed_items_have_ids_and_parts(store: ResponseStore) -> None:
+    first = [
+        {"role": "user", "content": "hello"},
+        {"type": "function_call_output", "call_id": "c", "output": "5"},
+        {"id": "mine", "type": "message", "role": "user", "content": [{"type": "input_text", "text": "y"}]},
+    ]
+    assert store.save(NewResponse("one", "a", None, 1.0, first, {"output": [{"id": "out"}]}), HOUR)
+    assert store.save(response("two", "one"), HOUR)
+    listed = listed_items(store.conversation("two", "a"))
+    assert [item["id"] for item in listed] == ["item_one_0", "item_one_1", "mine", "out", "item_two_0"]
+    assert listed[0]["content"] == [{"type": "input_text", "text": "hello"}]
+    assert listed[0]["type"] == "message"
