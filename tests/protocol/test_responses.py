@@ -145,6 +145,28 @@ def test_what_is_not_supported_is_refused(gateway: FakeGateway, field: str) -> N
     assert (error["code"], error["param"]) == ("invalid_request", field)
 
 
+@pytest.mark.parametrize("given", [5, None, {"role": "user", "content": "x"}, ["What now?"]])
+def test_no_input_is_lost_silently(gateway: FakeGateway, given: Any) -> None:
+    first = ask(gateway, "11").json()["id"]
+    error = ask(gateway, "", first, input=given).json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_request", "input")
+
+
+@pytest.mark.parametrize("store", ["false", "no", 2, []])
+def test_store_is_true_or_false(gateway: FakeGateway, store: Any) -> None:
+    error = ask(gateway, "11", store=store).json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_request", "store")
+
+
+def test_what_is_shown_counts_against_the_tenants_limits(tmp_path: Path) -> None:
+    admission = {"tenant_rate": 3, "tenant_burst": 3}
+    with run_fake(FakeEngine("a"), admission=admission, responses={"folder": tmp_path / "kept"}) as gateway:
+        name = ask(gateway, "11").json()["id"]
+        with gateway.client() as client:
+            statuses = [client.get(f"/v1/responses/{name}").status_code for _ in range(4)]
+    assert statuses == [200, 200, 429, 429]
+
+
 @pytest.mark.parametrize("previous", [5, ["resp_1"], {"id": "resp_1"}])
 def test_an_id_is_a_text(gateway: FakeGateway, previous: Any) -> None:
     error = ask(gateway, "11", previous_response_id=previous).json()["error"]
@@ -231,7 +253,8 @@ def test_a_folder_that_vanishes_costs_no_answer(gateway: FakeGateway, tmp_path: 
 def test_a_conversation_counts_as_if_it_was_sent_again(tmp_path: Path) -> None:
     limits = {"body_bytes": 4096, "bodies_bytes": 8192}
     with run_fake(FakeEngine("a"), limits=limits, responses={"folder": tmp_path / "kept"}) as gateway:
-        first = ask(gateway, "x" * 3000).json()["id"]
+        first = ask(gateway, "x" * 900).json()["id"]
+        assert ask(gateway, "y", first, input=[{"role": "user", "content": "y"}]).status_code == 200
         error = ask(gateway, "y" * 3000, first).json()["error"]
         assert (error["code"], error["param"]) == ("invalid_request", "previous_response_id")
         assert "limits.body_bytes" in error["message"]

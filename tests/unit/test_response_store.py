@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton.responses.response import NewResponse, conversation_json, input_items, listed_items
+from baton.responses.response import NewResponse, conversation_json, input_items, listed_items, replayed_items
 from baton.responses.store import FILE, PAGE, ResponseStore
 
 HOUR = 3600.0
@@ -42,8 +42,15 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[ResponseStore]:
 
 
 def response(name: str, previous: str | None = None, tenant: str = "a", text: str = "x") -> NewResponse:
-    body = {"id": name, "output": [{"id": f"out-{name}", "type": "message", "content": text}]}
-    return NewResponse(name, tenant, previous, 1.0, input_items(f"in {name}"), body)
+    output = [{"id": f"out-{name}", "type": "message", "content": text}]
+    return new(name, input_items(f"in {name}"), output, previous, tenant)
+
+
+def new(
+    name: str, given: list[Any], output: list[Any], previous: str | None = None, tenant: str = "a"
+) -> NewResponse:
+    body = {"id": name, "output": output}
+    return NewResponse(name, tenant, previous, 1.0, json.dumps(given), json.dumps(output), json.dumps(body))
 
 
 def save(store: ResponseStore, *names: str, tenant: str = "a", text: str = "x") -> None:
@@ -107,10 +114,36 @@ def test_it_expires_and_what_continues_it_does_not(store: ResponseStore, clock: 
     assert store.usage() == (1, PAGE)
 
 
+def test_a_long_conversation_goes_at_once_when_its_last_response_goes(store: ResponseStore) -> None:
+    names = [f"r{number}" for number in range(60)]
+    save(store, *names)
+    for name in names[:-1]:
+        assert store.delete(name, "a")
+    assert store.usage() == (60, 60 * PAGE), "the last one goes on from all"
+    assert store.delete(names[-1], "a")
+    assert store.usage() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT id FROM responses WHERE deleted = 0 AND expires_at <= 1 ORDER BY expires_at LIMIT 9",
+        "SELECT 1 FROM responses AS later WHERE later.previous = 'a'",
+        "SELECT id FROM responses WHERE used_at < 1 AND tenant = 'a' ORDER BY used_at, created_at DESC LIMIT 1",
+    ],
+)
+def test_no_change_reads_all_responses(store: ResponseStore, tmp_path: Path, query: str) -> None:
+    with sqlite3.connect(tmp_path / "responses" / FILE) as database:
+        plan = " ".join(row[3] for row in database.execute(f"EXPLAIN QUERY PLAN {query}"))
+    assert "SEARCH" in plan
+    assert "SCAN" not in plan
+    assert "TEMP B-TREE" not in plan
+
+
 def test_the_least_recently_used_make_room(store: ResponseStore) -> None:
     for number in range(64):
         save(store, f"r{number}")
-    store.conversation("r0", "a")
+    store.note_use("r0", "a")
     save(store, "new")
     assert store.usage() == (64, 64 * PAGE)
     assert store.body("r0", "a") is not None
@@ -202,8 +235,23 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
 
 def test_texts_of_any_kind_come_back(store: ResponseStore) -> None:
     odd = 'a "quoted" \\ line\n\U0001f600 é \x00 ]},{['
-    assert store.save(NewResponse("one", "a", None, 1.0, input_items(odd), {"output": [{"t": odd}]}), HOUR)
+    assert store.save(new("one", input_items(odd), [{"t": odd}]), HOUR)
     assert [item.get("content") or item["t"] for item in items(store, "one")] == [odd, odd]
+
+
+def test_a_later_request_gets_no_empty_messages_and_no_log_probabilities() -> None:
+    said = {"type": "output_text", "text": "a", "logprobs": [{"token": "a"}]}
+    body = {
+        "output": [
+            {"id": "1", "type": "message", "content": []},
+            {"id": "2", "type": "message", "content": [said]},
+            {"id": "3", "type": "function_call", "arguments": "{}"},
+        ]
+    }
+    assert replayed_items(body) == [
+        {"id": "2", "type": "message", "content": [said | {"logprobs": None}]},
+        {"id": "3", "type": "function_call", "arguments": "{}"},
+    ]
 
 
 def test_listed_items_have_ids_and_parts(store: ResponseStore) -> None:
@@ -212,7 +260,7 @@ def test_listed_items_have_ids_and_parts(store: ResponseStore) -> None:
         {"type": "function_call_output", "call_id": "c", "output": "5"},
         {"id": "mine", "type": "message", "role": "user", "content": [{"type": "input_text", "text": "y"}]},
     ]
-    assert store.save(NewResponse("one", "a", None, 1.0, first, {"output": [{"id": "out"}]}), HOUR)
+    assert store.save(new("one", first, [{"id": "out"}]), HOUR)
     assert store.save(response("two", "one"), HOUR)
     listed = listed_items(store.conversation("two", "a"))
     assert [item["id"] for item in listed] == ["item_one_0", "item_one_1", "mine", "out", "item_two_0"]

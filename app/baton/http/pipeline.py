@@ -142,9 +142,10 @@ async def _respond(
     else:
         chooser = gateway.automatic.request(engine, operation, body, context.tenant) if automatic else None
         reply = await engine.call(operation, body, context, chooser=chooser)
+    if not isinstance(reply, StreamReply):
+        ticket.leave_engine()  # neither a slow reader nor what follows need hold it
     reply = await finish(reply)
     if not isinstance(reply, StreamReply):
-        ticket.leave_engine()  # a slow reader need not hold it
         return Response(reply.body, media_type=reply.media_type, headers=dict(reply.headers))
     seconds = gateway.settings.edge.keep_alive_s
     return await event_stream(

@@ -13,7 +13,7 @@ from baton.admission.fair_threads import FairThreads
 from baton.config.groups import LimitSettings
 from baton.errors import BatonError, GatewayOverloaded, UnsupportedMediaType
 from baton.http.media_types import media_type_of
-from baton.http.request_state import context_of
+from baton.http.request_state import context_of, state_of
 from baton.http.state import gateway_of
 from baton.http.validation.json_body import is_small, parse_object
 from baton.telemetry.queues import QueueMetrics
@@ -57,7 +57,7 @@ async def off_the_loop(request: Request, work: Callable[[], Done]) -> Done:
     Raises:
         GatewayOverloaded: no thread became free in time.
     """
-    if is_small(await request.body()):
+    if not state_of(request.scope).large and is_small(await request.body()):
         return work()
     return await in_a_thread(request, work)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
@@ -9,13 +10,15 @@ from starlette.requests import Request
 
 from baton.engines.port import Json
 from baton.errors import InvalidRequest, ResponseNotFound
-from baton.http.request_body import in_a_thread
+from baton.http.request_body import in_a_thread, off_the_loop
 from baton.http.request_state import context_of, state_of
 from baton.http.state import gateway_of
 from baton.http.validation.json_body import parse_object
 from baton.responses.response import conversation_json, input_items
 from baton.responses.service import PREVIOUS, ResponseRequest
 
+MESSAGES = "previous_input_messages"
+"""A field of vLLM's own, for messages that are no items."""
 UNSUPPORTED = {
     "background": "answers in the background are not supported: leave it out.",
     "conversation": "conversations with an id of their own are not supported: name the last response in "
@@ -40,18 +43,44 @@ async def take_response_request(request: Request, body: Json) -> ResponseRequest
     for field, reason in UNSUPPORTED.items():
         if body.get(field):
             raise InvalidRequest(f"'{field}': {reason}", param=field)
-    responses, tenant = gateway_of(request).responses, context_of(request).tenant
-    previous, own = body.pop(PREVIOUS, None), input_items(body.get("input"))
-    stores = responses.stores and body.get("store") is not False
+    tenant, previous = context_of(request).tenant, body.pop(PREVIOUS, None)
+    _require_types(body, previous)
+    own = input_items(body.get("input"))
+    stores = gateway_of(request).responses.stores and _wants_storing(body)
     if stores and (previous is not None or body.get("store")):  # somebody goes on from it: keep its KV too
         body.setdefault("prompt_cache_key", "responses")
     body |= {"store": False, "background": False}  # vLLM's own store is shared by all tenants
+    # Written before images are put into the items, which later requests read again.
+    written = await off_the_loop(request, partial(json.dumps, own, separators=(",", ":"))) if stores else "[]"
+    if previous is not None:
+        body["input"] = [*await _past(request, previous), *own]
+    return ResponseRequest(tenant, previous, written, stores)
+
+
+def _require_types(body: Json, previous: object) -> None:
+    """Refuse what would be left out of a conversation, or is no id.
+
+    Raises:
+        InvalidRequest: `param` names the field.
+    """
+    if body.get("store") not in (True, False, None):
+        raise InvalidRequest("'store' must be true or false.", param="store")
     if previous is None:
-        return ResponseRequest(tenant, None, own, stores)
+        return
     if not isinstance(previous, str):
         raise InvalidRequest(f"'{PREVIOUS}' must be the id of a response.", param=PREVIOUS)
-    body["input"] = [*await _past(request, previous), *own]
-    return ResponseRequest(tenant, previous, own, stores)
+    if body.get(MESSAGES):
+        raise InvalidRequest(f"'{MESSAGES}' cannot be used with '{PREVIOUS}'.", param=MESSAGES)
+    given = body.get("input")
+    if isinstance(given, list) and all(isinstance(item, dict) for item in given):
+        return
+    if not isinstance(given, str):
+        raise InvalidRequest("'input' must be a text or a list of items, each an object.", param="input")
+
+
+def _wants_storing(body: Json) -> bool:
+    """Return whether an answer is to be stored; not one to messages that are no items."""
+    return body.get("store") is not False and not body.get(MESSAGES)
 
 
 async def _past(request: Request, previous: str) -> list[Any]:
@@ -66,8 +95,10 @@ async def _past(request: Request, previous: str) -> list[Any]:
                 f"{limits.body_bytes} are allowed (setting limits.body_bytes). Begin a new conversation.",
                 param=PREVIOUS,
             )
-        state.take_memory(size)
+        state.take_memory(size - len(await request.body()))
+        await gateway.responses.note_use(previous, tenant)
         turns = await gateway.responses.conversation(previous, tenant)
+        state.large = True
     except ResponseNotFound as error:
         raise ResponseNotFound(error.message, param=PREVIOUS) from None
     past = b'{"input":%b}' % conversation_json(turns)

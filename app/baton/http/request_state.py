@@ -26,6 +26,7 @@ class RequestState:
         model: name of the engine that answers it; None until one is picked.
         error_code: code of the error that it was answered with, if any.
         error_reason: reason of that error, a label of the metric of rejections.
+        large: work on its body is done in threads, however small the body is that was sent.
         take_memory: counts further bytes that its body takes, until the request ends; raises `RateLimited` or
             `GatewayOverloaded` where these bytes are too many.
     """
@@ -35,6 +36,7 @@ class RequestState:
     model: str | None = None
     error_code: str | None = None
     error_reason: str | None = None
+    large: bool = False
     take_memory: Callable[[int], None] = lambda _size: None
 
     def note(self, error: BatonError) -> None:

@@ -18,16 +18,18 @@ class NewResponse:
         tenant: the owner.
         previous: id of the response that it continues; None: it begins a conversation.
         created_at: seconds since the epoch.
-        input: the items of its own request, in order.
-        body: the answer, as its client receives it.
+        input: the items of its own request, a JSON list in ASCII.
+        output: the items of the answer as later requests get them, a JSON list in ASCII.
+        body: the answer as its client receives it, a JSON object in ASCII.
     """
 
     id: str
     tenant: str
     previous: str | None
     created_at: float
-    input: list[Json]
-    body: Json
+    input: str
+    output: str
+    body: str
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,27 @@ def conversation_json(turns: Sequence[Turn]) -> bytes:
     """Return all items of a conversation, answers included, as one JSON list, the oldest first."""
     lists = [text[1:-1] for turn in turns for text in (turn.input, turn.output)]
     return f"[{','.join(text for text in lists if text)}]".encode()
+
+
+def replayed_items(body: Json) -> list[Json]:
+    """Return the items of an answer as a later request gets them.
+
+    Messages without content are left out, which vLLM does not take as input, and log probabilities, which no
+    model reads.
+    """
+    output = body.get("output")
+    items = [item for item in output if isinstance(item, dict)] if isinstance(output, list) else []
+    return [
+        item | {"content": [_without_logprobs(part) for part in item["content"]]}
+        if isinstance(item.get("content"), list)
+        else item
+        for item in items
+        if item.get("type") != "message" or item.get("content")
+    ]
+
+
+def _without_logprobs(part: object) -> object:
+    return part | {"logprobs": None} if isinstance(part, dict) and part.get("logprobs") else part
 
 
 def input_items(given: object) -> list[Json]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sqlite3
 import time
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from baton.admission.fair_threads import FairThreads
 from baton.config.groups import ResponseSettings
 from baton.engines.port import Json
 from baton.errors import BatonError, GatewayOverloaded, InternalError, ResponseNotFound
-from baton.responses.response import NewResponse, Turn
+from baton.responses.response import NewResponse, Turn, replayed_items
 from baton.responses.store import ResponseStore
 from baton.telemetry.queues import QueueMetrics
 from baton.telemetry.response_metrics import ResponseMetrics
@@ -25,6 +27,8 @@ NO_STORE = (
     "This server stores no responses (setting responses.budget): leave 'previous_response_id' out, and send "
     "the earlier turns in 'input'."
 )
+LEFT_OUT = frozenset({"handoff", "input_messages", "output_messages"})
+"""Fields of an answer that are not stored: a handoff's state changes; the others hold the whole prompt."""
 
 log = structlog.get_logger("baton.responses")
 Result = TypeVar("Result")
@@ -37,13 +41,13 @@ class ResponseRequest:
     Attributes:
         tenant: the owner of the request.
         previous: id of the response that it continues; None: none.
-        input: the items of the request itself.
+        input: the items of the request itself, a JSON list in ASCII.
         stores: whether its answer is to be stored.
     """
 
     tenant: str
     previous: str | None
-    input: list[Json]
+    input: str
     stores: bool
 
 
@@ -82,7 +86,7 @@ class StoredResponses:
         self._metrics = metrics
 
     def close(self) -> None:
-        """Close the file; what is being stored is finished before."""
+        """Close the file; what waits for it is not stored any more."""
         self._threads.close()
         if self._store is not None:
             self._store.close()
@@ -99,11 +103,7 @@ class StoredResponses:
         """
         told = body | self.told(request)
         if request.stores:
-            lasting = {name: value for name, value in told.items() if name != "handoff"}  # its state changes
-            new = NewResponse(
-                str(body.get("id")), request.tenant, request.previous, time.time(), request.input, lasting
-            )
-            told["store"] = await self._save(new)
+            told["store"] = await self._save(request, told)
         return told
 
     def told(self, request: ResponseRequest) -> Json:
@@ -121,8 +121,19 @@ class StoredResponses:
             raise ResponseNotFound()
         return found
 
+    async def body_size(self, response_id: str, tenant: str) -> int:
+        """Return the bytes of one of a tenant's responses.
+
+        Raises:
+            ResponseNotFound: as for `body`.
+        """
+        found = await self._run(tenant, lambda store: store.body_size(response_id, tenant))
+        if found is None:
+            raise ResponseNotFound()
+        return found
+
     async def size(self, response_id: str, tenant: str) -> int:
-        """Return about how many bytes a response takes with all that it continues; 0: it does not exist."""
+        """Return the bytes of a response's items, with all that it continues; 0: it does not exist."""
         return await self._run(tenant, lambda store: store.size(response_id, tenant))
 
     async def conversation(self, response_id: str, tenant: str) -> list[Turn]:
@@ -135,6 +146,11 @@ class StoredResponses:
         if not turns:
             raise ResponseNotFound()
         return turns
+
+    async def note_use(self, response_id: str, tenant: str) -> None:
+        """Note that a response is continued. Where that fails, it may be evicted sooner."""
+        with contextlib.suppress(InternalError):
+            await self._run(tenant, lambda store: store.note_use(response_id, tenant))
 
     async def delete(self, response_id: str, tenant: str) -> None:
         """Delete one of a tenant's responses.
@@ -151,23 +167,26 @@ class StoredResponses:
         if not await self._run(tenant, work):
             raise ResponseNotFound()
 
-    async def _save(self, new: NewResponse) -> bool:
+    async def _save(self, request: ResponseRequest, body: Json) -> bool:
         def work(store: ResponseStore) -> bool:
-            stored = store.save(new, self._settings.ttl_s)
+            stored = store.save(_new_response(request, body), self._settings.ttl_s)
             self._measure(store)
             return stored
 
         try:
-            stored = await self._run(new.tenant, work)
+            stored = await self._run(request.tenant, work)
         except BatonError:
             stored = False
         self._metrics.stored.labels("stored" if stored else "not_stored").inc()
         if not stored:
-            log.warning("response_not_stored", response=new.id)
+            log.warning("response_not_stored", response=body.get("id"))
         return stored
 
     def _measure(self, store: ResponseStore) -> None:
-        number, size = store.usage()
+        try:
+            number, size = store.usage()
+        except sqlite3.Error:  # what was measured is done all the same
+            return
         self._metrics.number.set(number)
         self._metrics.bytes.set(size)
 
@@ -187,6 +206,19 @@ class StoredResponses:
         except (sqlite3.Error, RuntimeError) as error:  # RuntimeError: the gateway stops
             log.error("responses_unusable", reason=str(error))
             raise InternalError("The stored responses cannot be used now.") from error
+
+
+def _new_response(request: ResponseRequest, body: Json) -> NewResponse:
+    lasting = {name: value for name, value in body.items() if name not in LEFT_OUT}
+    return NewResponse(
+        str(body.get("id")),
+        request.tenant,
+        request.previous,
+        time.time(),
+        request.input,
+        json.dumps(replayed_items(body), separators=(",", ":")),
+        json.dumps(lasting, separators=(",", ":")),
+    )
 
 
 def _no_thread(_waited_s: float | None) -> BatonError:

@@ -8,7 +8,6 @@ Several gateways may use one file. A process that is killed leaves it whole.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sqlite3
 import threading
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import structlog
 
-from baton.engines.port import Json
 from baton.responses.response import NewResponse, Turn
 from baton_kv.folders import make_folder
 
@@ -28,16 +26,18 @@ BUSY_S = 5.0
 """Seconds to wait for another gateway that uses the file."""
 PAGE = 4096
 """Bytes of the file's pages: what a response takes is rounded up to them."""
+EXPIRED_AT_ONCE = 100
+"""Most responses that one save removes because they have expired."""
 ROW_BYTES = 256
 """Bytes that a response takes beside its texts, about."""
 TABLES = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, previous TEXT, created_at REAL NOT NULL,
     expires_at REAL NOT NULL, used_at REAL NOT NULL, deleted INTEGER NOT NULL DEFAULT 0,
-    bytes INTEGER NOT NULL, input TEXT NOT NULL, body TEXT NOT NULL
+    bytes INTEGER NOT NULL, input TEXT NOT NULL, output TEXT NOT NULL, body TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS by_previous ON responses (previous);
-CREATE INDEX IF NOT EXISTS by_use ON responses (tenant, used_at, created_at);
+CREATE INDEX IF NOT EXISTS by_use ON responses (tenant, used_at, created_at DESC);
 CREATE INDEX IF NOT EXISTS by_expiry ON responses (deleted, expires_at);
 CREATE TABLE IF NOT EXISTS usage (tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL);
 CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses BEGIN
@@ -97,15 +97,15 @@ class ResponseStore:
         The least recently used responses of the tenant with most bytes make room, but none that this one
         continues.
         """
-        given, body = _text(response.input), _text(response.body)
-        size = -(-(len(given) + len(body) + ROW_BYTES) // PAGE) * PAGE
-        now = self._wall()
-        with self._change() as database:
-            _prune(database, now)
+        texts = (response.input, response.output, response.body)
+        size = -(-(sum(map(len, texts)) + ROW_BYTES) // PAGE) * PAGE
+        with self._change() as (database, now):
+            _drop_expired(database, now)  # on its own, so that it stays if there is no room
+        with self._change() as (database, now):
             row = (response.id, response.tenant, response.previous, response.created_at)
             database.execute(
-                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?)",
-                (*row, now + ttl_s, now, size, given, body),
+                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?)",
+                (*row, now + ttl_s, now, size, *texts),
             )
             self._touch(response.id, response.tenant, now)
             if not self._is_whole(response) or not self._make_room(now):
@@ -124,41 +124,54 @@ class ResponseStore:
             row = self._connection.execute(query, (response_id, tenant, self._wall())).fetchone()
         return str(row[0]) if row is not None else None
 
+    def body_size(self, response_id: str, tenant: str) -> int | None:
+        """Return the bytes of one of a tenant's responses as JSON; None as for `body`."""
+        query = (
+            "SELECT LENGTH(body) FROM responses"
+            " WHERE id = ? AND tenant = ? AND deleted = 0 AND expires_at > ?"
+        )
+        with self._lock:
+            row = self._connection.execute(query, (response_id, tenant, self._wall())).fetchone()
+        return int(row[0]) if row is not None else None
+
     def size(self, response_id: str, tenant: str) -> int:
-        """Return about how many bytes the items of a response take, with all that it continues."""
+        """Return how many bytes the items of a response take, with those of all that it continues."""
         names = {"id": response_id, "tenant": tenant, "now": self._wall()}
-        query = CHAIN + "SELECT TOTAL(LENGTH(input) + LENGTH(body)) FROM responses JOIN chain USING (id)"
+        query = CHAIN + "SELECT TOTAL(LENGTH(input) + LENGTH(output)) FROM responses JOIN chain USING (id)"
         with self._lock:
             return int(self._connection.execute(query, names).fetchone()[0])
 
     def conversation(self, response_id: str, tenant: str) -> list[Turn]:
-        """Return the items of a response and of all that it continues, the oldest first; note their use.
+        """Return the items of a response and of all that it continues, the oldest first.
 
         Returns:
             An empty list: the response does not exist, as for `body`, or one that it continues is lost.
         """
-        now = self._wall()
         query = CHAIN + (
-            "SELECT responses.previous, responses.id, input, json_extract(body, '$.output')"
+            "SELECT responses.previous, responses.id, input, output"
             " FROM responses JOIN chain USING (id) ORDER BY depth DESC"
         )
-        with self._change() as database:
-            names = {"id": response_id, "tenant": tenant, "now": now}
-            rows = database.execute(query, names).fetchall()
-            self._touch(response_id, tenant, now)
+        names = {"id": response_id, "tenant": tenant, "now": self._wall()}
+        with self._lock:
+            rows = self._connection.execute(query, names).fetchall()
         whole = rows and rows[0][0] is None
-        return [Turn(name, given, output or "[]") for _, name, given, output in rows] if whole else []
+        return [Turn(name, given, output) for _, name, given, output in rows] if whole else []
+
+    def note_use(self, response_id: str, tenant: str) -> None:
+        """Note that a response is continued, so that it is not evicted before others."""
+        with self._change() as (_, now):
+            self._touch(response_id, tenant, now)
 
     def delete(self, response_id: str, tenant: str) -> bool:
         """Delete one of a tenant's responses; returns whether it existed."""
-        now = self._wall()
-        with self._change() as database:
+        with self._change() as (database, now):
             gone = database.execute(
                 "UPDATE responses SET deleted = 1"
                 " WHERE id = ? AND tenant = ? AND deleted = 0 AND expires_at > ?",
                 (response_id, tenant, now),
             ).rowcount
-            _prune(database, now)
+            if gone:
+                _drop(database, response_id)
         return bool(gone)
 
     def usage(self) -> tuple[int, int]:
@@ -168,12 +181,16 @@ class ResponseStore:
             return int(number), self._total()
 
     @contextlib.contextmanager
-    def _change(self) -> Iterator[sqlite3.Connection]:
-        """Hold the file's lock against other gateways; commit at the end, or roll back what failed."""
+    def _change(self) -> Iterator[tuple[sqlite3.Connection, float]]:
+        """Hold the file's lock against other gateways; commit at the end, or roll back what failed.
+
+        Yields:
+            The connection, and the time.
+        """
         with self._lock:
             self._connection.execute("BEGIN IMMEDIATE")
             with self._connection:
-                yield self._connection
+                yield self._connection, self._wall()
 
     def _is_whole(self, response: NewResponse) -> bool:
         """Return whether what a response continues is stored; it may have been deleted meanwhile."""
@@ -190,14 +207,16 @@ class ResponseStore:
     def _make_room(self, now: float) -> bool:
         """Remove what was not used just now until all fits the budget; returns whether it does."""
         while self._total() > self._budget:
-            gone = self._connection.execute(
-                "DELETE FROM responses WHERE id = (SELECT id FROM responses WHERE used_at < ? AND tenant ="
+            found = self._connection.execute(
+                "SELECT id, previous FROM responses WHERE used_at < ? AND tenant ="
                 " (SELECT tenant FROM usage ORDER BY bytes DESC LIMIT 1)"
-                " ORDER BY used_at, created_at DESC LIMIT 1)",
+                " ORDER BY used_at, created_at DESC LIMIT 1",
                 (now,),
-            ).rowcount
-            if not gone:
+            ).fetchone()
+            if found is None:
                 return False
+            self._connection.execute("DELETE FROM responses WHERE id = ?", found[:1])
+            _drop(self._connection, found[1])
         return True
 
     def _total(self) -> int:
@@ -235,16 +254,26 @@ def _connect(path: Path, *, durable: bool) -> sqlite3.Connection:
     return connection
 
 
-def _prune(database: sqlite3.Connection, now: float) -> None:
-    """Remove what was deleted or has expired, and is continued by nothing that is left."""
-    while database.execute(
-        "DELETE FROM responses WHERE (deleted = 1 OR expires_at <= ?) AND NOT EXISTS"
-        " (SELECT 1 FROM responses AS later WHERE later.previous = responses.id)",
-        (now,),
-    ).rowcount:
-        continue
+def _drop_expired(database: sqlite3.Connection, now: float) -> None:
+    """Remove some of what has expired; what is still continued stays, as if it was deleted."""
+    expired = database.execute(
+        "SELECT id FROM responses WHERE deleted = 0 AND expires_at <= ? ORDER BY expires_at LIMIT ?",
+        (now, EXPIRED_AT_ONCE),
+    ).fetchall()
+    for (response_id,) in expired:
+        database.execute("UPDATE responses SET deleted = 1 WHERE id = ?", (response_id,))
+        _drop(database, response_id)
 
 
-def _text(value: Json | list[Json]) -> str:
-    """Return a value as JSON in ASCII, which also holds halves of surrogate pairs."""
-    return json.dumps(value, separators=(",", ":"))
+def _drop(database: sqlite3.Connection, response_id: str | None) -> None:
+    """Remove a deleted response that nothing continues, and what only it continued, if that is deleted."""
+    while response_id is not None:
+        found = database.execute(
+            "SELECT previous FROM responses WHERE id = ? AND deleted = 1 AND NOT EXISTS"
+            " (SELECT 1 FROM responses AS later WHERE later.previous = responses.id)",
+            (response_id,),
+        ).fetchone()
+        if found is None:
+            return
+        database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+        response_id = found[0]
