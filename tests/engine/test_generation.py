@@ -110,9 +110,11 @@ def test_a_null_in_the_responses_api_means_the_default(sdk: openai.OpenAI, field
     assert getattr(answer, field) is not None
 
 
-def test_the_responses_api_answers_and_keeps_nothing(sdk: openai.OpenAI) -> None:
+def test_the_responses_api_answers_and_stores_what_it_said(sdk: openai.OpenAI) -> None:
     answer = sdk.responses.create(model="smollm2", input="Say hello.", max_output_tokens=8, temperature=0)
     assert answer.output_text
+    assert sdk.responses.retrieve(answer.id).output_text == answer.output_text
+    sdk.responses.delete(answer.id)
     with pytest.raises(openai.NotFoundError):
         sdk.responses.retrieve(answer.id)
     with sdk.responses.stream(

@@ -55,7 +55,8 @@ def test_the_routes_of_the_tables_answer_what_is_not_hostile(gateway: FakeGatewa
 def test_every_route_that_takes_json_is_in_the_tables(gateway: FakeGateway) -> None:
     routes = gateway.app.routes
     posts = {route.path for route in routes if "POST" in (getattr(route, "methods", None) or ())}
-    assert posts == set(ROUTES)
+    without_body = {"/v1/responses/{response_id}/cancel"}
+    assert posts == set(ROUTES) | without_body
 
 
 @pytest.mark.parametrize("route", ROUTES)

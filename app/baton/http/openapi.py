@@ -38,6 +38,8 @@ OPERATION_ERRORS = {
     "500": "The engine failed on this request.",
     "503": "The engine is starting, overloaded or down, or memory is short; see `Retry-After`.",
 }
+STORED_ERRORS = ("400", "429", "500", "503")
+"""Of the routes of stored responses."""
 HANDOFF_HEADER = {
     "name": header.HEADER,
     "in": "header",
@@ -178,6 +180,8 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
                 _describe(operation, PATHS[path], vllm["operations"][PATHS[path].value])
             elif "{" in path:
                 _add_errors(responses, {"404": "There is nothing with this name or id."})
+            if path.startswith("/v1/responses/"):
+                _add_errors(responses, {status: OPERATION_ERRORS[status] for status in STORED_ERRORS})
             if path.startswith("/v1/handoffs"):
                 _describe_handoffs(path, method, operation)
 
