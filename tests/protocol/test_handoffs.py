@@ -127,7 +127,8 @@ def test_a_consumer_waits_for_a_pending_handoff_and_then_gets_it(relay: FakeGate
     assert answers[0].json()["handoff"]["id"] == pending
 
 
-def test_d3_a_pending_handoff_that_does_not_come_is_a_409_to_retry() -> None:
+@pytest.mark.fault("D3")
+def test_a_pending_handoff_that_does_not_come_is_a_409_to_retry() -> None:
     with run_fake(FakeEngine("a", supports_handoffs=True), handoffs={"wait_s": 0.05}) as gateway:
         gateway.engine("a").behaviour.token_seconds = 0.2
         slow = threading.Thread(target=lambda: post(gateway, TEXT | {"handoff": {"save": True}}))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
+from baton.config.groups import LimitSettings
 from baton.engines.port import Json
 from baton.errors import InvalidRequest, ResponseNotFound
 from baton.http.request_body import in_a_thread, off_the_loop
 from baton.http.request_state import context_of, state_of
 from baton.http.state import gateway_of
 from baton.http.validation.json_body import parse_object
-from baton.responses.response import conversation_json, input_items
+from baton.responses.response import Turn, conversation_json, input_items
 from baton.responses.service import PREVIOUS, ResponseRequest
 
 MESSAGES = "previous_input_messages"
@@ -101,6 +103,10 @@ async def _past(request: Request, previous: str) -> list[Any]:
         state.large = True
     except ResponseNotFound as error:
         raise ResponseNotFound(error.message, param=PREVIOUS) from None
-    past = b'{"input":%b}' % conversation_json(turns)
-    found: list[Any] = (await in_a_thread(request, partial(parse_object, past, limits)))["input"]
+    return await in_a_thread(request, partial(_parsed, turns, limits))
+
+
+def _parsed(turns: Sequence[Turn], limits: LimitSettings) -> list[Any]:
+    """Parse the items of a conversation as if they had been sent; large ones take a while."""
+    found: list[Any] = parse_object(b'{"input":%b}' % conversation_json(turns), limits)["input"]
     return found

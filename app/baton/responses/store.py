@@ -20,7 +20,7 @@ import structlog
 from baton.responses.response import NewResponse, Turn
 from baton_kv.folders import make_folder
 
-FILE = "responses-1.sqlite"
+FILE = "responses-2.sqlite"
 """Name of the file; the number is the version of its tables."""
 BUSY_S = 5.0
 """Seconds to wait for another gateway that uses the file."""
@@ -96,6 +96,12 @@ class ResponseStore:
 
         The least recently used responses of the tenant with most bytes make room, but none that this one
         continues.
+
+        Returns:
+            Whether it was stored: not if there is no room, or what it continues was deleted meanwhile.
+
+        Raises:
+            sqlite3.Error: the file cannot be used.
         """
         texts = (response.input, response.output, response.body)
         size = -(-(sum(map(len, texts)) + ROW_BYTES) // PAGE) * PAGE
