@@ -96,15 +96,17 @@ schemas: $(VENV)/.dev ## Rewrite app/baton/http/vllm_schemas.json from the insta
 lock: $(VENV)/.dev ## Resolve the dependencies anew into the lock files (minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh requirements-lock.sh
 
-dist: $(VENV)/.dev ## Build sdist, wheel and SBOM into dist/, check them, install the wheel into an empty environment
+dist: $(VENV)/.dev ## Build sdists, wheels and SBOM into dist/, check them, install the wheels into an empty environment
 	rm -rf dist $(VENV)/empty
 	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m build --no-isolation --outdir dist app/client
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python .ci/sbom.py dist
 	$(PYTHON) -m venv $(VENV)/empty
 	$(VENV)/empty/bin/pip install --quiet --disable-pip-version-check dist/*.whl
 	$(VENV)/empty/bin/pip check --disable-pip-version-check
 	$(VENV)/empty/bin/baton --version
+	$(VENV)/empty/bin/python -c "import baton_client"
 
 clean: ## Remove what install made
 	rm -rf $(VENV)

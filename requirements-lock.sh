@@ -6,6 +6,7 @@ leave_out="--unsafe-package torchvision --unsafe-package torchaudio --unsafe-pac
   --unsafe-package triton --unsafe-package pip"
 options="--quiet --generate-hashes --strip-extras --no-emit-index-url --no-emit-find-links \
   --no-emit-trusted-host --no-annotate --no-header"
-pip-compile $options $leave_out --extra cpu --extra geo -o requirements-cpu.lock pyproject.toml
+# websockets: the OpenAI Agents SDK, which the tests run beside the gateway, wants one below 17.
+pip-compile $options $leave_out --extra cpu --extra geo -P 'websockets<17' -o requirements-cpu.lock pyproject.toml
 printf 'hatchling\neditables\n' | pip-compile $options $leave_out -c requirements-cpu.lock -o requirements-build.lock -
 pip-compile $options $leave_out --extra dev -c requirements-cpu.lock -o requirements-dev.lock pyproject.toml

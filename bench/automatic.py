@@ -3,6 +3,8 @@
 One gateway with two engines of the same real weights, both without a prefix cache: on one of them handoffs
 are automatic. What is compared alternates in one run; printed are medians and ratios. The look-up is measured
 in this process, over an index of as many contexts as `--contexts`.
+
+vLLM's own tiers of KV (`vllm/v1/kv_offload`) are not beside it: vLLM 0.32 has them for GPUs only.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import re
 import statistics
 import sys
 import tempfile
@@ -18,7 +21,7 @@ from array import array
 from collections import defaultdict
 from pathlib import Path
 
-from handoff import Client, Rows, medians, prompt, said, table
+from handoff import Client, Rows, medians, prefilled, prompt, said, table
 from servers import Server, free_port, machine
 
 from baton.handoffs.records.prefix_index import PrefixIndex
@@ -47,6 +50,10 @@ FIRST_TOKENS = 1100
 TURN_TOKENS = 160
 SAID = 16
 LOOKUPS = 1000
+
+
+CHAINS = (2, 8, 32)
+LENGTHS = (1024, 4096)
 
 
 async def turns(client: Client, model: str, seed: int, count: int) -> list[float]:
@@ -81,6 +88,84 @@ async def turns_part(client: Client, folder: Path, rounds: int) -> None:
     mib = statistics.median(taken)
     print(f"{count} turns of {TURN_TOKENS} tokens after {FIRST_TOKENS}; stored: {mib:.0f} MiB\n")
     table(["turn, ms", "off", "on", "on / off"], cells)
+
+
+async def chains_part(client: Client, folder: Path) -> None:
+    """Chains of named handoffs: each turn saved with all that came before it, and as what it adds."""
+    rows = []
+    for count in CHAINS:
+        found = {}
+        for name in ("whole", "added"):
+            before, seconds = stored(folder), await save_seconds(client)
+            left = await chain(client, count, 40_000 + count, added=name == "added")
+            found[name] = ((stored(folder) - before) / 1024**2, await save_seconds(client) - seconds)
+            for handoff in left:
+                await client.forget(handoff)
+        (whole, whole_s), (added, added_s) = found["whole"], found["added"]
+        times = [f"{1000 * seconds / count:.1f}" for seconds in (whole_s, added_s)]
+        rows.append([str(count), f"{whole:.0f}", f"{added:.0f}", f"{added / whole:.3f}", *times])
+    print(f"Named handoffs, turns of {TURN_TOKENS} tokens after {FIRST_TOKENS}, each saved\n")
+    table(["turns", "whole, MiB", "added, MiB", "ratio", "whole, ms a save", "added, ms a save"], rows)
+
+
+async def chain(client: Client, count: int, seed: int, *, added: bool) -> list[str]:
+    """The handoffs of a conversation's turns, each continuing the one before it, or holding all of it."""
+    context, left = prompt(FIRST_TOKENS, seed), []
+    for number in range(count):
+        named = {"from": left[-1]} if added and left else {}
+        asked = prompt(TURN_TOKENS, seed + number) if named else context
+        answer, _ = await client.ask("off", asked, max_tokens=SAID, handoff={"save": True} | named)
+        left.append(answer["handoff"]["id"])
+        context = said(answer) + prompt(TURN_TOKENS, seed + number + 1)
+        await asyncio.sleep(0.2)
+    return left
+
+
+async def save_seconds(client: Client) -> float:
+    """Seconds that the engine `off` has spent on saves so far."""
+    name = r'^baton_store_op_duration_seconds_sum\{engine="off",op="save"\} (\S+)$'
+    found = re.search(name, await client.metrics(), re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+Left = list[tuple[int, list[int], str]]
+"""Contexts that are stored: the length of the prompt, all token ids, and the id of a named handoff."""
+
+
+async def leave(client: Client, rounds: int, seed: int) -> Left:
+    """Save contexts by both ways."""
+    left = []
+    for number, length in ((number, length) for number in range(rounds) for length in LENGTHS):
+        tokens = prompt(length, seed + 10 * number + length % 7)
+        named, _ = await client.ask("off", tokens, max_tokens=SAID, handoff={"save": True})
+        await client.ask("on", [*said(named), 5], max_tokens=SAID)
+        await asyncio.sleep(1)
+        left.append((length, said(named), named["handoff"]["id"]))
+    return left
+
+
+async def first_token_part(client: Client, left: Left, when: str) -> None:
+    """The first token behind stored contexts: computed, from a named handoff, and automatically."""
+    found: dict[int, Rows] = {length: defaultdict(list) for length in LENGTHS}
+    for number, (length, context, handoff) in enumerate(left):
+        own, rows = prompt(TURN_TOKENS, 70_000 + number + len(when)), found[length]
+        rows["computed"].append((await client.ask("off", context + own))[1])
+        rows["named"].append((await client.ask("off", own, handoff={"from": handoff}))[1])
+        answer, took = await client.ask("on", context + own)
+        assert prefilled(answer) < length / 2, "nothing was loaded"
+        rows["automatic"].append(took)
+    cells = []
+    for length, rows in found.items():
+        computed, named, automatic = (medians(rows)[name] for name in ("computed", "named", "automatic"))
+        cells.append(
+            [
+                str(length),
+                *(f"{each:.0f}" for each in (computed, named, automatic)),
+                f"{automatic / computed:.3f}",
+            ]
+        )
+    print(f"First token of {TURN_TOKENS} tokens behind a stored context, {when}\n")
+    table(["context", "computed, ms", "named, ms", "automatic, ms", "automatic / computed"], cells)
 
 
 async def pace_part(client: Client, rounds: int) -> None:
@@ -146,13 +231,24 @@ def stored(folder: Path) -> int:
     return sum(found.values())
 
 
-async def run(url: str, folder: Path, options: argparse.Namespace) -> None:
-    """All parts, one after the other."""
+async def run(url: str, folder: Path, options: argparse.Namespace) -> Left:
+    """All parts, one after the other; returns what a gateway that is started again may load."""
     client = Client(url)
     for model in ("off", "on"):
         await turns(client, model, 1, 2)  # warm
     await turns_part(client, folder, options.rounds)
     await pace_part(client, options.rounds)
+    await chains_part(client, folder)
+    await first_token_part(client, await leave(client, options.rounds, 50_000), "same gateway")
+    return await leave(client, options.rounds, 60_000)
+
+
+async def run_again(url: str, left: Left) -> None:
+    """What was stored before the gateway ended."""
+    client = Client(url)
+    for model in ("off", "on"):
+        await turns(client, model, 2, 2)  # warm
+    await first_token_part(client, left, "after a restart")
 
 
 def main() -> None:
@@ -169,8 +265,11 @@ def main() -> None:
         config.write_text(CONFIG.format(folder=folder))
         port = free_port()
         command = [str(Path(sys.executable).parent / "baton"), "serve", "--config", str(config)]
-        with Server("automatic", [*command, "--port", str(port)], f"http://127.0.0.1:{port}") as server:
-            asyncio.run(run(server.url, Path(folder), options))
+        address = f"http://127.0.0.1:{port}"
+        with Server("automatic", [*command, "--port", str(port)], address) as server:
+            left = asyncio.run(run(server.url, Path(folder), options))
+        with Server("automatic", [*command, "--port", str(port)], address) as server:
+            asyncio.run(run_again(server.url, left))
 
 
 if __name__ == "__main__":

@@ -164,6 +164,10 @@ class Client:
         gaps = [(later - earlier) * 1000 for earlier, later in pairwise(times)]
         return gaps[0], gaps[1:]
 
+    async def metrics(self) -> str:
+        """The gateway's metrics."""
+        return (await self._http.get("/metrics")).text
+
     async def forget(self, handoff: str) -> None:
         await self._http.delete(f"/v1/handoffs/{handoff}")
 

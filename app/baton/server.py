@@ -21,6 +21,7 @@ from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import SettingsError
+from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.save_rule import SaveRule
 from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.planner import Planner
@@ -128,6 +129,7 @@ def create_app(
             _services(gateway, memory, metrics_listener),
             _running(app, fleet, report),
             gateway.handoffs.settling(),
+            gateway.audits.running(),
         ):
             yield
 
@@ -155,12 +157,13 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
     """Create the services that the routes use."""
     metrics = fleet.metrics
     handoffs, planner = handoffs_of(settings, metrics.handoffs), Planner()
+    audits = Audits(settings.handoffs, handoffs, metrics.audits)
     return Gateway(
         settings,
         fleet,
         metrics,
         handoffs,
-        Sessions(handoffs, planner, metrics.handoffs, settings.handoffs),
+        Sessions(handoffs, planner, metrics.handoffs, settings.handoffs, audits),
         AutomaticHandoffs(
             handoffs,
             planner,
@@ -168,7 +171,9 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
             settings.handoffs,
             {engine.name: engine.auto or settings.handoffs.auto for engine in settings.engines},
             SaveRule(settings.handoffs.auto_min_tokens),
+            audits,
         ),
+        audits,
         StoredResponses(
             settings.responses,
             responses_of(settings),

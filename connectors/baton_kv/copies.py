@@ -9,7 +9,9 @@ nothing to wait for.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -55,6 +57,10 @@ class Staging(Protocol):
 
 class Copies(Protocol):
     """Copies of one engine's KV cache."""
+
+    def begin_thread(self) -> None:
+        """Prepare a thread that is about to copy."""
+        ...
 
     def fence(self) -> Fence:
         """Return a mark after all that the model has been given so far; for the worker's main thread."""
@@ -106,6 +112,12 @@ class HostCopies:
         self._free: queue.SimpleQueue[HostStaging] = queue.SimpleQueue()
         for _ in range(threads):
             self._free.put(HostStaging())
+
+    def begin_thread(self) -> None:
+        # vLLM binds a worker's first thread to one core, and threads inherit that: all copies would share the
+        # core on which the model computes. The worker's parent is not bound.
+        with contextlib.suppress(OSError, AttributeError):  # not on every system
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
 
     def fence(self) -> Fence:
         return None
@@ -192,6 +204,9 @@ class CudaCopies:
         self._free: queue.SimpleQueue[CudaStaging] = queue.SimpleQueue()
         for _ in range(threads):
             self._free.put(CudaStaging(device, slot_bytes))
+
+    def begin_thread(self) -> None:
+        """Do nothing: a thread stays on the cores of the worker, which are near its GPU."""
 
     def fence(self) -> Fence:
         event = torch.cuda.Event()

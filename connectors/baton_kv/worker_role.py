@@ -88,9 +88,13 @@ class WorkerRole:
         self._loading: set[str] = set()
         self._given_up: set[str] = set()
         self._done: queue.SimpleQueue[tuple[LoadJob | SaveJob, TransferOutcome]] = queue.SimpleQueue()
-        self._copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="baton-kv-copy")
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-load")
-        self._saver = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-save")
+        self._copiers = self._threads(COPY_THREADS, "copy")
+        self._loader = self._threads(1, "load")
+        self._saver = self._threads(1, "save")
+
+    def _threads(self, count: int, name: str) -> ThreadPoolExecutor:
+        begin = self._copies.begin_thread
+        return ThreadPoolExecutor(count, thread_name_prefix=f"baton-kv-{name}", initializer=begin)
 
     def start(self, jobs: StepJobs) -> None:
         """Begin the jobs of a step without waiting for them."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import random
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from support.gateways import RealGateway
@@ -108,3 +111,48 @@ def test_an_agent_of_ten_turns_prefills_what_is_new_through_two_kills(
     again = ask(gateway, messages)
     assert again.usage.prompt_tokens_details.cached_tokens >= 0.9 * len(context)
     assert again.choices[0].token_ids == other.choices[0].token_ids
+
+
+TRIES = 1000
+TOKENS = 192
+CHANCE = 3.9
+"""So many standard deviations from even chances come by chance once in ten thousand runs."""
+
+
+def seconds(client: httpx.Client, prompt: list[int], **more: Any) -> float:
+    """Until a prompt of token ids is answered with one token."""
+    body = {"model": "first", "prompt": prompt, "max_tokens": 1, "temperature": 0} | more
+    begun = time.perf_counter()
+    response = client.post("/v1/completions", json=body)
+    took = time.perf_counter() - begun
+    assert response.status_code == 200, response.text
+    return took
+
+
+def deviation(slower: list[bool]) -> float:
+    """How far the share of pairs whose first one was slower is from a half, in standard deviations."""
+    return (sum(slower) - len(slower) / 2) / math.sqrt(len(slower) / 4)
+
+
+@pytest.mark.timeout(1200)
+def test_time_does_not_tell_what_another_tenant_has_stored(gateway: RealGateway) -> None:
+    owner, stranger = (
+        httpx.Client(base_url=gateway.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+        for key in gateway.keys.values()
+    )
+    drawn = random.Random(20)
+
+    def pair(who: httpx.Client) -> bool:
+        """Whether a prompt that the owner has stored took longer than one that nobody has."""
+        known, new = ([drawn.randrange(1000, 40000) for _ in range(TOKENS)] for _ in range(2))
+        seconds(owner, known, handoff={"save": True})
+        tried = {"known": [*known, 11], "new": [*new, 11]}
+        order = drawn.sample(sorted(tried), 2)
+        took = {name: seconds(who, tried[name]) for name in order}
+        return took["known"] > took["new"]
+
+    with owner, stranger:
+        own = [pair(owner) for _ in range(40)]
+        others = [pair(stranger) for _ in range(TRIES // 2)]
+    assert deviation(own) < -CHANCE, "what the owner has stored must be faster, or this shows nothing"
+    assert abs(deviation(others)) < CHANCE

@@ -7,6 +7,10 @@ The GPU here is a recorder: it runs nothing late, but notes in which order strea
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -210,3 +214,19 @@ def test_the_largest_run_fits_a_slot() -> None:
     assert blocks.largest_run == 2 * 2**20
     ranks = [KVBlocks([torch.zeros(4, 2, 16, 8)], shard=HeadShard.of_rank(4, rank, 2)) for rank in range(2)]
     assert [rank.largest_run for rank in ranks] == [2**19, 2**19], "a rank has its share of each run"
+
+
+BOUND = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+from baton_kv.copies import HostCopies
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+with ThreadPoolExecutor(1, initializer=HostCopies(1).begin_thread) as pool:
+    print(sorted(pool.submit(os.sched_getaffinity, 0).result()))
+"""
+
+
+def test_copies_are_not_bound_to_the_core_of_the_worker_s_first_thread() -> None:
+    done = subprocess.run([sys.executable, "-c", BOUND], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == sorted(os.sched_getaffinity(0))

@@ -78,7 +78,7 @@ def test_a_planted_folder_is_refused_in_one_line_and_nothing_in_it_touched(
 
 @pytest.mark.fault("B14")
 @pytest.mark.parametrize("plant", [link, pipe])
-@pytest.mark.parametrize("name", ["secret", "lock"])
+@pytest.mark.parametrize("name", ["secret", "lock", "written"])
 def test_a_planted_link_or_pipe_for_a_file_is_refused_and_holds_nobody(
     name: str, plant: Callable[[Path, Path], None], tmp_path: Path, victim: Path
 ) -> None:

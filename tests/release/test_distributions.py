@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from support.wheel_environment import (
     PROJECT,
     ROOT,
     WheelEnvironment,
+    build,
     clean,
     closure,
     pinned,
@@ -25,6 +27,8 @@ from support.wheel_environment import (
 import baton
 
 SOURCE_FOLDERS = ("app", "plugins", "connectors", "examples", "training", "tests", "bench", "deploy", "docs")
+CLIENT = ROOT / "app" / "client"
+CLIENT_PROJECT = tomllib.loads((CLIENT / "pyproject.toml").read_text())["project"]
 PACKAGES = [Path(path) for path in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]]
 
 
@@ -96,10 +100,52 @@ def test_the_sdist_has_what_the_tests_need(distributions: tuple[Path, Path]) -> 
     assert {path.relative_to(ROOT) for path in ROOT.glob("*.lock")} <= names
 
 
-def test_twine_finds_nothing_wrong(distributions: tuple[Path, Path]) -> None:
+@pytest.fixture(scope="module")
+def client_distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist and the wheel of the Python client."""
+    return build(tmp_path_factory.mktemp("client-dist"), CLIENT)
+
+
+def test_the_client_installs_with_httpx_alone(
+    client_distributions: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Nothing of the gateway is there, nor does the client look for it."""
+    environment = WheelEnvironment(tmp_path / "venv")
+    environment.link(closure(CLIENT_PROJECT["dependencies"]))
+    environment.install(client_distributions[1])
+    script = "import importlib.util, baton_client; assert not importlib.util.find_spec('baton'); print(baton_client.__version__)"
+    done = environment.run("-W", "error", "-c", script)
+    assert (done.stdout, done.stderr) == (f"{baton.__version__}\n", "")
+
+
+def test_the_clients_distributions_have_its_package_and_nothing_else(
+    client_distributions: tuple[Path, Path],
+) -> None:
+    """The license and the README as metadata; the sdist can be built again."""
+    sdist, wheel = client_distributions
+    kept = {str(path.relative_to(CLIENT)) for path in files(CLIENT / "baton_client")}
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name for name in names if ".dist-info/" not in name} == kept
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    with tarfile.open(sdist) as archive:
+        found = {str(Path(*Path(name).parts[1:])) for name in archive.getnames()}
+    assert kept | {"LICENSE", "README.md", "pyproject.toml"} <= found
+
+
+def test_twine_finds_nothing_wrong(
+    distributions: tuple[Path, Path], client_distributions: tuple[Path, Path]
+) -> None:
     """The metadata and the README as the index would show it."""
     pytest.importorskip("twine", reason="twine is not installed: `make dist` installs it")
-    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, distributions)]
+    command = [
+        sys.executable,
+        "-m",
+        "twine",
+        "check",
+        "--strict",
+        *map(str, distributions + client_distributions),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 

@@ -13,12 +13,14 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound
+from baton.handoffs.audits.service import Audits
 from baton.handoffs.records.image_store import ImageStore
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.repository import HandoffRepository
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
+from baton.telemetry.audit_metrics import AuditMetrics
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.file import FileStore
 
@@ -62,6 +64,10 @@ class House:
         await asyncio.gather(*handoffs._background)
         assert (record.state, record.bytes) == (HandoffState.READY, size)
         return record
+
+
+def audits_of(handoffs: Handoffs, settings: HandoffSettings, **more: Any) -> Audits:
+    return Audits(settings, handoffs, AuditMetrics(CollectorRegistry()), **more)
 
 
 async def there(handoffs: Handoffs, record: HandoffRecord) -> bool:

@@ -93,10 +93,14 @@ def run(plan: Plan) -> Outcome:
     return Outcome(answers, held_up, [(took, page) for took, page in told["pages"]])
 
 
-def waited_for_a_core() -> float:
-    """Seconds in which this process could have run and another did (the kernel's sched-stats.rst)."""
+def waited_for_a_core(*threads: Path) -> float:
+    """Seconds in which these threads could have run and others did (the kernel's sched-stats.rst).
+
+    Args:
+        threads: their folders in `/proc`; without any, all threads of this process.
+    """
     waited = 0
-    for thread in Path("/proc/self/task").iterdir():
+    for thread in threads or Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it may have ended
             waited += int((thread / "schedstat").read_text().split()[1])
     return waited / 1e9

@@ -22,9 +22,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 
 
-def build(folder: Path) -> tuple[Path, Path]:
-    """The sdist, and the wheel built from it, by the installed build backend: no index is asked."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+def build(folder: Path, project: Path = ROOT) -> tuple[Path, Path]:
+    """A project's sdist, and the wheel built from it, by the installed build backend: no index is asked."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(project)]
     subprocess.run(command, check=True, capture_output=True, env=clean())
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     return sdist, wheel

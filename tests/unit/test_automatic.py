@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from support.handoff_house import Clocks, House
+from support.handoff_house import Clocks, House, audits_of
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
@@ -42,8 +43,15 @@ class Gateway:
         self.house = house
         self.handoffs: Handoffs = house.handoffs(**settings)
         self.metrics = HandoffMetrics(CollectorRegistry())
+        limits = HandoffSettings(**settings)
         self.automatic = AutomaticHandoffs(
-            self.handoffs, Planner(), self.metrics, HandoffSettings(**settings), {}, SaveRule(LEAST)
+            self.handoffs,
+            Planner(),
+            self.metrics,
+            limits,
+            {},
+            SaveRule(LEAST),
+            audits_of(self.handoffs, limits),
         )
 
     async def ask(
@@ -189,9 +197,7 @@ async def test_off_and_engines_without_handoffs_do_nothing(house: House) -> None
 
 async def test_an_engine_s_own_mode_comes_before_that_of_all(house: House) -> None:
     gateway = Gateway(house)
-    own = AutomaticHandoffs(
-        gateway.handoffs, Planner(), gateway.metrics, HandoffSettings(auto="on"), {"a": "off"}, SaveRule(64)
-    )
+    own = dataclasses.replace(gateway.automatic, modes={"a": "off"})
     assert own.request(ENGINE, Operation.CHAT, {}, "local") is None
 
 

@@ -273,6 +273,20 @@ class HandoffSettings(Frozen):
         ge=32,
         description="Fewest tokens, beyond those that are stored already, that are saved automatically.",
     )
+    audit: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Share of the requests that load KV whose first token is computed again without it, when "
+        "the engine has nothing else to do, and compared. 0: none.",
+    )
+    audit_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Largest difference of a log probability, in nats, that such an audit accepts. What is "
+        "above it is counted as a mismatch, and the KV is moved to the store's quarantine. Unset: 0.001 for "
+        "engines that compute in float32, 0.25 for others.",
+    )
     image_bytes: ByteSize = Field(
         ByteSize(32 * MIB),
         ge=1024,

@@ -25,6 +25,8 @@ class TransferReport:
         saves: False once the engine has reported that it saves nothing.
         ended_by_token: whether the answer's last token is an end-of-sequence token.
         miss: why the entry could not be used; None: it could, or there was none.
+        first_token: raw log probabilities of the likeliest tokens at the first place of the answer, by token
+            id; empty unless the request is audited.
         save_over: set when the engine has reported the save's outcome, good or bad.
     """
 
@@ -37,6 +39,7 @@ class TransferReport:
     saves: bool = True
     ended_by_token: bool = False
     miss: TransferFailure | None = None
+    first_token: dict[int, float] = field(default_factory=dict)
     save_over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -53,6 +56,8 @@ class TransferRequest:
         limit: most tokens to load; None: all.
         least: fewest tokens to save beyond those that `load` holds; with fewer, nothing is saved.
         latent_steps: number of latent-step placeholders in the prompt.
+        audited: whether the report needs `first_token`.
+        computed: whether all of the prompt is computed, without the engine's prefix cache.
         report: filled in by the engine with what happened.
     """
 
@@ -64,6 +69,8 @@ class TransferRequest:
     limit: int | None = None
     least: int = 0
     latent_steps: int = 0
+    audited: bool = False
+    computed: bool = False
     report: TransferReport = field(default_factory=TransferReport)
 
     @property

@@ -159,6 +159,28 @@ class Engine(Protocol):
         ...
 
     @property
+    def active(self) -> int:
+        """Number of requests that the engine works on or that wait in it."""
+        ...
+
+    @property
+    def rounding_nats(self) -> float:
+        """Most nats by which log probabilities of two computations of one prompt may differ by rounding.
+
+        Raises:
+            EngineUnavailable: the engine is not running.
+        """
+        ...
+
+    async def forget_prefixes(self) -> bool:
+        """Empty the engine's prefix cache; return False if requests that run prevent it.
+
+        Raises:
+            BatonError: the engine is not running, or failed.
+        """
+        ...
+
+    @property
     def longest_step_s(self) -> float:
         """Seconds of the longest step so far, or of one that may run now because of latent steps."""
         ...

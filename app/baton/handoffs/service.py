@@ -23,13 +23,16 @@ from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.changes import ChangeRules
 from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.prefix_index import PrefixMatch
+from baton.handoffs.records.public import HandoffAudit
 from baton.handoffs.records.record import HandoffRecord, new_id
+from baton.handoffs.records.repository import OtherUsage
 from baton.handoffs.records.saves import Saves
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.records.sync import IndexSync
 from baton.handoffs.sweeper import Sweeper
 from baton.images.placed_image import PlacedImage
+from baton.telemetry.audit_metrics import AuditResult
 from baton.telemetry.metrics import HandoffMetrics
 
 FAILED_FOR_S = 60.0
@@ -266,6 +269,23 @@ class Handoffs:
     def kv_gone(self, record: HandoffRecord) -> None:
         """Note that a handoff's KV cannot be used any more; an automatic one is removed."""
         self._sweeper.kv_gone(record)
+
+    async def note_audit(self, record: HandoffRecord, audit: HandoffAudit) -> None:
+        """Note the result of an audit; after a mismatch the handoff's KV is moved away, and is recomputed."""
+        wrong = audit.result is AuditResult.MISMATCH
+        if wrong:
+            await asyncio.to_thread(self._storage.quarantine, record)
+            self.kv_gone(record)
+        record = self._index.known(record.id) or record  # another gateway may have changed it
+        if record.automatic or record not in self._index:
+            return
+
+        def edit(changed: HandoffRecord, _others: OtherUsage) -> None:
+            changed.audit = audit
+            changed.bytes = 0 if wrong else changed.bytes
+
+        async with record.guard:
+            self._sync.update(record, await asyncio.to_thread(self._storage.change, record, edit))
 
     async def delete(self, record: HandoffRecord) -> None:
         """Delete a handoff, and the automatic ones that continue it or that it continues.

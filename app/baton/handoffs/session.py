@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, Json, Operation, Reply, StreamReply, WholeReply
 from baton.handoffs.answers import ChatAnswer
+from baton.handoffs.audits.service import Audits
 from baton.handoffs.messages import AFTER_THE_PROMPT
 from baton.handoffs.options import WRITTEN_BY_THE_ENGINE
 from baton.handoffs.outcome import KV_IS_GONE, source_outcome
@@ -35,6 +36,7 @@ class Session:
     Attributes:
         handoffs: all handoffs.
         metrics: where handoffs are counted.
+        audits: computes some answers again.
         engine: the engine that answers.
         context: the client and the request's ids.
         prompt: the whole prompt.
@@ -46,6 +48,7 @@ class Session:
 
     handoffs: Handoffs
     metrics: HandoffMetrics
+    audits: Audits
     engine: Engine
     context: RequestContext
     prompt: ContextPrompt
@@ -180,6 +183,7 @@ class Session:
         shown["resent_messages"] = self.prompt.resent
         if report.miss in KV_IS_GONE:
             self.handoffs.kv_gone(source)
+        self.audits.note(self.engine, source, self.transfer)
         reused = shown["loaded_tokens"] + shown["resident_tokens"]
         saved = self.engine.throughput.prefill_s(reused, source.steps_within(reused))
         shown["saved_prefill_ms"] = None if saved is None else round(saved * 1000, 1)

@@ -13,6 +13,7 @@ from baton.config.groups import HandoffSettings
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest
+from baton.handoffs.audits.service import Audits
 from baton.handoffs.conversation import Writer
 from baton.handoffs.options import HandoffOptions, NewHandoff, SaveOptions
 from baton.handoffs.planner import Decision, Planner
@@ -71,12 +72,14 @@ class Sessions:
         planner: decides whether KV is loaded or prefilled.
         metrics: where handoffs are counted.
         settings: limits of handoffs.
+        audits: computes some answers again.
     """
 
     handoffs: Handoffs
     planner: Planner
     metrics: HandoffMetrics
     settings: HandoffSettings
+    audits: Audits
 
     async def open(
         self,
@@ -156,17 +159,28 @@ class Sessions:
             self._require_light_images(prompt.images)
         decision = self._decide(engine, source, prompt)
         target = self._register(engine, context, wanted)
+        load = entry_to_name(source, decision, target)
         transfer = TransferRequest(
             prompt.tokens,
             prompt.images,
             save=target.key if target is not None else None,
             prompt_only=wanted.prompt_only,
-            load=entry_to_name(source, decision, target),
+            load=load,
             limit=decision.limit if decision is not None else None,
             latent_steps=wanted.steps_of_context,
+            audited=load is not None and self.audits.chosen(),
         )
         return Session(
-            self.handoffs, self.metrics, engine, context, prompt, transfer, source, decision, target
+            self.handoffs,
+            self.metrics,
+            self.audits,
+            engine,
+            context,
+            prompt,
+            transfer,
+            source,
+            decision,
+            target,
         )
 
     def _decide(self, engine: Engine, source: HandoffRecord | None, prompt: ContextPrompt) -> Decision | None:

@@ -18,6 +18,8 @@ from baton.handoffs.records.sync import IndexSync
 from baton.telemetry.metrics import HandoffMetrics
 
 SWEEP_EVERY_S = 2.0
+SWEEP_SHARE = 0.05
+"""Share of the time that sweeps may take: with many handoffs they are less frequent."""
 ORPHANS_EVERY_S = 300.0
 EVICTED_LOOKS = 100
 """In each sweep it is seen whether the KV of so many automatic handoffs, drawn at random, still exists."""
@@ -59,6 +61,7 @@ class Sweeper:
         """Sweep until this is cancelled."""
         next_orphans = 0.0
         while True:
+            began = time.monotonic()
             try:
                 if time.monotonic() >= next_orphans:
                     next_orphans = time.monotonic() + ORPHANS_EVERY_S
@@ -66,7 +69,7 @@ class Sweeper:
                 await self._sweep()
             except Exception as error:  # noqa: BLE001  # the border of the sweeper: the next round may work
                 self._log.warning("handoff_sweep_failed", reason=f"{type(error).__name__}: {error}")
-            await asyncio.sleep(SWEEP_EVERY_S)
+            await asyncio.sleep(max(SWEEP_EVERY_S, (time.monotonic() - began) / SWEEP_SHARE))
 
     async def _sweep(self) -> None:
         await self._sync.refresh()

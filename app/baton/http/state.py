@@ -10,6 +10,7 @@ from baton.admission.fair_threads import FairThreads
 from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet
+from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
@@ -31,6 +32,7 @@ class Gateway:
     handoffs: Handoffs
     sessions: Sessions
     automatic: AutomaticHandoffs
+    audits: Audits
     responses: StoredResponses
     pooling: Pooling
     drain: Drain

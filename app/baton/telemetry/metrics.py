@@ -10,6 +10,7 @@ import platform
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from baton import __version__
+from baton.telemetry.audit_metrics import AuditMetrics
 from baton.telemetry.image_metrics import ImageMetrics
 from baton.telemetry.pooling_metrics import PoolingMetrics
 from baton.telemetry.queues import AdmissionMetrics, QueueMetrics
@@ -99,6 +100,7 @@ class GatewayMetrics(RequestMetrics):
         )
         self.tenants = TenantMetrics(registry)
         self.handoffs = HandoffMetrics(registry)
+        self.audits = AuditMetrics(registry)
         self.responses = ResponseMetrics(registry)
         self.pooling = PoolingMetrics(registry)
         self.images = ImageMetrics(registry)

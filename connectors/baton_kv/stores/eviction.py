@@ -8,6 +8,11 @@ from baton_kv.contract import EXPENDABLE
 from baton_kv.stores.base import StoreFull
 from baton_kv.stores.listing import Listing, StoredEntry
 
+AHEAD_SHARE = 64
+"""A full store with many entries is emptied by its budget divided by this, so that it is not listed for each
+entry."""
+MANY_ENTRIES = 512
+
 
 def to_fit_budget(
     listing: Listing, size: int, *, beside: int, budget: int, replaced: tuple[str, str] | None
@@ -31,10 +36,22 @@ def to_fit_budget(
         if (each.scope, each.name) == replaced and each.file not in each.shared
     )
     total = beside + listing.size - sum(listing.sizes[file] for file in overwritten if holders[file] == 1)
-    chosen = _choose(listing, total + size - budget, budget=budget, spared=replaced)
+    excess, chosen = total + size - budget, None
+    if excess > 0 and len(listing.entries) >= MANY_ENTRIES:
+        chosen = _choose(listing, excess + budget // AHEAD_SHARE, budget=budget, spared=replaced)
+    if chosen is None:
+        chosen = _choose(listing, excess, budget=budget, spared=replaced)
     if chosen is None:
         raise StoreFull(f"an entry of {size} bytes does not fit the store's budget of {budget}")
     return chosen
+
+
+def left_by(listing: Listing, evicted: list[StoredEntry]) -> int:
+    """Return the bytes of the files that are needed still when these entries are gone."""
+    holders = _holders(listing)
+    for each in evicted:
+        holders.subtract(each.files)
+    return sum(size for file, size in listing.sizes.items() if holders[file] > 0)
 
 
 def to_free(listing: Listing, size: int, *, budget: int | None) -> list[StoredEntry] | None:

@@ -8,6 +8,7 @@ root/                    mode 0700
   quarantine/            the last few corrupt entries, for inspection
   images/                the gateway's images; they count towards the budget and are never evicted here
   records/               the gateway's records, likewise; `total` holds their bytes
+  written                bytes of all entries ever placed, so that not every save need list the entries
   secret                 key of the digests, see `baton_kv.secret`
   lock                   held while the budget is enforced
 
@@ -42,7 +43,6 @@ from baton_kv.stores.base import (
 )
 from baton_kv.stores.buffers import MAX_BUFFERS, rest
 from baton_kv.stores.draft import FileDraft, discard
-from baton_kv.stores.eviction import to_fit_budget, to_free
 from baton_kv.stores.links import (
     link_of,
     link_shared,
@@ -59,6 +59,7 @@ from baton_kv.stores.listing import (
     split,
 )
 from baton_kv.stores.reader import FileReader, open_entry, touch
+from baton_kv.stores.room import Room
 from baton_kv.stores.tree import IMAGES, RECORDS, RECORDS_TOTAL, StoreTree
 
 __all__ = ["ABANDONED_AFTER_S", "IMAGES", "RECORDS", "RECORDS_TOTAL", "FileStore"]
@@ -88,7 +89,7 @@ class FileStore:
 
     def __init__(self, root: Path, *, budget: int | None = None, fsync: bool = False) -> None:
         self._tree = StoreTree(root)
-        self._budget = budget
+        self._room = Room(self._tree, budget)
         self._fsync = fsync
         try:
             make_folder(root)
@@ -110,7 +111,7 @@ class FileStore:
         self, key: str, parts: Iterable[Piece], *, size: int = 0, shared: SharedFiles = NOTHING_SHARED
     ) -> int:
         scope, name = split(key)
-        self._require_fits(size)
+        self._room.require_possible(size)
         try:
             with self._tree.folder("writing") as writing:
                 temporary = secrets.token_hex(16)
@@ -136,7 +137,7 @@ class FileStore:
         shared: SharedFiles = NOTHING_SHARED,
     ) -> Iterator[FileDraft]:
         scope, entry = split(key)
-        self._require_fits(size)
+        self._room.require_possible(size)
         try:
             with self._tree.folder("writing") as writing:
                 descriptor = open_file(name, within=writing, flags=LOCK)
@@ -179,10 +180,6 @@ class FileStore:
         with contextlib.suppress(OSError), self._tree.folder("writing") as writing:
             discard(writing, name)
 
-    def _require_fits(self, size: int) -> None:
-        if self._budget is not None and size > self._budget:
-            raise StoreFull(f"an entry of {size} bytes does not fit the store's budget of {self._budget}")
-
     def _write(self, writing: int, name: str, parts: Iterable[Piece], expected: int) -> int:
         size = 0
         with FileIO(os.open(name, CREATE, 0o600, dir_fd=writing), "wb") as stream:
@@ -203,7 +200,7 @@ class FileStore:
             try:
                 return write()
             except OSError as error:
-                if error.errno not in NO_SPACE or not self._free(needed):
+                if error.errno not in NO_SPACE or not self._room.free(needed):
                     raise
 
     def _place(
@@ -217,7 +214,8 @@ class FileStore:
                     stem = secrets.token_hex(16)
                     try:
                         link_shared(shared, stem, target)
-                        self._make_room(size, replaced=(scope, name), linked=stem)
+                        self._room.make(size, replaced=(scope, name), linked=stem)
+                        self._room.count(size)
                         rename_shared(len(shared.keys), stem, name, target)
                         os.rename(temporary, name, src_dir_fd=writing, dst_dir_fd=target)
                     finally:
@@ -226,30 +224,6 @@ class FileStore:
                     os.fsync(target)
             if self._fsync and made:
                 os.fsync(entries)
-
-    def _free(self, size: int) -> bool:
-        """Evict entries of at least `size` bytes in all; return whether there were enough."""
-        with self._tree.locked():
-            chosen = to_free(self._tree.listing(), size, budget=self._budget)
-            for each in chosen or ():
-                self._tree.evict(each)
-        return chosen is not None
-
-    def _make_room(self, size: int, *, replaced: tuple[str, str] | None = None, linked: str = "") -> None:
-        """Evict entries until `size` more bytes fit the budget; called with the lock held.
-
-        Args:
-            size: bytes to be written.
-            replaced: scope and file name of the entry that is overwritten.
-            linked: stem of the names that are linked for the entry that is being written.
-        """
-        if self._budget is None:
-            return
-        self._tree.unlink_loose(linked)
-        listing = self._tree.listing()
-        beside = self._tree.bytes_beside()
-        for each in to_fit_budget(listing, size, beside=beside, budget=self._budget, replaced=replaced):
-            self._tree.evict(each)
 
     @contextmanager
     def open(self, key: str, part: int | None = None) -> Iterator[FileReader]:
@@ -321,7 +295,7 @@ class FileStore:
     def make_room(self, size: int) -> None:
         try:
             with self._tree.locked():
-                self._make_room(size)
+                self._room.make(size)
         except OSError as error:
             raise StoreError(f"making room: {error.strerror}") from None
 

@@ -20,6 +20,8 @@ RECORDS = "records"
 KEPT_IN_QUARANTINE = 2
 RECORDS_TOTAL = "total"
 """File in the folder of the records: the bytes that they take, as decimal digits."""
+WRITTEN = "written"
+"""File in the root: the bytes of all entries that were ever placed, as decimal digits."""
 
 
 class StoreTree:
@@ -106,6 +108,21 @@ class StoreTree:
                 return bytes_in(IMAGES, within=top) + number_in(f"{RECORDS}/{RECORDS_TOTAL}", top)
         except OSError as error:
             raise StoreError(f"listing: {error.strerror}") from None
+
+    def written(self) -> int:
+        """Return the bytes of all entries that were ever placed."""
+        with folder(self.root) as top:
+            return number_in(WRITTEN, top)
+
+    def add_written(self, size: int) -> None:
+        """Count an entry that is about to be placed; called with the lock held."""
+        with folder(self.root) as top:
+            total = number_in(WRITTEN, top) + size
+            descriptor = open_file(WRITTEN, within=top, flags=LOCK)
+        try:
+            os.pwrite(descriptor, f"{total:020}".encode(), 0)
+        finally:
+            os.close(descriptor)
 
     def quarantine(self, scope: str, corrupt: str) -> None:
         """Move a corrupt file away, and remove all its other names.

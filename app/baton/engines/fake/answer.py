@@ -65,6 +65,8 @@ class Answer:
         for each in self._transfers:
             each.report.prompt_ids = [token_id(word) for word in self._words]
             each.report.saves = False  # there is no KV
+            if each.audited and self._said:
+                each.report.first_token = {token_id(self._said[0]): 0.0}  # it is sure of its answer
 
     def _choose(self, chooser: TransferChooser | None) -> TransferRequest | None:
         if chooser is None or self._operation not in STREAMS:

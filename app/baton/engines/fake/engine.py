@@ -81,6 +81,8 @@ class FakeEngine:
         aborted: number of requests that were cancelled.
         starts: number of starts.
         kills: number of calls of `kill`.
+        forgets: number of calls of `forget_prefixes`.
+        rounding_nats: see `Engine.rounding_nats`.
         longest_step_s: see `Engine.longest_step_s`.
         slots: what a request waits for before the engine works on it.
     """
@@ -103,6 +105,8 @@ class FakeEngine:
     aborted: int = 0
     starts: int = 0
     kills: int = 0
+    forgets: int = 0
+    rounding_nats: float = 0.5
     longest_step_s: float = 0.0
     slots: contextlib.AbstractAsyncContextManager[None] = field(init=False)
 
@@ -137,6 +141,10 @@ class FakeEngine:
         """Fail, as an engine whose process died: running streams end with `EngineRestarting`."""
         self.state = EngineState.FAILED
         self.behaviour.stalled_seconds = 0.0
+
+    async def forget_prefixes(self) -> bool:
+        self.forgets += 1
+        return not self.active
 
     def stalled_s(self) -> float:
         return self.behaviour.stalled_seconds

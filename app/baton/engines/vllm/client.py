@@ -56,6 +56,7 @@ class Call:
         images: how the model takes images.
         deltas: whether each output holds only the tokens since the last one.
         constrained: whether a grammar constrains the answer, e.g. by `response_format` or a named tool.
+        audited_tokens: most tokens whose raw log probabilities the engine may be asked for; 0: it has none.
     """
 
     context: RequestContext
@@ -69,6 +70,7 @@ class Call:
     images: ImageInput = field(default_factory=ImageInput)
     deltas: bool = False
     constrained: bool = False
+    audited_tokens: int = 0
 
     async def watch(
         self, outputs: AsyncGenerator[Any, None], sent: Sent, transfer: TransferRequest | None = None
@@ -94,6 +96,8 @@ class Call:
                         raise Unprocessable(DEAD_END)
                     if transfer is not None:
                         _note(transfer.report, output, deltas=self.deltas)
+                        if transfer.audited and self.audited_tokens and not transfer.report.first_token:
+                            transfer.report.first_token = _first_token(output)
                         _correct(output, transfer.report)
                         if output.finished and transfer is not self.transfer and self.chooser is not None:
                             self.chooser.ended(transfer)
@@ -116,6 +120,11 @@ class Call:
             if transfer is not None:
                 self.chosen += 1
                 tag = tag if self.chosen == 1 else f"{tag}.{self.chosen}"
+        if transfer is not None and transfer.audited and sampling_params.logprobs is None:
+            # Handlers show log probabilities only to clients that asked for them.
+            sampling_params.logprobs = self.audited_tokens or None
+        if transfer is not None and transfer.computed:
+            sampling_params.skip_reading_prefix_cache = True
         if transfer is not None and transfer.moves_kv:
             self.expect(tag, transfer)
             extra = sampling_params.extra_args or {}
@@ -142,11 +151,13 @@ class WatchedClient:
     Args:
         engine: vLLM's client.
         images: puts images into prompts of token ids.
+        audited_tokens: see `Call.audited_tokens`.
     """
 
-    def __init__(self, engine: AsyncLLM, images: ImagePrompts) -> None:
+    def __init__(self, engine: AsyncLLM, images: ImagePrompts, audited_tokens: int = 0) -> None:
         self._engine = engine
         self._images = images
+        self._audited_tokens = audited_tokens
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -155,6 +166,7 @@ class WatchedClient:
         call = CURRENT_CALL.get()
         call.deltas = sampling_params.output_kind.name == "DELTA"
         call.constrained = sampling_params.structured_outputs is not None
+        call.audited_tokens = self._audited_tokens
         _refuse_latent_placeholders(call, prompt)
         _require_prompt(call, prompt)
         transfer = call.transfer_of(prompt, sampling_params)
@@ -301,6 +313,12 @@ def _note(report: TransferReport, output: Any, *, deltas: bool) -> None:
         report.output_ids.extend(completion.token_ids)
     else:
         report.output_ids = list(completion.token_ids)
+
+
+def _first_token(output: Any) -> dict[int, float]:
+    """Return the log probabilities at the first place of an answer's first output, by token id."""
+    places = output.outputs[0].logprobs
+    return {token: found.logprob for token, found in places[0].items()} if places else {}
 
 
 def _correct(output: Any, report: TransferReport) -> None:

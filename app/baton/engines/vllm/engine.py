@@ -29,6 +29,7 @@ from baton.engines.vllm.errors import scrub
 from baton.engines.vllm.image_cache import confirm_before_reuse
 from baton.engines.vllm.image_input import image_input
 from baton.engines.vllm.image_prompts import ImagePrompts
+from baton.engines.vllm.log_probs import audited_tokens, rounding_nats
 from baton.engines.vllm.plugins import chosen_plugin, close_plugin, encode_prompt, make_plugin, plugin_params
 from baton.engines.vllm.replies import ReplyTranslator
 from baton.engines.vllm.series import EngineSeries, StepListeners
@@ -240,9 +241,8 @@ class VllmEngine:
         if plugin is not None:
             self._opened.push_async_callback(close_plugin, plugin)
         image_prompts = ImagePrompts(client, self.name)
-        serving = await handlers.Handlers.build(
-            WatchedClient(client, image_prompts), self._namespace, plugin=plugin is not None
-        )
+        watched = WatchedClient(client, image_prompts, audited_tokens(client))
+        serving = await handlers.Handlers.build(watched, self._namespace, plugin=plugin is not None)
         return Running(client, serving, image_prompts, plugin)
 
     async def _make_plugin(self, client: AsyncLLM) -> Plugin | None:
@@ -290,6 +290,20 @@ class VllmEngine:
         return 0.0
 
     @property
+    def active(self) -> int:
+        return self._running.client.get_num_unfinished_requests() if self._running is not None else 0
+
+    @property
+    def rounding_nats(self) -> float:
+        return rounding_nats(self._require_running().client)
+
+    async def forget_prefixes(self) -> bool:
+        try:
+            return bool(await self._require_running().client.reset_prefix_cache())
+        except Exception as error:  # the border to vLLM, which raises anything at all
+            raise self._translator.error(error) from error
+
+    @property
     def longest_step_s(self) -> float:
         return max(self._progress.longest_s, self._watch.longest_latent_s)
 
@@ -305,9 +319,10 @@ class VllmEngine:
         method = serving.method(operation)
         if method is None:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
+        alone = transfer is not None and transfer.computed  # its KV is for nobody else
         call = Call(
             context,
-            self._salt(context.tenant),
+            context.request_id if alone else self._salt(context.tenant),
             transfer=transfer,
             chooser=chooser if self.supports_handoffs else None,
             expect=self._watch.add,

@@ -16,6 +16,7 @@ import structlog
 from baton.config.groups import AutomaticMode, HandoffSettings
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import Engine, Json, Operation
+from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.save_rule import SaveRule
 from baton.handoffs.automatic.save_wish import SaveWish, save_wish
 from baton.handoffs.options import OPERATIONS
@@ -46,6 +47,7 @@ class AutomaticHandoffs:
         settings: limits of handoffs.
         modes: what is automatic for each engine, by its name.
         rule: decides what is saved.
+        audits: computes some answers again.
         incompatible: pairs of an engine's name and the id of a handoff whose KV it cannot load, though their
             weights are equal; the oldest first.
     """
@@ -56,6 +58,7 @@ class AutomaticHandoffs:
     settings: HandoffSettings
     modes: Mapping[str, AutomaticMode]
     rule: SaveRule
+    audits: Audits
     incompatible: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
 
     def request(
@@ -180,6 +183,7 @@ class AutomaticRequest:
             load=_named(match, decision, save_id),
             limit=_limit(match, decision),
             least=least,
+            audited=decision is not None and decision.loads and self._automatic.audits.chosen(),
         )
         if not transfer.moves_kv:
             return None
@@ -208,6 +212,7 @@ class AutomaticRequest:
         stored = 0
         if choice.match is not None:
             self._automatic.note_load(self._engine, choice.match, report)
+            self._automatic.audits.note(self._engine, choice.match.record, transfer)
             stored = 0 if report.miss is not None or report.lost else choice.match.tokens
         tokens = report.prompt_ids + report.output_ids
         if choice.save_id is None or not report.saves or len(tokens) - stored < transfer.least:

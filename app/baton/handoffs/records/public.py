@@ -7,6 +7,22 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.handoffs.records.state import HandoffState
+from baton.telemetry.audit_metrics import AuditResult
+
+
+class HandoffAudit(BaseModel):
+    """The last audit of a handoff: an answer from its KV, computed again without it."""
+
+    model_config = ConfigDict(title="BatonHandoffAudit", json_schema_serialization_defaults_required=True)
+
+    result: AuditResult = Field(
+        description="`match`, or `mismatch`: then its KV is in quarantine, and is recomputed."
+    )
+    difference: float = Field(
+        description="Largest difference between the log probabilities of the answer's first token, in nats."
+    )
+    same_token: bool = Field(description="Whether the likeliest first token was the same.")
+    at: int = Field(description="When it was audited, in seconds since the epoch.")
 
 
 class HandoffObject(BaseModel):
@@ -30,6 +46,9 @@ class HandoffObject(BaseModel):
     expires_at: int = Field(description="When it expires, in seconds since the epoch.")
     parent: str | None = Field(description="Id of the handoff that it continues.")
     label: str | None = Field(description="The label that the client gave it.")
+    audit: HandoffAudit | None = Field(
+        None, description="Its last audit; `null`: none of the requests that loaded its KV was audited."
+    )
 
 
 class HandoffList(BaseModel):

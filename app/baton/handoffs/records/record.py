@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
 
-from baton.handoffs.records.public import HandoffObject
+from baton.handoffs.records.public import HandoffAudit, HandoffObject
 from baton.handoffs.records.state import HandoffState
 from baton.images.placed_image import PlacedImage
 from baton_kv.contract import EXPENDABLE
@@ -149,6 +149,7 @@ class HandoffRecord(BaseModel):
         parent: id of the handoff that it continues.
         label: the client's label.
         automatic: the gateway saved it by itself: it has no messages, and clients do not see it.
+        audit: its last audit.
         revision: number of times it was written; the greater of two is the later.
     """
 
@@ -172,6 +173,7 @@ class HandoffRecord(BaseModel):
     parent: str | None = None
     label: str | None = None
     automatic: bool = False
+    audit: HandoffAudit | None = None
     revision: int = 0
     _on_disk: bool = PrivateAttr(False)
     _stamp: tuple[int, int, int] | None = PrivateAttr(None)
@@ -297,6 +299,7 @@ class HandoffRecord(BaseModel):
             expires_at=int(self.expires_at),
             parent=self.parent,
             label=self.label,
+            audit=self.audit,
         )
         return shown.model_dump(mode="json")
 

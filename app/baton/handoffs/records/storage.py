@@ -138,6 +138,15 @@ class HandoffStorage:
             return
         self.images.save(record)
 
+    def quarantine(self, record: HandoffRecord) -> None:
+        """Move a handoff's KV away, with what it shares with others, so that no request finds it any more."""
+        shared = 0
+        while self.store.exists(record.key, shared):
+            shared += 1
+        for part in range(shared - 1, -1, -1):
+            self.store.quarantine(record.key, part)
+        self.store.quarantine(record.key)
+
     def remove(self, record: HandoffRecord) -> None:
         """Remove a handoff's record, images and KV."""
         try:

@@ -9,7 +9,7 @@ from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.storage import HandoffStorage
 
-CHANGEABLE = ("label", "pin", "bytes", "ttl_s", "expires_at", "revision", "stamp", "disk_bytes")
+CHANGEABLE = ("label", "pin", "bytes", "ttl_s", "expires_at", "revision", "stamp", "disk_bytes", "audit")
 """Fields of a record that may change after it was saved."""
 
 

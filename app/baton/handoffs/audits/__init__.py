@@ -1,0 +1,1 @@
+"""Audits: compute some answers again without stored KV, and compare."""

@@ -1,0 +1,60 @@
+"""Talk to a Baton gateway: chats that start from handoffs, conversations, scenes, and a transport for SDKs.
+
+`Baton` and `AsyncBaton` are the clients; `HandoffTransport` and `AsyncHandoffTransport` go under the clients
+of others. `baton_client.httpx2` has the transports for SDKs that are built on httpx2.
+"""
+
+from __future__ import annotations
+
+from baton_client.async_client import AsyncBaton
+from baton_client.client import Baton
+from baton_client.conversation import AsyncConversation, Conversation
+from baton_client.errors import (
+    ApiError,
+    BadAnswer,
+    BatonError,
+    Conflict,
+    ConnectionLost,
+    HandoffFailed,
+    HandoffNotReady,
+    InvalidRequest,
+    NotAllowed,
+    NotFound,
+    Overloaded,
+    ServerFailed,
+    TimedOut,
+)
+from baton_client.handoffs import AsyncHandoffs, Handoffs
+from baton_client.transport import AsyncHandoffTransport, HandoffTransport
+from baton_client.values import Answer, Handoff, Progress, SceneAnswer, Source
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Answer",
+    "ApiError",
+    "AsyncBaton",
+    "AsyncConversation",
+    "AsyncHandoffTransport",
+    "AsyncHandoffs",
+    "BadAnswer",
+    "Baton",
+    "BatonError",
+    "Conflict",
+    "ConnectionLost",
+    "Conversation",
+    "Handoff",
+    "HandoffFailed",
+    "HandoffNotReady",
+    "HandoffTransport",
+    "Handoffs",
+    "InvalidRequest",
+    "NotAllowed",
+    "NotFound",
+    "Overloaded",
+    "Progress",
+    "SceneAnswer",
+    "ServerFailed",
+    "Source",
+    "TimedOut",
+]

@@ -1,0 +1,64 @@
+"""Write the header `X-Baton-Handoff` on requests that generate, and collect the ids of what they saved.
+
+All transports share this, whatever HTTP library they are of.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, MutableMapping
+
+HEADER = "X-Baton-Handoff"
+ID_HEADER = "X-Handoff-Id"
+GENERATE = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+"""Paths of the routes that the header is for; a gateway may stand under a prefix."""
+LONGEST = 64
+"""Most characters of a handoff's id."""
+
+
+class HandoffHeader:
+    """What a transport adds to requests, and keeps of responses.
+
+    Args:
+        handoff: see the attribute.
+        remember: number of ids that are kept; the oldest go first.
+
+    Attributes:
+        handoff: value of the header: `auto` (as the gateway's settings say), `off`, `save`, or the id of the
+            handoff that requests start from. It may be set anew between requests.
+        ids: ids of the handoffs that were saved, the oldest first.
+    """
+
+    def __init__(self, handoff: str = "auto", *, remember: int = 1000) -> None:
+        self.handoff = handoff
+        self.ids: deque[str] = deque(maxlen=remember)
+
+    @property
+    def handoff(self) -> str:
+        """Value of the header.
+
+        Raises:
+            ValueError: when it is set to something that is neither a mode nor an id.
+        """
+        return self._handoff
+
+    @handoff.setter
+    def handoff(self, value: str) -> None:
+        if not (0 < len(value) <= LONGEST and value.isascii() and value.isprintable() and " " not in value):
+            raise ValueError("'handoff' is 'auto', 'off', 'save' or the id of a handoff.")
+        self._handoff = value
+
+    @property
+    def last(self) -> str | None:
+        """Id of the handoff that was saved last; None: none was."""
+        return self.ids[-1] if self.ids else None
+
+    def mark(self, method: str, path: str, headers: MutableMapping[str, str]) -> None:
+        """Set the header on a request that generates, unless it has one."""
+        if method == "POST" and path.rstrip("/").endswith(GENERATE) and HEADER not in headers:
+            headers[HEADER] = self.handoff
+
+    def note(self, headers: Mapping[str, str]) -> None:
+        """Keep the id that a response names."""
+        if (saved := headers.get(ID_HEADER)) is not None:
+            self.ids.append(saved)

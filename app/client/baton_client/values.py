@@ -1,0 +1,147 @@
+"""Define what the client returns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+Json: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """A stored context that requests can start from.
+
+    Attributes:
+        id: what `start` of a chat takes.
+        state: `pending` until the request that saves it has ended; `ready` or `failed` then.
+        model: name of the engine that saved it.
+        tokens: number of tokens in its context.
+        images: number of images in its context.
+        latent_steps: number of its tokens that stand for latent steps.
+        bytes: size of its KV in the store; 0: its KV is not stored and is recomputed.
+        pin: whether its KV is exempt from eviction.
+        created_at: when it was created, in seconds since the epoch.
+        expires_at: when it expires, in seconds since the epoch.
+        parent: id of the handoff that it continues.
+        label: the text that the client gave it.
+    """
+
+    id: str
+    state: str
+    model: str
+    tokens: int
+    images: int
+    latent_steps: int
+    bytes: int
+    pin: bool
+    created_at: int
+    expires_at: int
+    parent: str | None
+    label: str | None
+
+    @classmethod
+    def of(cls, row: Json) -> Handoff:
+        """Read a handoff object of the API; fields that are unknown here are ignored."""
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the KV of the handoff that a request started from came from.
+
+    Attributes:
+        id: of the handoff.
+        outcome: `loaded` from the store, `resident` in the engine, or `recomputed`.
+        reason: why it was recomputed, such as `kv_gone`; None: it was not.
+        tokens: number of tokens in the handoff.
+        loaded_tokens: number of tokens whose KV came from the store.
+        resident_tokens: number of tokens whose KV the engine still had.
+    """
+
+    id: str
+    outcome: str
+    reason: str | None
+    tokens: int
+    loaded_tokens: int
+    resident_tokens: int
+
+    @classmethod
+    def of(cls, row: Json) -> Source:
+        """Read `handoff.source` of an answer; fields that are unknown here are ignored."""
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a chat.
+
+    Attributes:
+        text: of the first choice; empty where the model called a tool instead.
+        handoff: the handoff that the request saved; None: it saved none.
+        source: where the KV of the handoff it started from came from; None: it started from none.
+        usage: numbers of tokens, as the API counts them: `prompt_tokens`, `completion_tokens`, ...
+        body: the whole answer, as the API sent it.
+    """
+
+    text: str
+    handoff: Handoff | None
+    source: Source | None
+    usage: Json
+    body: Json
+
+    @classmethod
+    def of(cls, body: Json) -> Answer:
+        """Read the body of an answer of `/v1/chat/completions`."""
+        handoff = body.get("handoff") or {}
+        return cls(
+            text=body["choices"][0]["message"].get("content") or "",
+            handoff=Handoff.of(handoff) if "id" in handoff else None,
+            source=Source.of(handoff["source"]) if "source" in handoff else None,
+            usage=body.get("usage") or {},
+            body=body,
+        )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a scene's upload, or the download of its answer, has come.
+
+    Between the last `sending` and the first `receiving` the gateway computes; it reports nothing meanwhile.
+
+    Attributes:
+        stage: `sending` the scene or `receiving` the answer.
+        done: number of bytes so far.
+        total: number of bytes in all; None: the gateway did not say.
+    """
+
+    stage: Literal["sending", "receiving"]
+    done: int
+    total: int | None
+
+
+@dataclass(frozen=True)
+class SceneAnswer:
+    """What a plugin made of a scene.
+
+    Attributes:
+        media_type: of the answer, such as `image/tiff`.
+        content: the answer; empty if it was written to `path`.
+        path: the file it was written to; None: it is in `content`.
+    """
+
+    media_type: str
+    content: bytes
+    path: Path | None
+
+    def json(self) -> Json:
+        """Return the answer to `accept="application/json"`.
+
+        Raises:
+            ValueError: the answer is not JSON.
+        """
+        text = self.path.read_bytes() if self.path is not None else self.content
+        answer: Json = json.loads(text)
+        return answer

@@ -1,0 +1,131 @@
+"""Translate between the client's calls and httpx, for both drivers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import Any, BinaryIO, TypedDict
+
+import httpx
+
+from baton_client.call import Call, Reply, Upload
+from baton_client.errors import ConnectionLost, TimedOut
+from baton_client.values import Progress
+
+CONNECT_WITHIN_S = 10.0
+NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+WORTH_RESENDING = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+class Options(TypedDict):
+    """What sync and async httpx clients are made with."""
+
+    base_url: str
+    headers: dict[str, str]
+    timeout: httpx.Timeout
+
+
+def client_options(base_url: str, api_key: str | None, timeout_s: float) -> Options:
+    """Return how an httpx client is made.
+
+    Args:
+        base_url: of the gateway, with `/v1` at its end or without.
+        api_key: sent with every request, if there is one.
+        timeout_s: most seconds between two pieces of an answer, and before its first.
+    """
+    return {
+        "base_url": base_url.rstrip("/").removesuffix("/v1"),
+        "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+        "timeout": httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_WITHIN_S)),
+    }
+
+
+def options_of(call: Call[Any], *, asynchronous: bool) -> dict[str, Any]:
+    """Return the arguments of `httpx.Client.stream` for a call."""
+    options: dict[str, Any] = {"method": call.method, "url": call.path, "headers": dict(call.headers)}
+    if call.params:
+        options["params"] = dict(call.params)
+    if isinstance(call.body, Upload):
+        options["content"] = call.body.pieces_async() if asynchronous else call.body.pieces()
+    elif call.body is not None:
+        options["json"] = call.body
+    return options
+
+
+def lost_of(error: httpx.RequestError, base_url: httpx.URL, *, answered: bool) -> ConnectionLost:
+    """Return the client's error for httpx's."""
+    reason = str(error) or type(error).__name__
+    kind = TimedOut if isinstance(error, httpx.TimeoutException) else ConnectionLost
+    what = "The answer broke off" if answered else "No answer came"
+    advice = "Raise timeout_s" if kind is TimedOut else "Check base_url, and that the gateway runs"
+    return kind(
+        f"{what} from {base_url}: {reason}. {advice}.",
+        sent=not isinstance(error, NEVER_SENT),
+        answered=answered,
+        resend=isinstance(error, WORTH_RESENDING),
+    )
+
+
+class Arrival:
+    """Takes an answer in, into memory or into the call's file.
+
+    The file appears under its name once it is whole; until then it has a name of its own beside it.
+
+    Attributes:
+        begun: whether the answer's first bytes have come.
+        to_file: whether pieces are written to a file.
+    """
+
+    def __init__(self, call: Call[Any]) -> None:
+        self.begun = False
+        self.to_file = False
+        self._call = call
+        self._pieces: list[bytes] = []
+        self._file: BinaryIO | None = None
+        self._done = 0
+
+    def begin(self, response: httpx.Response) -> None:
+        """Take in the status and the headers."""
+        self.begun = True
+        self._response = response
+        length = response.headers.get("content-length", "")
+        self._total = int(length) if length.isdigit() else None
+        if self._call.target is not None and response.is_success:
+            self._file = _open_beside(self._call.target)
+            self.to_file = True
+
+    def write(self, piece: bytes) -> None:
+        """Take in a piece of the body; one for a file may be written in a thread."""
+        if self._file is not None:
+            self._file.write(piece)
+        else:
+            self._pieces.append(piece)
+
+    def count(self, piece: bytes) -> None:
+        """Report how far the answer has come."""
+        self._done += len(piece)
+        if self._call.report is not None and self._response.is_success:
+            self._call.report(Progress("receiving", self._done, self._total))
+
+    def end(self) -> Reply:
+        """Return the whole answer."""
+        if self._file is not None and self._call.target is not None:
+            self._file.close()
+            os.replace(self._file.name, self._call.target)
+            self._file = None
+        return Reply(self._response.status_code, self._response.headers, b"".join(self._pieces))
+
+    def close(self) -> None:
+        """Remove the file of an answer that broke off."""
+        if self._file is not None:
+            self._file.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._file.name)
+            self._file = None
+
+
+def _open_beside(target: Path) -> BinaryIO:
+    """Open a new, hidden file in the folder of `target`."""
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.part").open("xb")

@@ -1,0 +1,145 @@
+"""Calls are sent again where that is harmless or the gateway asks for it, and else not."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from baton_client import BadAnswer, Baton, ConnectionLost, Overloaded, ServerFailed, TimedOut
+from baton_client.call import Call, Reply
+from baton_client.retries import Retries, retry_after
+
+BUSY = b'{"error": {"message": "The engine\'s queue is full.", "code": "engine_overloaded", "param": null}}'
+EMPTY = b'{"object": "list", "data": [], "has_more": false, "first_id": null, "last_id": null}'
+
+
+@contextmanager
+def scripted(*answers: bytes, **options: Any) -> Iterator[tuple[Baton, list[bytes]]]:
+    """A client of a socket that gives these answers, one a connection; an empty one hangs up."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for answer in answers:
+                connection, _ = listener.accept()
+                with connection:
+                    heard.append(connection.recv(65536))
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with Baton(f"http://127.0.0.1:{listener.getsockname()[1]}", **options) as baton:
+            yield baton, heard
+        thread.join(5)
+
+
+def answer(status: int, body: bytes, *headers: str) -> bytes:
+    head = [f"HTTP/1.1 {status} x", f"Content-Length: {len(body)}", "Connection: close", *headers]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long the client paused; it does not really."""
+    found: list[float] = []
+    monkeypatch.setattr("time.sleep", found.append)
+    return found
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_an_overloaded_gateway_is_asked_again_when_it_says(status: int, pauses: list[float]) -> None:
+    busy = answer(status, BUSY, "Retry-After: 7")
+    with scripted(busy, answer(200, EMPTY)) as (baton, heard):
+        assert list(baton.handoffs.list()) == []
+    assert (len(heard), pauses) == (2, [7.0])
+
+
+def test_a_chat_is_sent_again_too_when_the_gateway_refused_it(pauses: list[float]) -> None:
+    busy = answer(503, BUSY, "Retry-After: 1")
+    with scripted(busy, busy, busy) as (baton, heard), pytest.raises(Overloaded) as caught:
+        baton.chat("a", "11")
+    assert len(heard) == 3
+    assert heard[0] == heard[2]
+    assert (caught.value.retry_after_s, caught.value.code) == (1.0, "engine_overloaded")
+
+
+def test_it_waits_no_longer_than_is_bearable() -> None:
+    retries = Retries()
+    assert retries.after_reply(Reply(503, {"retry-after": "86400"}, b""), 0) == retries.longest_s
+    assert retry_after({"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}) is None
+    for attempt in range(40):
+        pause = Retries(limit=99).after_reply(Reply(503, {}, b""), attempt)
+        step = min(0.5 * 2**attempt, 30)
+        assert pause is not None
+        assert step / 2 <= pause <= step
+
+
+def test_a_conflict_is_tried_again_only_where_it_passes() -> None:
+    assert Retries().after_reply(Reply(409, {"retry-after": "1"}, b""), 0) == 1
+    assert Retries().after_reply(Reply(409, {}, b""), 0) is None
+    assert Retries().after_reply(Reply(500, {"retry-after": "1"}, b""), 0) is None
+
+
+def test_what_only_reads_is_sent_again_when_the_connection_is_lost(pauses: list[float]) -> None:
+    with scripted(b"", answer(200, EMPTY)) as (baton, heard):
+        assert list(baton.handoffs.list()) == []
+    assert len(heard) == 2
+
+
+def test_a_chat_is_not_sent_again_when_it_may_have_been_heard(pauses: list[float]) -> None:
+    with scripted(b"") as (baton, heard), pytest.raises(ConnectionLost, match="No answer came"):
+        baton.chat("a", "11")
+    assert (len(heard), pauses) == (1, [])
+
+
+def test_a_chat_that_never_left_is_sent_again(pauses: list[float]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    with Baton(url) as baton, pytest.raises(ConnectionLost, match="Check base_url") as caught:
+        baton.chat("a", "11")
+    assert (len(pauses), caught.value.sent) == (2, False)
+
+
+def test_an_answer_that_broke_off_is_not_asked_for_again(pauses: list[float]) -> None:
+    half = answer(200, EMPTY)[:-10]
+    with scripted(half) as (baton, heard), pytest.raises(ConnectionLost, match="broke off"):
+        list(baton.handoffs.list())
+    assert (len(heard), pauses) == (1, [])
+
+
+def test_a_gateway_that_is_too_slow_is_not_asked_again(pauses: list[float]) -> None:
+    def slow(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("slow", request=request)
+
+    with (
+        Baton(transport=httpx.MockTransport(slow)) as baton,
+        pytest.raises(TimedOut, match="Raise timeout_s"),
+    ):
+        list(baton.handoffs.list())
+    assert pauses == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered", "method"), list(itertools.product((True, False), (True, False), ("GET", "POST")))
+)
+def test_the_rule_for_lost_connections(sent: bool, answered: bool, method: str) -> None:
+    lost = ConnectionLost("", sent=sent, answered=answered)
+    again = Retries().after_loss(Call(method, "/", lambda reply: reply), lost, 0) is not None
+    assert again == (not sent or (method == "GET" and not answered))
+
+
+def test_what_is_no_gateway_is_told_from_one(pauses: list[float]) -> None:
+    with scripted(answer(200, b"<html>")) as (baton, _), pytest.raises(BadAnswer, match="base_url"):
+        list(baton.handoffs.list())
+    with scripted(answer(502, b"<html>")) as (baton, _), pytest.raises(ServerFailed, match="HTTP 502"):
+        list(baton.handoffs.list())
+    with scripted(answer(302, b"")) as (baton, _), pytest.raises(Exception, match="HTTP 302"):
+        list(baton.handoffs.list())
