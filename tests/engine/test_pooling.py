@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator
 
 import httpx
+import numpy as np
 import pytest
 from support.gateways import RealGateway
 
@@ -31,7 +32,9 @@ def test_texts_and_token_ids_pool_alike(client: httpx.Client) -> None:
     tokens = client.post("/tokenize", json={"model": "embed", "prompt": "the sea"}).json()["tokens"]
     by_text, by_tokens = pooled(client, input="the sea"), pooled(client, input=tokens)
     embedded = client.post("/v1/embeddings", json={"model": "embed", "input": "the sea"}).json()
-    assert by_text == by_tokens == embedded["data"][0]["embedding"]
+    assert by_text == by_tokens
+    # vLLM writes the nine digits that a float32 needs if orjson is installed, and a double's otherwise.
+    assert np.array_equal(np.float32(by_text), np.float32(embedded["data"][0]["embedding"]))
     assert len(by_text) == 64
 
 
