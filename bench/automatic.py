@@ -1,8 +1,8 @@
 """Measure what automatic handoffs save conversations, and what they cost others. `make bench-automatic`.
 
-One gateway with two engines of the same real weights, both without a prefix cache: on one of them handoffs
-are automatic. What is compared alternates in one run; printed are medians and ratios. The look-up is measured
-in this process, over an index of as many contexts as `--contexts`.
+One engine of real weights without a prefix cache, asked with the header `X-Baton-Handoff: off` and with `auto`.
+What is compared alternates in one run; printed are medians and ratios. The look-up is measured in this process,
+over an index of as many contexts as `--contexts`.
 
 vLLM's own tiers of KV (`vllm/v1/kv_offload`) are not beside it: vLLM 0.32 has them for GPUs only.
 """
@@ -33,13 +33,7 @@ store = "file:{folder}/store"
 budget = "6GiB"
 
 [[engines]]
-name = "off"
-model = "smollm2"
-handoff = true
-args = {{ enable_prefix_caching = false, max_num_seqs = 16 }}
-
-[[engines]]
-name = "on"
+name = "smollm2"
 model = "smollm2"
 handoff = true
 auto = "on"
@@ -50,49 +44,60 @@ FIRST_TOKENS = 1100
 TURN_TOKENS = 160
 SAID = 16
 LOOKUPS = 1000
-
-
+MODEL = "smollm2"
+WAYS = ("off", "auto")
+"""The values of the header."""
 CHAINS = (2, 8, 32)
 LENGTHS = (1024, 4096)
 
 
-async def turns(client: Client, model: str, seed: int, count: int) -> list[float]:
+class Clients(dict[str, Client]):
+    """A client for each value of the header."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__({way: Client(url, **{"X-Baton-Handoff": way}) for way in WAYS})
+
+
+def in_turn(number: int) -> tuple[str, ...]:
+    """Both values of the header, each the first in every second round."""
+    return WAYS if number % 2 == 0 else WAYS[::-1]
+
+
+async def turns(client: Client, seed: int, count: int) -> list[float]:
     """Milliseconds of each turn of a conversation whose every request holds all of it."""
     context, took = prompt(FIRST_TOKENS, seed), []
     for number in range(count):
-        answer, ms = await client.ask(model, context, max_tokens=SAID)
+        answer, ms = await client.ask(MODEL, context, max_tokens=SAID)
         took.append(ms)
         context = said(answer) + prompt(TURN_TOKENS, seed * 100 + number)
         await asyncio.sleep(0.3)  # the client reads, and its context is saved
     return took
 
 
-async def turns_part(client: Client, folder: Path, rounds: int) -> None:
+async def turns_part(clients: Clients, folder: Path, rounds: int) -> None:
     """A conversation that is sent again with every turn."""
     rows: Rows = defaultdict(list)
     count, taken = 8, []
     for number in range(rounds):
         before = stored(folder)
-        for model in ("off", "on"):
-            took = await turns(client, model, 300 + 10 * number + len(model), count)
-            rows[f"first {model}"].append(took[0])
-            rows[f"later {model}"] += took[1:]
+        for way in in_turn(number):
+            took = await turns(clients[way], 300 + 10 * number + len(way), count)
+            rows[f"first {way}"].append(took[0])
+            rows[f"later {way}"] += took[1:]
         await asyncio.sleep(2)
         taken.append((stored(folder) - before) / 1024**2)
     found = medians(rows)
-    cells = [
-        [name, *(f"{found[f'{name} {model}']:.0f}" for model in ("off", "on"))] for name in ("first", "later")
-    ]
+    cells = [[name, *(f"{found[f'{name} {way}']:.0f}" for way in WAYS)] for name in ("first", "later")]
     for row in cells:
         row.append(f"{float(row[2]) / float(row[1]):.3f}")
     mib = statistics.median(taken)
     print(f"{count} turns of {TURN_TOKENS} tokens after {FIRST_TOKENS}; stored: {mib:.0f} MiB\n")
-    table(["turn, ms", "off", "on", "on / off"], cells)
+    table(["turn, ms", "off", "auto", "auto / off"], cells)
 
 
-async def chains_part(client: Client, folder: Path) -> None:
+async def chains_part(clients: Clients, folder: Path) -> None:
     """Chains of named handoffs: each turn saved with all that came before it, and as what it adds."""
-    rows = []
+    rows, client = [], clients["auto"]
     for count in CHAINS:
         found = {}
         for name in ("whole", "added"):
@@ -114,7 +119,7 @@ async def chain(client: Client, count: int, seed: int, *, added: bool) -> list[s
     for number in range(count):
         named = {"from": left[-1]} if added and left else {}
         asked = prompt(TURN_TOKENS, seed + number) if named else context
-        answer, _ = await client.ask("off", asked, max_tokens=SAID, handoff={"save": True} | named)
+        answer, _ = await client.ask(MODEL, asked, max_tokens=SAID, handoff={"save": True} | named)
         left.append(answer["handoff"]["id"])
         context = said(answer) + prompt(TURN_TOKENS, seed + number + 1)
         await asyncio.sleep(0.2)
@@ -122,8 +127,8 @@ async def chain(client: Client, count: int, seed: int, *, added: bool) -> list[s
 
 
 async def save_seconds(client: Client) -> float:
-    """Seconds that the engine `off` has spent on saves so far."""
-    name = r'^baton_store_op_duration_seconds_sum\{engine="off",op="save"\} (\S+)$'
+    """Seconds that the engine has spent on saves so far."""
+    name = r'^baton_store_op_duration_seconds_sum\{engine="smollm2",op="save"\} (\S+)$'
     found = re.search(name, await client.metrics(), re.MULTILINE)
     return float(found[1]) if found else 0.0
 
@@ -132,26 +137,25 @@ Left = list[tuple[int, list[int], str]]
 """Contexts that are stored: the length of the prompt, all token ids, and the id of a named handoff."""
 
 
-async def leave(client: Client, rounds: int, seed: int) -> Left:
-    """Save contexts by both ways."""
+async def leave(clients: Clients, rounds: int, seed: int) -> Left:
+    """Save contexts that named and automatic handoffs find."""
     left = []
     for number, length in ((number, length) for number in range(rounds) for length in LENGTHS):
         tokens = prompt(length, seed + 10 * number + length % 7)
-        named, _ = await client.ask("off", tokens, max_tokens=SAID, handoff={"save": True})
-        await client.ask("on", [*said(named), 5], max_tokens=SAID)
+        named, _ = await clients["auto"].ask(MODEL, tokens, max_tokens=SAID, handoff={"save": True})
         await asyncio.sleep(1)
         left.append((length, said(named), named["handoff"]["id"]))
     return left
 
 
-async def first_token_part(client: Client, left: Left, when: str) -> None:
+async def first_token_part(clients: Clients, left: Left, when: str) -> None:
     """The first token behind stored contexts: computed, from a named handoff, and automatically."""
     found: dict[int, Rows] = {length: defaultdict(list) for length in LENGTHS}
     for number, (length, context, handoff) in enumerate(left):
         own, rows = prompt(TURN_TOKENS, 70_000 + number + len(when)), found[length]
-        rows["computed"].append((await client.ask("off", context + own))[1])
-        rows["named"].append((await client.ask("off", own, handoff={"from": handoff}))[1])
-        answer, took = await client.ask("on", context + own)
+        rows["computed"].append((await clients["off"].ask(MODEL, context + own))[1])
+        rows["named"].append((await clients["auto"].ask(MODEL, own, handoff={"from": handoff}))[1])
+        answer, took = await clients["auto"].ask(MODEL, context + own)
         assert prefilled(answer) < length / 2, "nothing was loaded"
         rows["automatic"].append(took)
     cells = []
@@ -168,26 +172,27 @@ async def first_token_part(client: Client, left: Left, when: str) -> None:
     table(["context", "computed, ms", "named, ms", "automatic, ms", "automatic / computed"], cells)
 
 
-async def pace_part(client: Client, rounds: int) -> None:
+async def pace_part(clients: Clients, rounds: int) -> None:
     """A stream beside which other contexts begin, and are saved or not."""
     rows: Rows = defaultdict(list)
-    for number in range(rounds):
-        for model in ("off", "on"):
-            seed = 5000 + 100 * number + 10 * len(model)
-            stream = asyncio.create_task(client.stream(model, prompt(64, seed), max_tokens=160))
+    for number in range(3 * rounds):
+        for way in in_turn(number):
+            client, seed = clients[way], 5000 + 100 * number + 10 * len(way)
+            stream = asyncio.create_task(client.stream(MODEL, prompt(64, seed), max_tokens=160))
             for other in range(4):
-                await client.ask(model, prompt(FIRST_TOKENS, seed + 1 + other), max_tokens=4)
+                await client.ask(MODEL, prompt(FIRST_TOKENS, seed + 1 + other), max_tokens=4)
             first, gaps = await stream
-            rows[f"first {model}"].append(first)
-            rows[f"mean gap {model}"].append(statistics.mean(gaps))
-            rows[f"longest gap {model}"].append(max(gaps))
+            await asyncio.sleep(1)
+            rows[f"first {way}"].append(first)
+            rows[f"mean gap {way}"].append(statistics.mean(gaps))
+            rows[f"longest gap {way}"].append(max(gaps))
     found = medians(rows)
     names = ("first", "mean gap", "longest gap")
-    cells = [[name, *(f"{found[f'{name} {model}']:.1f}" for model in ("off", "on"))] for name in names]
+    cells = [[name, *(f"{found[f'{name} {way}']:.1f}" for way in WAYS)] for name in names]
     for row in cells:
         row.append(f"{float(row[2]) / float(row[1]):.3f}")
     print(f"One stream of 160 tokens while four prompts of {FIRST_TOKENS} tokens come one after the other\n")
-    table(["of the stream, ms", "off", "on", "on / off"], cells)
+    table(["of the stream, ms", "off", "auto", "auto / off"], cells)
 
 
 def lookup_part(contexts: int) -> None:
@@ -233,22 +238,25 @@ def stored(folder: Path) -> int:
 
 async def run(url: str, folder: Path, options: argparse.Namespace) -> Left:
     """All parts, one after the other; returns what a gateway that is started again may load."""
-    client = Client(url)
-    for model in ("off", "on"):
-        await turns(client, model, 1, 2)  # warm
-    await turns_part(client, folder, options.rounds)
-    await pace_part(client, options.rounds)
-    await chains_part(client, folder)
-    await first_token_part(client, await leave(client, options.rounds, 50_000), "same gateway")
-    return await leave(client, options.rounds, 60_000)
+    clients = Clients(url)
+    for number, way in enumerate(WAYS):
+        await turns(clients[way], 1 + number, 2)  # warm
+    if options.pace:
+        await pace_part(clients, options.rounds)
+        return []
+    await turns_part(clients, folder, options.rounds)
+    await pace_part(clients, options.rounds)
+    await chains_part(clients, folder)
+    await first_token_part(clients, await leave(clients, options.rounds, 50_000), "same gateway")
+    return await leave(clients, options.rounds, 60_000)
 
 
 async def run_again(url: str, left: Left) -> None:
     """What was stored before the gateway ended."""
-    client = Client(url)
-    for model in ("off", "on"):
-        await turns(client, model, 2, 2)  # warm
-    await first_token_part(client, left, "after a restart")
+    clients = Clients(url)
+    for number, way in enumerate(WAYS):
+        await turns(clients[way], 3 + number, 2)  # warm
+    await first_token_part(clients, left, "after a restart")
 
 
 def main() -> None:
@@ -256,6 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="how often each is measured")
     parser.add_argument("--contexts", type=int, default=100_000, help="contexts that a look-up searches")
+    parser.add_argument("--pace", action="store_true", help="only what others lose")
     options = parser.parse_args()
     typed = f"make bench-automatic ARGS='{' '.join(sys.argv[1:])}'"
     print(f"`{typed}`, {datetime.date.today()}, {machine()}\n")
@@ -268,8 +277,9 @@ def main() -> None:
         address = f"http://127.0.0.1:{port}"
         with Server("automatic", [*command, "--port", str(port)], address) as server:
             left = asyncio.run(run(server.url, Path(folder), options))
-        with Server("automatic", [*command, "--port", str(port)], address) as server:
-            asyncio.run(run_again(server.url, left))
+        if left:
+            with Server("automatic", [*command, "--port", str(port)], address) as server:
+                asyncio.run(run_again(server.url, left))
 
 
 if __name__ == "__main__":

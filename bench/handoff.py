@@ -141,8 +141,8 @@ def medians(rows: Rows) -> dict[str, float]:
 class Client:
     """Asks one gateway."""
 
-    def __init__(self, url: str) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=300)
+    def __init__(self, url: str, **headers: str) -> None:
+        self._http = httpx.AsyncClient(base_url=url, timeout=300, headers=headers)
 
     async def ask(self, model: str, tokens: list[int], **more: Any) -> tuple[dict[str, Any], float]:
         """An answer, and the milliseconds it took."""

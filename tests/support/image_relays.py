@@ -82,6 +82,18 @@ class Eyes:
             time.sleep(0.05)
         assert self.encoded(model) - before == expected
 
+    def saved_by_itself(self, before: int) -> None:
+        """Wait until one more automatic handoff is stored than before."""
+        deadline = time.monotonic() + 20
+        while self.automatic <= before:
+            assert time.monotonic() < deadline, "nothing was saved"
+            time.sleep(0.05)
+
+    @property
+    def automatic(self) -> int:
+        """Number of automatic handoffs that are stored."""
+        return sum('"automatic":true' in path.read_text() for path in (self.store / "records").glob("*.json"))
+
     def forget_kv(self, handoff: str) -> None:
         """Its entry is evicted: nothing is left but its tokens and images."""
         (path,) = (self.store / "entries").rglob(f"{handoff}.kv")
@@ -93,6 +105,7 @@ class Answer:
     prompt: list[int]
     said: list[int]
     handoff: dict[str, Any] | None
+    cached: int = 0
 
     @property
     def left(self) -> str:
@@ -110,7 +123,8 @@ class Answer:
 def _whole(body: dict[str, Any]) -> Answer:
     choice = body["choices"][0]
     prompt = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
-    return Answer(prompt, choice["token_ids"], body.get("handoff"))
+    cached = (body["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Answer(prompt, choice["token_ids"], body.get("handoff"), cached)
 
 
 def _streamed(response: httpx.Response) -> Answer:

@@ -10,6 +10,7 @@ import pytest
 
 from baton.handoffs.records.prefix_index import BLOCK, PrefixIndex, PrefixMatch, shared_tokens
 from baton.handoffs.records.record import HandoffRecord
+from baton.images.image_position import ImagePosition, with_distinct_images
 
 
 def record(tokens: Sequence[int], tenant: str = "a", weights: str = "w", **more: object) -> HandoffRecord:
@@ -126,3 +127,29 @@ def test_tokens_are_compared_whatever_holds_them() -> None:
     index.add(record(range(40)))
     with pytest.raises(OverflowError):
         find(index, [2**40] * 40)
+
+
+@pytest.mark.parametrize("length", [1, 3, 40])
+def test_contexts_are_shared_up_to_the_first_image_that_differs(length: int) -> None:
+    """All images have the same placeholders, so the token ids alone are equal."""
+    text, placeholder = list(range(50)), 7
+    ids = [*text, *[placeholder] * length, *text, *[placeholder] * length, *text]
+    places = (len(text), 2 * len(text) + length)
+
+    def images(*names: str) -> list[ImagePosition]:
+        return [ImagePosition(name, at, length) for name, at in zip(names, places, strict=True)]
+
+    index = PrefixIndex()
+    index.add(record(ids, positions=images("one", "two")))
+    for names, shared in (
+        (("one", "two"), len(ids)),
+        (("one", "other"), places[1]),
+        (("other", "two"), places[0]),
+        (("two", "one"), places[0]),
+    ):
+        match = find(index, with_distinct_images(ids, images(*names)))
+        assert match is not None
+        assert match.tokens == shared, names
+    match = find(index, ids)
+    assert match is not None
+    assert match.tokens == places[0], "a text that spells the placeholders is no image"

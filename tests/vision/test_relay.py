@@ -216,6 +216,34 @@ def test_the_same_words_about_another_picture_are_another_handoff(eyes: Eyes) ->
     assert again.said == answers[left].said
 
 
+def test_a_picture_that_is_sent_again_starts_from_stored_kv_by_itself_and_another_one_does_not(
+    eyes: Eyes,
+) -> None:
+    """A client that knows nothing of handoffs; the prompts' token ids are equal but for the last words."""
+    one, other = picture(5301, 30, 30), picture(5302, 30, 30)
+    rules = " ".join(f"{word} {number}" for number, word in enumerate(WORDS))
+
+    def talk(shown: ClientImage, *more: Any) -> dict[str, Any]:
+        return {"messages": [user(rules, part(shown), " what is where? " + rules), *more]}
+
+    before = eyes.automatic
+    eyes.ask("reader", talk(one))
+    eyes.saved_by_itself(before)
+    further = ({"role": "assistant", "content": "two circles"}, user("a field?"))
+    encoded = eyes.encoded("reader")
+    again = eyes.ask("reader", talk(one, *further))
+    eyes.encodes("reader", encoded, 0)
+    image = again.prompt.index(eyes.seer.image_token)
+    assert again.cached > again.prompt.index(again.prompt[-1], image), "the picture's KV and what follows it"
+    assert again.said == eyes.seer.says(again.prompt, [one])
+    swapped = eyes.ask("reader", talk(other, *further))
+    eyes.encodes("reader", encoded, 1)
+    assert swapped.prompt == again.prompt
+    assert swapped.cached <= image, "from there on it is another picture's"
+    assert swapped.said == eyes.seer.says(swapped.prompt, [other])
+    assert swapped.said != again.said, "the pictures matter to this model"
+
+
 def test_a_swapped_picture_never_hits(eyes: Eyes) -> None:
     """Another gateway over the same store might leave a record whose images are not those of its KV."""
     one, other = picture(5201, 30, 30), picture(5202, 30, 30)

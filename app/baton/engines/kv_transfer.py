@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from baton.images.image_position import ImagePosition
 from baton.images.placed_image import PlacedImage
 from baton_kv.contract import TransferFailure
 
@@ -82,11 +83,14 @@ class TransferRequest:
 class TransferChooser(Protocol):
     """Chooses a transfer for each prompt of one request, when its token ids are known."""
 
-    def choose(self, prompt: Sequence[int], *, loads: bool, saves: bool) -> TransferRequest | None:
+    def choose(
+        self, prompt: Sequence[int], images: Sequence[ImagePosition] = (), *, loads: bool, saves: bool
+    ) -> TransferRequest | None:
         """Return what to load and save beside a prompt; None: nothing.
 
         Args:
-            prompt: token ids of the whole prompt, which holds nothing else.
+            prompt: token ids of the whole prompt.
+            images: the images that it holds, in order; it holds nothing else.
             loads: whether the engine may start from loaded KV for it.
             saves: whether the engine may save it: its KV is that of one answer.
         """

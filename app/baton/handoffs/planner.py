@@ -81,7 +81,7 @@ class Planner:
         load_s = engine.throughput.load_s(size) if size else None
         prefill_s = engine.throughput.prefill_s(tokens, steps)
         if prefill_s is not None:
-            prefill_s += IMAGE_S * sum(image.offset < tokens for image in record.images)
+            prefill_s += IMAGE_S * sum(image.offset < tokens for image in record.image_positions)
         latent = record.latent_steps > 0  # recomputed latent steps may differ
         if load_s is None or prefill_s is None or latent:
             return Decision(Choice.LOAD, None, load_s, prefill_s)

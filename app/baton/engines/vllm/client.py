@@ -20,7 +20,7 @@ from baton.engines.kv_transfer import TransferChooser, TransferReport, TransferR
 from baton.engines.port import ImageInput
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.image_cache import Sent, hashes_of
-from baton.engines.vllm.image_input import stray_placeholders
+from baton.engines.vllm.image_input import image_positions, stray_placeholders
 from baton.errors import BatonError, GenerationFailed, InvalidRequest, Unprocessable
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
@@ -113,10 +113,10 @@ class Call:
     def transfer_of(self, prompt: Any, sampling_params: Any) -> TransferRequest | None:
         """Return what the engine loads and saves beside a prompt, and put it into the sampling parameters."""
         transfer, tag = self.transfer, self.context.request_id
-        if transfer is None and self.chooser is not None and (ids := _plain_ids(prompt)) is not None:
+        if transfer is None and self.chooser is not None and (images := image_positions(prompt)) is not None:
             # The engine computes all of a prompt whose log probabilities are asked for.
-            loads = sampling_params.prompt_logprobs is None
-            transfer = self.chooser.choose(ids, loads=loads, saves=sampling_params.n == 1)
+            loads, ids = sampling_params.prompt_logprobs is None, prompt["prompt_token_ids"]
+            transfer = self.chooser.choose(ids, images, loads=loads, saves=sampling_params.n == 1)
             if transfer is not None:
                 self.chosen += 1
                 tag = tag if self.chosen == 1 else f"{tag}.{self.chosen}"
@@ -206,15 +206,6 @@ def failed(output: Any) -> bool:
     completions = getattr(output, "outputs", ())
     reasons = [item.finish_reason for item in completions] if isinstance(completions, list) else []
     return "error" in reasons or getattr(output, "error", None) is not None
-
-
-def _plain_ids(prompt: Any) -> list[int] | None:
-    """Return the token ids of a prompt that holds nothing else; None for another."""
-    if not isinstance(prompt, dict) or prompt.get("mm_kwargs") or prompt.get("mm_placeholders"):
-        return None
-    if prompt.get("prompt_embeds") is not None or prompt.get("multi_modal_data"):
-        return None
-    return prompt.get("prompt_token_ids")
 
 
 def _transfer_params(transfer: TransferRequest, tag: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.engines.port import ImageInput
+from baton.images.image_position import ImagePosition
 
 IMAGE = "image"
 TOKEN_NAMES = ("image_token_id", "image_token_index")
@@ -57,3 +58,22 @@ def stray_placeholders(prompt: Any, tokens: frozenset[int]) -> int:
     ranges = [item for items in (prompt.get("mm_placeholders") or {}).values() for item in items]
     theirs = [ids[item.offset : item.offset + item.length] for item in ranges]
     return sum(ids.count(token) - sum(part.count(token) for part in theirs) for token in tokens)
+
+
+def image_positions(prompt: Any) -> list[ImagePosition] | None:
+    """Return where images stand in a rendered prompt, in order.
+
+    None: it holds no token ids, or more than token ids and images.
+    """
+    if not isinstance(prompt, Mapping) or prompt.get("prompt_token_ids") is None:
+        return None
+    if prompt.get("prompt_embeds") is not None or prompt.get("multi_modal_data"):
+        return None
+    ranges, names = prompt.get("mm_placeholders") or {}, prompt.get("mm_hashes") or {}
+    if not ranges.keys() <= {IMAGE} or ranges.keys() != names.keys():
+        return None
+    found = [
+        ImagePosition(name, each.offset, each.length)
+        for name, each in zip(names.get(IMAGE, ()), ranges.get(IMAGE, ()), strict=True)
+    ]
+    return sorted(found, key=lambda image: image.offset)

@@ -25,6 +25,7 @@ from baton.handoffs.planner import Decision, Planner
 from baton.handoffs.records.prefix_index import PrefixMatch
 from baton.handoffs.records.record import HandoffRecord, key_of, new_id
 from baton.handoffs.service import Handoffs
+from baton.images.image_position import ImagePosition, with_distinct_images
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import TransferFailure
 
@@ -76,7 +77,13 @@ class AutomaticHandoffs:
         )
 
     def find(self, engine: Engine, tenant: str, prompt: Sequence[int]) -> PrefixMatch | None:
-        """Return the tenant's stored context that shares most tokens with a prompt."""
+        """Return the tenant's stored context that shares most tokens, and their images, with a prompt.
+
+        Args:
+            engine: the engine that answers.
+            tenant: the owner.
+            prompt: token ids, in which other images are other numbers; see `with_distinct_images`.
+        """
         match = self.handoffs.longest_prefix(
             tenant,
             engine.weights,
@@ -93,10 +100,12 @@ class AutomaticHandoffs:
         handoff_id: str,
         transfer: TransferRequest,
         tokens: list[int],
+        images: Sequence[ImagePosition],
         ttl_s: int | None,
     ) -> None:
         """Register a context that the engine saves as a handoff."""
         record = self.handoffs.begin(engine, tenant, parent=None, ttl_s=ttl_s, automatic=handoff_id)
+        record.positions = list(images)
         self.handoffs.end(record, transfer, tokens)
         self.rule.saved(tenant)
         self.metrics.automatic_saves.inc()
@@ -127,10 +136,12 @@ class Choice:
     Attributes:
         match: the stored context that the prompt shares most tokens with.
         save_id: id of the handoff that is saved; None: none.
+        images: the images of the prompt, in order.
     """
 
     match: PrefixMatch | None
     save_id: str | None
+    images: Sequence[ImagePosition]
 
 
 class AutomaticRequest:
@@ -163,9 +174,11 @@ class AutomaticRequest:
         self._wish = wish
         self._choices: dict[TransferRequest, Choice] = {}
 
-    def choose(self, prompt: Sequence[int], *, loads: bool, saves: bool) -> TransferRequest | None:
+    def choose(
+        self, prompt: Sequence[int], images: Sequence[ImagePosition] = (), *, loads: bool, saves: bool
+    ) -> TransferRequest | None:
         try:
-            return self._choose(prompt, loads=loads, saves=saves)
+            return self._choose(prompt, images, loads=loads, saves=saves)
         except OverflowError:  # no model has such a token: the engine refuses the prompt
             return None
         except Exception as error:  # a fault of this cache must not cost an answer
@@ -173,7 +186,10 @@ class AutomaticRequest:
             self._automatic.metrics.automatic_lookups.labels("failed").inc()
             return None
 
-    def _choose(self, prompt: Sequence[int], *, loads: bool, saves: bool) -> TransferRequest | None:
+    def _choose(
+        self, prompt: Sequence[int], images: Sequence[ImagePosition], *, loads: bool, saves: bool
+    ) -> TransferRequest | None:
+        prompt = with_distinct_images(prompt, images)
         match = self._automatic.find(self._engine, self._tenant, prompt)
         save_id = new_id(automatic=True) if saves and self._is_worth_saving(prompt, match) else None
         least = self._automatic.settings.auto_min_tokens
@@ -183,11 +199,12 @@ class AutomaticRequest:
             load=_named(match, decision, save_id),
             limit=_limit(match, decision),
             least=least,
-            audited=decision is not None and decision.loads and self._automatic.audits.chosen(),
+            # The pixels of its images, which an audit would need, are in vLLM's hands alone.
+            audited=bool(decision and decision.loads and not images and self._automatic.audits.chosen()),
         )
         if not transfer.moves_kv:
             return None
-        self._choices[transfer] = Choice(match, save_id)
+        self._choices[transfer] = Choice(match, save_id, images)
         return transfer
 
     def _is_worth_saving(self, prompt: Sequence[int], match: PrefixMatch | None) -> bool:
@@ -218,7 +235,9 @@ class AutomaticRequest:
         if choice.save_id is None or not report.saves or len(tokens) - stored < transfer.least:
             return
         ttl_s = self._wish.ttl_s if self._wish is not None else None
-        self._automatic.save(self._engine, self._tenant, choice.save_id, transfer, tokens, ttl_s)
+        self._automatic.save(
+            self._engine, self._tenant, choice.save_id, transfer, tokens, choice.images, ttl_s
+        )
 
 
 def _named(match: PrefixMatch | None, decision: Decision | None, save_id: str | None) -> str | None:

@@ -71,7 +71,7 @@ class PrefixIndex:
 
     def add(self, record: HandoffRecord) -> None:
         """Add a context. One shorter than a block is never found."""
-        chain = list(_chain(record.tokens)) if record not in self else []
+        chain = list(_chain(record.distinct_tokens)) if record not in self else []
         if not chain:
             return
         self._chains[record.id] = chain
@@ -100,7 +100,7 @@ class PrefixIndex:
         Args:
             tenant: the owner of the contexts.
             weights: fingerprint of the weights that their KV was computed with.
-            prompt: token ids.
+            prompt: token ids, in which other images are other numbers; see `with_distinct_images`.
             usable: returns whether a context may be found.
 
         Returns:
@@ -119,7 +119,9 @@ class PrefixIndex:
             newest = list(islice(filter(usable, reversed(contexts.values())), COMPARED))
             if not newest:
                 continue
-            shared = [shared_tokens(record.tokens, prompt, (blocks - 1) * BLOCK) for record in newest]
+            shared = [
+                shared_tokens(record.distinct_tokens, prompt, (blocks - 1) * BLOCK) for record in newest
+            ]
             best = max(range(len(newest)), key=shared.__getitem__)
             return PrefixMatch(newest[best], shared[best], len(contexts) == 1)
         return None
@@ -127,10 +129,12 @@ class PrefixIndex:
     def continued_by(self, record: HandoffRecord) -> list[HandoffRecord]:
         """Return the contexts that are a whole prefix of an indexed one, and are shorter."""
         scope, found = self._scopes.get(_scope(record)), list[HandoffRecord]()
+        tokens = record.distinct_tokens
         for number, digest in enumerate(self._chains.get(record.id, ())):
             for each in (scope.ends.get(digest) or {}).values() if scope is not None else ():
-                shorter = len(each.tokens) < len(record.tokens)
-                if shorter and shared_tokens(each.tokens, record.tokens, number * BLOCK) == len(each.tokens):
+                theirs = each.distinct_tokens
+                shorter = len(theirs) < len(tokens)
+                if shorter and shared_tokens(theirs, tokens, number * BLOCK) == len(theirs):
                     found.append(each)
         return found
 
@@ -139,10 +143,10 @@ class PrefixIndex:
         scope, chain = self._scopes.get(_scope(record)), self._chains.get(record.id)
         if scope is None or chain is None:
             return
+        tokens, begin = record.distinct_tokens, (len(chain) - 1) * BLOCK
         for each in scope.blocks[chain[-1]].values():
-            length, begin = len(record.tokens), (len(chain) - 1) * BLOCK
-            longer = len(each.tokens) > length
-            if longer and shared_tokens(each.tokens, record.tokens, begin) == length:
+            longer = len(each.tokens) > len(tokens)
+            if longer and shared_tokens(each.distinct_tokens, tokens, begin) == len(tokens):
                 yield each
 
 

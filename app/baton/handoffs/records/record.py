@@ -7,13 +7,14 @@ import hashlib
 import secrets
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
 
 from baton.handoffs.records.public import HandoffAudit, HandoffObject
 from baton.handoffs.records.state import HandoffState
+from baton.images.image_position import ImagePosition, with_distinct_images
 from baton.images.placed_image import PlacedImage
 from baton_kv.contract import EXPENDABLE
 
@@ -149,6 +150,8 @@ class HandoffRecord(BaseModel):
         parent: id of the handoff that it continues.
         label: the client's label.
         automatic: the gateway saved it by itself: it has no messages, and clients do not see it.
+        positions: where images stand in the context of an automatic handoff, which stores no images: requests
+            that continue it send them again.
         audit: its last audit.
         revision: number of times it was written; the greater of two is the later.
     """
@@ -173,6 +176,7 @@ class HandoffRecord(BaseModel):
     parent: str | None = None
     label: str | None = None
     automatic: bool = False
+    positions: list[ImagePosition] = []
     audit: HandoffAudit | None = None
     revision: int = 0
     _on_disk: bool = PrivateAttr(False)
@@ -185,6 +189,17 @@ class HandoffRecord(BaseModel):
     def steps_within(self, count: int) -> int:
         """Return how many of its first `count` tokens stand for latent steps."""
         return self.tokens[:count].count(self.placeholder) if self.placeholder is not None else 0
+
+    @property
+    def image_positions(self) -> list[ImagePosition]:
+        """Where the images of its context stand, in order."""
+        stored = [ImagePosition(each.digest, each.offset, each.length) for each in self.images]
+        return self.positions or stored
+
+    @property
+    def distinct_tokens(self) -> Sequence[int]:
+        """Its token ids, in which other images are other numbers; see `with_distinct_images`."""
+        return with_distinct_images(self.tokens, self.image_positions)
 
     @property
     def on_disk(self) -> bool:
