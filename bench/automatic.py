@@ -1,8 +1,8 @@
 """Measure what automatic handoffs save conversations, and what they cost others. `make bench-automatic`.
 
 One engine of real weights without a prefix cache is asked with the header `X-Baton-Handoff: off` and with
-`auto`. What is compared alternates in one run; printed are medians and ratios. The look-up is measured in this
-process, over an index of as many contexts as `--contexts`.
+`auto`. What is compared alternates in one run; printed are medians and ratios. The look-up is measured in
+this process, over an index of as many contexts as `--contexts`.
 
 vLLM's own tiers of KV (`vllm/v1/kv_offload`) are not beside it: vLLM 0.32 has them for GPUs only.
 """

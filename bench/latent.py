@@ -32,6 +32,7 @@ from baton_latent.contract import PLACEHOLDER_KEY
 
 CONFIG = """
 [handoffs]
+auto = "off"
 store = "file:{folder}/store"
 
 [[engines]]

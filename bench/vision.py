@@ -30,6 +30,7 @@ from servers import Server, free_port, machine
 
 CONFIG = """
 [handoffs]
+auto = "off"
 store = "file:{folder}/store"
 budget = "4GiB"
 

@@ -1,14 +1,18 @@
 """The connector's part in the worker: copy blocks between the KV cache and the store in background threads.
 
-Loads run one after the other, as do saves; `COPY_THREADS` threads share the copies of one load. Nothing here
-raises into the engine, where any exception would end it for every tenant: a load that fails is reported, and
-the engine computes what it should have brought.
+Loads run one after the other, as do saves; what nobody asked for is saved by a thread that gives way to all
+others. `COPY_THREADS` threads share the copies of one load. Nothing here raises into the engine, where any
+exception would end it for every tenant: a load that fails is reported, and the engine computes what it should
+have brought.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,7 +21,14 @@ from functools import partial
 from typing import TypeVar
 
 from baton_kv.blocks import KVBlocks
-from baton_kv.contract import Transfer, TransferError, TransferFailure, TransferOutcome, failure_of
+from baton_kv.contract import (
+    EXPENDABLE,
+    Transfer,
+    TransferError,
+    TransferFailure,
+    TransferOutcome,
+    failure_of,
+)
 from baton_kv.copies import Fence, Staging, copies_for
 from baton_kv.entry_format import EntryDescription, EntryIncompatible, EntryInvalid
 from baton_kv.entry_layout import EntryLayout
@@ -30,6 +41,10 @@ logger = logging.getLogger(__name__)
 Job = TypeVar("Job", LoadJob, SaveJob)
 COPY_THREADS = 2
 """One thread does not saturate the memory bandwidth; more than two would take cores from the model."""
+SAVE_THREADS = 2
+LOW_PRIORITY = 10
+"""Niceness (`man 7 sched`) of the thread that saves what nobody asked for: beside a busy model it has a tenth
+of a core."""
 
 
 class GivenUp(TransferError):
@@ -83,17 +98,22 @@ class WorkerRole:
         self._rank = rank
         self._ranks = ranks
         self._verify = verify
-        # The saver, the loader and its threads: each may copy at the same time as the others.
-        self._copies = copies_for(blocks.device, COPY_THREADS + 1, blocks.largest_run)
+        # Each of these threads may copy at the same time as the others.
+        self._copies = copies_for(blocks.device, COPY_THREADS + SAVE_THREADS, blocks.largest_run)
         self._loading: set[str] = set()
         self._given_up: set[str] = set()
         self._done: queue.SimpleQueue[tuple[LoadJob | SaveJob, TransferOutcome]] = queue.SimpleQueue()
         self._copiers = self._threads(COPY_THREADS, "copy")
         self._loader = self._threads(1, "load")
         self._saver = self._threads(1, "save")
+        self._spare_saver = self._threads(1, "spare", niceness=LOW_PRIORITY)
 
-    def _threads(self, count: int, name: str) -> ThreadPoolExecutor:
-        begin = self._copies.begin_thread
+    def _threads(self, count: int, name: str, niceness: int = 0) -> ThreadPoolExecutor:
+        def begin() -> None:
+            self._copies.begin_thread()
+            if niceness:
+                _give_way(niceness)
+
         return ThreadPoolExecutor(count, thread_name_prefix=f"baton-kv-{name}", initializer=begin)
 
     def start(self, jobs: StepJobs) -> None:
@@ -112,7 +132,8 @@ class WorkerRole:
         for load in jobs.loads:
             self._begin(self._loader, load, partial(self._load, fence))
         for save in jobs.saves:
-            self._begin(self._saver, save, partial(self._save, fence))
+            saver = self._spare_saver if _is_expendable(save.key) else self._saver
+            self._begin(saver, save, partial(self._save, fence))
 
     def _begin(self, pool: ThreadPoolExecutor, job: Job, work: Callable[[Job], None]) -> None:
         try:
@@ -138,7 +159,7 @@ class WorkerRole:
 
     def shutdown(self) -> None:
         """Wait for running jobs and cancel those that wait."""
-        for pool in (self._loader, self._saver, self._copiers):
+        for pool in (self._loader, self._saver, self._spare_saver, self._copiers):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, job: Job, work: Callable[[Job], None]) -> None:
@@ -267,3 +288,14 @@ class WorkerRole:
         shared = job.parts[-1].stop if job.parts else 0
         groups = zip(self._blocks.groups, job.blocks, strict=True)
         return [shared if group.window is None else each.first for group, each in groups]
+
+
+def _give_way(niceness: int) -> None:
+    """Let this thread run only where others leave a core idle, for the most part."""
+    with contextlib.suppress(OSError, AttributeError):  # not on every system
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+def _is_expendable(key: str) -> bool:
+    """Return whether an entry is saved though no client asked for it."""
+    return key.rpartition("/")[2].startswith(EXPENDABLE)

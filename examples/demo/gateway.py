@@ -41,6 +41,7 @@ keys_file = {keys}
 port = 0
 
 [handoffs]
+auto = "off"
 store = {store}
 
 """

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -13,6 +16,7 @@ from connector.role_engines import BLOCK, PROMPT, SECRET, Engine
 from baton_kv import held_blocks
 from baton_kv.blocks import HeadShard, KVBlocks, LayoutRefused
 from baton_kv.contract import (
+    EXPENDABLE,
     PARAMS_KEY,
     Malformed,
     TransferParams,
@@ -26,6 +30,7 @@ from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.memory import MemoryStore
+from baton_kv.worker_role import LOW_PRIORITY
 
 
 @pytest.fixture
@@ -44,6 +49,27 @@ def test_a_save_that_fails_releases_its_blocks_and_leaves_nothing(store: MemoryS
     assert finished.saved == {"a"}
     assert finished.outcomes[0].failure == "other"
     assert list(store.keys()) == []
+
+
+class NotingStore(MemoryStore):
+    """A store that notes how nice the threads are that write, by key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.niceness: dict[str, int] = {}
+
+    def put(self, key: str, *args: Any, **more: Any) -> int:
+        self.niceness[key] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        return super().put(key, *args, **more)
+
+
+def test_what_nobody_asked_for_is_saved_by_a_thread_that_gives_way() -> None:
+    store, usual = NotingStore(), os.getpriority(os.PRIO_PROCESS, 0)
+    engine = Engine(store)
+    asked, automatic = new_key("local"), new_key("local").replace("local/", f"local/{EXPENDABLE}")
+    for key in (asked, automatic):
+        engine.save(params_to_save(key), [1, 2, 3, 6])
+    assert store.niceness == {asked: usual, automatic: min(19, LOW_PRIORITY)}
 
 
 @pytest.mark.parametrize(

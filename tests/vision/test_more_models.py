@@ -26,6 +26,7 @@ ENGINE = """
 name = "{name}"
 model = "{folder}/{name}"
 handoff = true
+auto = "off"
 kv_cache_memory = "64MiB"
 [engines.args]
 max_model_len = 512

@@ -263,7 +263,7 @@ class HandoffSettings(Frozen):
         10.0, ge=0, le=600, description="Seconds a request waits for a pending handoff; then 409."
     )
     auto: AutomaticMode = Field(
-        "off",
+        "on",
         description="What engines with `handoff = true` do for requests that name no handoff: `load` starts "
         "them from the tenant's stored context that shares the longest prefix with the prompt, and saves "
         "what clients ask to be cached; `on` also saves what is likely to be continued; `off`: nothing.",
