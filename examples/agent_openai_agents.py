@@ -32,8 +32,8 @@ def look(place: Literal["shore", "wood", "hill"]) -> str:
 async def converse(base_url: str, model: str, key: str, turns: int) -> AsyncIterator[list[tuple[int, int]]]:
     """Hold a conversation; of each turn's requests, the number of prompt tokens and of cached ones."""
     set_tracing_disabled(True)  # traces go to OpenAI
-    # A small model calls tools only if it must; once it has called one, the SDK lets it choose. It does not know
-    # when to end either, and for the SDK an answer that `max_tokens` ends is an error.
+    # A small model calls tools only if it must; once it has called one, the SDK lets it choose. It does not
+    # know when to end either, and for the SDK an answer that `max_tokens` ends is an error.
     settings = ModelSettings(
         tool_choice="required", max_tokens=200, temperature=0, extra_body={"stop": ["."]}
     )

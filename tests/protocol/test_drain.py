@@ -193,7 +193,7 @@ async def test_an_engine_ends_after_the_saves_it_was_told_to_make(tmp_path: Path
 
     async def saving(handoffs: Handoffs) -> HandoffRecord:
         relay = TransferRequest()
-        record = handoffs.begin(engine, "local", parent=None)
+        record = handoffs.begin(engine, "local")
         handoffs.end(record, relay, [1, 2, 3])
         asyncio.get_running_loop().call_later(0.3, relay.report.save_over.set)
         return record

@@ -57,7 +57,7 @@ class House:
 
     async def left(self, handoffs: Handoffs, size: int = 10, **more: Any) -> HandoffRecord:
         """A handoff whose KV is in the store."""
-        record = handoffs.begin(ENGINE, "local", parent=None, **more)
+        record = handoffs.begin(ENGINE, "local", **more)
         FileStore(self.folder / "store").put(record.key, [b"k" * size])
         handoffs.end(record, TransferRequest(), [1, 2, 3])
         await handoffs.settled(record, 5)

@@ -115,7 +115,7 @@ async def test_only_the_last_context_of_a_conversation_is_kept(house: House) -> 
 
 async def test_a_handoff_that_a_client_named_is_found_and_never_dropped(house: House) -> None:
     gateway = Gateway(house)
-    named = gateway.handoffs.begin(ENGINE, "local", parent=None)
+    named = gateway.handoffs.begin(ENGINE, "local")
     FileStore(house.folder / "store").put(named.key, [b"k"])
     gateway.handoffs.end(named, TransferRequest(), tokens(100))
     await gateway.handoffs.settled(named, 5)
@@ -316,7 +316,7 @@ async def test_kv_that_was_evicted_no_longer_hides_what_is_there(house: House) -
 async def test_deleting_a_handoff_deletes_what_was_kept_of_it_automatically(house: House) -> None:
     gateway = Gateway(house)
     await gateway.ask(tokens(100))
-    named = gateway.handoffs.begin(ENGINE, "local", parent=None)
+    named = gateway.handoffs.begin(ENGINE, "local")
     FileStore(house.folder / "store").put(named.key, [b"k"])
     gateway.handoffs.end(named, TransferRequest(), tokens(200))
     await gateway.handoffs.settled(named, 5)

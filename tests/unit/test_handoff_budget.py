@@ -53,7 +53,7 @@ async def left(
     images: list[PlacedImage] | None = None,
     **more: Any,
 ) -> HandoffRecord:
-    record = handoffs.begin(ENGINE, tenant, parent=None, **more)
+    record = handoffs.begin(ENGINE, tenant, **more)
     body = {"messages": [{"role": "user", "content": text}]}
     record.conversation = conversation_of(body, AFTER_THE_PROMPT)
     handoffs.end(record, TransferRequest(report=TransferReport(saves=False), images=images or []), [1, 2, 3])
@@ -186,7 +186,7 @@ def traced() -> Iterator[None]:
 async def test_a_handoff_s_weight_is_what_it_takes_in_memory(shape: str, tmp_path: Path) -> None:
     written = json.dumps({"messages": [DEEP[shape]]})
     handoffs = gateway(tmp_path)
-    record = handoffs.begin(ENGINE, "local", parent=None)
+    record = handoffs.begin(ENGINE, "local")
     before = tracemalloc.get_traced_memory()[0]
     record.conversation = conversation_of(json.loads(written), None)
     taken = tracemalloc.get_traced_memory()[0] - before

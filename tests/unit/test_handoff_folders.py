@@ -55,7 +55,7 @@ def gateway(store: Path) -> Handoffs:
 
 
 async def left(handoffs: Handoffs) -> HandoffRecord:
-    record = handoffs.begin(ENGINE, "local", parent=None)
+    record = handoffs.begin(ENGINE, "local")
     seen = [PlacedImage(PICTURE, PICTURE.digest, 0, 1, (7,))]
     handoffs.end(record, TransferRequest(report=TransferReport(saves=False), images=seen), [1, 2, 3])
     await asyncio.gather(*handoffs._background)

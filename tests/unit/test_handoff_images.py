@@ -57,7 +57,7 @@ def gateway(folder: Path, **settings: Any) -> Handoffs:
 async def left(
     handoffs: Handoffs, *pictures: ClientImage, tenant: str = "local", **more: Any
 ) -> HandoffRecord:
-    record = handoffs.begin(ENGINE, tenant, **({"parent": None} | more))
+    record = handoffs.begin(ENGINE, tenant, **more)
     handoffs.end(
         record, TransferRequest(images=placed(*pictures), report=TransferReport(saves=False)), range(50)
     )
@@ -140,7 +140,7 @@ async def test_kv_makes_room_for_images(tmp_path: Path) -> None:
 async def test_a_chain_s_images_are_there_once_and_go_with_the_last_of_it(tmp_path: Path) -> None:
     handoffs = gateway(tmp_path)
     first = await left(handoffs, big(1, 100 * KB))
-    second = await left(handoffs, big(1, 100 * KB), big(2, 50 * KB), parent=first.id)
+    second = await left(handoffs, big(1, 100 * KB), big(2, 50 * KB), parents=[first.id])
     images = ImageStore(tmp_path / "store" / "images")
     assert images.size() == 150 * KB
     await handoffs.delete(first)
@@ -161,7 +161,7 @@ async def test_images_of_nobody_are_swept_and_those_of_a_chain_just_begun_are_no
     for path in folder.iterdir():
         if path != young:
             os.utime(path, (past, past))
-    begun = handoffs.begin(ENGINE, "local", parent=first.id)
+    begun = handoffs.begin(ENGINE, "local", parents=[first.id])
     begun.add_images(placed(picture(1)))
     assert ImageStore(folder).save(begun)
     async with handoffs.running():
@@ -172,7 +172,7 @@ async def test_images_of_nobody_are_swept_and_those_of_a_chain_just_begun_are_no
 async def test_a_handoff_deleted_while_it_is_settled_leaves_no_image(tmp_path: Path) -> None:
     handoffs = gateway(tmp_path)
     for number in range(30):
-        record = handoffs.begin(ENGINE, "local", parent=None)
+        record = handoffs.begin(ENGINE, "local")
         handoffs.end(
             record,
             TransferRequest(images=placed(picture(number)), report=TransferReport(saves=False)),

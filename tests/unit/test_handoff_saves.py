@@ -24,7 +24,7 @@ async def test_a_save_that_comes_late_is_known_when_it_is_there(
 ) -> None:
     monkeypatch.setattr("baton.handoffs.records.saves.COMMIT_WITHIN_S", 0.01)
     handoffs, relay = house.handoffs(), TransferRequest()
-    record = handoffs.begin(ENGINE, "local", parent=None)
+    record = handoffs.begin(ENGINE, "local")
     handoffs.end(record, relay, [1, 2])
     await handoffs.settled(record, 5)
     assert (record.state, record.bytes) == (HandoffState.READY, 0)
@@ -37,7 +37,7 @@ async def test_a_save_that_comes_late_is_known_when_it_is_there(
 async def test_a_pin_asked_for_before_there_is_anything_counts_when_it_comes(house: House) -> None:
     handoffs = house.handoffs(budget=1024 * 1024)
     for size, pinned in ((400_000, True), (400_000, False)):
-        record = handoffs.begin(ENGINE, "local", parent=None)
+        record = handoffs.begin(ENGINE, "local")
         await handoffs.change(record, {"pin": True})
         FileStore(house.folder / "store").put(record.key, [b"k" * size])
         handoffs.end(record, TransferRequest(), [1])
@@ -49,7 +49,7 @@ async def test_a_pin_asked_for_before_there_is_anything_counts_when_it_comes(hou
 
 async def test_a_save_that_is_over_and_left_nothing_is_not_looked_for(house: House) -> None:
     handoffs, relay = house.handoffs(), TransferRequest()
-    record = handoffs.begin(ENGINE, "local", parent=None)
+    record = handoffs.begin(ENGINE, "local")
     relay.report.save_over.set()
     handoffs.end(record, relay, [1, 2])
     await asyncio.wait_for(asyncio.gather(*handoffs._background), 2)
@@ -59,7 +59,7 @@ async def test_a_save_that_is_over_and_left_nothing_is_not_looked_for(house: Hou
 async def test_the_end_waits_only_a_moment_for_a_save_that_never_comes(house: House) -> None:
     handoffs = house.handoffs()
     async with handoffs.running():
-        record = handoffs.begin(ENGINE, "local", parent=None)
+        record = handoffs.begin(ENGINE, "local")
         handoffs.end(record, TransferRequest(), [1, 2])
         await asyncio.sleep(0)
     assert handoffs._background == set()
@@ -75,8 +75,8 @@ async def test_a_save_under_way_is_waited_for_while_the_engines_still_run(house:
         relay.report.save_over.set()
 
     handoffs = house.handoffs()
-    record, relay = handoffs.begin(ENGINE, "local", parent=None), TransferRequest()
-    cut_off = handoffs.begin(ENGINE, "local", parent=None)
+    record, relay = handoffs.begin(ENGINE, "local"), TransferRequest()
+    cut_off = handoffs.begin(ENGINE, "local")
     async with handoffs.running():
         async with handoffs.settling():
             handoffs.end(record, relay, [1, 2, 3])

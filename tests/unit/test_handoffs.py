@@ -168,7 +168,7 @@ async def test_entries_that_belong_to_nobody_are_swept_and_a_plain_engine_s_are_
 
 async def test_a_pending_handoff_that_is_deleted_and_then_fails_troubles_nobody(house: House) -> None:
     handoffs = house.handoffs()
-    record = handoffs.begin(ENGINE, "local", parent=None)
+    record = handoffs.begin(ENGINE, "local")
     await handoffs.delete(record)
     handoffs.end(record, None)
     house.clocks.pass_(10_000)
@@ -188,7 +188,7 @@ async def test_a_handoff_that_is_deleted_while_a_request_waits_for_it_is_not_giv
         await settled(record, within_s)
 
     monkeypatch.setattr(handoffs, "settled", noted)
-    record = handoffs.begin(ENGINE, "local", parent=None)
+    record = handoffs.begin(ENGINE, "local")
     consumer = asyncio.create_task(handoffs.source(record.id, ENGINE, "local"))
     await asyncio.wait_for(waits.wait(), 5)
     await handoffs.delete(record)

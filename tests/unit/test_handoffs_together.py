@@ -70,7 +70,7 @@ class House:
     async def left(
         self, handoffs: Handoffs, size: int = 10, tenant: str = "local", **more: Any
     ) -> HandoffRecord:
-        record = handoffs.begin(ENGINE, tenant, parent=None, **more)
+        record = handoffs.begin(ENGINE, tenant, **more)
         FileStore(self.folder / "store").put(record.key, [b"k" * size])
         handoffs.end(record, TransferRequest(), [1, 2, 3])
         await asyncio.gather(*handoffs._background)

@@ -105,7 +105,7 @@ class Writer:
         client_images = self.client_images[count_images(messages[: again.messages]) :]
         writer = Writer(self._engine, self._context, client_images)
         try:
-            chat = await writer._after_chat(source, past, new, template_of(whole), answered=answered)
+            chat = await writer.after(source, past, new, template_of(whole), answered=answered)
         except TemplateUnsupported:
             if again.messages:
                 return await self._write_again(source, whole, again, answered=answered)
@@ -162,7 +162,7 @@ class Writer:
         answer = said[0]["content"] if said else None
         return await asyncio.to_thread(resent, past, messages, answer)
 
-    async def _after_chat(
+    async def after(
         self,
         source: HandoffRecord,
         past: Conversation,
@@ -171,7 +171,18 @@ class Writer:
         *,
         answered: bool,
     ) -> Chat:
-        """Write new messages after a handoff that is a chat; returns only their own images."""
+        """Write new messages after a context that is a chat; returns only their own images.
+
+        Args:
+            source: the context.
+            past: its conversation.
+            messages: the new messages.
+            template: from `template_of`.
+            answered: as for `write_chat`.
+
+        Raises:
+            TemplateUnsupported: the template writes the context in another way once messages follow.
+        """
         answer: list[Json] = []
         if past.answer_from is None:
             base = await self._render(past.messages, past.template, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from baton.engines.port import Engine, Operation
 from baton.errors import InvalidRequest, OperationUnsupported
@@ -17,6 +17,31 @@ Label = Annotated[str, Field(max_length=200)]
 Seconds = Annotated[int, Field(ge=1)]
 Steps = Annotated[int, Field(ge=0)]
 HandoffId = Annotated[str, Field(min_length=1, max_length=64)]
+MOST_JOINED = 16
+
+
+def _as_list(given: object) -> object:
+    """Return the ids in a `from` field as a list.
+
+    Raises:
+        ValueError: there are none, too many, or one is named twice.
+    """
+    if not isinstance(given, list):
+        return [] if given is None else [given]
+    if not 1 <= len(given) <= MOST_JOINED:
+        raise ValueError(f"there are {len(given)} handoffs; name 1 to {MOST_JOINED}")
+    twice = next((index for index, each in enumerate(given) if each in given[:index]), None)
+    if twice is not None:
+        raise ValueError(f"number {twice} is named twice; leave it out once")
+    return given
+
+
+HandoffIds = Annotated[
+    list[HandoffId], BeforeValidator(_as_list, json_schema_input_type=HandoffId | list[HandoffId] | None)
+]
+"""The handoffs that a request continues; the contexts of several are joined."""
+Order = Literal["given", "any"]
+"""Whether they are joined in the given order, or with the longest first, most of which can be loaded."""
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -37,10 +62,12 @@ class SaveOptions(Closed):
 
 
 class HandoffOptions(Closed):
-    """The `handoff` field of a request: `save` a handoff, continue one (`from`), or both."""
+    """The `handoff` field of a request: `save` a handoff, continue one or several (`from`), or both."""
 
     save: SaveOptions | Literal[True, False] = False
-    source: HandoffId | None = Field(None, alias="from")
+    sources: HandoffIds = Field([], alias="from")
+    join: Literal["exact"] = "exact"
+    order: Order = "given"
 
     @property
     def saving(self) -> SaveOptions | None:
@@ -64,16 +91,25 @@ class NewHandoff(Closed):
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     images: list[str | dict[str, Any]] | None = None
-    source: HandoffId | None = Field(None, alias="from")
+    sources: HandoffIds = Field([], alias="from")
+    join: Literal["exact"] = "exact"
+    order: Order = "given"
     latent_steps: Steps = 0
     ttl_s: Seconds | None = None
     pin: bool = False
     label: Label | None = None
 
+    @property
+    def joins_alone(self) -> bool:
+        """Whether the context is the joined ones, with nothing after them."""
+        return self.prompt is None and self.messages is None
+
     @model_validator(mode="after")
     def _one_of_two(self) -> NewHandoff:
-        if (self.prompt is None) is (self.messages is None):
+        if self.prompt is not None and self.messages is not None:
             raise ValueError("give either 'prompt' or 'messages'")
+        if self.joins_alone and len(self.sources) < 2:
+            raise ValueError("give 'prompt', 'messages', or several handoffs in 'from'")
         if self.images and self.prompt is None:
             raise ValueError("'images' go with 'prompt'; images of a chat are parts of its messages")
         return self
@@ -85,6 +121,11 @@ class HandoffChanges(Closed):
     ttl_s: Seconds | None = None
     pin: bool = False
     label: Label | None = None
+
+
+def part_name(index: int) -> str:
+    """Return the field that names one of several handoffs that a request continues."""
+    return f"handoff.from[{index}]"
 
 
 FIELDS = frozenset(
@@ -136,9 +177,14 @@ def take_options(body: dict[str, Any], engine: Engine, operation: Operation) -> 
         )
     require_handoffs(engine)
     options = parse_options(HandoffOptions, given, "handoff")
+    if len(options.sources) > 1 and operation in WRITTEN_BY_THE_ENGINE:
+        raise InvalidRequest(
+            "Several handoffs are joined by /v1/completions and /v1/chat/completions: use one of these.",
+            param="handoff.from",
+        )
     _require_one_context(body, options)
     if operation is Operation.COMPLETIONS:
-        require_one_prompt(body, "a handoff", may_be_left_out=options.source is not None)
+        require_one_prompt(body, "a handoff", may_be_left_out=bool(options.sources))
     elif operation is Operation.CHAT:
         _require_chat(body)
     elif options.latent_steps:

@@ -19,6 +19,7 @@ from baton.errors import (
     HandoffPending,
 )
 from baton.handoffs.compatible import require_compatible
+from baton.handoffs.options import part_name
 from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.changes import ChangeRules
 from baton.handoffs.records.index import HandoffIndex
@@ -105,7 +106,7 @@ class Handoffs:
         engine: Engine,
         tenant: str,
         *,
-        parent: str | None,
+        parents: Sequence[str] = (),
         label: str | None = None,
         ttl_s: int | None = None,
         pin: bool = False,
@@ -116,7 +117,7 @@ class Handoffs:
         Args:
             engine: the engine that saves it.
             tenant: its owner.
-            parent: id of the handoff that it continues.
+            parents: ids of the handoffs that it continues, the one whose files it may share first.
             label: the client's label.
             ttl_s: seconds it lives; None, or more than the settings allow: as long as they allow.
             pin: exempt its KV from eviction.
@@ -134,7 +135,8 @@ class Handoffs:
             ttl_s=lives,
             expires_at=now + lives,
             pin=pin,
-            parent=parent,
+            parent=parents[0] if parents else None,
+            parents=list(parents),
             label=label,
         )
         self._saves.begin(record)
@@ -186,6 +188,26 @@ class Handoffs:
             raise HandoffNotFound()
         require_compatible(record, engine)
         return record
+
+    async def sources(self, ids: Sequence[str], engine: Engine, tenant: str) -> list[HandoffRecord]:
+        """Return the handoffs that a request continues, in order; see `source`.
+
+        Raises:
+            BatonError: as `source`; of several handoffs `param` names the one at fault.
+        """
+        named = [self._named_source(index, each, ids, engine, tenant) for index, each in enumerate(ids)]
+        return list(await asyncio.gather(*named))
+
+    async def _named_source(
+        self, index: int, handoff_id: str, ids: Sequence[str], engine: Engine, tenant: str
+    ) -> HandoffRecord:
+        try:
+            return await self.source(handoff_id, engine, tenant)
+        except BatonError as error:
+            if len(ids) > 1:
+                error.param = part_name(index)
+                error.message = f"{error.param}: {error.message}"
+            raise
 
     async def images(self, record: HandoffRecord) -> list[PlacedImage]:
         """Return the images of a handoff's context, in order.

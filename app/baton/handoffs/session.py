@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -29,6 +29,19 @@ ID_HEADER = "X-Handoff-Id"
 """Response header with the id of the saved handoff, for clients that drop unknown fields."""
 
 
+@dataclass(frozen=True)
+class JoinedPart:
+    """One of several handoffs that a request continues.
+
+    Attributes:
+        id: its id.
+        end: number of the prompt's tokens up to the end of its part.
+    """
+
+    id: str
+    end: int
+
+
 @dataclass(frozen=True, eq=False)
 class Session:
     """One planned request with a handoff. `Sessions` creates it; call `run` or `compute` once.
@@ -44,6 +57,7 @@ class Session:
         source: the handoff that it continues.
         decision: whether the source's KV is loaded.
         target: the handoff that it saves.
+        parts: the handoffs that were joined, the source first; empty: none were.
     """
 
     handoffs: Handoffs
@@ -56,6 +70,7 @@ class Session:
     source: HandoffRecord | None
     decision: Decision | None
     target: HandoffRecord | None
+    parts: Sequence[JoinedPart] = ()
 
     async def run(self, operation: Operation, body: Json) -> Reply:
         """Call the engine; returns its reply with the `handoff` object.
@@ -165,6 +180,8 @@ class Session:
         conversation, report = self.prompt.conversation, self.transfer.report
         if conversation is None or conversation.answer_from is None:
             return conversation
+        if AFTER_THE_PROMPT < conversation.answer_from < len(report.prompt_ids) and self.transfer.prompt_only:
+            return conversation  # of joined contexts, the last of which is answered
         answered = not self.transfer.prompt_only
         known: Json = {"ended": report.ended_by_token and answered}
         if conversation.answer_from == AFTER_THE_PROMPT:
@@ -175,12 +192,26 @@ class Session:
             }
         return conversation.model_copy(update=known)
 
+    def _parts(self, loaded: int) -> list[Json]:
+        """Return what was loaded of each of several handoffs; the rest of its tokens was computed."""
+        begins = [0, *(part.end for part in self.parts)]
+        return [
+            {
+                "id": part.id,
+                "tokens": part.end - begin,
+                "loaded_tokens": max(0, min(part.end, loaded) - begin),
+            }
+            for begin, part in zip(begins, self.parts, strict=False)
+        ]
+
     def _describe(self, source: HandoffRecord) -> Json:
         """Return `handoff.source`, and count it in the metrics."""
         report, metrics = self.transfer.report, self.metrics
         shown = source_outcome(source, report, self.decision)
         shown["shared_tokens"] = shared_tokens(source.tokens, report.prompt_ids)
         shown["resent_messages"] = self.prompt.resent
+        if self.parts:
+            shown["parts"] = self._parts(report.loaded or 0)
         if report.miss in KV_IS_GONE:
             self.handoffs.kv_gone(source)
         self.audits.note(self.engine, source, self.transfer)

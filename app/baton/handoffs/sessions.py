@@ -15,13 +15,14 @@ from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.conversation import Writer
-from baton.handoffs.options import HandoffOptions, NewHandoff, SaveOptions
+from baton.handoffs.joining import Part, join
+from baton.handoffs.options import HandoffOptions, NewHandoff, Order, SaveOptions, part_name
 from baton.handoffs.planner import Decision, Planner
 from baton.handoffs.prompt import ContextPrompt, write_prompt
 from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.service import Handoffs
-from baton.handoffs.session import Session
+from baton.handoffs.session import JoinedPart, Session
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
@@ -39,7 +40,7 @@ class SessionRequest:
     Attributes:
         operation: an operation that supports handoffs.
         body: the body of the request.
-        source: the handoff that it continues.
+        sources: the handoffs that it continues, in the order in which they are joined.
         save: how its context is saved; None: it is not.
         latent_steps: number of latent steps after the prompt.
         answered: an answer follows the prompt; otherwise the context ends with the last message.
@@ -47,10 +48,20 @@ class SessionRequest:
 
     operation: Operation
     body: Json
-    source: HandoffRecord | None
+    sources: Sequence[HandoffRecord]
     save: SaveOptions | None
     latent_steps: int
     answered: bool = True
+
+    @property
+    def source(self) -> HandoffRecord | None:
+        """The handoff whose KV may be loaded; the others' is computed."""
+        return self.sources[0] if self.sources else None
+
+    @property
+    def joins_alone(self) -> bool:
+        """Whether nothing follows the joined contexts."""
+        return self.body.get("prompt") is None and self.body.get("messages") is None
 
     @property
     def prompt_only(self) -> bool:
@@ -88,7 +99,7 @@ class Sessions:
         body: Json,
         context: RequestContext,
         options: HandoffOptions,
-        source: HandoffRecord | None,
+        sources: Sequence[HandoffRecord] = (),
         images: Sequence[ClientImage] = (),
     ) -> Session:
         """Plan a request with a `handoff` field.
@@ -99,13 +110,15 @@ class Sessions:
             body: the body of the request.
             context: the client and the request's ids.
             options: the `handoff` field.
-            source: the handoff that the request continues.
+            sources: the handoffs that the request continues.
             images: the images of the request, in the order of its prompt.
 
         Raises:
             BatonError: the request cannot be carried out with this handoff; nothing was registered.
         """
-        wanted = SessionRequest(operation, body, source, options.saving, options.latent_steps)
+        wanted = SessionRequest(
+            operation, body, in_order(sources, options.order), options.saving, options.latent_steps
+        )
         if wanted.steps_of_context and body.get("prompt_logprobs") is not None:
             raise InvalidRequest(
                 "'prompt_logprobs' cannot be used with latent steps: leave it out.", param="prompt_logprobs"
@@ -118,7 +131,7 @@ class Sessions:
         body: Json,
         context: RequestContext,
         options: NewHandoff,
-        source: HandoffRecord | None,
+        sources: Sequence[HandoffRecord] = (),
         images: Sequence[ClientImage] = (),
     ) -> Session:
         """Plan `POST /v1/handoffs`: the context is computed and saved, without an answer.
@@ -131,7 +144,12 @@ class Sessions:
         operation = Operation.COMPLETIONS if options.messages is None else Operation.CHAT
         save = SaveOptions(ttl_s=options.ttl_s, pin=options.pin, label=options.label, scope="prompt")
         wanted = SessionRequest(
-            operation, body, source, save, options.latent_steps, answered=operation is not Operation.CHAT
+            operation,
+            body,
+            in_order(sources, options.order),
+            save,
+            options.latent_steps,
+            answered=operation is not Operation.CHAT,
         )
         return await self._plan(engine, context, wanted, images)
 
@@ -139,18 +157,7 @@ class Sessions:
         self, engine: Engine, context: RequestContext, wanted: SessionRequest, images: Sequence[ClientImage]
     ) -> Session:
         source = wanted.source
-        seen = await self.handoffs.images(source) if source is not None else []
-        writer = Writer(engine, context, images)
-        prompt = await write_prompt(
-            writer,
-            source,
-            seen,
-            wanted.operation,
-            wanted.body,
-            prompt_only=wanted.prompt_only,
-            latent=bool(wanted.latent_steps),
-            answered=wanted.answered,
-        )
+        prompt, ends = await self._write(engine, context, wanted, images)
         _require_few_images(engine, prompt.images)
         if wanted.latent_steps:
             self._require_few_steps(wanted.steps_of_context)
@@ -181,7 +188,37 @@ class Sessions:
             source,
             decision,
             target,
+            [JoinedPart(each.id, end) for each, end in zip(wanted.sources, ends, strict=False)],
         )
+
+    async def _write(
+        self, engine: Engine, context: RequestContext, wanted: SessionRequest, images: Sequence[ClientImage]
+    ) -> tuple[ContextPrompt, Sequence[int]]:
+        """Write the whole prompt; returns it, and where the part of each of several sources ends."""
+        record, seen, ends = wanted.source, list[PlacedImage](), list[int]()
+        if record is not None:
+            seen = await self.handoffs.images(record)
+        if record is not None and len(wanted.sources) > 1:
+            rest = [await self.handoffs.images(each) for each in wanted.sources[1:]]
+            parts = [
+                Part(each, its, part_name(index))
+                for index, (each, its) in enumerate(zip(wanted.sources, [seen, *rest], strict=True))
+            ]
+            joined = await join(engine, context, parts)
+            record, seen, ends = joined.as_record(record), joined.images, joined.ends
+            if wanted.joins_alone:
+                return ContextPrompt(joined.tokens, joined.images, joined.conversation), ends
+        prompt = await write_prompt(
+            Writer(engine, context, images),
+            record,
+            seen,
+            wanted.operation,
+            wanted.body,
+            prompt_only=wanted.prompt_only,
+            latent=bool(wanted.latent_steps),
+            answered=wanted.answered,
+        )
+        return prompt, ends
 
     def _decide(self, engine: Engine, source: HandoffRecord | None, prompt: ContextPrompt) -> Decision | None:
         if source is None:
@@ -199,7 +236,7 @@ class Sessions:
         return self.handoffs.begin(
             engine,
             context.tenant,
-            parent=wanted.source.id if wanted.source is not None else None,
+            parents=[each.id for each in wanted.sources],
             label=wanted.save.label,
             ttl_s=wanted.save.ttl_s,
             pin=wanted.save.pin,
@@ -224,6 +261,14 @@ class Sessions:
                 "(setting handoffs.image_bytes). Send smaller images, or do not save a handoff.",
                 param="messages",
             )
+
+
+def in_order(sources: Sequence[HandoffRecord], order: Order) -> Sequence[HandoffRecord]:
+    """Return handoffs in the order in which they are joined: of `any` the longest comes first."""
+    if order == "given" or not sources:
+        return sources
+    longest = max(range(len(sources)), key=lambda index: len(sources[index].tokens))
+    return [sources[longest], *sources[:longest], *sources[longest + 1 :]]
 
 
 def entry_to_name(

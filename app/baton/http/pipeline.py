@@ -15,6 +15,7 @@ from baton.engines.port import Engine, Operation, Reply, StreamReply
 from baton.errors import BatonError
 from baton.handoffs.header import HEADER, apply_header
 from baton.handoffs.options import OPERATIONS, require_latent, take_options
+from baton.handoffs.records.record import HandoffRecord
 from baton.http.request_body import in_a_thread, off_the_loop, read_json
 from baton.http.request_images import completed, take_images
 from baton.http.request_state import context_of, state_of
@@ -127,15 +128,15 @@ async def _respond(
     automatic = apply_header(body, request.headers.get(HEADER)) if operation in OPERATIONS else False
     options = take_options(body, engine, operation)
     images = await take_images(request, engine, operation, body)
-    source = None
+    sources: list[HandoffRecord] = []
     if options is not None:
         require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
     # A pending source is waited for before this request takes a place: its own request may need the place.
-    if options is not None and options.source:
-        source = await gateway.handoffs.source(options.source, engine, context.tenant)
+    if options is not None:
+        sources = await gateway.handoffs.sources(options.sources, engine, context.tenant)
     ticket = await take_place(request, engine)
     if options is not None:
-        session = await gateway.sessions.open(engine, operation, body, context, options, source, images)
+        session = await gateway.sessions.open(engine, operation, body, context, options, sources, images)
         reply = await session.run(operation, body)
     elif operation is Operation.COMPLETIONS and images:
         reply = await completed(engine, body, context, images)

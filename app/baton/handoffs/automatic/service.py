@@ -104,7 +104,7 @@ class AutomaticHandoffs:
         ttl_s: int | None,
     ) -> None:
         """Register a context that the engine saves as a handoff."""
-        record = self.handoffs.begin(engine, tenant, parent=None, ttl_s=ttl_s, automatic=handoff_id)
+        record = self.handoffs.begin(engine, tenant, ttl_s=ttl_s, automatic=handoff_id)
         record.positions = list(images)
         self.handoffs.end(record, transfer, tokens)
         self.rule.saved(tenant)

@@ -44,7 +44,10 @@ class HandoffObject(BaseModel):
     pin: bool = Field(description="Whether its KV is exempt from eviction.")
     created_at: int = Field(description="When it was created, in seconds since the epoch.")
     expires_at: int = Field(description="When it expires, in seconds since the epoch.")
-    parent: str | None = Field(description="Id of the handoff that it continues.")
+    parent: str | None = Field(
+        description="Id of the handoff that it continues, or of the first of those that were joined."
+    )
+    parents: list[str] = Field(description="Ids of all handoffs that it continues.")
     label: str | None = Field(description="The label that the client gave it.")
     audit: HandoffAudit | None = Field(
         None, description="Its last audit; `null`: none of the requests that loaded its KV was audited."

@@ -147,7 +147,8 @@ class HandoffRecord(BaseModel):
         ttl_s: lifetime in seconds.
         expires_at: seconds since the epoch.
         pin: its KV is exempt from eviction.
-        parent: id of the handoff that it continues.
+        parent: id of the handoff that it continues, or of the first of those that were joined.
+        parents: ids of all handoffs that it continues; records of older versions have `parent` alone.
         label: the client's label.
         automatic: the gateway saved it by itself: it has no messages, and clients do not see it.
         positions: where images stand in the context of an automatic handoff, which stores no images: requests
@@ -174,6 +175,7 @@ class HandoffRecord(BaseModel):
     expires_at: float
     pin: bool = False
     parent: str | None = None
+    parents: list[str] = []
     label: str | None = None
     automatic: bool = False
     positions: list[ImagePosition] = []
@@ -313,6 +315,7 @@ class HandoffRecord(BaseModel):
             created_at=int(self.created_at),
             expires_at=int(self.expires_at),
             parent=self.parent,
+            parents=self.parents or ([self.parent] if self.parent is not None else []),
             label=self.label,
             audit=self.audit,
         )

@@ -59,12 +59,11 @@ async def _create(
     body: Json,
     images: Sequence[ClientImage],
 ) -> Response:
-    context, source = context_of(request), None
+    context = context_of(request)
     # A pending source is waited for before this request takes a place: its own request may need the place.
-    if options.source:
-        source = await gateway.handoffs.source(options.source, engine, context.tenant)
+    sources = await gateway.handoffs.sources(options.sources, engine, context.tenant)
     ticket = await take_place(request, engine)
-    session = await gateway.sessions.open_new(engine, body, context, options, source, images)
+    session = await gateway.sessions.open_new(engine, body, context, options, sources, images)
     target = session.target
     assert target is not None
     work = gateway.handoffs.begin_work(session.compute(options.prompt or ""))

@@ -1,0 +1,263 @@
+"""Several handoffs are continued as one context: the prompt is what all say, one after another, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from support.gateways import FakeGateway, run_fake
+
+from baton.admission.api_keys import create_key
+from baton.engines.fake.engine import FakeEngine
+from baton.engines.fake.prompt import token_ids
+
+CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
+STEP = 999
+
+
+@pytest.fixture
+def relay() -> Iterator[FakeGateway]:
+    engines = (
+        FakeEngine("a", supports_handoffs=True, placeholder=STEP),
+        FakeEngine("other", supports_handoffs=True, weights="others"),
+    )
+    with run_fake(*engines, handoffs={"auto": "off"}) as gateway:
+        yield gateway
+
+
+def post(gateway: FakeGateway, body: dict[str, Any], path: str) -> httpx.Response:
+    with gateway.client() as client:
+        return client.post(path, json={"model": "a"} | body)
+
+
+def text(gateway: FakeGateway, prompt: str, **save: Any) -> str:
+    """The id of what a completion leaves: its prompt, and the prompt's first word again."""
+    body = {"prompt": prompt, "max_tokens": 1, "handoff": {"save": save or True}}
+    response = post(gateway, body, TEXT)
+    assert response.status_code == 200, response.text
+    return str(response.json()["handoff"]["id"])
+
+
+def chat(gateway: FakeGateway, *said: str, system: str | None = None, **more: Any) -> str:
+    """The id of what a chat leaves; the fake writes its prompt without a template, and repeats its words."""
+    messages = [{"role": "user", "content": words} for words in said]
+    messages[:0] = [{"role": "system", "content": system}] if system is not None else []
+    response = post(gateway, {"messages": messages, "max_tokens": 2, "handoff": {"save": True}} | more, CHAT)
+    assert response.status_code == 200, response.text
+    return str(response.json()["handoff"]["id"])
+
+
+def prompt_of(gateway: FakeGateway) -> list[int]:
+    """The token ids that the engine was given last."""
+    found: list[int] = next(
+        body["prompt"] for body in gateway.engine("a").bodies[::-1] if isinstance(body.get("prompt"), list)
+    )
+    return found
+
+
+def completed(gateway: FakeGateway, *ids: str, **options: Any) -> dict[str, Any]:
+    body = {"prompt": "7", "max_tokens": 1, "handoff": {"from": list(ids)} | options}
+    response = post(gateway, body, TEXT)
+    assert response.status_code == 200, response.text
+    shown: dict[str, Any] = response.json()["handoff"]
+    return shown
+
+
+QUESTION = [{"role": "user", "content": "22"}]
+ASKED = token_ids("<end> <user> 22 <end> <assistant>")
+
+
+def asked(gateway: FakeGateway, *ids: str, **options: Any) -> httpx.Response:
+    return post(
+        gateway, {"messages": QUESTION, "max_tokens": 2, "handoff": {"from": list(ids)} | options}, CHAT
+    )
+
+
+def test_texts_are_joined_behind_what_all_begin_with(relay: FakeGateway) -> None:
+    parts = text(relay, "1 2 3"), text(relay, "1 2 9 8"), text(relay, "1 2 3 5")
+    shown = completed(relay, *parts)
+    assert prompt_of(relay) == [1, 2, *[3, 1], *[9, 8, 1], *[3, 5, 1], 7]
+    assert [(part["id"], part["tokens"]) for part in shown["source"]["parts"]] == list(
+        zip(parts, (4, 3, 3), strict=True)
+    )
+    assert shown["source"]["id"] == parts[0]
+
+
+def test_texts_that_share_nothing_follow_one_another(relay: FakeGateway) -> None:
+    completed(relay, text(relay, "1 2"), text(relay, "3 4"))
+    assert prompt_of(relay) == [1, 2, 1, 3, 4, 3, 7]
+
+
+def test_one_handoff_in_a_list_is_one_handoff(relay: FakeGateway) -> None:
+    shown = completed(relay, text(relay, "1 2"))
+    assert prompt_of(relay) == [1, 2, 1, 7]
+    assert "parts" not in shown["source"]
+
+
+def test_in_any_order_the_longest_comes_first_and_the_others_as_given(relay: FakeGateway) -> None:
+    parts = text(relay, "1 2"), text(relay, "3 4"), text(relay, "5 6 7 8")
+    shown = completed(relay, *parts, order="any")
+    assert prompt_of(relay) == [*[5, 6, 7, 8, 5], *[1, 2, 1], *[3, 4, 3], 7]
+    assert shown["source"]["id"] == parts[2]
+
+
+def test_what_is_saved_of_joined_contexts_names_them_all(relay: FakeGateway) -> None:
+    parts = [text(relay, "1 2"), text(relay, "3 4")]
+    shown = completed(relay, *parts, save=True)
+    assert (shown["parent"], shown["parents"], shown["tokens"]) == (parts[0], parts, 8)
+    with relay.client() as client:
+        assert client.get(f"/v1/handoffs/{shown['id']}").json()["parents"] == parts
+
+
+def test_chats_are_joined_turn_by_turn_with_their_answers(relay: FakeGateway) -> None:
+    assert asked(relay, chat(relay, "11"), chat(relay, "33"), chat(relay, "44")).status_code == 200
+    turns = [token_ids(f"<end> <user> {word} <end> <assistant> {word} {word}") for word in ("33", "44")]
+    assert prompt_of(relay) == [11, 11, 11, *turns[0], *turns[1], *ASKED]
+
+
+def test_messages_that_all_chats_begin_with_are_written_once(relay: FakeGateway) -> None:
+    parts = [chat(relay, "11", words, system="5") for words in ("33", "44")]
+    assert asked(relay, *parts).status_code == 200
+    first = [5, 11, 33, 5, 11]  # as the engine wrote and answered it
+    assert prompt_of(relay) == [*first, *token_ids("<end> <user> 44 <end> <assistant> 5 11"), *ASKED]
+
+
+def test_several_answers_to_one_question_follow_one_another(relay: FakeGateway) -> None:
+    assert asked(relay, chat(relay, "11"), chat(relay, "11", max_tokens=1)).status_code == 200
+    assert prompt_of(relay) == [11, 11, 11, *token_ids("<end> <assistant> 11"), *ASKED]
+
+
+def test_a_joined_chat_goes_on_as_a_chat(relay: FakeGateway) -> None:
+    """Also if its client sends all of it again."""
+    second = asked(relay, chat(relay, "11"), chat(relay, "33"), save=True).json()["handoff"]
+    before = prompt_of(relay)
+    more = {"role": "user", "content": "66"}
+    again = [
+        {"role": role, "content": content}
+        for role, content in (
+            ("user", "11"),
+            ("assistant", "11 11"),
+            ("user", "33"),
+            ("assistant", "33 33"),
+            ("user", "22"),
+            ("assistant", "11 11"),
+        )
+    ]
+    expected = [*before, *[11, 11], *token_ids("<end> <user> 66 <end> <assistant>")]
+    for messages in ([more], [*again, more]):
+        body = {"messages": messages, "max_tokens": 1, "handoff": {"from": second["id"]}}
+        assert post(relay, body, CHAT).status_code == 200
+        assert prompt_of(relay) == expected
+
+
+def test_contexts_can_be_joined_ahead(relay: FakeGateway) -> None:
+    texts, chats = [text(relay, "1 2"), text(relay, "3 4")], [chat(relay, "11"), chat(relay, "33")]
+    response = post(relay, {"from": texts, "label": "both"}, AHEAD)
+    joined = response.json()
+    assert (response.status_code, joined["tokens"], joined["parents"]) == (201, 6, texts)
+    completed(relay, joined["id"])
+    assert prompt_of(relay) == [1, 2, 1, 3, 4, 3, 7]
+    joined = post(relay, {"from": chats}, AHEAD).json()
+    assert asked(relay, joined["id"]).status_code == 200
+    assert prompt_of(relay) == [11, 11, 11, *token_ids("<end> <user> 33 <end> <assistant> 33 33"), *ASKED]
+
+
+def test_contexts_are_joined_ahead_with_more_after_them(relay: FakeGateway) -> None:
+    texts = [text(relay, "1 2"), text(relay, "3 4")]
+    assert post(relay, {"from": texts, "prompt": [9]}, AHEAD).json()["tokens"] == 7
+    assert prompt_of(relay) == [1, 2, 1, 3, 4, 3, 9]
+
+
+def error(response: httpx.Response) -> tuple[int, str, str | None]:
+    found = response.json()["error"]
+    return response.status_code, found["code"], found["param"]
+
+
+def test_a_part_that_cannot_be_joined_is_named(relay: FakeGateway) -> None:
+    one, other = text(relay, "1 2"), chat(relay, "11")
+    assert error(asked(relay, other, one)) == (400, "invalid_request", "handoff.from[1]")
+    assert error(asked(relay, other, chat(relay, "33", system="5"))) == (
+        400,
+        "invalid_request",
+        "handoff.from[1]",
+    )
+    assert error(asked(relay, chat(relay, "3", system="5"), other, chat(relay, "3", system="6"))) == (
+        400,
+        "invalid_request",
+        "handoff.from[2]",
+    )
+    torn = {"prompt": "5", "max_tokens": 1, "handoff": {"from": chat(relay, "1"), "save": True}}
+    relay.engine("a").behaviour.ends_answers = True
+    torn["handoff"]["from"] = chat(relay, "1")  # type: ignore[index]  # a dict
+    ended = post(relay, torn, TEXT).json()["handoff"]["id"]
+    assert error(asked(relay, other, ended)) == (400, "handoff_template_unsupported", "handoff.from[1]")
+
+
+def test_a_thought_is_computed_behind_its_own_context_alone(relay: FakeGateway) -> None:
+    one, thought = text(relay, "1 2"), text(relay, "3 4", latent_steps=2)
+    body = {"prompt": "7", "max_tokens": 1, "handoff": {"from": [one, thought]}}
+    assert error(post(relay, body, TEXT)) == (400, "invalid_request", "handoff.from[1]")
+    completed(relay, thought, one)
+    assert prompt_of(relay) == [3, 4, STEP, STEP, 3, 1, 2, 1, 7]
+
+
+def test_parts_that_are_missing_or_of_others_are_named(relay: FakeGateway) -> None:
+    one = text(relay, "1 2")
+    body = {"prompt": "7", "max_tokens": 1}
+    assert error(post(relay, body | {"handoff": {"from": [one, "gone"]}}, TEXT)) == (
+        404,
+        "handoff_not_found",
+        "handoff.from[1]",
+    )
+    foreign = {"model": "other", "prompt": "3 4", "max_tokens": 1, "handoff": {"save": True}}
+    other = post(relay, foreign, TEXT).json()["handoff"]["id"]
+    assert error(post(relay, body | {"handoff": {"from": [one, other]}}, TEXT)) == (
+        409,
+        "handoff_incompatible",
+        "handoff.from[1]",
+    )
+
+
+def test_another_tenant_s_part_is_not_found(tmp_path: Any) -> None:
+    keys = {tenant: create_key(tmp_path / "keys.json", tenant) for tenant in ("acme", "globex")}
+    engine = FakeEngine("a", supports_handoffs=True)
+    with run_fake(engine, auth={"keys_file": tmp_path / "keys.json"}) as gateway:
+
+        def ask(tenant: str, handoff: dict[str, Any]) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {keys[tenant]}"}
+            body = {"model": "a", "prompt": "1 2", "max_tokens": 1, "handoff": handoff}
+            with gateway.client() as client:
+                return client.post(TEXT, json=body, headers=headers)
+
+        mine, theirs = (ask(tenant, {"save": True}).json()["handoff"]["id"] for tenant in keys)
+        found = error(ask("acme", {"from": [mine, theirs]}))
+        assert found == (404, "handoff_not_found", "handoff.from[1]")
+
+
+@pytest.mark.parametrize(
+    ("handoff", "message"),
+    [
+        ({"from": []}, "handoff.from: there are 0 handoffs; name 1 to 16"),
+        ({"from": [f"id-{number}" for number in range(17)]}, "handoff.from: there are 17 handoffs"),
+        ({"from": ["one", "two", "one"]}, "handoff.from: number 2 is named twice"),
+        ({"from": ["one", 2]}, "handoff.from: Input should be a valid string"),
+        ({"from": ["one", "x" * 65]}, "handoff.from: String should have at most 64 characters"),
+        ({"from": ["one", "two"], "join": "moved"}, "handoff.join: Input should be 'exact'"),
+        ({"from": ["one", "two"], "order": "best"}, "handoff.order: Input should be 'given' or 'any'"),
+    ],
+)
+def test_a_list_that_cannot_be_is_refused_before_anything_is_looked_up(
+    relay: FakeGateway, handoff: dict[str, Any], message: str
+) -> None:
+    response = post(relay, {"prompt": "7", "handoff": handoff}, TEXT)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message), response.text
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_apis_whose_prompt_is_what_they_say_join_nothing(relay: FakeGateway, path: str) -> None:
+    parts = [text(relay, "1 2"), text(relay, "3 4")]
+    body = {"messages": QUESTION, "input": "22", "max_tokens": 2, "handoff": {"from": parts}}
+    assert error(post(relay, body, path)) == (400, "invalid_request", "handoff.from")
