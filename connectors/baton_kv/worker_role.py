@@ -42,9 +42,9 @@ Job = TypeVar("Job", LoadJob, SaveJob)
 COPY_THREADS = 2
 """One thread does not saturate the memory bandwidth; more than two would take cores from the model."""
 SAVE_THREADS = 2
-LOW_PRIORITY = 10
-"""Niceness (`man 7 sched`) of the thread that saves what nobody asked for: beside a busy model it has a tenth
-of a core."""
+LOW_PRIORITY = 19
+"""Niceness (`man 7 sched`) of the thread that saves what nobody asked for: beside a busy model it has hardly
+any of a core."""
 
 
 class GivenUp(TransferError):
