@@ -36,6 +36,15 @@ def test_one_is_made_from_a_chat_from_token_ids_or_from_another(baton: Baton) ->
     assert from_chat.expires_at - from_chat.created_at == pytest.approx(9, abs=1)
 
 
+def test_several_are_joined_ahead_and_in_a_chat(baton: Baton) -> None:
+    parts = [baton.handoffs.create("a", prompt=text) for text in ("1 2", "3")]
+    joined = baton.handoffs.create("a", start=parts)
+    assert (joined.tokens, joined.parents) == (3, tuple(part.id for part in parts))
+    answer = baton.chat("a", "4", start=(parts[0].id, parts[1]), save=True, max_tokens=1)
+    assert answer.handoff is not None
+    assert answer.handoff.parents == joined.parents
+
+
 @pytest.mark.parametrize("given", [{}, {"prompt": "1", "messages": "1"}])
 def test_a_context_is_a_prompt_or_messages(baton: Baton, given: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="either"):

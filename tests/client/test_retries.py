@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def scripted(*answers: bytes, **options: Any) -> Iterator[tuple[Baton, list[byte
             for answer in answers:
                 connection, _ = listener.accept()
                 with connection:
-                    heard.append(connection.recv(65536))
+                    heard.append(request_from(connection))
                     connection.sendall(answer)
 
         thread = threading.Thread(target=serve, daemon=True)
@@ -38,6 +39,15 @@ def scripted(*answers: bytes, **options: Any) -> Iterator[tuple[Baton, list[byte
         with Baton(f"http://127.0.0.1:{listener.getsockname()[1]}", **options) as baton:
             yield baton, heard
         thread.join(5)
+
+
+def request_from(connection: socket.socket) -> bytes:
+    """A whole request, whose head and body may come apart."""
+    request = connection.recv(65536)
+    length = re.search(rb"content-length: (\d+)", request, re.IGNORECASE)
+    while length and len(request.partition(b"\r\n\r\n")[2]) < int(length[1]):
+        request += connection.recv(65536)
+    return request
 
 
 def answer(status: int, body: bytes, *headers: str) -> bytes:

@@ -15,7 +15,7 @@ from baton_client.client import BASE_URL, TIMEOUT_S
 from baton_client.conversation import AsyncConversation
 from baton_client.handoffs import AsyncHandoffs
 from baton_client.retries import Retries
-from baton_client.routes import Messages, Parameter, Start
+from baton_client.routes import Messages, Parameter, Start, Starts
 from baton_client.scripts import exchange
 from baton_client.turns import first_turns
 from baton_client.values import Answer, SceneAnswer
@@ -55,7 +55,7 @@ class AsyncBaton:
         model: str,
         messages: Messages,
         *,
-        start: Start | None = None,
+        start: Starts | None = None,
         save: bool = False,
         label: str | None = None,
         pin: bool = False,

@@ -14,7 +14,7 @@ from baton_client.conversation import Conversation
 from baton_client.driver import Driver
 from baton_client.handoffs import Handoffs
 from baton_client.retries import Retries
-from baton_client.routes import Messages, Parameter, Start
+from baton_client.routes import Messages, Parameter, Start, Starts
 from baton_client.scripts import exchange
 from baton_client.turns import first_turns
 from baton_client.values import Answer, SceneAnswer
@@ -68,7 +68,7 @@ class Baton:
         model: str,
         messages: Messages,
         *,
-        start: Start | None = None,
+        start: Starts | None = None,
         save: bool = False,
         label: str | None = None,
         pin: bool = False,
@@ -81,7 +81,7 @@ class Baton:
         Args:
             model: name of the engine.
             messages: of the chat, those after `start` alone; a text is one message of the user.
-            start: the handoff that the chat goes on from.
+            start: the handoff that the chat goes on from, or several, whose contexts are joined.
             save: whether the chat with its answer is saved as a handoff: `Answer.handoff`.
             label: a text of your own for that handoff; this, `pin`, `ttl_s` and `latent_steps` mean `save`.
             pin: whether its KV stays when others' is evicted.

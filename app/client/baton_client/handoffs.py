@@ -8,7 +8,7 @@ from typing import Any
 from baton_client import routes
 from baton_client.async_driver import AsyncDriver
 from baton_client.driver import Driver
-from baton_client.routes import Messages, Start
+from baton_client.routes import Messages, Start, Starts
 from baton_client.scripts import delete, exchange, until_ready
 from baton_client.values import Handoff
 
@@ -31,7 +31,7 @@ class Handoffs:
         *,
         messages: Messages | None = None,
         prompt: str | Sequence[int] | None = None,
-        start: Start | None = None,
+        start: Starts | None = None,
         label: str | None = None,
         pin: bool = False,
         ttl_s: int | None = None,
@@ -44,7 +44,8 @@ class Handoffs:
             model: name of the engine.
             messages: the context as a chat; a text is one message of the user.
             prompt: the context as a text or token ids; either this or `messages`.
-            start: the handoff that the new one continues.
+            start: the handoff that the new one continues, or several, whose contexts are joined; then neither
+                `prompt` nor `messages` is needed.
             label: a text of your own, for `find`.
             pin: whether its KV stays when others' is evicted.
             ttl_s: seconds it lives; None: as long as the gateway allows.
@@ -112,7 +113,7 @@ class AsyncHandoffs:
         *,
         messages: Messages | None = None,
         prompt: str | Sequence[int] | None = None,
-        start: Start | None = None,
+        start: Starts | None = None,
         label: str | None = None,
         pin: bool = False,
         ttl_s: int | None = None,

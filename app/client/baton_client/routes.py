@@ -17,6 +17,8 @@ Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
 """A chat's messages, or the text of a single one of the user's."""
 Start: TypeAlias = Handoff | str
 """A handoff or its id."""
+Starts: TypeAlias = Start | list[Start] | tuple[Start, ...]
+"""A handoff, or several whose contexts are joined."""
 Parameter: TypeAlias = str | float | Sequence[str | float]
 """A parameter of a plugin; several values are joined with commas."""
 MEDIA_TYPES = {
@@ -46,6 +48,11 @@ def id_of(start: Start) -> str:
     return start.id if isinstance(start, Handoff) else start
 
 
+def ids_of(starts: Starts) -> str | list[str]:
+    """Return a handoff's id, or those of several."""
+    return [id_of(each) for each in starts] if isinstance(starts, list | tuple) else id_of(starts)
+
+
 def messages_of(messages: Messages) -> list[Mapping[str, Any]]:
     """Return a chat's messages; a text is one message of the user."""
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
@@ -60,7 +67,7 @@ def chat(
     model: str,
     messages: Messages,
     *,
-    start: Start | None = None,
+    start: Starts | None = None,
     save: bool = False,
     saving: Mapping[str, Any],
     fields: Mapping[str, Any],
@@ -70,7 +77,7 @@ def chat(
     Args:
         model: name of the engine.
         messages: of the chat; those that follow the handoff, if it starts from one.
-        start: the handoff that it starts from.
+        start: the handoff that it starts from, or several that are joined.
         save: whether it saves a handoff.
         saving: how: `label`, `ttl_s`, `pin`, `latent_steps`; any of them means `save`.
         fields: further fields of the body, such as `max_tokens`.
@@ -83,7 +90,7 @@ def chat(
     how = given(**saving)
     handoff = given(save=how or save)
     if start is not None:
-        handoff["from"] = id_of(start)
+        handoff["from"] = ids_of(start)
     body: Json = {**fields, "model": model, "messages": messages_of(messages)}
     if handoff:
         body["handoff"] = handoff
@@ -94,24 +101,25 @@ def create_handoff(
     model: str,
     messages: Messages | None,
     prompt: str | Sequence[int] | None,
-    start: Start | None,
+    start: Starts | None,
     saving: Mapping[str, Any],
     fields: Mapping[str, Any],
 ) -> Call[Handoff]:
     """Return the call that computes a context and saves it, without an answer.
 
     Raises:
-        ValueError: `messages` and `prompt` are both given, or both left out.
+        ValueError: `messages` and `prompt` are both given, or both left out where no contexts are joined.
     """
-    if (messages is None) is (prompt is None):
-        raise ValueError("Give either 'messages' or 'prompt'.")
+    joined = isinstance(start, list | tuple) and messages is None and prompt is None
+    if (messages is None) is (prompt is None) and not joined:
+        raise ValueError("Give either 'messages' or 'prompt', or several handoffs as 'start'.")
     body: Json = {**fields, "model": model, **given(**saving)}
     if messages is not None:
         body["messages"] = messages_of(messages)
     if prompt is not None:
         body["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
     if start is not None:
-        body["from"] = id_of(start)
+        body["from"] = ids_of(start)
     return Call("POST", "/v1/handoffs", _handoff, body)
 
 

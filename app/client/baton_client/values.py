@@ -26,6 +26,7 @@ class Handoff:
         created_at: when it was created, in seconds since the epoch.
         expires_at: when it expires, in seconds since the epoch.
         parent: id of the handoff that it continues.
+        parents: ids of all handoffs that it continues; several if they were joined.
         label: the text that the client gave it.
     """
 
@@ -40,12 +41,15 @@ class Handoff:
     created_at: int
     expires_at: int
     parent: str | None
+    parents: tuple[str, ...]
     label: str | None
 
     @classmethod
     def of(cls, row: Json) -> Handoff:
         """Read a handoff object of the API; fields that are unknown here are ignored."""
-        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
+        fields = {name: row[name] for name in cls.__dataclass_fields__ if name != "parents"}
+        parents = row.get("parents", [row["parent"]] if row["parent"] else [])  # older gateways have one
+        return cls(**fields, parents=tuple(parents))
 
 
 @dataclass(frozen=True)
