@@ -24,7 +24,9 @@ class HeldBlocks:
     def __init__(self, most: int) -> None:
         self._most = most
         self._saves: dict[str, tuple[int, ...]] = {}
+        self._yielding: set[str] = set()
         self._holders: Counter[int] = Counter()
+        self._awaited: Counter[int] = Counter()
         self._moved = 0.0
 
     @property
@@ -37,20 +39,31 @@ class HeldBlocks:
 
         Args:
             block_ids: the blocks.
-            yields: nobody waits for the save: it leaves room for those that somebody waits for.
+            yields: nobody waits for the save: it leaves room for those that somebody waits for, which do not
+                count what such saves hold.
         """
-        new = len(set(block_ids) - self._holders.keys())
+        holders = self._holders if yields else self._awaited
+        new = len(set(block_ids) - holders.keys())
         most = self._most // self.YIELDING if yields else self._most
-        return not self._saves or len(self._holders) + new <= most
+        return not holders or len(holders) + new <= most
 
-    def hold(self, request_id: str, block_ids: Sequence[int]) -> None:
+    def hold(self, request_id: str, block_ids: Sequence[int], *, yields: bool = False) -> None:
         """Count the blocks of a request whose save begins."""
         if not self._saves:
             self._moved = time.monotonic()
         self._saves[request_id] = tuple(set(block_ids))
         self._holders.update(self._saves[request_id])
+        if yields:
+            self._yielding.add(request_id)
+        else:
+            self._awaited.update(self._saves[request_id])
 
     def release(self, request_id: str) -> None:
         """Forget the blocks of a request whose save has ended on every rank."""
         self._moved = time.monotonic()
-        self._holders -= Counter(self._saves.pop(request_id, ()))  # drops those that nobody holds
+        blocks = Counter(self._saves.pop(request_id, ()))
+        self._holders -= blocks  # drops those that nobody holds
+        if request_id in self._yielding:
+            self._yielding.remove(request_id)
+        else:
+            self._awaited -= blocks

@@ -217,7 +217,7 @@ class SchedulerRole:
         if (failure := self._refusal(blocks, kept, held, whole, yields=wanted.least > 0)) is not None:
             self._outcomes.append(TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, failure))
             return False, None
-        self._held.hold(request_id, held)
+        self._held.hold(request_id, held, yields=wanted.least > 0)
         job = SaveJob(
             request_id,
             key,

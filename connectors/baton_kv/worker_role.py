@@ -1,15 +1,15 @@
 """The connector's part in the worker: copy blocks between the KV cache and the store in background threads.
 
-Loads run one after the other, as do saves; what nobody asked for is saved by a thread that gives way to all
-others. `COPY_THREADS` threads share the copies of one load. Nothing here raises into the engine, where any
-exception would end it for every tenant: a load that fails is reported, and the engine computes what it should
-have brought.
+Loads run one after the other, as do saves; automatic saves run in a thread of low priority. `COPY_THREADS`
+threads share the copies of one load. Nothing here raises into the engine, where any exception would end it
+for every tenant: a load that fails is reported, and the engine computes what it should have brought.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
@@ -35,7 +35,7 @@ from baton_kv.entry_layout import EntryLayout
 from baton_kv.entry_writer import SlabReader, seal, write, write_share
 from baton_kv.loads import LoadCopier, Source, open_sources
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
-from baton_kv.stores.base import SharedFiles, SharedMissing, Store, StoreFull
+from baton_kv.stores.base import Commit, SharedFiles, SharedMissing, Store, StoreFull, at_once
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job", LoadJob, SaveJob)
@@ -43,8 +43,34 @@ COPY_THREADS = 2
 """One thread does not saturate the memory bandwidth; more than two would take cores from the model."""
 SAVE_THREADS = 2
 LOW_PRIORITY = 19
-"""Niceness (`man 7 sched`) of the thread that saves what nobody asked for: beside a busy model it has hardly
+"""Niceness (`man 7 sched`) of the thread of automatic saves: beside a busy model it has hardly
 any of a core."""
+
+
+SPARE_WITHIN_S = 20.0
+"""An automatic save is given up if it takes longer: requests may need the blocks that it holds."""
+
+
+class Postponed(TransferError):
+    """An automatic save was given up, because others had the cores, or the room in the store."""
+
+    failure = TransferFailure.BUSY
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How an entry is written.
+
+    Attributes:
+        deadline: monotonic seconds after which it is given up.
+        commit: see `Store.put`.
+    """
+
+    deadline: float
+    commit: Commit
+
+
+AT_ONCE = Writing(math.inf, at_once)
 
 
 class GivenUp(TransferError):
@@ -107,12 +133,13 @@ class WorkerRole:
         self._loader = self._threads(1, "load")
         self._saver = self._threads(1, "save")
         self._spare_saver = self._threads(1, "spare", niceness=LOW_PRIORITY)
+        self._placer = self._threads(1, "place")
 
     def _threads(self, count: int, name: str, niceness: int = 0) -> ThreadPoolExecutor:
         def begin() -> None:
             self._copies.begin_thread()
             if niceness:
-                _give_way(niceness)
+                _lower_priority(niceness)
 
         return ThreadPoolExecutor(count, thread_name_prefix=f"baton-kv-{name}", initializer=begin)
 
@@ -132,8 +159,11 @@ class WorkerRole:
         for load in jobs.loads:
             self._begin(self._loader, load, partial(self._load, fence))
         for save in jobs.saves:
-            saver = self._spare_saver if _is_expendable(save.key) else self._saver
-            self._begin(saver, save, partial(self._save, fence))
+            if _is_expendable(save.key) and self._ranks == 1:
+                deadline = time.monotonic() + SPARE_WITHIN_S
+                self._begin(self._spare_saver, save, partial(self._save_in_idle_time, fence, deadline))
+            else:
+                self._begin(self._saver, save, partial(self._save, fence))
 
     def _begin(self, pool: ThreadPoolExecutor, job: Job, work: Callable[[Job], None]) -> None:
         try:
@@ -159,7 +189,7 @@ class WorkerRole:
 
     def shutdown(self) -> None:
         """Wait for running jobs and cancel those that wait."""
-        for pool in (self._loader, self._saver, self._spare_saver, self._copiers):
+        for pool in (self._loader, self._saver, self._spare_saver, self._placer, self._copiers):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, job: Job, work: Callable[[Job], None]) -> None:
@@ -234,15 +264,22 @@ class WorkerRole:
             for source in sources:
                 copier.copy(source, layer)
 
-    def _save(self, fence: Fence, job: SaveJob) -> None:
+    def _save(self, fence: Fence, job: SaveJob, how: Writing = AT_ONCE) -> None:
         try:
-            self._write(fence, job)
+            self._write(fence, job, how)
         except (SharedMissing, StoreFull):
             if self._ranks > 1 or not job.parts:  # other ranks have written their shares already
                 raise
-            self._write(fence, replace(job, parts=()))  # what it shares may be gone, or larger than itself
+            self._write(fence, replace(job, parts=()), how)  # what it shares may be gone, or larger
 
-    def _write(self, fence: Fence, job: SaveJob) -> None:
+    def _save_in_idle_time(self, fence: Fence, deadline: float, job: SaveJob) -> None:
+        """Save with low priority, and give up at the deadline."""
+        try:
+            self._save(fence, job, Writing(deadline, lambda place: self._placer.submit(place).result()))
+        except StoreFull:
+            raise Postponed from None  # entries that clients asked for are not evicted for it
+
+    def _write(self, fence: Fence, job: SaveJob, how: Writing) -> None:
         described = EntryDescription(
             key=job.key,
             fingerprint=job.fingerprint,
@@ -256,12 +293,12 @@ class WorkerRole:
         )
         shared = SharedFiles(tuple(part.key for part in job.parts), job.source)
         with self._copies.staging(fence) as staging:
-            slabs = partial(self._slabs, job, staging)
+            slabs = partial(self._slabs, job, staging, how.deadline)
             if self._ranks > 1:
                 self._write_share(job, described, slabs, shared)
             else:
                 whole = write(described, job.tokens, slabs, self._secret)
-                self._store.put(job.key, whole, size=described.kv_bytes, shared=shared)
+                self._store.put(job.key, whole, size=described.kv_bytes, shared=shared, commit=how.commit)
 
     def _write_share(
         self, job: SaveJob, described: EntryDescription, slabs: SlabReader, shared: SharedFiles
@@ -278,8 +315,10 @@ class WorkerRole:
                 draft.place()
 
     def _slabs(
-        self, job: SaveJob, staging: Staging, layer: int, heads: range, blocks: range
+        self, job: SaveJob, staging: Staging, deadline: float, layer: int, heads: range, blocks: range
     ) -> list[memoryview]:
+        if time.monotonic() > deadline:
+            raise Postponed
         ids = job.blocks[self._blocks.shapes[layer].group].within(blocks).ids
         return staging.gather(self._blocks.pool(layer, heads), ids)
 
@@ -290,7 +329,7 @@ class WorkerRole:
         return [shared if group.window is None else each.first for group, each in groups]
 
 
-def _give_way(niceness: int) -> None:
+def _lower_priority(niceness: int) -> None:
     """Let this thread run only where others leave a core idle, for the most part."""
     with contextlib.suppress(OSError, AttributeError):  # not on every system
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

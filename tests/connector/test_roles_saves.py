@@ -26,6 +26,7 @@ from baton_kv.contract import (
     parse,
 )
 from baton_kv.copies import HostStaging
+from baton_kv.held_blocks import HeldBlocks
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
 from baton_kv.stores.base import StoreError
@@ -134,6 +135,39 @@ def test_blocks_that_requests_share_are_held_once(store: MemoryStore) -> None:
     assert finishes(engine, "b", [1, 2, 3, 7])
     assert finishes(engine, "c", [1, 2, 3, 8])
     assert not finishes(engine, "d", [1, 2, 3, 9])
+
+
+def test_what_automatic_saves_hold_keeps_no_named_save_out() -> None:
+    held = HeldBlocks(10)
+    assert held.has_room_for(range(1, 12), yields=True), "it is the only one"
+    held.hold("automatic", range(1, 12), yields=True)
+    assert not held.has_room_for([20], yields=True)
+    assert held.has_room_for(range(20, 28)), "somebody waits for it"
+    held.hold("named", range(20, 28))
+    assert not held.has_room_for(range(30, 36))
+    held.release("automatic")
+    held.release("named")
+    assert held.has_room_for(range(1, 12), yields=True)
+
+
+def test_an_automatic_save_is_given_up_at_its_deadline(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton_kv.worker_role.SPARE_WITHIN_S", -1.0)
+    engine = Engine(store)
+    automatic = new_key("local").replace("local/", f"local/{EXPENDABLE}")
+    for key, failure in ((automatic, "busy"), (new_key("local"), None)):
+        held, _ = engine.scheduler.finished(
+            "a",
+            params_to_save(key),
+            tokens=PROMPT,
+            prompt=49,
+            computed=49,
+            block_ids=([1, 2, 3, 6],),
+            whole=True,
+        )
+        assert held
+        assert [each.failure for each in engine.run(1).outcomes] == [failure]
 
 
 def test_blocks_are_free_soon_while_saves_make_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from baton_kv.contract import new_key
+from baton_kv.contract import EXPENDABLE, new_key
 from baton_kv.stores.base import EntryMissing, Store, StoreError, StoreFull
 from baton_kv.stores.factory import open_store
 from baton_kv.stores.file import ABANDONED_AFTER_S, FileStore
@@ -61,6 +61,30 @@ def test_the_least_recently_used_go_when_the_budget_is_reached(store: Store) -> 
         pass  # the first is now the last one used
     store.put(keys[2], [b"x" * 400])
     assert [store.exists(key) for key in keys] == [True, False, True]
+
+
+def test_what_nobody_asked_for_evicts_its_like_and_no_named_entry(store: Store) -> None:
+    named, first, second = "a/" + "n" * 32, f"b/{EXPENDABLE}{'f' * 32}", f"b/{EXPENDABLE}{'s' * 32}"
+    store.put(named, [b"x" * 450])
+    store.put(first, [b"x" * 450])
+    store.put(second, [b"x" * 450])
+    assert [store.exists(key) for key in (named, first, second)] == [True, False, True]
+    with pytest.raises(StoreFull):
+        store.put(first, [b"x" * 600])
+    store.put("b/" + "n" * 32, [b"x" * 600])
+    assert not store.exists(second), "those that were asked for go last"
+
+
+def test_a_thread_of_low_priority_has_another_one_place_what_it_wrote(folder: FileStore) -> None:
+    key, seen = new_key("local"), list[bool]()
+
+    def commit(place: Callable[[], None]) -> None:
+        seen.append(folder.exists(key))
+        place()
+        seen.append(folder.exists(key))
+
+    folder.put(key, [b"x"], commit=commit)
+    assert seen == [False, True]
 
 
 def test_an_entry_above_the_whole_budget_is_refused_and_costs_nobody_anything(store: Store) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.offline_engines import OWN, OfflineEngine, prompt, same
+from transformers import AutoModelForCausalLM
 
 from baton_kv.contract import PARAMS_KEY, params_to_save, transfer_params
 from baton_kv.entry import Entry
@@ -44,7 +46,7 @@ class Windowed(OfflineEngine):
             return Entry(reader, key, store_secret(self._store)).description
 
 
-@pytest.fixture(scope="module", params=["gemma3", "windows"])
+@pytest.fixture(scope="module", params=["gemma3", "windows", "gpt-oss"])
 def engine(
     request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Windowed]:
@@ -65,6 +67,20 @@ def test_contexts_of_any_length_are_continued_exactly(engine: Windowed) -> None:
         assert (relayed["cached"], engine.computed) == (len(context) - 1, len(OWN) + 1)
 
 
+def test_what_is_said_after_a_handoff_is_what_transformers_says(engine: Windowed) -> None:
+    """In float32, token by token, past several windows; and it is no babble of one word."""
+    context, params = engine.save(prompt(200, seed=12))
+    whole = [*context, *OWN]
+    (relayed,) = engine.ask((whole, 80, params))
+    assert relayed["cached"] == len(context) - 1
+    model = AutoModelForCausalLM.from_pretrained(engine.model, dtype=torch.float32).eval()
+    with torch.no_grad():  # all places at once: each says what follows the tokens before it
+        logits = model(torch.tensor([whole + relayed["tokens"]])).logits[0, len(whole) - 1 : -1]
+    print(f"\n{len(set(relayed['tokens']))} different tokens of 80")
+    assert relayed["tokens"] == logits.argmax(-1).tolist()
+    assert len(set(relayed["tokens"])) > 20
+
+
 def test_windowed_layers_store_their_window_alone(engine: Windowed) -> None:
     _, params = engine.save(prompt(400, seed=3))
     described = engine.described(params)
@@ -73,7 +89,7 @@ def test_windowed_layers_store_their_window_alone(engine: Windowed) -> None:
     assert set(described.firsts) <= {0, behind}
     whole = sum(shape.heads * shape.slab_bytes for shape in described.layers) * described.blocks
     print(f"\n{described.kv_bytes / whole:.0%} of what whole allocations would take")
-    assert described.kv_bytes < 0.6 * whole
+    assert described.kv_bytes < 0.65 * whole, "of gpt-oss one layer of two has windows"
 
 
 def test_a_chain_is_continued_exactly_at_every_turn(engine: Windowed) -> None:

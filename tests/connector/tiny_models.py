@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-FAMILIES = ("qwen2", "mistral", "gemma", "llama", "llama-4-heads", "gemma3", "windows")
+FAMILIES = ("qwen2", "mistral", "gemma", "llama", "llama-4-heads", "gemma3", "windows", "gpt-oss")
 DRAFT = "llama-4-heads-draft"
+
 
 if __name__ == "__main__":
     import torch
@@ -15,6 +16,7 @@ if __name__ == "__main__":
         AutoTokenizer,
         Gemma3TextConfig,
         GemmaConfig,
+        GptOssConfig,
         LlamaConfig,
         MistralConfig,
         Qwen2Config,
@@ -39,11 +41,19 @@ if __name__ == "__main__":
         "llama": LlamaConfig(**shape, tie_word_embeddings=False),
         "gemma3": Gemma3TextConfig(  # windows of 64 tokens, and one layer that sees everything
             **shape | {"num_hidden_layers": 3},
-            tie_word_embeddings=True,
+            tie_word_embeddings=False,  # or a random one repeats the last token for ever
             sliding_window=64,
             layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         ),
         "windows": MistralConfig(**shape, sliding_window=64, tie_word_embeddings=False),
+        "gpt-oss": GptOssConfig(  # windows, attention sinks and experts
+            **shape | {"head_dim": 64, "intermediate_size": 64},
+            tie_word_embeddings=False,
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
         "llama-4-heads": LlamaConfig(
             **shape | {"num_attention_heads": 4, "num_key_value_heads": 4}, tie_word_embeddings=False
         ),

@@ -261,6 +261,7 @@ def test_every_error_of_a_transfer_says_why() -> None:
         TransferFailure.FULL,
         TransferFailure.DEVICE,
         TransferFailure.GIVEN_UP,
+        TransferFailure.BUSY,
     }
 
 

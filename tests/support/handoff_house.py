@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,13 @@ class House:
             wall=lambda: self.clocks.wall,
         )
 
-    async def left(self, handoffs: Handoffs, size: int = 10, **more: Any) -> HandoffRecord:
+    async def left(
+        self, handoffs: Handoffs, size: int = 10, tokens: Sequence[int] = (1, 2, 3), **more: Any
+    ) -> HandoffRecord:
         """A handoff whose KV is in the store."""
         record = handoffs.begin(ENGINE, "local", **more)
         FileStore(self.folder / "store").put(record.key, [b"k" * size])
-        handoffs.end(record, TransferRequest(), [1, 2, 3])
+        handoffs.end(record, TransferRequest(), tokens)
         await handoffs.settled(record, 5)
         await asyncio.gather(*handoffs._background)
         assert (record.state, record.bytes) == (HandoffState.READY, size)

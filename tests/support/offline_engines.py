@@ -30,6 +30,7 @@ class OfflineEngine:
         model = model or ModelStore(load_settings().models_folder).resolve("smollm2")
         script = str(Path(__file__).parents[1] / "connector" / "offline.py")
         self._store = store
+        self.model = model
         self.computed = self.preempted = self.accepted = 0
         given = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "block_size": 32} | args
         self._command = [sys.executable, script, model, str(store), json.dumps(given)]

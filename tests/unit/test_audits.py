@@ -21,7 +21,7 @@ from baton.handoffs.audits import service
 from baton.handoffs.audits.comparison import compare
 from baton.handoffs.audits.queue import MOST, Audit, AuditQueue
 from baton.handoffs.audits.service import Audits
-from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.record import HandoffRecord, key_of, new_id
 from baton.telemetry.audit_metrics import AuditMetrics, AuditResult
 from baton_kv.stores.file import FileStore
 
@@ -40,6 +40,9 @@ SAID = {11: 0.0}
         ({1: -0.1, 2: -3.0}, {1: -0.1, 3: -3.0}, 0.0, True),
         ({1: -0.1, 2: -math.inf}, {1: -0.1, 2: -math.inf}, 0.0, True),
         ({1: math.nan}, {1: -0.1}, math.inf, True),
+        ({1: -0.1, 2: -12.0}, {1: -0.1, 2: -13.0}, 0.0, True),  # too unlikely to count
+        ({1: -0.1, 2: -12.0}, {1: -0.1, 2: -3.0}, 9.0, True),
+        ({1: -0.1, 2: -12.0}, {1: -0.1, 3: -5.0}, 1.0, True),
     ],
 )
 def test_two_computations_differ_by_their_largest_difference(
@@ -68,10 +71,21 @@ class Bench:
         self.audits = Audits(HandoffSettings(**settings), self.handoffs, AuditMetrics(self.registry))
         self.engine = FakeEngine("a", supports_handoffs=True, state=EngineState.READY)
 
-    def note(self, record: HandoffRecord, first_token: dict[int, float], **report: Any) -> None:
+    def note(
+        self,
+        record: HandoffRecord,
+        first_token: dict[int, float],
+        *,
+        save: str | None = None,
+        over: bool = True,
+        **report: Any,
+    ) -> TransferRequest:
         report = {"prompt_ids": PROMPT, "loaded": 2, "first_token": first_token} | report
-        transfer = TransferRequest(load=record.key, audited=True, report=TransferReport(**report))
+        transfer = TransferRequest(load=record.key, save=save, audited=True, report=TransferReport(**report))
+        if over:
+            transfer.report.save_over.set()
         self.audits.note(self.engine, record, transfer)
+        return transfer
 
     def counted(self, result: AuditResult) -> float:
         return self.registry.get_sample_value("baton_handoff_audits_total", {"result": result.value}) or 0
@@ -113,6 +127,50 @@ async def test_after_a_mismatch_the_kv_is_in_quarantine_and_the_prefix_cache_emp
     elsewhere = await bench.house.handoffs().get(record.id, "local")
     audit: Any = elsewhere.public()["audit"]
     assert (audit["result"], elsewhere.bytes) == ("mismatch", 0)
+
+
+async def test_what_begins_like_it_and_what_was_made_of_it_is_moved_away_too(bench: Bench) -> None:
+    """A branch may hold a copy of the wrong KV, and so may what the audited request has saved."""
+    begins = list(range(40))
+    record, branch = [await bench.house.left(bench.handoffs, tokens=begins) for _ in range(2)]
+    other = await bench.house.left(bench.handoffs, tokens=begins[::-1])
+    store = FileStore(bench.house.folder / "store")
+    saved = key_of("local", new_id(automatic=True))
+    store.put(saved, [b"k"])
+    async with bench.audits.running():
+        bench.note(record, {12: -0.1, 13: -3.0}, save=saved)
+        await bench.until(AuditResult.MISMATCH)
+    assert [each.bytes > 0 for each in (record, branch, other)] == [False, False, True]
+    assert not any(store.exists(key) for key in (record.key, branch.key, saved))
+    assert store.exists(other.key)
+
+
+async def test_a_save_is_waited_for_before_its_request_is_audited(bench: Bench) -> None:
+    record = await bench.house.left(bench.handoffs)
+    async with bench.audits.running():
+        saving = bench.note(record, SAID, save="tenant/auto-saved", over=False)
+        await asyncio.sleep(0.1)
+        assert bench.engine.transfers == []
+        saving.report.save_over.set()
+        await bench.until(AuditResult.MATCH)
+
+
+async def test_a_handoff_that_is_gone_is_computed_no_more(bench: Bench) -> None:
+    record = await bench.house.left(bench.handoffs)
+    bench.note(record, SAID)
+    await bench.handoffs.delete(record)
+    async with bench.audits.running():
+        await bench.until(AuditResult.DROPPED)
+    assert bench.engine.transfers == []
+
+
+async def test_an_audit_that_waits_too_long_is_dropped(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.handoffs.audits.queue.WAITS_S", 0.05)
+    record = await bench.house.left(bench.handoffs)
+    bench.engine.active = 1
+    async with bench.audits.running():
+        bench.note(record, SAID)
+        await bench.until(AuditResult.DROPPED)
 
 
 async def test_a_difference_within_the_tolerance_is_a_match(tmp_path: Path, bench: Bench) -> None:
@@ -190,7 +248,7 @@ def test_an_engine_that_never_rests_does_not_hold_the_others_up() -> None:
     busy, idle = (FakeEngine(name, state=EngineState.READY) for name in ("busy", "idle"))
     busy.active = 1
     for engine in (busy, idle):
-        queue.add(Audit(engine, record, TransferRequest()))
+        queue.add(Audit.of(engine, record, TransferRequest()))
     assert queue.take() is None, "it may have ended a request just now"
     taken = queue.take()
     assert taken is not None

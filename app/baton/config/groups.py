@@ -285,7 +285,7 @@ class HandoffSettings(Frozen):
         gt=0,
         description="Largest difference of a log probability, in nats, that such an audit accepts. What is "
         "above it is counted as a mismatch, and the KV is moved to the store's quarantine. Unset: 0.001 for "
-        "engines that compute in float32, 0.25 for others.",
+        "engines that compute in float32, 1 for others.",
     )
     image_bytes: ByteSize = Field(
         ByteSize(32 * MIB),

@@ -172,12 +172,8 @@ class Engine(Protocol):
         """
         ...
 
-    async def forget_prefixes(self) -> bool:
-        """Empty the engine's prefix cache; return False if requests that run prevent it.
-
-        Raises:
-            BatonError: the engine is not running, or failed.
-        """
+    def forget_prefixes(self) -> None:
+        """Let no later request use what the engine's prefix cache holds now."""
         ...
 
     @property

@@ -292,12 +292,26 @@ class Handoffs:
         """Note that a handoff's KV cannot be used any more; an automatic one is removed."""
         self._sweeper.kv_gone(record)
 
+    def __contains__(self, record: HandoffRecord) -> bool:
+        """Whether a handoff is still there."""
+        return record in self._index
+
+    async def distrust(self, record: HandoffRecord, saved: str | None) -> None:
+        """Move KV away that led to another answer than computing it, and all that may be made of it.
+
+        Args:
+            record: the handoff whose KV it is.
+            saved: key of the entry that the request saved which loaded it; None: none.
+        """
+        for each in [record, *self._index.prefixes.beginning_like(record)]:
+            await asyncio.to_thread(self._storage.quarantine, each)
+            self.kv_gone(each)
+        if saved is not None:
+            await asyncio.to_thread(self._storage.store.quarantine, saved)
+
     async def note_audit(self, record: HandoffRecord, audit: HandoffAudit) -> None:
-        """Note the result of an audit; after a mismatch the handoff's KV is moved away, and is recomputed."""
+        """Note the result of an audit of a handoff's KV."""
         wrong = audit.result is AuditResult.MISMATCH
-        if wrong:
-            await asyncio.to_thread(self._storage.quarantine, record)
-            self.kv_gone(record)
         record = self._index.known(record.id) or record  # another gateway may have changed it
         if record.automatic or record not in self._index:
             return

@@ -20,6 +20,7 @@ from baton.telemetry.metrics import HandoffMetrics
 SWEEP_EVERY_S = 2.0
 SWEEP_SHARE = 0.05
 """Share of the time that sweeps may take: with many handoffs they are less frequent."""
+SWEEP_AT_LEAST_EVERY_S = 60.0
 ORPHANS_EVERY_S = 300.0
 EVICTED_LOOKS = 100
 """In each sweep it is seen whether the KV of so many automatic handoffs, drawn at random, still exists."""
@@ -69,7 +70,8 @@ class Sweeper:
                 await self._sweep()
             except Exception as error:  # noqa: BLE001  # the border of the sweeper: the next round may work
                 self._log.warning("handoff_sweep_failed", reason=f"{type(error).__name__}: {error}")
-            await asyncio.sleep(max(SWEEP_EVERY_S, (time.monotonic() - began) / SWEEP_SHARE))
+            rest = (time.monotonic() - began) / SWEEP_SHARE
+            await asyncio.sleep(min(max(SWEEP_EVERY_S, rest), SWEEP_AT_LEAST_EVERY_S))
 
     async def _sweep(self) -> None:
         await self._sync.refresh()

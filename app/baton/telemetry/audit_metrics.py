@@ -38,6 +38,6 @@ class AuditMetrics:
             registry=registry,
         )
 
-    def count(self, result: AuditResult) -> None:
-        """Count an audit."""
-        self._audits.labels(result.value).inc()
+    def count(self, result: AuditResult, number: int = 1) -> None:
+        """Count audits."""
+        self._audits.labels(result.value).inc(number)

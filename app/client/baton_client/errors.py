@@ -78,7 +78,7 @@ class ApiError(BatonError):
         retry_after_s: float | None = None,
         request_id: str | None = None,
     ) -> None:
-        super().__init__(f"{message} ({', '.join(filter(None, (str(status), code, param)))})")
+        super().__init__(f"{message} ({', '.join(str(each) for each in (status, code, param) if each)})")
         self.status = status
         self.code = code
         self.message = message

@@ -12,8 +12,15 @@ from baton_kv.contract import TransferError, TransferFailure
 Buffer = bytes | bytearray | memoryview
 Piece = Buffer | list[memoryview]
 """Bytes, or several buffers, that are written before the next piece is asked for."""
+Commit = Callable[[Callable[[], None]], None]
+"""Calls a function that gives a written entry its name, and waits for it."""
 MAX_SHARED = 128
 """Most files of other entries that an entry shares."""
+
+
+def at_once(place: Callable[[], None]) -> None:
+    """Give a written entry its name in this thread."""
+    place()
 
 
 class StoreError(TransferError):
@@ -143,7 +150,13 @@ class Store(Protocol):
     """Immutable entries by key, safe to use from several threads and processes at once."""
 
     def put(
-        self, key: str, parts: Iterable[Piece], *, size: int = 0, shared: SharedFiles = NOTHING_SHARED
+        self,
+        key: str,
+        parts: Iterable[Piece],
+        *,
+        size: int = 0,
+        shared: SharedFiles = NOTHING_SHARED,
+        commit: Commit = at_once,
     ) -> int:
         """Write an entry; it becomes visible when it is complete.
 
@@ -153,6 +166,8 @@ class Store(Protocol):
             size: the expected number of bytes, 0 if unknown. With it, an entry that cannot fit is refused
                 before others are evicted.
             shared: the files of other entries that it needs too.
+            commit: calls what evicts other entries and makes this one visible. A thread of low priority lets
+                another one do that: it holds the store's lock.
 
         Returns:
             The bytes written.

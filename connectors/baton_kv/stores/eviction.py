@@ -24,11 +24,13 @@ def to_fit_budget(
         size: bytes of the entry to be written.
         beside: bytes of other files that count towards the budget.
         budget: bytes that all of them may take.
-        replaced: scope and file name of an entry whose own file is overwritten; or None.
+        replaced: scope and file name of the entry that is written, whose own file is overwritten; or None.
+            For an expendable one others are not evicted.
 
     Raises:
-        StoreFull: the bytes do not fit even if all unpinned entries are evicted.
+        StoreFull: the bytes do not fit even if all entries are evicted that may be.
     """
+    expendable = replaced is not None and replaced[1].startswith(EXPENDABLE)
     holders = _holders(listing)
     overwritten = (
         each.file
@@ -38,16 +40,17 @@ def to_fit_budget(
     total = beside + listing.size - sum(listing.sizes[file] for file in overwritten if holders[file] == 1)
     excess, chosen = total + size - budget, None
     if excess > 0 and len(listing.entries) >= MANY_ENTRIES:
-        chosen = _choose(listing, excess + budget // AHEAD_SHARE, budget=budget, spared=replaced)
+        ahead = excess + budget // AHEAD_SHARE
+        chosen = _choose(listing, ahead, budget=budget, spared=replaced, expendable=expendable)
     if chosen is None:
-        chosen = _choose(listing, excess, budget=budget, spared=replaced)
+        chosen = _choose(listing, excess, budget=budget, spared=replaced, expendable=expendable)
     if chosen is None:
         raise StoreFull(f"an entry of {size} bytes does not fit the store's budget of {budget}")
     return chosen
 
 
 def left_by(listing: Listing, evicted: list[StoredEntry]) -> int:
-    """Return the bytes of the files that are needed still when these entries are gone."""
+    """Return the bytes of the files that remain after these entries are evicted."""
     holders = _holders(listing)
     for each in evicted:
         holders.subtract(each.files)
@@ -69,15 +72,22 @@ def to_free(listing: Listing, size: int, *, budget: int | None) -> list[StoredEn
 
 
 def _choose(
-    listing: Listing, size: int, *, budget: int | None, spared: tuple[str, str] | None
+    listing: Listing,
+    size: int,
+    *,
+    budget: int | None,
+    spared: tuple[str, str] | None,
+    expendable: bool = False,
 ) -> list[StoredEntry] | None:
     """Choose unpinned entries in order until the files that nobody else holds have `size` bytes.
+
+    With `expendable`, only of entries that nobody asked for.
 
     An entry whose own file another one needs frees nothing by itself, so it goes only after that one.
     """
     holders = _holders(listing)
     freed, chosen = 0, []
-    for each in _in_order(listing, budget, spared):
+    for each in _in_order(listing, budget, spared, expendable=expendable):
         if freed >= size:
             break
         chosen.append(each)
@@ -92,7 +102,9 @@ def _holders(listing: Listing) -> Counter[int]:
     return listing.loose + Counter(file for each in listing.entries for file in each.files)
 
 
-def _in_order(listing: Listing, budget: int | None, spared: tuple[str, str] | None) -> list[StoredEntry]:
+def _in_order(
+    listing: Listing, budget: int | None, spared: tuple[str, str] | None, *, expendable: bool
+) -> list[StoredEntry]:
     """Order the entries that may go: scopes above their fair share first, then expendable entries.
 
     Of equal ones the least recently used goes first. An entry is used when one is used that continues it,
@@ -109,7 +121,11 @@ def _in_order(listing: Listing, budget: int | None, spared: tuple[str, str] | No
         if each.pinned:
             kept.update(each.files)
     unpinned = [
-        each for each in listing.entries if each.file not in kept and (each.scope, each.name) != spared
+        each
+        for each in listing.entries
+        if each.file not in kept
+        and (each.scope, each.name) != spared
+        and not (expendable and each.file in needed)
     ]
     return sorted(
         unpinned,

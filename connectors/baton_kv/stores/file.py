@@ -36,10 +36,12 @@ from pathlib import Path
 from baton_kv.folders import CREATE, LOCK, FolderNotPrivate, folder, make_folder, open_file
 from baton_kv.stores.base import (
     NOTHING_SHARED,
+    Commit,
     Piece,
     SharedFiles,
     StoreError,
     StoreFull,
+    at_once,
 )
 from baton_kv.stores.buffers import MAX_BUFFERS, rest
 from baton_kv.stores.draft import FileDraft, discard
@@ -108,7 +110,13 @@ class FileStore:
         return self._tree.root
 
     def put(
-        self, key: str, parts: Iterable[Piece], *, size: int = 0, shared: SharedFiles = NOTHING_SHARED
+        self,
+        key: str,
+        parts: Iterable[Piece],
+        *,
+        size: int = 0,
+        shared: SharedFiles = NOTHING_SHARED,
+        commit: Commit = at_once,
     ) -> int:
         scope, name = split(key)
         self._room.require_possible(size)
@@ -117,7 +125,7 @@ class FileStore:
                 temporary = secrets.token_hex(16)
                 try:
                     size = self._write(writing, temporary, parts, size)
-                    self._place(writing, temporary, scope, name, size, shared)
+                    commit(partial(self._place, writing, temporary, scope, name, size, shared))
                 finally:
                     with contextlib.suppress(OSError):
                         os.unlink(temporary, dir_fd=writing)

@@ -12,11 +12,13 @@ from baton_kv.stores.base import (
     NOTHING_SHARED,
     Buffer,
     BytesReader,
+    Commit,
     EntryMissing,
     Piece,
     SharedFiles,
     SharedMissing,
     StoreFull,
+    at_once,
 )
 from baton_kv.stores.eviction import to_fit_budget
 from baton_kv.stores.listing import Listing, StoredEntry
@@ -50,7 +52,13 @@ class MemoryStore:
         self.quarantined: list[str] = []
 
     def put(
-        self, key: str, parts: Iterable[Piece], *, size: int = 0, shared: SharedFiles = NOTHING_SHARED
+        self,
+        key: str,
+        parts: Iterable[Piece],
+        *,
+        size: int = 0,
+        shared: SharedFiles = NOTHING_SHARED,
+        commit: Commit = at_once,
     ) -> int:
         data = b"".join(b"".join(part) if isinstance(part, list) else bytes(part) for part in parts)
         with self.lock:

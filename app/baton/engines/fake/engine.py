@@ -142,9 +142,8 @@ class FakeEngine:
         self.state = EngineState.FAILED
         self.behaviour.stalled_seconds = 0.0
 
-    async def forget_prefixes(self) -> bool:
+    def forget_prefixes(self) -> None:
         self.forgets += 1
-        return not self.active
 
     def stalled_s(self) -> float:
         return self.behaviour.stalled_seconds

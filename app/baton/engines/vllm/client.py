@@ -21,6 +21,7 @@ from baton.engines.port import ImageInput
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.image_cache import Sent, hashes_of
 from baton.engines.vllm.image_input import image_positions, stray_placeholders
+from baton.engines.vllm.log_probs import likeliest
 from baton.errors import BatonError, GenerationFailed, InvalidRequest, Unprocessable
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
@@ -57,6 +58,7 @@ class Call:
         deltas: whether each output holds only the tokens since the last one.
         constrained: whether a grammar constrains the answer, e.g. by `response_format` or a named tool.
         audited_tokens: most tokens whose raw log probabilities the engine may be asked for; 0: it has none.
+        noting: the audited transfers whose first token's log probabilities the engine was asked for.
     """
 
     context: RequestContext
@@ -71,6 +73,7 @@ class Call:
     deltas: bool = False
     constrained: bool = False
     audited_tokens: int = 0
+    noting: set[TransferRequest] = field(default_factory=set)
 
     async def watch(
         self, outputs: AsyncGenerator[Any, None], sent: Sent, transfer: TransferRequest | None = None
@@ -96,8 +99,8 @@ class Call:
                         raise Unprocessable(DEAD_END)
                     if transfer is not None:
                         _note(transfer.report, output, deltas=self.deltas)
-                        if transfer.audited and self.audited_tokens and not transfer.report.first_token:
-                            transfer.report.first_token = _first_token(output)
+                        if transfer in self.noting:
+                            self._note_first_token(transfer, output)
                         _correct(output, transfer.report)
                         if output.finished and transfer is not self.transfer and self.chooser is not None:
                             self.chooser.ended(transfer)
@@ -120,9 +123,10 @@ class Call:
             if transfer is not None:
                 self.chosen += 1
                 tag = tag if self.chosen == 1 else f"{tag}.{self.chosen}"
-        if transfer is not None and transfer.audited and sampling_params.logprobs is None:
+        if transfer is not None and transfer.audited and self._can_note(sampling_params):
             # Handlers show log probabilities only to clients that asked for them.
-            sampling_params.logprobs = self.audited_tokens or None
+            sampling_params.logprobs = self.audited_tokens
+            self.noting.add(transfer)
         if transfer is not None and transfer.computed:
             sampling_params.skip_reading_prefix_cache = True
         if transfer is not None and transfer.moves_kv:
@@ -130,6 +134,20 @@ class Call:
             extra = sampling_params.extra_args or {}
             sampling_params.extra_args = extra | {"kv_transfer_params": _transfer_params(transfer, tag)}
         return transfer
+
+    def _can_note(self, sampling_params: Any) -> bool:
+        """Return whether the log probabilities of the first token are the model's own, and not asked for.
+
+        vLLM applies a grammar before it takes them.
+        """
+        theirs = (sampling_params.logprobs, getattr(sampling_params, "logprob_token_ids", None))
+        return bool(self.audited_tokens) and not self.constrained and theirs == (None, None)
+
+    def _note_first_token(self, transfer: TransferRequest, output: Any) -> None:
+        places = output.outputs[0].logprobs
+        if places:
+            self.noting.discard(transfer)
+            transfer.report.first_token = likeliest(places[0], self.audited_tokens)
 
     def _count(self, output: Any, *, first: bool) -> None:
         """Add an output's tokens to the request's; outputs of pooling have no completions."""
@@ -304,12 +322,6 @@ def _note(report: TransferReport, output: Any, *, deltas: bool) -> None:
         report.output_ids.extend(completion.token_ids)
     else:
         report.output_ids = list(completion.token_ids)
-
-
-def _first_token(output: Any) -> dict[int, float]:
-    """Return the log probabilities at the first place of an answer's first output, by token id."""
-    places = output.outputs[0].logprobs
-    return {token: found.logprob for token, found in places[0].items()} if places else {}
 
 
 def _correct(output: Any, report: TransferReport) -> None:

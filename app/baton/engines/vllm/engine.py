@@ -94,6 +94,7 @@ class VllmEngine:
         self._placeholder = arguments.placeholder_of(self._args) if settings.latent else None
         self._namespace = arguments.serving_namespace(settings)
         self._salt = salt
+        self._forgotten = 0
         self._last_words = last_words
         self._series = EngineSeries()
         self._progress = Progress()
@@ -162,7 +163,7 @@ class VllmEngine:
         except Exception as error:  # the plugin made these, no client
             self._log.error("plugin_prompt_invalid", exc_info=error)
             raise PluginFailed() from error
-        salt = self._salt(context.tenant)
+        salt = self._salt_of(context.tenant)
         try:
             return await encode_prompt(
                 client, parsed, pooling_params, context, salt=salt, number=number, priority=priority
@@ -297,11 +298,13 @@ class VllmEngine:
     def rounding_nats(self) -> float:
         return rounding_nats(self._require_running().client)
 
-    async def forget_prefixes(self) -> bool:
-        try:
-            return bool(await self._require_running().client.reset_prefix_cache())
-        except Exception as error:  # the border to vLLM, which raises anything at all
-            raise self._translator.error(error) from error
+    def forget_prefixes(self) -> None:
+        self._forgotten += 1
+
+    def _salt_of(self, tenant: str) -> str | None:
+        """Return the prefix-cache salt of a tenant's requests; another one since prefixes were forgotten."""
+        salt = self._salt(tenant)
+        return f"{salt or ''}.{self._forgotten}" if self._forgotten else salt
 
     @property
     def longest_step_s(self) -> float:
@@ -322,7 +325,7 @@ class VllmEngine:
         alone = transfer is not None and transfer.computed  # its KV is for nobody else
         call = Call(
             context,
-            context.request_id if alone else self._salt(context.tenant),
+            context.request_id if alone else self._salt_of(context.tenant),
             transfer=transfer,
             chooser=chooser if self.supports_handoffs else None,
             expect=self._watch.add,

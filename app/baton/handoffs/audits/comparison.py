@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+FAINT = -6.0
+"""Tokens whose log probability is lower in both computations do not count: rounding shows in them most."""
 LogProbs = Mapping[int, float]
 """Natural log probabilities of the likeliest tokens at one place, by token id."""
 
@@ -32,8 +34,14 @@ def compare(loaded: LogProbs, computed: LogProbs) -> Comparison:
         loaded: from loaded KV; not empty.
         computed: with all KV computed; not empty.
     """
+    shared = loaded.keys() & computed.keys()
     both = max(
-        (_distance(loaded[token], computed[token]) for token in loaded.keys() & computed.keys()), default=0.0
+        (
+            _distance(loaded[token], computed[token])
+            for token in shared
+            if not (loaded[token] <= FAINT and computed[token] <= FAINT)
+        ),
+        default=0.0,
     )
     one = max(_above(loaded, computed), _above(computed, loaded))
     return Comparison(max(both, one), _likeliest(loaded) == _likeliest(computed))
@@ -41,7 +49,7 @@ def compare(loaded: LogProbs, computed: LogProbs) -> Comparison:
 
 def _above(some: LogProbs, others: LogProbs) -> float:
     """Return by how much tokens that only `some` lists are at least above what `others` gives them."""
-    least = min(others.values())
+    least = max(FAINT, min(others.values()))
     return max(
         (_distance(some[token], least) for token in some.keys() - others.keys() if some[token] > least),
         default=0.0,

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, EngineState
 from baton.handoffs.records.record import HandoffRecord
+from baton.images.placed_image import PlacedImage
 
 MOST = 64
-"""Most audits that wait."""
-MOST_TOKENS = 1_000_000
-"""Most prompt tokens of all audits that wait; they take 8 bytes each, and their objects."""
+"""Most audits of an engine that wait."""
+MOST_BYTES = 64 * 1024 * 1024
+"""Most bytes of the prompts and images of all audits that wait."""
+WAITS_S = 600.0
+"""An audit whose engine was never idle for so long is dropped."""
+SAVED_WITHIN_S = 60.0
+"""A request's own save is waited for, but not longer: what it saved may have to be moved away too."""
 
 
 @dataclass(eq=False)
@@ -21,19 +30,56 @@ class Audit:
     Attributes:
         engine: the engine that loaded it.
         record: the handoff whose KV was loaded.
-        transfer: the request to the engine, with its report.
+        prompt: token ids of the whole prompt.
+        images: the images of the prompt.
+        loaded: number of tokens whose KV was loaded.
+        first_token: log probabilities of the likeliest tokens at the first place of the answer.
+        saved: key of the entry that the request saved; None: none.
+        save_over: set when that save has ended.
+        noted_at: monotonic seconds.
         tries: number of times that the audit was interrupted.
     """
 
     engine: Engine
     record: HandoffRecord
-    transfer: TransferRequest
+    prompt: array[int]
+    images: Sequence[PlacedImage]
+    loaded: int
+    first_token: Mapping[int, float]
+    saved: str | None
+    save_over: asyncio.Event
+    noted_at: float = field(default_factory=time.monotonic)
     tries: int = 0
 
+    @classmethod
+    def of(cls, engine: Engine, record: HandoffRecord, transfer: TransferRequest) -> Audit:
+        """Return the audit of a request that has ended; it keeps what it needs of the report alone."""
+        report = transfer.report
+        return cls(
+            engine,
+            record,
+            array("i", report.prompt_ids),
+            transfer.images,
+            report.loaded or 0,
+            report.first_token,
+            transfer.save if report.saves else None,
+            report.save_over,
+        )
+
     @property
-    def tokens(self) -> int:
-        """Number of its prompt's tokens."""
-        return len(self.transfer.report.prompt_ids)
+    def bytes(self) -> int:
+        """Bytes that it takes in memory, about."""
+        return 1024 + 4 * len(self.prompt) + sum(len(image.image.data) for image in self.images)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was noted."""
+        return time.monotonic() - self.noted_at
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether its request's save has ended."""
+        return self.saved is None or self.save_over.is_set() or self.age_s > SAVED_WITHIN_S
 
 
 class AuditQueue:
@@ -48,8 +94,9 @@ class AuditQueue:
 
     def add(self, audit: Audit) -> bool:
         """Add an audit; returns False if there are too many."""
-        tokens = audit.tokens + sum(each.tokens for each in self._waiting)
-        if len(self._waiting) >= MOST or tokens > MOST_TOKENS:
+        size = audit.bytes + sum(each.bytes for each in self._waiting)
+        mine = sum(each.engine is audit.engine for each in self._waiting)
+        if mine >= MOST or size > MOST_BYTES:
             return False
         self._waiting.append(audit)
         return True
@@ -63,9 +110,15 @@ class AuditQueue:
         engines = {each.engine.name: each.engine for each in self._waiting}
         self._idle = {name for name, engine in engines.items() if _idle(engine)}
         for place, each in enumerate(self._waiting):
-            if each.engine.name in self._idle & before:
+            if each.engine.name in self._idle & before and each.may_begin:
                 return self._waiting.pop(place)
         return None
+
+    def drop_old(self) -> int:
+        """Drop the audits that have waited too long; returns their number."""
+        young = [each for each in self._waiting if each.age_s <= WAITS_S]
+        dropped, self._waiting = len(self._waiting) - len(young), young
+        return dropped
 
 
 def _idle(engine: Engine) -> bool:

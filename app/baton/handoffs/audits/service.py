@@ -62,7 +62,6 @@ class Audits:
         self._metrics = metrics
         self._draw = draw
         self._queue = AuditQueue()
-        self._unclean: dict[str, Engine] = {}
 
     def chosen(self) -> bool:
         """Draw whether a request that is about to load KV is audited."""
@@ -73,7 +72,7 @@ class Audits:
         report = transfer.report
         if not transfer.audited or not report.loaded or report.lost or transfer.latent_steps:
             return
-        if report.first_token and not self._queue.add(Audit(engine, record, transfer)):
+        if report.first_token and not self._queue.add(Audit.of(engine, record, transfer)):
             self._metrics.count(AuditResult.DROPPED)
 
     @contextlib.asynccontextmanager
@@ -90,14 +89,16 @@ class Audits:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
+                self._metrics.count(AuditResult.DROPPED, self._queue.drop_old())
                 while (audit := self._queue.take()) is not None:
                     await self._audit(audit)
-                    await self._forget_prefixes()
-                await self._forget_prefixes()  # of engines that were busy before
             except Exception as error:  # the border of the audits: the next one may work
                 log.error("handoff_audit_failed", exc_info=error)
 
     async def _audit(self, audit: Audit) -> None:
+        if audit.record not in self._handoffs:  # deleted or expired
+            self._metrics.count(AuditResult.DROPPED)
+            return
         try:
             tolerance = self._settings.audit_tolerance or audit.engine.rounding_nats
             computed = await self._compute(audit)
@@ -112,14 +113,12 @@ class Audits:
         elif not computed.first_token:
             self._metrics.count(AuditResult.DROPPED)
         else:
-            found = compare(audit.transfer.report.first_token, computed.first_token)
+            found = compare(audit.first_token, computed.first_token)
             await self._judge(audit, found, tolerance)
 
     async def _compute(self, audit: Audit) -> TransferReport | None:
         """Compute an audit's prompt without stored KV; None: a client's request came and took precedence."""
-        transfer = TransferRequest(
-            audit.transfer.report.prompt_ids, audit.transfer.images, audited=True, computed=True
-        )
+        transfer = TransferRequest(list(audit.prompt), audit.images, audited=True, computed=True)
         call = asyncio.ensure_future(_call(audit.engine, transfer))
         try:
             while not call.done():
@@ -140,11 +139,12 @@ class Audits:
                 "handoff_audit_mismatch",
                 handoff=audit.record.id,
                 engine=audit.engine.name,
-                loaded=audit.transfer.report.loaded,
+                loaded=audit.loaded,
                 difference=found.difference,
                 same_token=found.same_token,
             )
-            self._unclean[audit.engine.name] = audit.engine
+            audit.engine.forget_prefixes()
+            await self._handoffs.distrust(audit.record, audit.saved)
         await self._handoffs.note_audit(
             audit.record,
             HandoffAudit(
@@ -156,13 +156,6 @@ class Audits:
         )
         self._metrics.count(result)
         self._metrics.difference.observe(found.difference)
-
-    async def _forget_prefixes(self) -> None:
-        """Empty the prefix caches of engines that have loaded KV which led to another answer."""
-        for name, engine in list(self._unclean.items()):
-            with contextlib.suppress(BatonError):
-                if await engine.forget_prefixes():
-                    del self._unclean[name]
 
 
 async def _call(engine: Engine, transfer: TransferRequest) -> None:

@@ -186,6 +186,7 @@ class HandoffRecord(BaseModel):
     _disk_bytes: Size = PrivateAttr(0)
     _conversation_bytes: Size = PrivateAttr(0)
     _guard: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
+    _distinct: Sequence[int] | None = PrivateAttr(None)
     _image_data: dict[str, Bytes] = PrivateAttr(default_factory=dict)
 
     def steps_within(self, count: int) -> int:
@@ -201,7 +202,9 @@ class HandoffRecord(BaseModel):
     @property
     def distinct_tokens(self) -> Sequence[int]:
         """Its token ids, in which other images are other numbers; see `with_distinct_images`."""
-        return with_distinct_images(self.tokens, self.image_positions)
+        if self._distinct is None or len(self._distinct) != len(self.tokens):
+            self._distinct = with_distinct_images(self.tokens, self.image_positions)
+        return self._distinct
 
     @property
     def on_disk(self) -> bool:
