@@ -75,14 +75,21 @@ def asked(gateway: FakeGateway, *ids: str, **options: Any) -> httpx.Response:
     )
 
 
-def test_texts_are_joined_behind_what_all_begin_with(relay: FakeGateway) -> None:
-    parts = text(relay, "1 2 3"), text(relay, "1 2 9 8"), text(relay, "1 2 3 5")
+def test_texts_are_joined_behind_the_whole_context_that_all_begin_with(relay: FakeGateway) -> None:
+    document = post(relay, {"prompt": "1 2"}, AHEAD).json()["id"]
+    parts = document, text(relay, "1 2 9 8"), text(relay, "1 2 3 5")
     shown = completed(relay, *parts)
-    assert prompt_of(relay) == [1, 2, *[3, 1], *[9, 8, 1], *[3, 5, 1], 7]
+    assert prompt_of(relay) == [1, 2, *[9, 8, 1], *[3, 5, 1], 7]
     assert [(part["id"], part["tokens"]) for part in shown["source"]["parts"]] == list(
-        zip(parts, (4, 3, 3), strict=True)
+        zip(parts, (2, 3, 3), strict=True)
     )
     assert shown["source"]["id"] == parts[0]
+
+
+def test_texts_are_not_cut_within_a_line(relay: FakeGateway) -> None:
+    """Nor within a character, or between an image and what announces it."""
+    completed(relay, text(relay, "1 2 3"), text(relay, "1 2 9"))
+    assert prompt_of(relay) == [1, 2, 3, 1, 1, 2, 9, 1, 7]
 
 
 def test_texts_that_share_nothing_follow_one_another(relay: FakeGateway) -> None:
@@ -152,6 +159,87 @@ def test_a_joined_chat_goes_on_as_a_chat(relay: FakeGateway) -> None:
         assert prompt_of(relay) == expected
 
 
+def test_an_answer_that_ended_is_ended_once(relay: FakeGateway) -> None:
+    """The template writes the end of a turn itself; the token that ended the answer gives way to it."""
+    relay.engine("a").behaviour.ends_answers = True
+    second = asked(relay, chat(relay, "11"), chat(relay, "33"), save=True).json()["handoff"]
+    turns = [token_ids(f"<end> <user> {word} <end> <assistant>") for word in ("33", "22", "66")]
+    assert prompt_of(relay) == [11, 11, *turns[0], 33, *turns[1]]
+    assert asked(relay, second["id"]).status_code == 200
+    ahead = post(relay, {"from": [chat(relay, "11"), chat(relay, "33")]}, AHEAD).json()["id"]
+    assert asked(relay, ahead).status_code == 200
+    assert prompt_of(relay) == [11, 11, *turns[0], 33, *turns[1]]
+
+
+def test_the_parts_of_a_joined_chat_may_be_continued_as_their_client_received_them(
+    relay: FakeGateway,
+) -> None:
+    """Fingerprints of the answers move with their messages."""
+    first, second = chat(relay, "11"), chat(relay, "33", "44", system=None)
+    joined = asked(relay, first, second, save=True).json()["handoff"]["id"]
+    before = prompt_of(relay)
+    history = [("user", "11"), ("assistant", "11 11"), ("user", "33"), ("user", "44"), ("assistant", "33 44")]
+    messages = [{"role": role, "content": content, "annotations": []} for role, content in history]
+    messages += [*QUESTION, {"role": "assistant", "content": "11 11"}, {"role": "user", "content": "66"}]
+    body = {"messages": messages, "max_tokens": 1, "handoff": {"from": joined}}
+    response = post(relay, body, CHAT)
+    assert response.json()["handoff"]["source"]["resent_messages"] == len(messages) - 1
+    assert prompt_of(relay) == [*before, 11, 11, *token_ids("<end> <user> 66 <end> <assistant>")]
+
+
+def test_messages_that_hold_a_part_of_it_are_refused(relay: FakeGateway) -> None:
+    """They would leave the other parts out."""
+    parts = [chat(relay, "11"), chat(relay, "33")]
+    own = [{"role": "user", "content": "11"}, {"role": "assistant", "content": "11 11"}, *QUESTION]
+    body = {"messages": own, "max_tokens": 1, "handoff": {"from": parts}}
+    assert error(post(relay, body, CHAT)) == (400, "invalid_request", "messages")
+
+
+def test_a_chat_and_one_that_continues_it_are_not_doubled(relay: FakeGateway) -> None:
+    first = chat(relay, "11")
+    second = asked(relay, first, save=True).json()["handoff"]["id"]
+    assert asked(relay, second, first).status_code == 200
+    assert prompt_of(relay) == [11, 11, 11, *ASKED, 11, 11, *ASKED], "the second holds all of the first"
+    assert error(asked(relay, first, second)) == (400, "invalid_request", "handoff.from[1]")
+
+
+def test_text_before_a_chat_s_messages_is_never_left_out(relay: FakeGateway) -> None:
+    after_text = asked(relay, text(relay, "5 6"), save=True).json()["handoff"]["id"]
+    plain = chat(relay, "11")
+    assert error(asked(relay, plain, after_text)) == (400, "invalid_request", "handoff.from[1]")
+    assert asked(relay, after_text, plain).status_code == 200
+    assert prompt_of(relay)[:3] == [5, 6, 5]
+    changed = [{"role": "user", "content": "22"}, {"role": "assistant", "content": "else"}, *QUESTION]
+    body = {"messages": changed, "max_tokens": 1, "handoff": {"from": after_text}}
+    assert error(post(relay, body, CHAT))[:2] == (400, "handoff_template_unsupported")
+
+
+def test_a_template_that_forgets_answers_joins_none(relay: FakeGateway) -> None:
+    parts = [chat(relay, "11"), chat(relay, "33")]
+    relay.engine("a").behaviour.forgets_answers = True
+    assert error(asked(relay, *parts)) == (400, "handoff_template_unsupported", "handoff.from[1]")
+
+
+def test_a_completion_without_a_prompt_goes_on_in_the_last_answer(relay: FakeGateway) -> None:
+    """What it says then belongs to that answer, as with one handoff."""
+    parts = [chat(relay, "11"), chat(relay, "33")]
+    body = {"max_tokens": 1, "handoff": {"from": parts, "save": True}}
+    further = post(relay, body, TEXT).json()["handoff"]["id"]
+    before = prompt_of(relay)
+    assert asked(relay, further).status_code == 200
+    assert prompt_of(relay) == [*before, 11, *ASKED]
+    response = post(relay, {"max_tokens": 1, "handoff": {"from": parts}}, CHAT)
+    assert error(response) == (400, "invalid_request", "messages")
+
+
+def test_more_than_the_model_s_context_is_refused_before_anything_is_written(relay: FakeGateway) -> None:
+    long = [text(relay, " ".join([str(number)] * 5000)) for number in (1, 2)]
+    calls = len(relay.engine("a").bodies)
+    body = {"prompt": "7", "max_tokens": 1, "handoff": {"from": long}}
+    assert error(post(relay, body, TEXT)) == (400, "context_length_exceeded", "handoff.from[1]")
+    assert len(relay.engine("a").bodies) == calls
+
+
 def test_contexts_can_be_joined_ahead(relay: FakeGateway) -> None:
     texts, chats = [text(relay, "1 2"), text(relay, "3 4")], [chat(relay, "11"), chat(relay, "33")]
     response = post(relay, {"from": texts, "label": "both"}, AHEAD)
@@ -183,22 +271,31 @@ def test_a_part_that_cannot_be_joined_is_named(relay: FakeGateway) -> None:
         "invalid_request",
         "handoff.from[1]",
     )
-    assert error(asked(relay, chat(relay, "3", system="5"), other, chat(relay, "3", system="6"))) == (
+    assert error(asked(relay, *(chat(relay, "3", system=words) for words in ("5", "5", "6")))) == (
         400,
         "invalid_request",
         "handoff.from[2]",
     )
-    torn = {"prompt": "5", "max_tokens": 1, "handoff": {"from": chat(relay, "1"), "save": True}}
+    assert error(asked(relay, chat(relay, "3", system="5"), other)) == (
+        400,
+        "invalid_request",
+        "handoff.from[1]",
+    )
     relay.engine("a").behaviour.ends_answers = True
-    torn["handoff"]["from"] = chat(relay, "1")  # type: ignore[index]  # a dict
+    torn = {"prompt": "5", "max_tokens": 1, "handoff": {"from": chat(relay, "1"), "save": True}}
     ended = post(relay, torn, TEXT).json()["handoff"]["id"]
-    assert error(asked(relay, other, ended)) == (400, "handoff_template_unsupported", "handoff.from[1]")
+    assert error(asked(relay, other, ended)) == (400, "invalid_request", "handoff.from[1]")
 
 
 def test_a_thought_is_computed_behind_its_own_context_alone(relay: FakeGateway) -> None:
     one, thought = text(relay, "1 2"), text(relay, "3 4", latent_steps=2)
     body = {"prompt": "7", "max_tokens": 1, "handoff": {"from": [one, thought]}}
     assert error(post(relay, body, TEXT)) == (400, "invalid_request", "handoff.from[1]")
+    ahead = {"from": [chat(relay, "1"), chat(relay, "2")], "latent_steps": 2}
+    assert error(post(relay, ahead, AHEAD)) == (400, "invalid_request", "latent_steps")
+    longer = text(relay, "1 2 3 4 5 6 7 8 9")
+    completed(relay, longer, thought, order="any")
+    assert prompt_of(relay)[:4] == [3, 4, STEP, STEP]
     completed(relay, thought, one)
     assert prompt_of(relay) == [3, 4, STEP, STEP, 3, 1, 2, 1, 7]
 
@@ -241,7 +338,7 @@ def test_another_tenant_s_part_is_not_found(tmp_path: Any) -> None:
     [
         ({"from": []}, "handoff.from: there are 0 handoffs; name 1 to 16"),
         ({"from": [f"id-{number}" for number in range(17)]}, "handoff.from: there are 17 handoffs"),
-        ({"from": ["one", "two", "one"]}, "handoff.from: number 2 is named twice"),
+        ({"from": ["one", "two", "one"]}, "handoff.from: [2] repeats [0]; name each handoff once"),
         ({"from": ["one", 2]}, "handoff.from: Input should be a valid string"),
         ({"from": ["one", "x" * 65]}, "handoff.from: String should have at most 64 characters"),
         ({"from": ["one", "two"], "join": "moved"}, "handoff.join: Input should be 'exact'"),

@@ -26,6 +26,8 @@ from baton.telemetry.ids import RequestContext
 
 MAX_OVERLAP = 8
 """Most tokens that end a turn."""
+LINE_TOKENS = 256
+"""Most tokens that are looked at for the end of a line."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,22 @@ class Writer:
         engine: the engine.
         context: the request that the prompt is written for.
         client_images: the images in the request's messages, in order.
+        joined: whether the contexts that are continued are several handoffs', which one client's messages do
+            not hold, so that they are never written again from these.
     """
 
     def __init__(
-        self, engine: Engine, context: RequestContext, client_images: Sequence[ClientImage] = ()
+        self,
+        engine: Engine,
+        context: RequestContext,
+        client_images: Sequence[ClientImage] = (),
+        *,
+        joined: bool = False,
     ) -> None:
         self._engine = engine
         self._context = context
         self.client_images = client_images
+        self._joined = joined
 
     async def write_chat(self, body: Json, *, answered: bool, begins: bool = True) -> Chat:
         """Write a chat that continues no handoff.
@@ -99,6 +109,12 @@ class Writer:
             raise TemplateUnsupported()
         again = await self._resent(source, past, messages)
         whole = body | past.template | template_of(body)
+        if again.changed and self._joined:
+            raise InvalidRequest(
+                "messages: they hold a part of the joined conversations, which the contexts hold already: "
+                "send the new messages only.",
+                param="messages",
+            )
         if again.changed:
             return await self._write_again(source, body, again, answered=answered)
         new = messages[again.messages :]
@@ -107,9 +123,9 @@ class Writer:
         try:
             chat = await writer.after(source, past, new, template_of(whole), answered=answered)
         except TemplateUnsupported:
-            if again.messages:
+            if again.messages and not self._joined:
                 return await self._write_again(source, whole, again, answered=answered)
-            if seen:  # their bytes would have to be read again in their places
+            if seen or self._joined:  # images would have to be read again in their places
                 raise
             said = await self._last_answer(source, past)
             whole |= {"messages": [*past.messages, *said, *body["messages"]]}
@@ -122,9 +138,11 @@ class Writer:
         """Write a whole conversation from its messages, which shares a prefix with the handoff at most.
 
         Raises:
-            TemplateUnsupported: the handoff holds latent steps, which messages do not.
+            TemplateUnsupported: the handoff holds latent steps, or a text before its messages, which these do
+                not hold.
         """
-        if source.latent_steps:
+        past = source.conversation
+        if source.latent_steps or (past is not None and past.after_text):
             raise TemplateUnsupported()
         return replace(await self.write_chat(body, answered=answered), resent=again.messages)
 
@@ -193,6 +211,7 @@ class Writer:
             tokens, images, answer = await self._after_answer(source, past, messages, template, answered)
         everything = [*past.messages, *answer, *messages]
         conversation = _conversation(everything, template, tokens, answered, past.answer_fingerprints)
+        conversation = conversation.model_copy(update={"after_text": past.after_text})
         return Chat(tokens, conversation, images)
 
     async def _after_text(
@@ -207,7 +226,31 @@ class Writer:
         tokens = [*source.tokens, *added]
         new = chat.conversation
         images = [*seen, *shift_images(chat.images, len(tokens) - len(chat.tokens))]
-        return Chat(tokens, _conversation(new.messages, new.template, tokens, answered), images)
+        conversation = _conversation(new.messages, new.template, tokens, answered)
+        return Chat(tokens, conversation.model_copy(update={"after_text": True}), images)
+
+    async def text_begin(self) -> list[int]:
+        """Return the token ids that every text begins with, such as the beginning-of-sequence token."""
+        return await self._tokenize("", special=True)
+
+    async def begin_of_line(self, tokens: Sequence[int], count: int, *, whole: Sequence[int]) -> int:
+        """Return the last place, among the first `count` tokens, at which a text may be cut.
+
+        Args:
+            tokens: token ids.
+            count: number of tokens that may be cut off together.
+            whole: lengths of whole contexts, which may be cut off as they are.
+
+        Returns:
+            The place behind the last token that ends a line; `count` if it is the end of a context; 0: there
+            is none among the last `LINE_TOKENS` tokens.
+        """
+        if count in whole:
+            return count
+        for place in range(count, max(0, count - LINE_TOKENS), -1):
+            if (await self._detokenize([tokens[place - 1]])).endswith("\n"):
+                return place
+        return 0
 
     async def _after_answer(
         self, source: HandoffRecord, past: Conversation, messages: list[Json], template: Json, answered: bool

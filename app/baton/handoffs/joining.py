@@ -1,19 +1,21 @@
 """Join several handoffs into one context, which a request continues as if it were one handoff's.
 
-Contexts of plain text are joined as token ids: what all begin with, then the rest of each. Chats are joined
-as conversations: the messages that all begin with, then the other messages and the answer of each, as the
-model's template writes them one after another. The joined token ids alone decide the answer: the first
+Contexts of plain text are joined as token ids: the lines that all begin with, then the rest of each. Chats
+are joined as conversations: the messages that all begin with, then the other messages and the answer of each,
+as the model's template writes them one after another. The joined token ids alone decide the answer: the first
 handoff's KV is loaded, the rest is computed.
 """
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.engines.port import Engine, Json
-from baton.errors import InvalidRequest, TemplateUnsupported
+from baton.errors import BatonError, ContextTooLong, InvalidRequest, TemplateUnsupported
 from baton.handoffs.conversation import Writer
 from baton.handoffs.history import INSTRUCTIONS, fingerprint
 from baton.handoffs.image_refs import count_images, shift_images
@@ -30,13 +32,19 @@ class Part:
 
     Attributes:
         record: the handoff.
-        images: the images of its context, in order.
         where: the field that names it.
+        images: the images of its context, in order.
     """
 
     record: HandoffRecord
-    images: list[PlacedImage]
     where: str
+    images: Sequence[PlacedImage] = ()
+
+    @property
+    def past(self) -> Conversation:
+        """The conversation of a part that is a chat."""
+        assert self.record.conversation is not None
+        return self.record.conversation
 
 
 @dataclass(frozen=True)
@@ -65,17 +73,16 @@ class JoinedContext:
         return first.model_copy(update=changed)
 
 
-async def join(engine: Engine, context: RequestContext, parts: Sequence[Part]) -> JoinedContext:
-    """Join the contexts of several handoffs, in this order.
+def require_joinable(engine: Engine, parts: Sequence[Part]) -> None:
+    """Refuse handoffs that cannot be joined, before anything of them is read.
 
     Args:
         engine: the engine that will compute the context.
-        context: the request that it is joined for.
-        parts: at least two handoffs that the engine can continue.
+        parts: at least two handoffs that the engine can continue, in the order in which they are joined.
 
     Raises:
-        InvalidRequest: the contexts cannot be joined; `param` names the part.
-        TemplateUnsupported: the model's template does not write their conversations one after another.
+        InvalidRequest: of one of them; `param` names it.
+        ContextTooLong: all of them together are longer than the model's context.
     """
     first = parts[0]
     for part in parts[1:]:
@@ -84,38 +91,87 @@ async def join(engine: Engine, context: RequestContext, parts: Sequence[Part]) -
                 part, "it holds latent steps, which were computed behind its own context: put it first"
             )
         if (part.record.conversation is None) is not (first.record.conversation is None):
-            raise _refused(
-                part, f"a chat and a plain text cannot be joined, and '{first.where}' is of the other kind"
-            )
-    if first.record.conversation is None:
-        return _joined_texts(parts)
+            raise _refused(part, f"of it and '{first.where}' one is a chat and one a plain text")
+        if any(not image.target for image in part.record.images):
+            raise _refused(part, "its model takes images only at the beginning of a context")
+    for part in parts if first.record.conversation is not None else ():
+        if part.past.text_only:
+            raise _refused(part, "it is no chat that messages can follow")
+        if part.past.after_text and part is not first:
+            raise _refused(part, "a text stands before its messages: put it first")
+    _require_short(engine, parts)
+
+
+def _require_short(engine: Engine, parts: Sequence[Part]) -> None:
+    images = sum(len(part.record.images) for part in parts)
+    if images > engine.images.limit:
+        raise InvalidRequest(
+            f"The joined contexts hold {images} images; the model '{engine.name}' takes at most "
+            f"{engine.images.limit}.",
+            param=parts[-1].where,
+        )
+    most = engine.cards()[0]["max_model_len"]
+    longest = max(len(part.record.tokens) for part in parts)
+    rest = [part.record.distinct_tokens for part in parts]
+    own = sum(len(tokens) - shared_tokens(rest[0], tokens) for tokens in rest[1:])
+    if max(longest, len(rest[0]) + own) > most:
+        raise ContextTooLong(
+            f"The joined contexts are longer than this model's context of {most} tokens; join fewer.",
+            param=parts[-1].where,
+        )
+
+
+async def join(engine: Engine, context: RequestContext, parts: Sequence[Part]) -> JoinedContext:
+    """Join the contexts of several handoffs, in this order.
+
+    Args:
+        engine: the engine that will compute the context.
+        context: the request that it is joined for.
+        parts: handoffs that `require_joinable` has found nothing wrong with, with their images.
+
+    Raises:
+        BatonError: the contexts cannot be joined; `param` names the part.
+    """
+    if parts[0].record.conversation is None:
+        return await _joined_texts(Writer(engine, context), parts)
     return await _joined_chats(engine, context, parts)
 
 
-def _joined_texts(parts: Sequence[Part]) -> JoinedContext:
+async def _joined_texts(writer: Writer, parts: Sequence[Part]) -> JoinedContext:
     first = parts[0].record
     shared = min(shared_tokens(first.distinct_tokens, part.record.distinct_tokens) for part in parts[1:])
+    shared = await writer.begin_of_line(
+        first.tokens, shared, whole=[len(part.record.tokens) for part in parts]
+    )
+    begin = await writer.text_begin()
     tokens, images, ends = list(first.tokens), list(parts[0].images), [len(first.tokens)]
     for part in parts[1:]:
-        own = [image for image in part.images if image.offset >= shared]
-        images += shift_images(own, len(tokens) - shared)
-        tokens += part.record.tokens[shared:]
+        theirs = part.record.tokens
+        skipped = shared or (len(begin) if list(theirs[: len(begin)]) == begin else 0)
+        own = [image for image in part.images if image.offset >= skipped]
+        images += shift_images(own, len(tokens) - skipped)
+        tokens += theirs[skipped:]
         ends.append(len(tokens))
     return JoinedContext(tokens, images, None, ends)
 
 
 async def _joined_chats(engine: Engine, context: RequestContext, parts: Sequence[Part]) -> JoinedContext:
-    pasts = [_past(part) for part in parts]
-    shared = _shared_messages(pasts)
-    first = parts[0].record
-    joined = JoinedContext(list(first.tokens), list(parts[0].images), pasts[0], [len(first.tokens)])
-    for part, past in zip(parts[1:], pasts[1:], strict=True):
-        if past.template != pasts[0].template:
-            raise _refused(part, f"its tools or template settings are not those of '{parts[0].where}'")
-        own = past.messages[shared:]
-        if any(message.get("role") in INSTRUCTIONS for message in own):
-            raise _refused(part, f"its system message is not that of '{parts[0].where}'")
-        joined = await _with_chat(engine, context, joined.as_record(first), joined, part, own)
+    first = parts[0]
+    shared = await asyncio.to_thread(_shared_messages, parts)
+    joined = JoinedContext(
+        list(first.record.tokens), list(first.images), first.past, [len(first.record.tokens)]
+    )
+    for part in parts[1:]:
+        if part.past.template != first.past.template:
+            raise _refused(part, f"its tools or template settings are not those of '{first.where}'")
+        own = part.past.messages[shared:]
+        if _is_within(part, joined):  # another one continues it
+            joined.ends.append(len(joined.tokens))
+            continue
+        if own and own[0].get("role") not in ("user", *INSTRUCTIONS):
+            raise _refused(part, "it begins with an answer that another part may hold too: name one of them")
+        with _naming(part):
+            joined = await _with_chat(engine, context, joined.as_record(first.record), joined, part, own)
     return joined
 
 
@@ -128,40 +184,71 @@ async def _with_chat(
     messages: list[Json],
 ) -> JoinedContext:
     """Return a joined context with the messages and the answer of one more chat."""
-    before_it, past = before.conversation, _past(part)
-    if before_it is None or before_it.text_only:  # together they are too long to be stored as messages
-        raise TemplateUnsupported(param=part.where)
+    known, past = before.conversation, part.past
+    if known is None or known.text_only:
+        raise InvalidRequest("The joined conversations are too long to be stored as messages; join fewer.")
     skipped = len(past.messages) - len(messages)
     images = part.images[count_images(past.messages[:skipped]) :]
     writer = Writer(engine, context, [image.image for image in images])
     answered = past.answer_from is not None
-    chat = await writer.after(before, before_it, messages, past.template, answered=answered)
+    chat = await writer.after(before, known, messages, past.template, answered=answered)
     tokens, conversation = chat.tokens, chat.conversation
     if answered and not conversation.text_only:
         shift = len(conversation.messages) - len(past.messages)
-        fingerprints = {at + shift: each for at, each in past.answer_fingerprints.items() if at >= skipped}
-        known = conversation.answer_fingerprints | fingerprints
+        theirs = {at + shift: each for at, each in past.answer_fingerprints.items() if at >= skipped}
         conversation = conversation_from(
-            conversation.messages, conversation.template, len(tokens), known
-        ).model_copy(update={"ended": past.ended})
+            conversation.messages,
+            conversation.template,
+            len(tokens),
+            conversation.answer_fingerprints | theirs,
+        ).model_copy(update={"ended": past.ended, "after_text": known.after_text})
     tokens = [*tokens, *part.record.tokens[past.answer_from :]] if answered else tokens
     return JoinedContext(tokens, [*joined.images, *chat.images], conversation, [*joined.ends, len(tokens)])
 
 
-def _past(part: Part) -> Conversation:
-    past = part.record.conversation
-    assert past is not None
-    if past.text_only:
-        raise TemplateUnsupported(param=part.where)
-    return past
+def _shared_messages(parts: Sequence[Part]) -> int:
+    """Return the number of messages that all chats begin with.
 
-
-def _shared_messages(pasts: Sequence[Conversation]) -> int:
-    """Return the number of messages that all conversations begin with."""
-    written = [[fingerprint(message) for message in past.messages] for past in pasts]
-    shortest = min(map(len, written))
+    Raises:
+        InvalidRequest: their system messages differ.
+    """
+    written = [[fingerprint(message) for message in part.past.messages] for part in parts]
+    heads = [_head(part.past.messages) for part in parts]
+    for part, each, head in zip(parts, written, heads, strict=True):
+        if each[:head] != written[0][: heads[0]]:
+            raise _refused(part, f"its system message is not that of '{parts[0].where}'")
+        if any(message.get("role") in INSTRUCTIONS for message in part.past.messages[head:]):
+            raise _refused(part, "it has a system message behind its first turn")
     places = enumerate(zip(*written, strict=False))
-    return next((index for index, each in places if len(set(each)) > 1), shortest)
+    return next((index for index, each in places if len(set(each)) > 1), min(map(len, written)))
+
+
+def _head(messages: Sequence[Json]) -> int:
+    """Return the number of system messages that a conversation begins with."""
+    roles = enumerate(message.get("role") for message in messages)
+    return next((index for index, role in roles if role not in INSTRUCTIONS), len(messages))
+
+
+def _is_within(part: Part, joined: JoinedContext) -> bool:
+    """Return whether a joined context begins with all of a chat, whose answer is one of its messages."""
+    past, tokens = part.past, part.record.tokens
+    messages = joined.conversation.messages if joined.conversation is not None else []
+    answered = past.answer_from is not None
+    goes_on = len(messages) >= len(past.messages) + answered
+    return goes_on and shared_tokens(tokens, joined.tokens) >= len(tokens) - past.ended
+
+
+@contextmanager
+def _naming(part: Part) -> Iterator[None]:
+    """Let the errors of a part say which one it is."""
+    try:
+        yield
+    except TemplateUnsupported:
+        message = f"{part.where}: the model's chat template cannot write its conversation after the others'."
+        raise TemplateUnsupported(message, param=part.where) from None
+    except BatonError as error:
+        error.message, error.param = f"{part.where}: {error.message}", part.where
+        raise
 
 
 def _refused(part: Part, why: str) -> InvalidRequest:

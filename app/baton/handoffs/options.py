@@ -30,9 +30,9 @@ def _as_list(given: object) -> object:
         return [] if given is None else [given]
     if not 1 <= len(given) <= MOST_JOINED:
         raise ValueError(f"there are {len(given)} handoffs; name 1 to {MOST_JOINED}")
-    twice = next((index for index, each in enumerate(given) if each in given[:index]), None)
-    if twice is not None:
-        raise ValueError(f"number {twice} is named twice; leave it out once")
+    for index, each in enumerate(given):
+        if each in given[:index]:
+            raise ValueError(f"[{index}] repeats [{given.index(each)}]; name each handoff once")
     return given
 
 
@@ -123,9 +123,9 @@ class HandoffChanges(Closed):
     label: Label | None = None
 
 
-def part_name(index: int) -> str:
-    """Return the field that names one of several handoffs that a request continues."""
-    return f"handoff.from[{index}]"
+def part_name(field: str, index: int) -> str:
+    """Return what names one of several handoffs in a field."""
+    return f"{field}[{index}]"
 
 
 FIELDS = frozenset(

@@ -189,25 +189,34 @@ class Handoffs:
         require_compatible(record, engine)
         return record
 
-    async def sources(self, ids: Sequence[str], engine: Engine, tenant: str) -> list[HandoffRecord]:
+    async def sources(
+        self, ids: Sequence[str], engine: Engine, tenant: str, field: str = "handoff.from"
+    ) -> list[HandoffRecord]:
         """Return the handoffs that a request continues, in order; see `source`.
+
+        Args:
+            ids: their ids.
+            engine: the engine that answers.
+            tenant: the owner.
+            field: the field of the request that names them.
 
         Raises:
             BatonError: as `source`; of several handoffs `param` names the one at fault.
         """
-        named = [self._named_source(index, each, ids, engine, tenant) for index, each in enumerate(ids)]
-        return list(await asyncio.gather(*named))
-
-    async def _named_source(
-        self, index: int, handoff_id: str, ids: Sequence[str], engine: Engine, tenant: str
-    ) -> HandoffRecord:
+        if len(ids) < 2:
+            return [await self.source(each, engine, tenant) for each in ids]
+        waiting = [asyncio.ensure_future(self.source(each, engine, tenant)) for each in ids]
         try:
-            return await self.source(handoff_id, engine, tenant)
-        except BatonError as error:
-            if len(ids) > 1:
-                error.param = part_name(index)
-                error.message = f"{error.param}: {error.message}"
-            raise
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            for index, each in enumerate(waiting):
+                if each.done() and isinstance(error := each.exception(), BatonError):
+                    error.param = part_name(field, index)
+                    error.message = f"{error.param}: {error.message}"
+                    raise error
+            return list(await asyncio.gather(*waiting))
+        finally:
+            for each in waiting:
+                each.cancel()
 
     async def images(self, record: HandoffRecord) -> list[PlacedImage]:
         """Return the images of a handoff's context, in order.

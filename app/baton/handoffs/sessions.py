@@ -7,7 +7,7 @@ the handoff that will be saved. It returns a session, of which only `run` is lef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.config.groups import HandoffSettings
 from baton.engines.kv_transfer import TransferRequest
@@ -15,7 +15,7 @@ from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.conversation import Writer
-from baton.handoffs.joining import Part, join
+from baton.handoffs.joining import JoinedContext, Part, join, require_joinable
 from baton.handoffs.options import HandoffOptions, NewHandoff, Order, SaveOptions, part_name
 from baton.handoffs.planner import Decision, Planner
 from baton.handoffs.prompt import ContextPrompt, write_prompt
@@ -40,7 +40,7 @@ class SessionRequest:
     Attributes:
         operation: an operation that supports handoffs.
         body: the body of the request.
-        sources: the handoffs that it continues, in the order in which they are joined.
+        parts: the handoffs that it continues, in the order in which they are joined.
         save: how its context is saved; None: it is not.
         latent_steps: number of latent steps after the prompt.
         answered: an answer follows the prompt; otherwise the context ends with the last message.
@@ -48,7 +48,7 @@ class SessionRequest:
 
     operation: Operation
     body: Json
-    sources: Sequence[HandoffRecord]
+    parts: Sequence[Part]
     save: SaveOptions | None
     latent_steps: int
     answered: bool = True
@@ -56,12 +56,13 @@ class SessionRequest:
     @property
     def source(self) -> HandoffRecord | None:
         """The handoff whose KV may be loaded; the others' is computed."""
-        return self.sources[0] if self.sources else None
+        return self.parts[0].record if self.parts else None
 
     @property
     def joins_alone(self) -> bool:
-        """Whether nothing follows the joined contexts."""
-        return self.body.get("prompt") is None and self.body.get("messages") is None
+        """Whether nothing follows the joined contexts, neither a prompt nor an answer."""
+        text = self.operation is Operation.COMPLETIONS and self.body.get("prompt") is None
+        return text and self.prompt_only and len(self.parts) > 1
 
     @property
     def prompt_only(self) -> bool:
@@ -116,9 +117,8 @@ class Sessions:
         Raises:
             BatonError: the request cannot be carried out with this handoff; nothing was registered.
         """
-        wanted = SessionRequest(
-            operation, body, in_order(sources, options.order), options.saving, options.latent_steps
-        )
+        parts = in_order(sources, options.order, "handoff.from")
+        wanted = SessionRequest(operation, body, parts, options.saving, options.latent_steps)
         if wanted.steps_of_context and body.get("prompt_logprobs") is not None:
             raise InvalidRequest(
                 "'prompt_logprobs' cannot be used with latent steps: leave it out.", param="prompt_logprobs"
@@ -146,7 +146,7 @@ class Sessions:
         wanted = SessionRequest(
             operation,
             body,
-            in_order(sources, options.order),
+            in_order(sources, options.order, "from"),
             save,
             options.latent_steps,
             answered=operation is not Operation.CHAT,
@@ -188,7 +188,7 @@ class Sessions:
             source,
             decision,
             target,
-            [JoinedPart(each.id, end) for each, end in zip(wanted.sources, ends, strict=False)],
+            [JoinedPart(part.record.id, end) for part, end in zip(wanted.parts, ends, strict=False)],
         )
 
     async def _write(
@@ -196,20 +196,16 @@ class Sessions:
     ) -> tuple[ContextPrompt, Sequence[int]]:
         """Write the whole prompt; returns it, and where the part of each of several sources ends."""
         record, seen, ends = wanted.source, list[PlacedImage](), list[int]()
-        if record is not None:
-            seen = await self.handoffs.images(record)
-        if record is not None and len(wanted.sources) > 1:
-            rest = [await self.handoffs.images(each) for each in wanted.sources[1:]]
-            parts = [
-                Part(each, its, part_name(index))
-                for index, (each, its) in enumerate(zip(wanted.sources, [seen, *rest], strict=True))
-            ]
-            joined = await join(engine, context, parts)
+        if record is not None and len(wanted.parts) > 1:
+            joined = await self._join(engine, context, wanted.parts)
             record, seen, ends = joined.as_record(record), joined.images, joined.ends
             if wanted.joins_alone:
+                _refuse_steps(wanted)
                 return ContextPrompt(joined.tokens, joined.images, joined.conversation), ends
+        elif record is not None:
+            seen = await self.handoffs.images(record)
         prompt = await write_prompt(
-            Writer(engine, context, images),
+            Writer(engine, context, images, joined=bool(ends)),
             record,
             seen,
             wanted.operation,
@@ -219,6 +215,12 @@ class Sessions:
             answered=wanted.answered,
         )
         return prompt, ends
+
+    async def _join(self, engine: Engine, context: RequestContext, parts: Sequence[Part]) -> JoinedContext:
+        require_joinable(engine, parts)
+        self._require_light(sum(part.record.image_bytes for part in parts))
+        read = [replace(part, images=await self.handoffs.images(part.record)) for part in parts]
+        return await join(engine, context, read)
 
     def _decide(self, engine: Engine, source: HandoffRecord | None, prompt: ContextPrompt) -> Decision | None:
         if source is None:
@@ -236,7 +238,7 @@ class Sessions:
         return self.handoffs.begin(
             engine,
             context.tenant,
-            parents=[each.id for each in wanted.sources],
+            parents=[part.record.id for part in wanted.parts],
             label=wanted.save.label,
             ttl_s=wanted.save.ttl_s,
             pin=wanted.save.pin,
@@ -253,8 +255,10 @@ class Sessions:
 
     def _require_light_images(self, images: Sequence[PlacedImage]) -> None:
         """Refuse images that are too large to save, before the engine begins."""
+        self._require_light(sum({image.digest: len(image.image.data) for image in images}.values()))
+
+    def _require_light(self, size: int) -> None:
         most = self.settings.image_bytes
-        size = sum({image.digest: len(image.image.data) for image in images}.values())
         if size > most:
             raise InvalidRequest(
                 f"The context's images take {size} bytes; a handoff may hold at most {most} "
@@ -263,12 +267,27 @@ class Sessions:
             )
 
 
-def in_order(sources: Sequence[HandoffRecord], order: Order) -> Sequence[HandoffRecord]:
-    """Return handoffs in the order in which they are joined: of `any` the longest comes first."""
-    if order == "given" or not sources:
-        return sources
-    longest = max(range(len(sources)), key=lambda index: len(sources[index].tokens))
-    return [sources[longest], *sources[:longest], *sources[longest + 1 :]]
+def in_order(sources: Sequence[HandoffRecord], order: Order, field: str) -> Sequence[Part]:
+    """Return handoffs in the order in which they are joined.
+
+    Args:
+        sources: the handoffs.
+        order: with `any` one that holds latent steps comes first, or the longest one.
+        field: the field of the request that names them.
+    """
+    parts = [Part(each, part_name(field, index)) for index, each in enumerate(sources)]
+    if order == "given" or not parts:
+        return parts
+    first = max(parts, key=lambda part: (part.record.latent_steps > 0, len(part.record.tokens)))
+    return [first, *(part for part in parts if part is not first)]
+
+
+def _refuse_steps(wanted: SessionRequest) -> None:
+    """Refuse latent steps behind joined contexts, the last of which may end with an answer."""
+    if wanted.latent_steps:
+        raise InvalidRequest(
+            "'latent_steps' need a 'prompt' or 'messages' behind joined contexts.", param="latent_steps"
+        )
 
 
 def entry_to_name(

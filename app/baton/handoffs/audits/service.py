@@ -96,7 +96,8 @@ class Audits:
                 log.error("handoff_audit_failed", exc_info=error)
 
     async def _audit(self, audit: Audit) -> None:
-        if audit.record not in self._handoffs:  # deleted or expired
+        # An automatic handoff may have given way to one that continues it; others were deleted, or have expired.
+        if not audit.record.automatic and audit.record not in self._handoffs:
             self._metrics.count(AuditResult.DROPPED)
             return
         try:

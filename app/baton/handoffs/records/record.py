@@ -81,6 +81,7 @@ class Conversation(BaseModel):
         answer_fingerprints: fingerprints of the assistant's answers as clients received them, by index among
             the messages; the last answer has the number of messages. Older records call it `told`.
         weight: bytes of the messages and the template's fields as JSON.
+        after_text: text that is no message stands before the first message.
         text_only: no message can follow, because the context ends with plain text or its messages were too
             large to save. Older records call it `torn`.
     """
@@ -98,6 +99,7 @@ class Conversation(BaseModel):
     text_only: bool = Field(
         False, validation_alias=AliasChoices("text_only", "torn"), serialization_alias="torn"
     )
+    after_text: bool = False
     weight: int = 0
 
 

@@ -61,7 +61,7 @@ async def _create(
 ) -> Response:
     context = context_of(request)
     # A pending source is waited for before this request takes a place: its own request may need the place.
-    sources = await gateway.handoffs.sources(options.sources, engine, context.tenant)
+    sources = await gateway.handoffs.sources(options.sources, engine, context.tenant, "from")
     ticket = await take_place(request, engine)
     session = await gateway.sessions.open_new(engine, body, context, options, sources, images)
     target = session.target
