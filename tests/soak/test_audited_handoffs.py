@@ -98,7 +98,7 @@ async def rounds(gateway: RealGateway) -> Page:
                     break
                 await asyncio.sleep(0.2)
             assert found.audits("mismatch") == 0, gateway.log[-3000:]
-            if number % 120 == 0:
+            if number % 60 == 0:
                 print(f"{found.audited} audited, {time.monotonic() - began:.0f} s", flush=True)
     return found
 

@@ -248,7 +248,7 @@ def test_an_engine_that_never_rests_does_not_hold_the_others_up() -> None:
     busy, idle = (FakeEngine(name, state=EngineState.READY) for name in ("busy", "idle"))
     busy.active = 1
     for engine in (busy, idle):
-        queue.add(Audit.of(engine, record, TransferRequest()))
+        queue.add(Audit(engine, record, TransferRequest()))
     assert queue.take() is None, "it may have ended a request just now"
     taken = queue.take()
     assert taken is not None

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from array import array
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, EngineState
 from baton.handoffs.records.record import HandoffRecord
-from baton.images.placed_image import PlacedImage
 
 MOST = 64
 """Most audits of an engine that wait."""
@@ -19,6 +15,7 @@ MOST_BYTES = 64 * 1024 * 1024
 """Most bytes of the prompts and images of all audits that wait."""
 WAITS_S = 600.0
 """An audit whose engine was never idle for so long is dropped."""
+BYTES_PER_TOKEN = 16
 SAVED_WITHIN_S = 60.0
 """A request's own save is waited for, but not longer: what it saved may have to be moved away too."""
 
@@ -30,46 +27,28 @@ class Audit:
     Attributes:
         engine: the engine that loaded it.
         record: the handoff whose KV was loaded.
-        prompt: token ids of the whole prompt.
-        images: the images of the prompt.
-        loaded: number of tokens whose KV was loaded.
-        first_token: log probabilities of the likeliest tokens at the first place of the answer.
-        saved: key of the entry that the request saved; None: none.
-        save_over: set when that save has ended.
+        transfer: the request to the engine, with its report.
         noted_at: monotonic seconds.
         tries: number of times that the audit was interrupted.
     """
 
     engine: Engine
     record: HandoffRecord
-    prompt: array[int]
-    images: Sequence[PlacedImage]
-    loaded: int
-    first_token: Mapping[int, float]
-    saved: str | None
-    save_over: asyncio.Event
+    transfer: TransferRequest
     noted_at: float = field(default_factory=time.monotonic)
     tries: int = 0
 
-    @classmethod
-    def of(cls, engine: Engine, record: HandoffRecord, transfer: TransferRequest) -> Audit:
-        """Return the audit of a request that has ended; it keeps what it needs of the report alone."""
-        report = transfer.report
-        return cls(
-            engine,
-            record,
-            array("i", report.prompt_ids),
-            transfer.images,
-            report.loaded or 0,
-            report.first_token,
-            transfer.save if report.saves else None,
-            report.save_over,
-        )
-
     @property
     def bytes(self) -> int:
-        """Bytes that it takes in memory, about."""
-        return 1024 + 4 * len(self.prompt) + sum(len(image.image.data) for image in self.images)
+        """Bytes that it takes in memory, about: Python's integers, and images."""
+        report, prompt = self.transfer.report, self.transfer.prompt or ()
+        tokens = len(prompt) + len(report.prompt_ids) + len(report.output_ids)
+        return 1024 + BYTES_PER_TOKEN * tokens + sum(len(image.image.data) for image in self.transfer.images)
+
+    @property
+    def saved(self) -> str | None:
+        """Key of the entry that the request saves; None: it saves none."""
+        return self.transfer.save if self.transfer.report.saves else None
 
     @property
     def age_s(self) -> float:
@@ -79,7 +58,8 @@ class Audit:
     @property
     def may_begin(self) -> bool:
         """Whether its request's save has ended."""
-        return self.saved is None or self.save_over.is_set() or self.age_s > SAVED_WITHIN_S
+        over = self.transfer.report.save_over.is_set()
+        return self.saved is None or over or self.age_s > SAVED_WITHIN_S
 
 
 class AuditQueue:

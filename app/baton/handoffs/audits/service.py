@@ -72,7 +72,7 @@ class Audits:
         report = transfer.report
         if not transfer.audited or not report.loaded or report.lost or transfer.latent_steps:
             return
-        if report.first_token and not self._queue.add(Audit.of(engine, record, transfer)):
+        if report.first_token and not self._queue.add(Audit(engine, record, transfer)):
             self._metrics.count(AuditResult.DROPPED)
 
     @contextlib.asynccontextmanager
@@ -96,7 +96,7 @@ class Audits:
                 log.error("handoff_audit_failed", exc_info=error)
 
     async def _audit(self, audit: Audit) -> None:
-        # An automatic handoff may have given way to one that continues it; others were deleted, or have expired.
+        # An automatic one may have given way to one that continues it; others were deleted or have expired.
         if not audit.record.automatic and audit.record not in self._handoffs:
             self._metrics.count(AuditResult.DROPPED)
             return
@@ -114,12 +114,13 @@ class Audits:
         elif not computed.first_token:
             self._metrics.count(AuditResult.DROPPED)
         else:
-            found = compare(audit.first_token, computed.first_token)
+            found = compare(audit.transfer.report.first_token, computed.first_token)
             await self._judge(audit, found, tolerance)
 
     async def _compute(self, audit: Audit) -> TransferReport | None:
         """Compute an audit's prompt without stored KV; None: a client's request came and took precedence."""
-        transfer = TransferRequest(list(audit.prompt), audit.images, audited=True, computed=True)
+        asked, prompt = audit.transfer, audit.transfer.report.prompt_ids
+        transfer = TransferRequest(prompt, asked.images, audited=True, computed=True)
         call = asyncio.ensure_future(_call(audit.engine, transfer))
         try:
             while not call.done():
@@ -140,7 +141,7 @@ class Audits:
                 "handoff_audit_mismatch",
                 handoff=audit.record.id,
                 engine=audit.engine.name,
-                loaded=audit.loaded,
+                loaded=audit.transfer.report.loaded,
                 difference=found.difference,
                 same_token=found.same_token,
             )
