@@ -273,3 +273,23 @@ def test_a_file_system_without_stable_numbers_is_refused(
     monkeypatch.setattr(os, "scandir", listed)
     with pytest.raises(StoreError, match="no stable numbers"):
         FileStore(tmp_path / "store")
+
+
+def test_a_thousand_forks_of_one_prefix_share_it_and_leave_nothing_behind(tmp_path: Path) -> None:
+    """The prefix is stored once, whatever goes first; no file, name or descriptor stays."""
+    store = FileStore(tmp_path / "store", budget=10**6)
+    prefix = new_key("acme")
+    store.put(prefix, [b"p" * 1000])
+    forks = [new_key("acme") for _ in range(1000)]
+    opened = len(os.listdir("/proc/self/fd"))
+    for fork in forks:
+        store.put(fork, [b"f" * 10], shared=SharedFiles((prefix,), prefix))
+    assert store.size() == 1000 + 1000 * 10
+    assert store.delete(prefix)
+    assert store.size() == 1000 + 1000 * 10
+    for fork in forks[:-1]:
+        assert store.delete(fork)
+    assert content(store, forks[-1], 0) == b"p" * 1000
+    assert store.delete(forks[-1])
+    assert (store.size(), len(os.listdir("/proc/self/fd"))) == (0, opened)
+    assert not [path for path in (tmp_path / "store" / "entries").rglob("*") if path.is_file()]

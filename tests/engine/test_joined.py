@@ -21,7 +21,7 @@ def left(gateway: RealGateway, city: str, words: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("engine", ["reader", "writer"])
-@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("count", [3, *(pytest.param(count, marks=pytest.mark.chaos) for count in (2, 8))])
 def test_several_texts_say_what_the_whole_prompt_says(
     relay_gateway: RealGateway, count: int, engine: str
 ) -> None:

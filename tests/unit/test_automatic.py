@@ -302,6 +302,19 @@ async def test_an_engine_whose_kv_differs_supersedes_nothing_of_another(house: H
     assert found.limit == 100, "its own, behind the one that it could not load"
 
 
+@pytest.mark.parametrize("step", [600.0, -600.0, 86_400.0])
+async def test_a_step_of_the_clock_takes_no_context_away_and_keeps_none_longer(
+    house: House, step: float
+) -> None:
+    gateway = Gateway(house, ttl_s=60)
+    await gateway.ask(tokens(100))
+    house.clocks.wall += step
+    gateway.handoffs._sweeper.drop_expired()
+    assert await gateway.finds(tokens(100)) == 100
+    house.clocks.pass_(61)
+    assert await gateway.finds(tokens(100)) == 0
+
+
 async def test_kv_that_was_evicted_no_longer_hides_what_is_there(house: House) -> None:
     gateway = Gateway(house)
     await gateway.ask(tokens(100))
