@@ -14,8 +14,8 @@ class HeldBlocks:
     """The blocks that are held until a save has read them. Requests may share blocks of a common prefix.
 
     Args:
-        most: number of different blocks that saves may hold together; a save may hold more while it is the
-            only one.
+        most: number of different blocks that saves may hold together; a save that somebody waits for may hold
+            more while it is the only one.
     """
 
     YIELDING = 2
@@ -44,8 +44,9 @@ class HeldBlocks:
         """
         holders = self._holders if yields else self._awaited
         new = len(set(block_ids) - holders.keys())
-        most = self._most // self.YIELDING if yields else self._most
-        return not holders or len(holders) + new <= most
+        if not holders:
+            return not yields or new <= self._most
+        return len(holders) + new <= (self._most // self.YIELDING if yields else self._most)
 
     def hold(self, request_id: str, block_ids: Sequence[int], *, yields: bool = False) -> None:
         """Count the blocks of a request whose save begins."""

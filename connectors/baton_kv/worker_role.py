@@ -134,6 +134,10 @@ class WorkerRole:
         self._saver = self._threads(1, "save")
         self._spare_saver = self._threads(1, "spare", niceness=LOW_PRIORITY)
         self._placer = self._threads(1, "place")
+        self._placer.submit(
+            os.getpid
+        ).result()  # begun here, or it would have the priority of who needs it first
+        self._closing = False
 
     def _threads(self, count: int, name: str, niceness: int = 0) -> ThreadPoolExecutor:
         def begin() -> None:
@@ -188,7 +192,8 @@ class WorkerRole:
         return finished
 
     def shutdown(self) -> None:
-        """Wait for running jobs and cancel those that wait."""
+        """Wait for running jobs and cancel those that wait; automatic saves are given up."""
+        self._closing = True
         for pool in (self._loader, self._saver, self._spare_saver, self._placer, self._copiers):
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -264,20 +269,24 @@ class WorkerRole:
             for source in sources:
                 copier.copy(source, layer)
 
-    def _save(self, fence: Fence, job: SaveJob, how: Writing = AT_ONCE) -> None:
+    def _save(self, fence: Fence, job: SaveJob) -> None:
         try:
-            self._write(fence, job, how)
+            self._write(fence, job, AT_ONCE)
         except (SharedMissing, StoreFull):
             if self._ranks > 1 or not job.parts:  # other ranks have written their shares already
                 raise
-            self._write(fence, replace(job, parts=()), how)  # what it shares may be gone, or larger
+            self._write(fence, replace(job, parts=()), AT_ONCE)  # what it shares may be gone, or larger
 
     def _save_in_idle_time(self, fence: Fence, deadline: float, job: SaveJob) -> None:
         """Save with low priority, and give up at the deadline."""
+        how = Writing(deadline, lambda place: self._placer.submit(place).result())
         try:
-            self._save(fence, job, Writing(deadline, lambda place: self._placer.submit(place).result()))
+            try:
+                self._write(fence, job, how)
+            except SharedMissing:
+                self._write(fence, replace(job, parts=()), how)
         except StoreFull:
-            raise Postponed from None  # entries that clients asked for are not evicted for it
+            raise Postponed("entries that clients asked for are not evicted for it") from None
 
     def _write(self, fence: Fence, job: SaveJob, how: Writing) -> None:
         described = EntryDescription(
@@ -317,8 +326,8 @@ class WorkerRole:
     def _slabs(
         self, job: SaveJob, staging: Staging, deadline: float, layer: int, heads: range, blocks: range
     ) -> list[memoryview]:
-        if time.monotonic() > deadline:
-            raise Postponed
+        if time.monotonic() > deadline or (self._closing and deadline < math.inf):
+            raise Postponed("others had the cores for too long, or the engine stops")
         ids = job.blocks[self._blocks.shapes[layer].group].within(blocks).ids
         return staging.gather(self._blocks.pool(layer, heads), ids)
 

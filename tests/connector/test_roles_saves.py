@@ -61,7 +61,11 @@ class NotingStore(MemoryStore):
 
     def put(self, key: str, *args: Any, **more: Any) -> int:
         self.niceness[key] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        more["commit"](lambda: self.note(f"{key} placed"))
         return super().put(key, *args, **more)
+
+    def note(self, name: str) -> None:
+        self.niceness[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 def test_what_nobody_asked_for_is_saved_by_a_thread_that_gives_way() -> None:
@@ -70,7 +74,8 @@ def test_what_nobody_asked_for_is_saved_by_a_thread_that_gives_way() -> None:
     asked, automatic = new_key("local"), new_key("local").replace("local/", f"local/{EXPENDABLE}")
     for key in (asked, automatic):
         engine.save(params_to_save(key), [1, 2, 3, 6])
-    assert store.niceness == {asked: usual, automatic: min(19, LOW_PRIORITY)}
+    assert (store.niceness[asked], store.niceness[automatic]) == (usual, LOW_PRIORITY)
+    assert [store.niceness[f"{key} placed"] for key in (asked, automatic)] == [usual, usual], "under the lock"
 
 
 @pytest.mark.parametrize(
@@ -139,15 +144,17 @@ def test_blocks_that_requests_share_are_held_once(store: MemoryStore) -> None:
 
 def test_what_automatic_saves_hold_keeps_no_named_save_out() -> None:
     held = HeldBlocks(10)
-    assert held.has_room_for(range(1, 12), yields=True), "it is the only one"
-    held.hold("automatic", range(1, 12), yields=True)
+    assert not held.has_room_for(range(1, 12), yields=True)
+    assert held.has_room_for(range(1, 12)), "somebody waits for the only one"
+    assert held.has_room_for(range(1, 11), yields=True)
+    held.hold("automatic", range(1, 11), yields=True)
     assert not held.has_room_for([20], yields=True)
     assert held.has_room_for(range(20, 28)), "somebody waits for it"
     held.hold("named", range(20, 28))
     assert not held.has_room_for(range(30, 36))
     held.release("automatic")
     held.release("named")
-    assert held.has_room_for(range(1, 12), yields=True)
+    assert held.has_room_for(range(1, 11), yields=True)
 
 
 def test_an_automatic_save_is_given_up_at_its_deadline(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -73,6 +74,26 @@ def test_what_nobody_asked_for_evicts_its_like_and_no_named_entry(store: Store) 
         store.put(first, [b"x" * 600])
     store.put("b/" + "n" * 32, [b"x" * 600])
     assert not store.exists(second), "those that were asked for go last"
+
+
+def test_what_a_killed_writer_left_goes_with_a_sweep_and_a_full_device_evicts_nothing_for_automatic_ones(
+    folder: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = folder.root / "writing" / ("a" * 32)
+    left.write_bytes(b"x")
+    os.utime(left, (0, 0))
+    named = new_key("local")
+    folder.put(named, [b"x"])
+    folder.sweep(wanted=lambda _key: True, older_than_s=600)
+    assert not left.exists()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "writev", full)
+    with pytest.raises(StoreFull):
+        folder.put(f"local/{EXPENDABLE}{'s' * 32}", [b"x"])
+    assert folder.exists(named)
 
 
 def test_a_thread_of_low_priority_has_another_one_place_what_it_wrote(folder: FileStore) -> None:

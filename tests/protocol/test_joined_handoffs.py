@@ -200,7 +200,36 @@ def test_a_chat_and_one_that_continues_it_are_not_doubled(relay: FakeGateway) ->
     second = asked(relay, first, save=True).json()["handoff"]["id"]
     assert asked(relay, second, first).status_code == 200
     assert prompt_of(relay) == [11, 11, 11, *ASKED, 11, 11, *ASKED], "the second holds all of the first"
-    assert error(asked(relay, first, second)) == (400, "invalid_request", "handoff.from[1]")
+    assert error(asked(relay, first, second)) == (400, "invalid_request", "handoff.from[0]")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
+def test_a_chat_that_another_part_continues_is_written_once_wherever_it_stands(
+    relay: FakeGateway, order: tuple[int, ...]
+) -> None:
+    other, first = chat(relay, "33"), chat(relay, "11")
+    parts = (other, first, asked(relay, first, save=True).json()["handoff"]["id"])
+    shown = asked(relay, *(parts[index] for index in order), save=True).json()["handoff"]
+    turns = [token_ids(f"<end> <user> {word} <end> <assistant> 11 11") for word in ("11", "22")]
+    assert prompt_of(relay) == [33, 33, 33, *turns[0], *turns[1], *ASKED]
+    sizes = {part["id"]: part["tokens"] for part in shown["source"]["parts"]}
+    assert sizes[first] == 0
+
+
+def test_different_answers_to_one_question_are_both_written_with_it(relay: FakeGateway) -> None:
+    """Behind it each conversation went its own way."""
+    parts = []
+    for answer in ("5", "6"):
+        messages = [
+            {"role": "user", "content": "11"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": f"3{answer}"},
+        ]
+        body = {"messages": messages, "max_tokens": 1, "handoff": {"save": True}}
+        parts.append(post(relay, body, CHAT).json()["handoff"]["id"])
+    assert asked(relay, *parts).status_code == 200
+    second = token_ids("<end> <user> 11 <end> <assistant> 6 <end> <user> 36 <end> <assistant> 11")
+    assert prompt_of(relay) == [11, 5, 35, 11, *second, *ASKED]
 
 
 def test_text_before_a_chat_s_messages_is_never_left_out(relay: FakeGateway) -> None:

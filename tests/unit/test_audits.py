@@ -145,6 +145,18 @@ async def test_what_begins_like_it_and_what_was_made_of_it_is_moved_away_too(ben
     assert store.exists(other.key)
 
 
+async def test_every_engine_of_the_same_weights_forgets_its_prefixes(bench: Bench) -> None:
+    """Another one may have loaded the same KV before."""
+    engines = [FakeEngine("b", supports_handoffs=True), FakeEngine("c", supports_handoffs=True, weights="x")]
+    record = await bench.house.left(bench.handoffs)
+    for engine in engines:
+        bench.audits.note(engine, record, TransferRequest())
+    async with bench.audits.running():
+        bench.note(record, {12: -0.1, 13: -3.0})
+        await bench.until(AuditResult.MISMATCH)
+    assert [each.forgets for each in (bench.engine, *engines)] == [1, 1, 0]
+
+
 async def test_a_save_is_waited_for_before_its_request_is_audited(bench: Bench) -> None:
     record = await bench.house.left(bench.handoffs)
     async with bench.audits.running():

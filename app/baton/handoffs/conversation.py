@@ -26,7 +26,7 @@ from baton.telemetry.ids import RequestContext
 
 MAX_OVERLAP = 8
 """Most tokens that end a turn."""
-LINE_TOKENS = 256
+LINE_TOKENS = 8192
 """Most tokens that are looked at for the end of a line."""
 
 
@@ -247,8 +247,12 @@ class Writer:
         """
         if count in whole:
             return count
+        ends: dict[int, bool] = {}
         for place in range(count, max(0, count - LINE_TOKENS), -1):
-            if (await self._detokenize([tokens[place - 1]])).endswith("\n"):
+            token = tokens[place - 1]
+            if token not in ends:
+                ends[token] = (await self._detokenize([token])).endswith("\n")
+            if ends[token]:
                 return place
         return 0
 

@@ -19,7 +19,6 @@ from baton.errors import BatonError, ContextTooLong, InvalidRequest, TemplateUns
 from baton.handoffs.conversation import Writer
 from baton.handoffs.history import INSTRUCTIONS, fingerprint
 from baton.handoffs.image_refs import count_images, shift_images
-from baton.handoffs.messages import conversation_from
 from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import Conversation, HandoffRecord
 from baton.images.placed_image import PlacedImage
@@ -39,6 +38,12 @@ class Part:
     record: HandoffRecord
     where: str
     images: Sequence[PlacedImage] = ()
+
+    @property
+    def must_be_first(self) -> bool:
+        """Whether it can be joined as the first part alone: its KV or its text is not in its messages."""
+        conversation = self.record.conversation
+        return self.record.latent_steps > 0 or (conversation is not None and conversation.after_text)
 
     @property
     def past(self) -> Conversation:
@@ -157,19 +162,22 @@ async def _joined_texts(writer: Writer, parts: Sequence[Part]) -> JoinedContext:
 
 async def _joined_chats(engine: Engine, context: RequestContext, parts: Sequence[Part]) -> JoinedContext:
     first = parts[0]
-    shared = await asyncio.to_thread(_shared_messages, parts)
+    continued = await asyncio.to_thread(_continued, parts)
+    if first.where in continued:
+        raise _refused(first, f"'{continued[first.where]}' continues it: name that one first, or alone")
+    shared = await asyncio.to_thread(
+        _shared_messages, [part for part in parts if part.where not in continued]
+    )
     joined = JoinedContext(
         list(first.record.tokens), list(first.images), first.past, [len(first.record.tokens)]
     )
     for part in parts[1:]:
         if part.past.template != first.past.template:
             raise _refused(part, f"its tools or template settings are not those of '{first.where}'")
-        own = part.past.messages[shared:]
-        if _is_within(part, joined):  # another one continues it
+        if part.where in continued:
             joined.ends.append(len(joined.tokens))
             continue
-        if own and own[0].get("role") not in ("user", *INSTRUCTIONS):
-            raise _refused(part, "it begins with an answer that another part may hold too: name one of them")
+        own = part.past.messages[shared:]
         with _naming(part):
             joined = await _with_chat(engine, context, joined.as_record(first.record), joined, part, own)
     return joined
@@ -193,15 +201,11 @@ async def _with_chat(
     answered = past.answer_from is not None
     chat = await writer.after(before, known, messages, past.template, answered=answered)
     tokens, conversation = chat.tokens, chat.conversation
-    if answered and not conversation.text_only:
-        shift = len(conversation.messages) - len(past.messages)
-        theirs = {at + shift: each for at, each in past.answer_fingerprints.items() if at >= skipped}
-        conversation = conversation_from(
-            conversation.messages,
-            conversation.template,
-            len(tokens),
-            conversation.answer_fingerprints | theirs,
-        ).model_copy(update={"ended": past.ended, "after_text": known.after_text})
+    shift = len(conversation.messages) - len(past.messages)
+    theirs = {at + shift: each for at, each in past.answer_fingerprints.items() if at >= skipped}
+    changed = {"answer_fingerprints": conversation.answer_fingerprints | theirs, "ended": past.ended}
+    if not conversation.text_only:
+        conversation = conversation.model_copy(update=changed)
     tokens = [*tokens, *part.record.tokens[past.answer_from :]] if answered else tokens
     return JoinedContext(tokens, [*joined.images, *chat.images], conversation, [*joined.ends, len(tokens)])
 
@@ -220,7 +224,15 @@ def _shared_messages(parts: Sequence[Part]) -> int:
         if any(message.get("role") in INSTRUCTIONS for message in part.past.messages[head:]):
             raise _refused(part, "it has a system message behind its first turn")
     places = enumerate(zip(*written, strict=False))
-    return next((index for index, each in places if len(set(each)) > 1), min(map(len, written)))
+    shared = next((index for index, each in places if len(set(each)) > 1), min(map(len, written)))
+    while shared > heads[0] and any(_answers(part.past.messages[shared:]) for part in parts[1:]):
+        shared -= 1  # to the question that they answer in different ways
+    return shared
+
+
+def _answers(messages: Sequence[Json]) -> bool:
+    """Return whether messages begin with an answer, or a tool's result, to what stands before them."""
+    return bool(messages) and messages[0].get("role") != "user"
 
 
 def _head(messages: Sequence[Json]) -> int:
@@ -229,13 +241,30 @@ def _head(messages: Sequence[Json]) -> int:
     return next((index for index, role in roles if role not in INSTRUCTIONS), len(messages))
 
 
-def _is_within(part: Part, joined: JoinedContext) -> bool:
-    """Return whether a joined context begins with all of a chat, whose answer is one of its messages."""
-    past, tokens = part.past, part.record.tokens
-    messages = joined.conversation.messages if joined.conversation is not None else []
-    answered = past.answer_from is not None
-    goes_on = len(messages) >= len(past.messages) + answered
-    return goes_on and shared_tokens(tokens, joined.tokens) >= len(tokens) - past.ended
+def _continued(parts: Sequence[Part]) -> dict[str, str]:
+    """Return which parts hold nothing that another one does not, by the field that names each."""
+    return {
+        part.where: other.where
+        for part in parts
+        for other in parts
+        if part is not other and _is_within(part, other)
+    }
+
+
+def _is_within(part: Part, other: Part) -> bool:
+    """Return whether a chat is continued by another one, which has its answer as one of its messages."""
+    past, messages = part.past, other.past.messages
+    count, answered = len(past.messages), past.answer_from is not None
+    if len(messages) < count + answered:
+        return False
+    if [fingerprint(each) for each in past.messages] != [fingerprint(each) for each in messages[:count]]:
+        return False
+    if not answered:
+        return len(messages) > count or other.past.answer_from is not None
+    if fingerprint(messages[count]) == past.answer_fingerprints.get(count):
+        return True
+    tokens = part.record.distinct_tokens
+    return shared_tokens(tokens, other.record.distinct_tokens) >= len(tokens) - past.ended
 
 
 @contextmanager

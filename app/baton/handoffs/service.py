@@ -39,6 +39,7 @@ from baton.telemetry.metrics import HandoffMetrics
 FAILED_FOR_S = 60.0
 """A handoff whose request failed is listed this long; it cannot be continued."""
 CLOSE_WITHIN_S = 3.0
+SAVES_END_WITHIN_S = 30.0
 Result = TypeVar("Result")
 
 
@@ -217,6 +218,7 @@ class Handoffs:
         finally:
             for each in waiting:
                 each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
 
     async def images(self, record: HandoffRecord) -> list[PlacedImage]:
         """Return the images of a handoff's context, in order.
@@ -312,7 +314,13 @@ class Handoffs:
             record: the handoff whose KV it is.
             saved: key of the entry that the request saved which loaded it; None: none.
         """
-        for each in [record, *self._index.prefixes.beginning_like(record)]:
+        await self._distrust(record, saved)
+        if self._saving:  # a save under way may write the same KV again
+            await asyncio.wait(self._saving, timeout=SAVES_END_WITHIN_S)
+            await self._distrust(record, saved)
+
+    async def _distrust(self, record: HandoffRecord, saved: str | None) -> None:
+        for each in [record, *self._index.beginning_like(record)]:
             await asyncio.to_thread(self._storage.quarantine, each)
             self.kv_gone(each)
         if saved is not None:

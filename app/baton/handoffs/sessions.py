@@ -272,13 +272,14 @@ def in_order(sources: Sequence[HandoffRecord], order: Order, field: str) -> Sequ
 
     Args:
         sources: the handoffs.
-        order: with `any` one that holds latent steps comes first, or the longest one.
+        order: with `any` one that must come first does (with latent steps, or a text before its messages), or
+            the longest one.
         field: the field of the request that names them.
     """
     parts = [Part(each, part_name(field, index)) for index, each in enumerate(sources)]
     if order == "given" or not parts:
         return parts
-    first = max(parts, key=lambda part: (part.record.latent_steps > 0, len(part.record.tokens)))
+    first = max(parts, key=lambda part: (part.must_be_first, len(part.record.tokens)))
     return [first, *(part for part in parts if part is not first)]
 
 

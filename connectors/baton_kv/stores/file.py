@@ -33,6 +33,7 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
+from baton_kv.contract import EXPENDABLE
 from baton_kv.folders import CREATE, LOCK, FolderNotPrivate, folder, make_folder, open_file
 from baton_kv.stores.base import (
     NOTHING_SHARED,
@@ -124,7 +125,7 @@ class FileStore:
             with self._tree.folder("writing") as writing:
                 temporary = secrets.token_hex(16)
                 try:
-                    size = self._write(writing, temporary, parts, size)
+                    size = self._write(writing, temporary, parts, size, frees=not name.startswith(EXPENDABLE))
                     commit(partial(self._place, writing, temporary, scope, name, size, shared))
                 finally:
                     with contextlib.suppress(OSError):
@@ -188,14 +189,14 @@ class FileStore:
         with contextlib.suppress(OSError), self._tree.folder("writing") as writing:
             discard(writing, name)
 
-    def _write(self, writing: int, name: str, parts: Iterable[Piece], expected: int) -> int:
+    def _write(self, writing: int, name: str, parts: Iterable[Piece], expected: int, *, frees: bool) -> int:
         size = 0
         with FileIO(os.open(name, CREATE, 0o600, dir_fd=writing), "wb") as stream:
             for part in parts:
                 waiting = part if isinstance(part, list) else [memoryview(part).cast("B")]
                 while left := sum(map(len, waiting)):
                     write = partial(os.writev, stream.fileno(), waiting[:MAX_BUFFERS])
-                    written = self._retried(write, max(left, expected - size))
+                    written = self._retried(write, max(left, expected - size)) if frees else write()
                     size, waiting = size + written, rest(waiting, written)
             touch(stream.fileno())
             if self._fsync:
@@ -312,6 +313,8 @@ class FileStore:
         try:
             with self._tree.locked():
                 self._tree.unlink_loose()
+            with self._tree.folder("writing") as writing:
+                remove_abandoned(writing, WRITING)
         except OSError as error:
             raise StoreError(f"sweeping: {error.strerror}") from None
         old = [each.key for each in self._tree.listing().entries if each.used_ns <= oldest * 1e9]

@@ -62,6 +62,7 @@ class Audits:
         self._metrics = metrics
         self._draw = draw
         self._queue = AuditQueue()
+        self._engines: dict[str, Engine] = {}
 
     def chosen(self) -> bool:
         """Draw whether a request that is about to load KV is audited."""
@@ -70,6 +71,7 @@ class Audits:
     def note(self, engine: Engine, record: HandoffRecord, transfer: TransferRequest) -> None:
         """Note that a request has ended which was to load a handoff's KV; audit it later if it was chosen."""
         report = transfer.report
+        self._engines[engine.name] = engine
         if not transfer.audited or not report.loaded or report.lost or transfer.latent_steps:
             return
         if report.first_token and not self._queue.add(Audit(engine, record, transfer)):
@@ -145,7 +147,9 @@ class Audits:
                 difference=found.difference,
                 same_token=found.same_token,
             )
-            audit.engine.forget_prefixes()
+            for engine in self._engines.values():
+                if engine.weights == audit.engine.weights:  # it may have loaded the same KV
+                    engine.forget_prefixes()
             await self._handoffs.distrust(audit.record, audit.saved)
         await self._handoffs.note_audit(
             audit.record,

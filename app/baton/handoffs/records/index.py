@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-from baton.handoffs.records.prefix_index import PrefixIndex
+from baton.handoffs.records.prefix_index import BLOCK, PrefixIndex, shared_tokens
 from baton.handoffs.records.record import HandoffRecord, Usage
 from baton.handoffs.records.state import HandoffState
 
@@ -83,6 +83,17 @@ class HandoffIndex:
         self.prefixes.remove(record)
         self.expire_in(record, SUPERSEDED_FOR_S)
 
+    def beginning_like(self, record: HandoffRecord) -> list[HandoffRecord]:
+        """Return the other records of a tenant and of the same weights whose contexts begin like one."""
+        tokens = record.distinct_tokens
+        return [
+            each
+            for each in self._tenants.get(record.tenant, {}).values()
+            if each.id != record.id
+            and each.weights == record.weights
+            and shared_tokens(each.distinct_tokens, tokens) >= BLOCK
+        ]
+
     def relatives(self, record: HandoffRecord) -> list[HandoffRecord]:
         """Return the automatic records that continue a record, or that it continues."""
         found = [*self.prefixes.continued_by(record), *self.prefixes.continuing(record)]
@@ -158,25 +169,21 @@ class HandoffIndex:
         It is not pinned.
 
         Args:
-            newest: the handoff that space is needed for; it is not evicted.
+            newest: the handoff that space is needed for; it is not evicted. For an automatic one only others
+                of these are.
 
         Returns:
             None: no handoff may be evicted.
         """
         for tenant, _ in self._non_kv_bytes.most_common():
-            mine = self._tenants[tenant].values()
-            evictable = [each for each in mine if each.on_disk and not each.pin and each is not newest]
+            evictable = [each for each in self._tenants[tenant].values() if _may_go(each, newest)]
             if evictable:
                 return min(evictable, key=_eviction_order)
         return None
 
     def evictable_bytes(self, newest: HandoffRecord | None) -> int:
         """Return the bytes of records and images of all handoffs that may be evicted for `newest`."""
-        return sum(
-            self._counted.get(each.id, 0)
-            for each in self._records.values()
-            if each.on_disk and not each.pin and each is not newest
-        )
+        return sum(self._counted.get(each.id, 0) for each in self._records.values() if _may_go(each, newest))
 
     @property
     def tenants(self) -> list[str]:
@@ -186,6 +193,12 @@ class HandoffIndex:
     def count(self, tenant: str) -> int:
         """Return how many records a tenant has."""
         return len(self._tenants.get(tenant, {}))
+
+
+def _may_go(record: HandoffRecord, newest: HandoffRecord | None) -> bool:
+    """Return whether a record may be evicted for another one."""
+    asked_for = newest is not None and newest.automatic and not record.automatic
+    return record.on_disk and not record.pin and record is not newest and not asked_for
 
 
 def _eviction_order(record: HandoffRecord) -> tuple[bool, float]:

@@ -126,13 +126,6 @@ class PrefixIndex:
             return PrefixMatch(newest[best], shared[best], len(contexts) == 1)
         return None
 
-    def beginning_like(self, record: HandoffRecord) -> list[HandoffRecord]:
-        """Return the contexts of the same tenant and weights that share the first block with a context."""
-        first = next(_chain(record.distinct_tokens), None)
-        scope = self._scopes.get(_scope(record))
-        found = scope.blocks.get(first) if scope is not None and first is not None else None
-        return [each for each in (found or {}).values() if each.id != record.id]
-
     def continued_by(self, record: HandoffRecord) -> list[HandoffRecord]:
         """Return the contexts that are a whole prefix of an indexed one, and are shorter."""
         scope, found = self._scopes.get(_scope(record)), list[HandoffRecord]()
