@@ -235,7 +235,10 @@ def test_an_aborted_producer_leaves_a_whole_handoff_or_none(gateway: RealGateway
     prompt = text(400, sentences=4)
     body = {"model": "reader", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     bodies = [body | {"handoff": {"save": {"label": "d2"}}} for _ in range(32)]
-    unfinished = asyncio.run(given_up(gateway, bodies, 2 * asyncio.run(duration(gateway, [body] * AT_ONCE))))
+    alike = [
+        body | {"handoff": {"save": True}}
+    ] * AT_ONCE  # without `handoff` they would start from stored KV
+    unfinished = asyncio.run(given_up(gateway, bodies, 2 * asyncio.run(duration(gateway, alike))))
     settle(gateway, "reader")
     with gateway.client() as client:
         rows = client.get("/v1/handoffs?limit=100").json()["data"]
