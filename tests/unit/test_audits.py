@@ -183,6 +183,7 @@ async def test_an_audit_that_waits_too_long_is_dropped(bench: Bench, monkeypatch
     async with bench.audits.running():
         bench.note(record, SAID)
         await bench.until(AuditResult.DROPPED)
+    assert bench.engine.transfers == [], "it was never computed"
 
 
 async def test_a_difference_within_the_tolerance_is_a_match(tmp_path: Path, bench: Bench) -> None:
@@ -192,6 +193,8 @@ async def test_a_difference_within_the_tolerance_is_a_match(tmp_path: Path, benc
         async with each.audits.running():
             each.note(record, {11: -0.1})
             await each.until(result)
+        audit: Any = record.public()["audit"]
+        assert (audit["result"], audit["difference"]) == (result, pytest.approx(0.1))
 
 
 @pytest.mark.parametrize(
