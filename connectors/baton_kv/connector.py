@@ -26,6 +26,7 @@ from baton_kv.engine_facts import cache_groups, facts_of, head_shard, layers_of,
 from baton_kv.entry_format import MAX_IDENTIFIER, ImageRef
 from baton_kv.envelopes import StepMetadata, TransferStats, WorkerLayout, WorkerReport
 from baton_kv.fingerprint import fingerprint
+from baton_kv.joins.supported import MovesUnsupported, make_mover
 from baton_kv.known_digests import KnownDigests
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
@@ -120,6 +121,24 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             rank=self._vllm_config.parallel_config.rank,
             ranks=self._ranks,
         )
+
+    def enable_moves(self, model: torch.nn.Module) -> str | None:
+        """Let loads move KV of several entries into one context; see `baton_kv.joins`.
+
+        Args:
+            model: vLLM's model.
+
+        Returns:
+            Why this engine's KV cannot be moved; None: it can.
+        """
+        assert self._worker is not None
+        assert self._layout is not None
+        try:
+            mover, forward = make_mover(model, self._vllm_config, self._layout.rows_a_block)
+        except MovesUnsupported as error:
+            return str(error)
+        self._worker.enable_moves(mover, forward.run)
+        return None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._layout
@@ -221,6 +240,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._ranks,
             groups=cache_groups(self._kv_cache_config),
             held_blocks=int(self._kv_cache_config.num_blocks * MAX_HELD_SHARE),
+            most_computed=self._vllm_config.scheduler_config.max_num_batched_tokens,
         )
 
     @property

@@ -11,7 +11,7 @@ Pure: this module imports only the standard library and pydantic.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,6 +22,8 @@ PARAMS_KEY = "baton_kv"
 EXPENDABLE = "auto-"
 """Entries whose ids begin with this are evicted before others of their scope."""
 LOCAL_TENANT = "local"
+MOST_MOVED = 16
+"""Most entries whose KV is moved into one context."""
 
 EntryKey = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}/[A-Za-z0-9_-]{16,64}$", max_length=129)]
 """The key of an entry, `scope/id`: the tenant's scope, and an id of at least 96 random bits."""
@@ -99,8 +101,10 @@ class TransferOutcome:
         kind: the operation.
         tag: `TransferParams.tag` of the request.
         failure: why the transfer failed; None if it succeeded.
-        tokens: number of tokens whose KV was moved, or was to be.
-        bytes: bytes of KV that were moved, or were to be.
+        tokens: number of tokens whose KV was copied, or was to be.
+        moved: those of them whose KV was loaded to another place than it was saved from.
+        computed: those of them that were computed between moved ones.
+        bytes: bytes of KV that were copied, or were to be.
         seconds: duration.
     """
 
@@ -110,6 +114,8 @@ class TransferOutcome:
     tag: str | None = None
     failure: TransferFailure | None = None
     tokens: int = 0
+    moved: int = 0
+    computed: int = 0
     bytes: int = 0
     seconds: float = 0.0
 
@@ -133,6 +139,24 @@ class TransferOutcome:
             raise ValueError(f"not a transfer's outcome: {error}") from None
 
 
+class MovedPart(BaseModel):
+    """Tokens of an entry whose KV is loaded to another place of the prompt.
+
+    Attributes:
+        key: key of the entry.
+        start: index of the first token in the entry's context.
+        tokens: number of tokens, which the prompt holds too.
+        to: index of the first token in the prompt.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    key: EntryKey
+    start: Annotated[int, Field(ge=0)]
+    tokens: Annotated[int, Field(ge=1)]
+    to: Annotated[int, Field(ge=1)]
+
+
 class TransferParams(BaseModel):
     """The connector's part of a request's `kv_transfer_params`.
 
@@ -142,6 +166,8 @@ class TransferParams(BaseModel):
         scope: what is saved: `context` (prompt and answer) or `prompt`.
         load: key of the entry to start from.
         limit: maximum number of tokens to load; None for all that match.
+        moved: what follows those, moved from other entries; the tokens between are computed. Moved KV is not
+            what the engine would compute: such a request needs a `cache_salt` of its own.
         least: fewest tokens to save beyond those that the entry `load` holds already; with fewer, nothing is
             saved. Above 0 nobody waits for the save: it leaves room for others.
         tag: name of the request in outcomes; the gateway sets its request id.
@@ -154,6 +180,7 @@ class TransferParams(BaseModel):
     scope: Literal["context", "prompt"] = "context"
     load: EntryKey | None = None
     limit: Annotated[int, Field(ge=0)] | None = None
+    moved: Annotated[list[MovedPart], Field(max_length=MOST_MOVED)] = []
     least: Annotated[int, Field(ge=0)] = 0
     tag: Annotated[str, Field(max_length=64)] | None = None
 
@@ -194,6 +221,7 @@ def transfer_params(
     scope: str | None = None,
     load: str | None = None,
     limit: int | None = None,
+    moved: Sequence[Mapping[str, Any]] = (),
     least: int | None = None,
     tag: str | None = None,
 ) -> dict[str, Any]:
@@ -201,7 +229,8 @@ def transfer_params(
 
     The arguments are the fields of `TransferParams`; None leaves a field out.
     """
-    wanted = {"save": save or None, "scope": scope, "load": load, "limit": limit, "least": least, "tag": tag}
+    wanted: dict[str, Any] = {"save": save or None, "scope": scope, "load": load, "limit": limit}
+    wanted |= {"moved": list(moved) or None, "least": least, "tag": tag}
     return {PARAMS_KEY: {"version": 1} | {name: value for name, value in wanted.items() if value is not None}}
 
 

@@ -9,6 +9,7 @@ from baton_kv.cache_groups import CacheGroup
 from baton_kv.contract import TransferParams
 from baton_kv.entry import Entry
 from baton_kv.entry_format import EntryDescription, ImageRef, Part
+from baton_kv.joins.moves import Joined
 from baton_kv.prefix import common_prefix, trim_to_equal_images
 from baton_kv.stores.base import Store
 
@@ -22,12 +23,19 @@ class Plan:
         shared: number of tokens, from the first, that the prompt shares with the entry and that have KV.
         parts: the entries that hold this KV, in order; the last is the entry that the request names.
         tag: `TransferParams.tag` of the request.
+        joined: what is moved from other entries, the end of `matched`; None: nothing.
     """
 
     matched: int
     shared: int
     parts: tuple[Part, ...]
     tag: str | None
+    joined: Joined | None = None
+
+    @property
+    def in_place(self) -> int:
+        """Return the number of tokens, from the first, whose KV is loaded to the place that it had."""
+        return self.joined.begin if self.joined is not None else self.matched
 
 
 class EntryLookup:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from baton_kv.cache_groups import GroupBlocks
 from baton_kv.entry_format import ImageRef, Part
+from baton_kv.joins.moves import Joined
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class LoadJob:
         digest: the entry's digest when its token ids were compared; an entry with another digest is refused.
             None accepts any entry under this key.
         tag: `TransferParams.tag` of the request.
+        joined: what is moved from other entries behind these blocks; None: nothing.
+        table: all blocks of the context, in order, if anything is moved.
     """
 
     request_id: str
@@ -30,6 +33,8 @@ class LoadJob:
     fingerprint: str
     digest: str | None = None
     tag: str | None = None
+    joined: Joined | None = None
+    table: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

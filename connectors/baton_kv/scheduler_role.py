@@ -26,6 +26,7 @@ from baton_kv.contract import (
 )
 from baton_kv.entry_format import EntryIncompatible, EntryInvalid, ImageRef, Part
 from baton_kv.held_blocks import HeldBlocks
+from baton_kv.joins.moves import MoveLookup
 from baton_kv.lookup import EntryLookup, Plan
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.rank_outcomes import RankOutcomes
@@ -49,6 +50,7 @@ class SchedulerRole:
         groups: the model's cache groups.
         ranks: number of tensor-parallel ranks, each of which does every job.
         held_blocks: number of different blocks that saves may keep from other requests.
+        most_computed: most tokens that one join may compute between moved ones.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class SchedulerRole:
         *,
         groups: tuple[CacheGroup, ...] = FULL_ATTENTION,
         held_blocks: int = sys.maxsize,
+        most_computed: int = 0,
     ) -> None:
         self._store = store
+        self._moves = MoveLookup(store, secret, fingerprint, most_computed)
         self._lookup = EntryLookup(store, secret, fingerprint, block_size, groups)
         self._fingerprint = fingerprint
         self._block_size = block_size
@@ -114,7 +118,8 @@ class SchedulerRole:
         if wanted is None or wanted.load is None:
             return None
         try:
-            return self._lookup.plan(wanted.load, wanted, prompt, images)
+            plan = self._lookup.plan(wanted.load, wanted, prompt, images)
+            return self._with_moves(plan, wanted, prompt, images) if plan is not None else None
         except (EntryInvalid, StoreError) as error:
             if isinstance(error, EntryInvalid) and not isinstance(error, EntryIncompatible):
                 self._store.quarantine(wanted.load)
@@ -122,6 +127,22 @@ class SchedulerRole:
                 TransferOutcome(request_id, wanted.load, Transfer.LOOK, wanted.tag, failure_of(error))
             )
             return None
+
+    def _with_moves(
+        self, plan: Plan, wanted: TransferParams, prompt: Sequence[int], images: Sequence[ImageRef]
+    ) -> Plan:
+        """Add what a request moves from other entries to what it loads from the first one."""
+        if not wanted.moved or plan.matched < 1:
+            return plan
+        begin = min(plan.matched, wanted.moved[0].to)
+        joined = self._moves.plan(wanted.moved, prompt, images, begin)
+        self._outcomes += [  # without the tag: the request's own entry is not at fault
+            TransferOutcome(request_id="", key=key, kind=Transfer.LOOK, failure=failure_of(error))
+            for key, error in self._moves.take_failures()
+        ]
+        if not joined.moves:
+            return plan
+        return replace(plan, matched=joined.stop, shared=min(plan.shared, begin), joined=joined)
 
     def take_outcomes(self) -> list[TransferOutcome]:
         """Return what ended since the last call: jobs, failed looks, and saves that were not begun."""
@@ -139,17 +160,20 @@ class SchedulerRole:
         plan = self._plans.get(request_id)
         if external <= 0 or plan is None:
             return
-        local = (plan.matched - external) // self._block_size
+        has = plan.matched - external
+        joined = plan.joined.after(has) if plan.joined is not None else None
         self._loading.add(request_id)
         self._jobs.loads.append(
             LoadJob(
                 request_id,
                 plan.parts[-1].key,
-                self._blocks_of(block_ids, plan.matched, local),
+                self._blocks_of(block_ids, plan.in_place, has // self._block_size),
                 external,
                 self._fingerprint,
                 plan.parts[-1].digest,
                 plan.tag,
+                joined,
+                tuple(block_ids[0][: -(-plan.matched // self._block_size)]) if joined is not None else (),
             )
         )
 

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +33,8 @@ from baton_kv.copies import Fence, Staging, copies_for
 from baton_kv.entry_format import EntryDescription, EntryIncompatible, EntryInvalid
 from baton_kv.entry_layout import EntryLayout
 from baton_kv.entry_writer import SlabReader, seal, write, write_share
+from baton_kv.joins.copier import KeyMover, MoveCopier, blocks_of
+from baton_kv.joins.moves import Gap, Joined, Move
 from baton_kv.loads import LoadCopier, Source, open_sources
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.stores.base import Commit, SharedFiles, SharedMissing, Store, StoreFull, at_once
@@ -71,6 +73,16 @@ class Writing:
 
 
 AT_ONCE = Writing(math.inf, at_once)
+
+
+ComputeGaps = Callable[[Sequence[Gap], Sequence[int]], None]
+"""Computes gaps of a context whose blocks are given."""
+
+
+class Moved(TransferError):
+    """An entry whose KV was to be moved is corrupt."""
+
+    failure = TransferFailure.CORRUPT
 
 
 class GivenUp(TransferError):
@@ -138,6 +150,17 @@ class WorkerRole:
             os.getpid
         ).result()  # begun here, or it would have the priority of who needs it first
         self._closing = False
+        self._mover: KeyMover | None = None
+        self._compute_gaps: ComputeGaps | None = None
+
+    def enable_moves(self, mover: KeyMover, compute_gaps: ComputeGaps) -> None:
+        """Let loads move KV to other places.
+
+        Args:
+            mover: how keys are moved.
+            compute_gaps: computes the gaps of a context; for the main thread.
+        """
+        self._mover, self._compute_gaps = mover, compute_gaps
 
     def _threads(self, count: int, name: str, niceness: int = 0) -> ThreadPoolExecutor:
         def begin() -> None:
@@ -180,6 +203,8 @@ class WorkerRole:
         finished = FinishedJobs()
         while not self._done.empty():
             job, outcome = self._done.get()
+            if isinstance(job, LoadJob):
+                outcome = self._with_gaps(job, outcome)
             finished.outcomes.append(outcome)
             if isinstance(job, SaveJob):
                 finished.saved.add(job.request_id)
@@ -190,6 +215,19 @@ class WorkerRole:
             if outcome.failure is not None:
                 finished.failed.add(job.request_id)
         return finished
+
+    def _with_gaps(self, job: LoadJob, outcome: TransferOutcome) -> TransferOutcome:
+        """Compute the tokens between moved ones, where a load succeeded; returns the outcome of both."""
+        if outcome.failure is not None or job.joined is None or not job.joined.gaps:
+            return outcome
+        assert self._compute_gaps is not None
+        began = time.monotonic()
+        try:
+            self._compute_gaps(job.joined.gaps, job.table)
+        except Exception as error:  # the model's border: the engine computes all of the request instead
+            logger.exception("computing tokens between moved ones of %s failed", job.key)
+            return replace(outcome, failure=failure_of(error))
+        return replace(outcome, seconds=outcome.seconds + time.monotonic() - began)
 
     def shutdown(self) -> None:
         """Wait for running jobs and cancel those that wait; automatic saves are given up."""
@@ -217,6 +255,7 @@ class WorkerRole:
         self, job: LoadJob | SaveJob, failure: TransferFailure | None, seconds: float
     ) -> TransferOutcome:
         saves = isinstance(job, SaveJob)
+        joined = job.joined if isinstance(job, LoadJob) else None
         firsts = self._firsts(job) if isinstance(job, SaveJob) else [each.first for each in job.blocks]
         counts = [each.indexes.stop - first for each, first in zip(job.blocks, firsts, strict=True)]
         return TransferOutcome(
@@ -226,6 +265,8 @@ class WorkerRole:
             tag=job.tag,
             failure=failure,
             tokens=job.computed if isinstance(job, SaveJob) else job.tokens,
+            moved=sum(move.tokens for move in joined.moves) if joined is not None else 0,
+            computed=sum(len(gap.tokens) for gap in joined.gaps) if joined is not None else 0,
             bytes=self._blocks.bytes_of(counts),
             seconds=seconds,
         )
@@ -233,13 +274,67 @@ class WorkerRole:
     def _load(self, fence: Fence, job: LoadJob) -> None:
         self._require_waiting(job)
         try:
-            with open_sources(self._store, self._secret, job, self._blocks) as sources:
-                self._copy_layers(fence, partial(self._copy, sources, job))
+            if any(each.ids for each in job.blocks):
+                with open_sources(self._store, self._secret, job, self._blocks) as sources:
+                    self._copy_layers(fence, partial(self._copy, sources, job))
+            if job.joined is not None:
+                self._load_moved(fence, job, job.joined)
         except EntryIncompatible:
             raise  # valid for another engine, so it is not quarantined
         except EntryInvalid as error:
             self._store.quarantine(job.key, error.part)
             raise
+
+    def _load_moved(self, fence: Fence, job: LoadJob, joined: Joined) -> None:
+        """Move KV of other entries to its place.
+
+        Raises:
+            TransferError: an entry cannot be used; a corrupt one is quarantined.
+        """
+        if self._mover is None:
+            raise EntryIncompatible("this engine does not move KV")
+        self._copy_layers(fence, partial(self._clear, self._mover, job, joined))
+        for move in joined.moves:
+            self._require_waiting(job)
+            wanted = LoadJob(
+                job.request_id,
+                move.key,
+                blocks_of(move, self._mover.packing.tokens),
+                move.tokens,
+                job.fingerprint,
+                move.digest,
+            )
+            try:
+                with open_sources(self._store, self._secret, wanted, self._blocks) as sources:
+                    self._copy_layers(fence, partial(self._move, self._mover, job, move, sources))
+            except EntryIncompatible:
+                raise
+            except EntryInvalid as error:
+                self._store.quarantine(move.key, error.part)
+                raise Moved(str(error)) from None  # the request's own entry is not at fault
+
+    def _clear(self, mover: KeyMover, job: LoadJob, joined: Joined, staging: Staging, layers: range) -> None:
+        copier = MoveCopier(self._blocks, staging, mover, job.table)
+        begin = joined.stop - sum(move.tokens for move in joined.moves)
+        begin -= sum(len(gap.tokens) for gap in joined.gaps)
+        for layer in layers:
+            if layer >= mover.layers:
+                copier.clear(begin, joined.stop, layer)
+
+    def _move(
+        self,
+        mover: KeyMover,
+        job: LoadJob,
+        move: Move,
+        sources: list[Source],
+        staging: Staging,
+        layers: range,
+    ) -> None:
+        copier = MoveCopier(self._blocks, staging, mover, job.table)
+        for layer in layers:
+            self._require_waiting(job)
+            if layer < mover.layers:
+                copier.copy(move, sources, layer)
 
     def _copy_layers(self, fence: Fence, copy: Callable[[Staging, range], None]) -> None:
         """Copy all layers in several threads and wait for all of them, since they write to the blocks."""

@@ -27,6 +27,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def one_layer_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny random models of several families with one layer each, a folder each."""
+    folder = tmp_path_factory.mktemp("families")
+    source = ModelStore(load_settings().models_folder).resolve("smollm2")
+    script = str(Path(__file__).parent / "tiny_models.py")
+    subprocess.run([sys.executable, script, source, str(folder), "0.3", "1"], check=True, capture_output=True)
+    return folder
+
+
 @pytest.fixture
 def relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Relay:
     monkeypatch.setattr(entry_format, "RUN_BYTES", 2 * HEADS * SLAB_BYTES)  # two runs a layer

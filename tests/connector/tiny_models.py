@@ -1,4 +1,4 @@
-"""Tiny random models of other families: `tiny_models.py SOURCE FOLDER [SPREAD]`, with the source's tokenizer."""
+"""Tiny random models of other families: `tiny_models.py SOURCE FOLDER [SPREAD [LAYERS]]`, with the source's tokenizer."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if __name__ == "__main__":
         Qwen2Config,
     )
 
-    source, folder, spread = (*sys.argv[1:], None)[:3]
+    source, folder, spread, layers = (*sys.argv[1:], None, None)[:4]
     shape = {
         "vocab_size": 49152,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": int(layers or 2),
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_attention_heads": 2,
@@ -47,7 +47,7 @@ if __name__ == "__main__":
         ),
         "windows": MistralConfig(**shape, sliding_window=64, tie_word_embeddings=False),
         "gpt-oss": GptOssConfig(  # windows, attention sinks and experts
-            **shape | {"head_dim": 64, "intermediate_size": 64},
+            **shape | {"num_hidden_layers": 2, "head_dim": 64, "intermediate_size": 64},
             tie_word_embeddings=False,
             sliding_window=64,
             layer_types=["sliding_attention", "full_attention"],

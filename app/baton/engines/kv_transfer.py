@@ -9,7 +9,7 @@ from typing import Protocol
 
 from baton.images.image_position import ImagePosition
 from baton.images.placed_image import PlacedImage
-from baton_kv.contract import TransferFailure
+from baton_kv.contract import MovedPart, TransferFailure
 
 
 @dataclass(eq=False)
@@ -21,6 +21,8 @@ class TransferReport:
         output_ids: the token ids generated so far.
         cached: number of prompt tokens that the engine did not prefill.
         loaded: number of tokens whose KV came from the entry; None: nothing was loaded.
+        moved: number of those tokens whose KV was moved from another place.
+        computed: number of those tokens that were computed between moved ones.
         lost: number of tokens whose KV is in the entry but could not be loaded.
         load_ms: milliseconds that the load took.
         saves: False once the engine has reported that it saves nothing.
@@ -35,6 +37,8 @@ class TransferReport:
     output_ids: list[int] = field(default_factory=list)
     cached: int = 0
     loaded: int | None = None
+    moved: int = 0
+    computed: int = 0
     lost: int = 0
     load_ms: float = 0.0
     saves: bool = True
@@ -55,6 +59,8 @@ class TransferRequest:
         prompt_only: whether to save the prompt's KV without the answer's.
         load: key of the entry to load KV from; None: nothing is loaded.
         limit: most tokens to load; None: all.
+        moved: KV of other entries that follows those tokens, each moved to its place.
+        salt: sets the engine's prefix cache apart for this request; None: that of its tenant is used.
         least: fewest tokens to save beyond those that `load` holds; with fewer, nothing is saved.
         latent_steps: number of latent-step placeholders in the prompt.
         audited: whether the report needs `first_token`.
@@ -68,6 +74,8 @@ class TransferRequest:
     prompt_only: bool = False
     load: str | None = None
     limit: int | None = None
+    moved: Sequence[MovedPart] = ()
+    salt: str | None = None
     least: int = 0
     latent_steps: int = 0
     audited: bool = False

@@ -187,6 +187,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def moves_unsupported(self) -> str | None:
+        """Why the engine cannot move KV of several handoffs into one context; None: it can."""
+        ...
+
+    @property
     def placeholder(self) -> int | None:
         """The token id that stands for a latent step; None: the engine was configured without `latent`."""
         ...

@@ -24,6 +24,7 @@ class Throughput:
         self._prefills: deque[float] = deque(maxlen=PREFILLS_KEPT)
         self._loads: deque[float] = deque(maxlen=LOADS_KEPT)
         self._latent: deque[float] = deque(maxlen=LATENT_KEPT)
+        self._moves: deque[float] = deque(maxlen=LOADS_KEPT)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Record a prefill of `tokens` tokens that took `seconds`."""
@@ -35,6 +36,15 @@ class Throughput:
         if size > 0 and seconds > 0:
             self.loads += 1
             self._loads.append(seconds / size)
+
+    def moved(self, tokens: int, seconds: float) -> None:
+        """Record a load of `tokens` tokens, most of them moved to another place, that took `seconds`."""
+        if tokens >= MIN_PREFILL_TOKENS and seconds > 0:
+            self._moves.append(seconds / tokens)
+
+    def move_s(self, tokens: int) -> float | None:
+        """Estimate the seconds to move `tokens` tokens, with what is computed between; None: not known."""
+        return median(self._moves) * tokens if self._moves else None
 
     def load_failed(self, size: int, seconds: float) -> None:
         """Record a load of `size` bytes that failed after `seconds`, if it was slower than expected.

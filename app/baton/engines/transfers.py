@@ -41,7 +41,9 @@ class TransferWatch:
         for outcome in outcomes:
             self._transfers.count(outcome)
             request = self._requests.get(outcome.tag or "")
-            if outcome.kind is Transfer.LOAD and outcome.failure is not TransferFailure.GIVEN_UP:
+            if outcome.moved:
+                self._throughput.moved(outcome.tokens, outcome.seconds)
+            elif outcome.kind is Transfer.LOAD and outcome.failure is not TransferFailure.GIVEN_UP:
                 failed = outcome.failure is not None
                 measured = self._throughput.load_failed if failed else self._throughput.loaded
                 measured(outcome.bytes, outcome.seconds)
@@ -78,5 +80,6 @@ def _note(report: TransferReport, outcome: TransferOutcome) -> None:
     report.load_ms = outcome.seconds * 1000
     if outcome.failure is None:
         report.loaded = outcome.tokens
+        report.moved, report.computed = outcome.moved, outcome.computed
     else:
         report.lost = outcome.tokens

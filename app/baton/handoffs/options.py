@@ -42,6 +42,8 @@ HandoffIds = Annotated[
 """The handoffs that a request continues; the contexts of several are joined."""
 Order = Literal["given", "any"]
 """Whether they are joined in the given order, or with the longest first, most of which can be loaded."""
+Join = Literal["exact", "moved"]
+"""Whether the KV of all but the first is computed, or moved to its place in the joined context."""
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -66,7 +68,7 @@ class HandoffOptions(Closed):
 
     save: SaveOptions | Literal[True, False] = False
     sources: HandoffIds = Field([], alias="from")
-    join: Literal["exact"] = "exact"
+    join: Join = "exact"
     order: Order = "given"
 
     @property
@@ -92,7 +94,7 @@ class NewHandoff(Closed):
     messages: list[dict[str, Any]] | None = None
     images: list[str | dict[str, Any]] | None = None
     sources: HandoffIds = Field([], alias="from")
-    join: Literal["exact"] = "exact"
+    join: Join = "exact"
     order: Order = "given"
     latent_steps: Steps = 0
     ttl_s: Seconds | None = None

@@ -25,8 +25,8 @@ def source_outcome(
     source: HandoffRecord, report: TransferReport, decision: Decision | None
 ) -> dict[str, Any]:
     """Return `handoff.source`: how many of its tokens were loaded, resident or recomputed, and why."""
-    loaded = report.loaded or 0
-    resident = max(0, prefix_hits(report) - loaded)
+    loaded = (report.loaded or 0) - report.moved - report.computed
+    resident = max(0, prefix_hits(report) - (report.loaded or 0))
     recompute = decision is not None and decision.choice is Choice.RECOMPUTE
     outcome = "recomputed"
     reason = "not_used" if source.bytes else "kv_gone"
@@ -44,6 +44,7 @@ def source_outcome(
         "id": source.id,
         "tokens": len(source.tokens),
         "loaded_tokens": loaded,
+        "moved_tokens": report.moved,
         "resident_tokens": resident,
         "outcome": outcome,
         "reason": reason or None,

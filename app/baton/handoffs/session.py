@@ -18,10 +18,11 @@ from baton.handoffs.planner import Decision
 from baton.handoffs.prompt import ContextPrompt
 from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import Conversation, HandoffRecord
-from baton.handoffs.replies import DONE, chunk_of, event_of, head_of, without_keys
+from baton.handoffs.replies import DONE, chunk_of, event_of, head_of, prefix_hits, without_keys
 from baton.handoffs.service import Handoffs
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import HandoffMetrics
+from baton_kv.contract import MovedPart
 
 SETTLE_WITHIN_S = 0.25
 """An answer waits this long for its KV to be saved, so that its handoff is mostly `ready`."""
@@ -36,10 +37,32 @@ class JoinedPart:
     Attributes:
         id: its id.
         end: number of the prompt's tokens up to the end of its part.
+        moved: what of its KV is moved to its place; None: nothing.
     """
 
     id: str
     end: int
+    moved: MovedPart | None = None
+
+    def public(self, begin: int, loaded: int, reused: int) -> Json:
+        """Return where the KV of its tokens came from.
+
+        Args:
+            begin: number of the prompt's tokens before it.
+            loaded: number of the prompt's tokens that were loaded.
+            reused: number of the prompt's tokens that were not computed when the request ran.
+        """
+        moved = 0
+        if self.moved is not None:
+            moved = min(max(0, reused - self.moved.to), self.moved.tokens)
+        kept = moved if self.moved is not None else min(max(0, reused - begin), self.end - begin)
+        return {
+            "id": self.id,
+            "tokens": self.end - begin,
+            "loaded_tokens": 0 if self.moved is not None else max(0, min(self.end, loaded) - begin),
+            "moved_tokens": moved,
+            "recomputed_tokens": self.end - begin - kept,
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +191,7 @@ class Session:
         if not transfer.prompt_only:
             tokens = tokens + report.output_ids
         target.conversation = self._conversation(answer)
+        target.exact = self.exact
         if transfer.latent_steps:
             target.latent_steps, target.placeholder = transfer.latent_steps, self.engine.placeholder
         self.handoffs.end(target, transfer, tokens)
@@ -192,26 +216,34 @@ class Session:
             }
         return conversation.model_copy(update=known)
 
-    def _parts(self, loaded: int) -> list[Json]:
-        """Return what was loaded of each of several handoffs; the rest of its tokens was computed."""
-        begins = [0, *(part.end for part in self.parts)]
+    @property
+    def exact(self) -> bool:
+        """Whether the KV that the answer started from is what the engine would compute of its tokens."""
+        reused = prefix_hits(self.transfer.report)
+        if self.source is not None and not self.source.exact and reused:
+            return False
+        moved = self.transfer.moved
+        return not moved or reused <= moved[0].to
+
+    def _parts(self) -> list[Json]:
+        """Return where the KV of each of several handoffs came from."""
+        report, begins = self.transfer.report, [0, *(part.end for part in self.parts)]
+        in_place = (report.loaded or 0) - report.moved - report.computed
         return [
-            {
-                "id": part.id,
-                "tokens": part.end - begin,
-                "loaded_tokens": max(0, min(part.end, loaded) - begin),
-            }
+            part.public(begin, in_place, prefix_hits(report))
             for begin, part in zip(begins, self.parts, strict=False)
         ]
 
     def _describe(self, source: HandoffRecord) -> Json:
         """Return `handoff.source`, and count it in the metrics."""
         report, metrics = self.transfer.report, self.metrics
-        shown = source_outcome(source, report, self.decision)
+        shown = source_outcome(source, report, self.decision) | {"exact": self.exact}
+        if not self.exact:
+            shown |= {"outcome": "blended", "reason": None}
         shown["shared_tokens"] = shared_tokens(source.tokens, report.prompt_ids)
         shown["resent_messages"] = self.prompt.resent
         if self.parts:
-            shown["parts"] = self._parts(report.loaded or 0)
+            shown["parts"] = self._parts()
         if report.miss in KV_IS_GONE:
             self.handoffs.kv_gone(source)
         self.audits.note(self.engine, source, self.transfer)

@@ -16,6 +16,7 @@ from baton.errors import InvalidRequest
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.conversation import Writer
 from baton.handoffs.joining import JoinedContext, Part, join, require_joinable
+from baton.handoffs.moving import moved_parts, require_movable, salt_of
 from baton.handoffs.options import HandoffOptions, NewHandoff, Order, SaveOptions, part_name
 from baton.handoffs.planner import Decision, Planner
 from baton.handoffs.prompt import ContextPrompt, write_prompt
@@ -27,6 +28,7 @@ from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import HandoffMetrics
+from baton_kv.contract import MovedPart
 
 LATENT_STEPS_PER_CONTEXT = 512
 """Most latent steps of a context, unless one request may ask for more: lost KV of all of them is recomputed
@@ -44,6 +46,7 @@ class SessionRequest:
         save: how its context is saved; None: it is not.
         latent_steps: number of latent steps after the prompt.
         answered: an answer follows the prompt; otherwise the context ends with the last message.
+        moves: the KV of all parts but the first is moved to its place, where that can be done.
     """
 
     operation: Operation
@@ -52,6 +55,7 @@ class SessionRequest:
     save: SaveOptions | None
     latent_steps: int
     answered: bool = True
+    moves: bool = False
 
     @property
     def source(self) -> HandoffRecord | None:
@@ -118,7 +122,15 @@ class Sessions:
             BatonError: the request cannot be carried out with this handoff; nothing was registered.
         """
         parts = in_order(sources, options.order, "handoff.from")
-        wanted = SessionRequest(operation, body, parts, options.saving, options.latent_steps)
+        moves = options.join == "moved" and len(parts) > 1
+        wanted = SessionRequest(operation, body, parts, options.saving, options.latent_steps, moves=moves)
+        if moves:
+            require_movable(engine, "handoff.join")
+        if moves and body.get("prompt_logprobs") is not None:
+            raise InvalidRequest(
+                "'prompt_logprobs' cannot be used with KV that is moved: leave it out.",
+                param="prompt_logprobs",
+            )
         if wanted.steps_of_context and body.get("prompt_logprobs") is not None:
             raise InvalidRequest(
                 "'prompt_logprobs' cannot be used with latent steps: leave it out.", param="prompt_logprobs"
@@ -143,6 +155,8 @@ class Sessions:
         """
         operation = Operation.COMPLETIONS if options.messages is None else Operation.CHAT
         save = SaveOptions(ttl_s=options.ttl_s, pin=options.pin, label=options.label, scope="prompt")
+        if moves := options.join == "moved" and len(sources) > 1:
+            require_movable(engine, "join")
         wanted = SessionRequest(
             operation,
             body,
@@ -150,6 +164,7 @@ class Sessions:
             save,
             options.latent_steps,
             answered=operation is not Operation.CHAT,
+            moves=moves,
         )
         return await self._plan(engine, context, wanted, images)
 
@@ -159,6 +174,9 @@ class Sessions:
         source = wanted.source
         prompt, ends = await self._write(engine, context, wanted, images)
         _require_few_images(engine, prompt.images)
+        moved: list[MovedPart | None] = [None] * len(ends)
+        if wanted.moves and prompt.tokens is not None:
+            moved = moved_parts(prompt.tokens, wanted.parts, ends)
         if wanted.latent_steps:
             self._require_few_steps(wanted.steps_of_context)
             prompt = prompt.with_latent_steps(wanted.latent_steps, engine.placeholder)
@@ -167,6 +185,8 @@ class Sessions:
         decision = self._decide(engine, source, prompt)
         target = self._register(engine, context, wanted)
         load = entry_to_name(source, decision, target)
+        in_order = [part for part in moved if part is not None]
+        salt = salt_of(source, in_order)
         transfer = TransferRequest(
             prompt.tokens,
             prompt.images,
@@ -174,8 +194,10 @@ class Sessions:
             prompt_only=wanted.prompt_only,
             load=load,
             limit=decision.limit if decision is not None else None,
+            moved=in_order,
+            salt=salt,
             latent_steps=wanted.steps_of_context,
-            audited=load is not None and self.audits.chosen(),
+            audited=load is not None and salt is None and self.audits.chosen(),
         )
         return Session(
             self.handoffs,
@@ -188,7 +210,10 @@ class Sessions:
             source,
             decision,
             target,
-            [JoinedPart(part.record.id, end) for part, end in zip(wanted.parts, ends, strict=False)],
+            [
+                JoinedPart(part.record.id, end, each)
+                for part, end, each in zip(wanted.parts, ends, moved, strict=False)
+            ],
         )
 
     async def _write(

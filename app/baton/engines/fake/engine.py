@@ -71,6 +71,7 @@ class FakeEngine:
         pooling: whether it embeds instead of generating.
         supports_handoffs: whether handoffs are on; there is no KV, so they only carry tokens.
         plugin: the plugin that answers `/pooling`, if any.
+        moves_unsupported: see `Engine.moves_unsupported`.
         placeholder: token id of a latent step, which takes no time here.
         weights: see `Engine.weights`.
         images: how it takes images; by default it takes none.
@@ -90,6 +91,7 @@ class FakeEngine:
     name: str
     pooling: bool = False
     supports_handoffs: bool = False
+    moves_unsupported: str | None = None
     placeholder: int | None = None
     weights: str = "fake"
     images: ImageInput = field(default_factory=ImageInput)

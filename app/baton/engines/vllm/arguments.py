@@ -27,6 +27,9 @@ from baton.models.catalog import EMBEDDED
 from baton.telemetry.memory import MemoryReader
 from baton_latent.contract import PLACEHOLDER_KEY, latent_overrides, thinks
 
+MOVES_EXTENSION = "baton_kv.joins.extension.BatonWorker"
+"""The extension of vLLM's worker that lets the connector move KV."""
+
 OWNED = {
     "model": "the engine's `model`",
     "served_model_name": "the engine's `name`",
@@ -98,6 +101,8 @@ def engine_args(
         raise SettingsError(f"engines '{settings.name}': args.kv_transfer_config: must be a table")
     if transfer is not None or given is not None:
         args["kv_transfer_config"] = (transfer or {}) | (given or {})
+    if transfer is not None:
+        args.setdefault("worker_extension_cls", MOVES_EXTENSION)
     if settings.latent:
         args["hf_overrides"] = _latent_overrides(settings, model, args)
     elif thinks(model, _table(args.get("hf_overrides"))):

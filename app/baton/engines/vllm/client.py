@@ -233,6 +233,7 @@ def _transfer_params(transfer: TransferRequest, tag: str) -> dict[str, Any]:
         scope="prompt" if transfer.prompt_only else None,
         load=transfer.load,
         limit=transfer.limit,
+        moved=[part.model_dump() for part in transfer.moved],
         least=transfer.least or None,
         tag=tag,
     )

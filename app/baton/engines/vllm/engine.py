@@ -22,6 +22,7 @@ from baton.engines.progress import Progress
 from baton.engines.throughput import Throughput
 from baton.engines.transfers import TransferWatch
 from baton.engines.vllm import arguments, handlers
+from baton.engines.vllm.arguments import MOVES_EXTENSION
 from baton.engines.vllm.bodies import for_responses, with_whole_prompt
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
 from baton.engines.vllm.engine_thread import EngineThread
@@ -30,6 +31,7 @@ from baton.engines.vllm.image_cache import confirm_before_reuse
 from baton.engines.vllm.image_input import image_input
 from baton.engines.vllm.image_prompts import ImagePrompts
 from baton.engines.vllm.log_probs import audited_tokens, rounding_nats
+from baton.engines.vllm.moves import NO_HANDOFFS, enable_moves
 from baton.engines.vllm.plugins import chosen_plugin, close_plugin, encode_prompt, make_plugin, plugin_params
 from baton.engines.vllm.replies import ReplyTranslator
 from baton.engines.vllm.series import EngineSeries, StepListeners
@@ -108,6 +110,7 @@ class VllmEngine:
         self._transfers = TransferMetrics(self._series.registry, settings.name)
         self._watch = TransferWatch(self._throughput, self._transfers)
         self._cards: list[Json] = []
+        self._moves_unsupported: str | None = NO_HANDOFFS
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
         self._translator = ReplyTranslator(self._log)
 
@@ -132,6 +135,10 @@ class VllmEngine:
     @property
     def supports_handoffs(self) -> bool:
         return self._settings.handoff
+
+    @property
+    def moves_unsupported(self) -> str | None:
+        return self._moves_unsupported
 
     @property
     def placeholder(self) -> int | None:
@@ -214,6 +221,8 @@ class VllmEngine:
         self._running = await self._build(await asyncio.wrap_future(self._thread.built), report)
         self._opened.callback(_end_requests, self._running.client)
         self._cards = await self._running.serving.cards()
+        if self._args.worker_extension_cls == MOVES_EXTENSION:
+            self._moves_unsupported = await enable_moves(self._running.client)
         report("warming up")
         await self._warm_up(self._running)
         self._progress.begin()
@@ -301,10 +310,16 @@ class VllmEngine:
     def forget_prefixes(self) -> None:
         self._forgotten += 1
 
-    def _salt_of(self, tenant: str) -> str | None:
-        """Return the prefix-cache salt of a tenant's requests; another one since prefixes were forgotten."""
+    def _salt_of(self, tenant: str, apart: str | None = None) -> str | None:
+        """Return the prefix-cache salt of a tenant's requests; another one since prefixes were forgotten.
+
+        Args:
+            tenant: the tenant.
+            apart: `TransferRequest.salt`.
+        """
         salt = self._salt(tenant)
-        return f"{salt or ''}.{self._forgotten}" if self._forgotten else salt
+        salt = f"{salt or ''}.{self._forgotten}" if self._forgotten else salt
+        return salt if apart is None else f"{salt or ''}/{apart}"
 
     @property
     def longest_step_s(self) -> float:
@@ -323,9 +338,10 @@ class VllmEngine:
         if method is None:
             raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
         alone = transfer is not None and transfer.computed  # its KV is for nobody else
+        apart = transfer.salt if transfer is not None else None
         call = Call(
             context,
-            context.request_id if alone else self._salt_of(context.tenant),
+            context.request_id if alone else self._salt_of(context.tenant, apart),
             transfer=transfer,
             chooser=chooser if self.supports_handoffs else None,
             expect=self._watch.add,

@@ -64,11 +64,13 @@ class HandoffIndex:
     def publish(self, record: HandoffRecord) -> None:
         """Let prompts find a record that is ready, or no longer find one whose KV is gone.
 
-        KV with latent steps is only for requests that name it: it is not that of its token ids.
+        KV with latent steps, or that was moved, is only for requests that name it: it is not that of its
+        token ids.
         """
         if self._records.get(record.id) is not record or not self._automatic:
             return
-        if record.state is not HandoffState.READY or not record.bytes or record.latent_steps:
+        hidden = record.latent_steps > 0 or not record.exact
+        if record.state is not HandoffState.READY or not record.bytes or hidden:
             self.prefixes.remove(record)
             return
         self.prefixes.add(record)

@@ -49,6 +49,10 @@ class HandoffObject(BaseModel):
     )
     parents: list[str] = Field(description="Ids of all handoffs that it continues.")
     label: str | None = Field(description="The label that the client gave it.")
+    exact: bool = Field(
+        description="Whether its KV is what the engine would compute of its tokens; `false` if any of it was "
+        "moved to its place, here or in a handoff that it continues."
+    )
     audit: HandoffAudit | None = Field(
         None, description="Its last audit; `null`: none of the requests that loaded its KV was audited."
     )

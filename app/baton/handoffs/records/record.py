@@ -156,6 +156,7 @@ class HandoffRecord(BaseModel):
         positions: where images stand in the context of an automatic handoff, which stores no images: requests
             that continue it send them again.
         audit: its last audit.
+        exact: its KV is what the engine would compute of its tokens; not so if any was moved to its place.
         revision: number of times it was written; the greater of two is the later.
     """
 
@@ -182,6 +183,7 @@ class HandoffRecord(BaseModel):
     automatic: bool = False
     positions: list[ImagePosition] = []
     audit: HandoffAudit | None = None
+    exact: bool = True
     revision: int = 0
     _on_disk: bool = PrivateAttr(False)
     _stamp: tuple[int, int, int] | None = PrivateAttr(None)
@@ -322,6 +324,7 @@ class HandoffRecord(BaseModel):
             parent=self.parent,
             parents=self.parents or ([self.parent] if self.parent is not None else []),
             label=self.label,
+            exact=self.exact,
             audit=self.audit,
         )
         return shown.model_dump(mode="json")

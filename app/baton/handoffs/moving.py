@@ -1,0 +1,94 @@
+"""Choose what KV of joined handoffs is moved to its place in the joined context, instead of computed there.
+
+Moved KV is not what the engine would compute: its tokens have not attended to the parts before their own.
+Where they were computed behind the same tokens that the joined context begins with, little is lost; where
+they were not, the first tokens of each part are computed again, which all others attend to most. Figures
+are in docs/results/joins.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy
+
+from baton.engines.port import Engine
+from baton.errors import OperationUnsupported
+from baton.handoffs.joining import Part
+from baton.handoffs.records.prefix_index import shared_tokens
+from baton.handoffs.records.record import HandoffRecord
+from baton_kv.contract import MovedPart
+
+HEAD_TOKENS = 16
+"""Tokens at the beginning of a part that are computed, unless it was computed behind the same beginning."""
+
+
+def require_movable(engine: Engine, field: str) -> None:
+    """Refuse an engine that cannot move KV.
+
+    Args:
+        engine: the engine.
+        field: the field of the request that asks for it.
+
+    Raises:
+        OperationUnsupported: it cannot; the message says why.
+    """
+    if engine.moves_unsupported is not None:
+        raise OperationUnsupported(
+            f"The engine '{engine.name}' cannot join handoffs by moving their KV: "
+            f'{engine.moves_unsupported}. Use "exact".',
+            param=field,
+        )
+
+
+def moved_parts(tokens: Sequence[int], parts: Sequence[Part], ends: Sequence[int]) -> list[MovedPart | None]:
+    """Return for each part what is moved of it; None: it is loaded where it was, or computed.
+
+    Args:
+        tokens: token ids of the whole prompt.
+        parts: the handoffs, the first of which is loaded where it was.
+        ends: for each of them the number of the prompt's tokens up to its end.
+    """
+    first = parts[0].record
+    found: list[MovedPart | None] = [None]
+    for part, begin, end in zip(parts[1:], ends, ends[1:], strict=False):
+        found.append(_moved(tokens, first, part.record, begin, end))
+    return found
+
+
+def _moved(
+    tokens: Sequence[int], first: HandoffRecord, record: HandoffRecord, begin: int, end: int
+) -> MovedPart | None:
+    """Return what is moved of a part: the end of its context that the prompt holds from `begin` to `end`."""
+    # The last token of a context with an answer has no KV: it was sampled, and not computed yet.
+    count = _common_suffix(record.tokens, tokens[begin:end]) - 1
+    start, end = len(record.tokens) - 1 - count, end - 1
+    behind_the_same = 0 < start <= shared_tokens(first.distinct_tokens, record.distinct_tokens)
+    skipped = 0 if behind_the_same else HEAD_TOKENS
+    if not record.bytes or count <= skipped:
+        return None
+    return MovedPart(key=record.key, start=start + skipped, tokens=count - skipped, to=end - count + skipped)
+
+
+def _common_suffix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of token ids that two contexts end with both."""
+    length = min(len(one), len(other))
+    if not length:
+        return 0
+    ours, theirs = numpy.asarray(one[-length:]), numpy.asarray(other[-length:])
+    different = numpy.flatnonzero(ours != theirs)
+    return length - 1 - int(different[-1]) if len(different) else length
+
+
+def salt_of(source: HandoffRecord | None, moved: Sequence[MovedPart]) -> str | None:
+    """Return what sets a request's prefix cache apart from others'; None: its KV is what the engine computes.
+
+    Args:
+        source: the handoff that the request continues.
+        moved: what is moved behind it.
+    """
+    if source is None or (source.exact and not moved):
+        return None
+    named = [source.key, *(f"{part.key} {part.start} {part.tokens} {part.to}" for part in moved)]
+    return hashlib.sha256("\n".join(named).encode()).hexdigest()

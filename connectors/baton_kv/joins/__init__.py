@@ -1,0 +1,1 @@
+"""Move KV of several entries to other places of one context, and compute the tokens between them."""

@@ -1,0 +1,30 @@
+"""Give the connector the engine's model, which vLLM does not: an extension of vLLM's worker.
+
+Set `worker_extension_cls` to `baton_kv.joins.extension.BatonWorker`, and call `baton_enable_moves` by
+`collective_rpc` when the engine has started.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from baton_kv.connector import BatonConnector
+
+
+class BatonWorker:
+    """Methods that vLLM adds to its worker."""
+
+    model_runner: Any
+
+    def baton_enable_moves(self) -> str | None:
+        """Let the connector move KV of several entries into one context.
+
+        Returns:
+            Why it cannot; None: it can.
+        """
+        connector = get_kv_transfer_group()
+        if not isinstance(connector, BatonConnector):
+            return "the engine has another KV connector"
+        return connector.enable_moves(self.model_runner.get_model())

@@ -1,0 +1,145 @@
+"""Find out whether an engine's KV can be moved, how its model rotates keys and how its blocks are packed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+from baton_kv.joins.copier import KeyMover
+from baton_kv.joins.gap_forward import GapForward
+from baton_kv.joins.packing import PackingUnknown, SlabPacking
+from baton_kv.joins.rotation import Rotation
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+ARCHITECTURES = frozenset(
+    {
+        *(
+            "LlamaForCausalLM",
+            "MistralForCausalLM",
+            "Qwen2ForCausalLM",
+            "Qwen3ForCausalLM",
+            "GemmaForCausalLM",
+        ),
+        *("BatonLatentLlamaForCausalLM", "BatonLatentMistralForCausalLM", "BatonLatentQwen2ForCausalLM"),
+        *("BatonLatentGemmaForCausalLM", "BatonLlavaForConditionalGeneration"),
+    }
+)
+"""Models all of whose layers rotate their keys as the last thing before they are stored."""
+ROTATIONS = (RotaryEmbedding, Llama3RotaryEmbedding)
+"""Rotations that depend on the position alone."""
+
+
+class MovesUnsupported(Exception):
+    """This engine's KV cannot be moved; the message says why."""
+
+
+def make_mover(model: Any, config: VllmConfig, rows_a_block: int) -> tuple[KeyMover, GapForward]:
+    """Return what moves an engine's KV, and what computes tokens between.
+
+    Args:
+        model: vLLM's model.
+        config: the engine's configuration.
+        rows_a_block: rows (kernel blocks) that one block of the pool is split into.
+
+    Raises:
+        MovesUnsupported: it cannot be moved.
+    """
+    _require_plain(config, rows_a_block)
+    layers = {
+        name: layer
+        for name, layer in config.compilation_config.static_forward_context.items()
+        if isinstance(layer, Attention)
+    }
+    block_size = config.cache_config.block_size
+    _require_plain_attention(layers)
+    first = next(iter(layers.values()))
+    packing = _learn(first, block_size)
+    mover = KeyMover(packing, _rotation(model, first.head_size, config), len(layers))
+    return mover, GapForward(model, config, layers, block_size)
+
+
+def _require_plain(config: VllmConfig, rows_a_block: int) -> None:
+    """Refuse engines whose KV is not one token's, or not in this process alone.
+
+    Raises:
+        MovesUnsupported: the message says why.
+    """
+    found = config.model_config.architectures
+    if not current_platform.is_cpu():
+        raise MovesUnsupported("KV is moved on CPUs only")
+    if config.parallel_config.tensor_parallel_size > 1:
+        raise MovesUnsupported("KV is not moved with tensor parallelism")
+    if config.speculative_config is not None:
+        raise MovesUnsupported("KV is not moved with speculative decoding")
+    if not set(found) <= ARCHITECTURES:
+        raise MovesUnsupported(f"KV of the architecture {', '.join(found)} was never moved and compared")
+    if rows_a_block != 1:
+        raise MovesUnsupported("the blocks of the KV cache are split")
+
+
+def _require_plain_attention(layers: dict[str, Any]) -> None:
+    """Refuse layers whose KV is more, or other, than keys and values of the layer's own.
+
+    Raises:
+        MovesUnsupported: the message says why.
+    """
+    if not layers or not all(type(layer.impl) is CPUAttentionBackendImpl for layer in layers.values()):
+        raise MovesUnsupported("the model's layers have no keys and values of their own")
+    impls = [layer.impl for layer in layers.values()]
+    if any(impl.sliding_window != -1 or impl.sinks is not None for impl in impls):
+        raise MovesUnsupported("the model has sliding windows or attention sinks")
+    if any(impl.alibi_slopes is not None or impl.kv_sharing_target_layer_name for impl in impls):
+        raise MovesUnsupported("the model's layers share KV, or have no rotary positions")
+    if any(impl.is_fp8_kv_cache for impl in impls):
+        raise MovesUnsupported("the KV cache is quantized")
+    if len({(impl.num_heads, impl.num_kv_heads, impl.head_size) for impl in impls}) != 1:
+        raise MovesUnsupported("the model's layers differ in their heads")
+
+
+def _rotation(model: Any, head_size: int, config: VllmConfig) -> Rotation:
+    """Return the model's position embedding.
+
+    Raises:
+        MovesUnsupported: it has several, or one of another kind.
+    """
+    found = {
+        id(module): module for module in model.modules() if isinstance(module, RotaryEmbeddingBase)
+    }.values()
+    if not found or not all(type(module) in ROTATIONS for module in found):
+        raise MovesUnsupported("the model has other position embeddings than plain rotary ones")
+    first, *others = found
+    same = (torch.equal(first.cos_sin_cache, other.cos_sin_cache) for other in others)
+    if not all(same) or len({module.is_neox_style for module in found}) != 1:
+        raise MovesUnsupported("the model's layers rotate their keys in different ways")
+    if first.rotary_dim > head_size or len(first.cos_sin_cache) < config.model_config.max_model_len:
+        raise MovesUnsupported("the table of the position embedding is too short")
+    # The engine rounds the table to the dtype of the keys.
+    table = first.cos_sin_cache.to(config.model_config.dtype).float().numpy()
+    return Rotation(table, halves=first.is_neox_style)
+
+
+def _learn(layer: Any, block_size: int) -> SlabPacking:
+    """Learn how a layer's blocks are packed.
+
+    Raises:
+        MovesUnsupported: the backend does not store keys and values as they are.
+    """
+
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
+        key_cache, value_cache = cache.view(1, 1, 2 * block_size, -1).chunk(2, dim=2)
+        slots = torch.arange(block_size)
+        ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, layer.isa)
+
+    try:
+        return SlabPacking.learn(block_size, layer.head_size, layer.dtype, write)
+    except PackingUnknown:
+        raise MovesUnsupported("the attention backend does not store keys and values as they are") from None
