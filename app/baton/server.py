@@ -30,6 +30,7 @@ from baton.handoffs.records.repository import HandoffRepository
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
+from baton.handoffs.translations.service import Translations
 from baton.http import openapi
 from baton.http.middleware.auth import AuthMiddleware
 from baton.http.middleware.body_limit import BodyLimitMiddleware
@@ -158,12 +159,14 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
     metrics = fleet.metrics
     handoffs, planner = handoffs_of(settings, metrics.handoffs), Planner()
     audits = Audits(settings.handoffs, handoffs, metrics.audits)
+    sessions = Sessions(handoffs, planner, metrics.handoffs, settings.handoffs, audits)
     return Gateway(
         settings,
         fleet,
         metrics,
         handoffs,
-        Sessions(handoffs, planner, metrics.handoffs, settings.handoffs, audits),
+        sessions,
+        Translations(fleet.engines, handoffs, sessions),
         AutomaticHandoffs(
             handoffs,
             planner,

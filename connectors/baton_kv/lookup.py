@@ -9,7 +9,7 @@ from baton_kv.cache_groups import CacheGroup
 from baton_kv.contract import TransferParams
 from baton_kv.entry import Entry
 from baton_kv.entry_format import EntryDescription, ImageRef, Part
-from baton_kv.joins.moves import Joined
+from baton_kv.moves import Joined
 from baton_kv.prefix import common_prefix, trim_to_equal_images
 from baton_kv.stores.base import Store
 

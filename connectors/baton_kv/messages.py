@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from baton_kv.cache_groups import GroupBlocks
 from baton_kv.entry_format import ImageRef, Part
-from baton_kv.joins.moves import Joined
+from baton_kv.moves import Joined
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from baton_kv.contract import (
 )
 from baton_kv.entry_format import EntryIncompatible, EntryInvalid, ImageRef, Part
 from baton_kv.held_blocks import HeldBlocks
-from baton_kv.joins.moves import MoveLookup
 from baton_kv.lookup import EntryLookup, Plan
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
+from baton_kv.move_lookup import MoveLookup
 from baton_kv.rank_outcomes import RankOutcomes
 from baton_kv.stores.base import MAX_SHARED, Store, StoreError
 

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -30,19 +30,17 @@ from baton_kv.contract import (
     failure_of,
 )
 from baton_kv.copies import Fence, Staging, copies_for
-from baton_kv.entry_format import EntryDescription, EntryIncompatible, EntryInvalid
+from baton_kv.entry_format import EntryDescription
 from baton_kv.entry_layout import EntryLayout
 from baton_kv.entry_writer import SlabReader, seal, write, write_share
-from baton_kv.joins.copier import KeyMover, MoveCopier, blocks_of
-from baton_kv.joins.moves import Gap, Joined, Move
-from baton_kv.loads import LoadCopier, Source, open_sources
+from baton_kv.joins.copier import KeyMover
+from baton_kv.loader import COPY_THREADS, GivenUp, Loader
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
+from baton_kv.moves import Gap
 from baton_kv.stores.base import Commit, SharedFiles, SharedMissing, Store, StoreFull, at_once
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job", LoadJob, SaveJob)
-COPY_THREADS = 2
-"""One thread does not saturate the memory bandwidth; more than two would take cores from the model."""
 SAVE_THREADS = 2
 LOW_PRIORITY = 19
 """Niceness (`man 7 sched`) of the thread of automatic saves: beside a busy model it has hardly
@@ -77,18 +75,6 @@ AT_ONCE = Writing(math.inf, at_once)
 
 ComputeGaps = Callable[[Sequence[Gap], Sequence[int]], None]
 """Computes gaps of a context whose blocks are given."""
-
-
-class Moved(TransferError):
-    """An entry whose KV was to be moved is corrupt."""
-
-    failure = TransferFailure.CORRUPT
-
-
-class GivenUp(TransferError):
-    """The request ended before its load was finished."""
-
-    failure = TransferFailure.GIVEN_UP
 
 
 @dataclass
@@ -135,14 +121,16 @@ class WorkerRole:
         self._blocks = blocks
         self._rank = rank
         self._ranks = ranks
-        self._verify = verify
         # Each of these threads may copy at the same time as the others.
         self._copies = copies_for(blocks.device, COPY_THREADS + SAVE_THREADS, blocks.largest_run)
         self._loading: set[str] = set()
         self._given_up: set[str] = set()
         self._done: queue.SimpleQueue[tuple[LoadJob | SaveJob, TransferOutcome]] = queue.SimpleQueue()
         self._copiers = self._threads(COPY_THREADS, "copy")
-        self._loader = self._threads(1, "load")
+        self._load_thread = self._threads(1, "load")
+        self._loader = Loader(
+            store, secret, blocks, self._copies, self._copiers, self._given_up, verify=verify
+        )
         self._saver = self._threads(1, "save")
         self._spare_saver = self._threads(1, "spare", niceness=LOW_PRIORITY)
         self._placer = self._threads(1, "place")
@@ -150,7 +138,6 @@ class WorkerRole:
             os.getpid
         ).result()  # begun here, or it would have the priority of who needs it first
         self._closing = False
-        self._mover: KeyMover | None = None
         self._compute_gaps: ComputeGaps | None = None
 
     def enable_moves(self, mover: KeyMover, compute_gaps: ComputeGaps) -> None:
@@ -160,7 +147,7 @@ class WorkerRole:
             mover: how keys are moved.
             compute_gaps: computes the gaps of a context; for the main thread.
         """
-        self._mover, self._compute_gaps = mover, compute_gaps
+        self._loader.mover, self._compute_gaps = mover, compute_gaps
 
     def _threads(self, count: int, name: str, niceness: int = 0) -> ThreadPoolExecutor:
         def begin() -> None:
@@ -184,7 +171,7 @@ class WorkerRole:
                 self._done.put((job, self._outcome(job, failure_of(error), 0.0)))
             return
         for load in jobs.loads:
-            self._begin(self._loader, load, partial(self._load, fence))
+            self._begin(self._load_thread, load, partial(self._loader.load, fence))
         for save in jobs.saves:
             if _is_expendable(save.key) and self._ranks == 1:
                 deadline = time.monotonic() + SPARE_WITHIN_S
@@ -232,7 +219,7 @@ class WorkerRole:
     def shutdown(self) -> None:
         """Wait for running jobs and cancel those that wait; automatic saves are given up."""
         self._closing = True
-        for pool in (self._loader, self._saver, self._spare_saver, self._placer, self._copiers):
+        for pool in (self._load_thread, self._saver, self._spare_saver, self._placer, self._copiers):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, job: Job, work: Callable[[Job], None]) -> None:
@@ -270,99 +257,6 @@ class WorkerRole:
             bytes=self._blocks.bytes_of(counts),
             seconds=seconds,
         )
-
-    def _load(self, fence: Fence, job: LoadJob) -> None:
-        self._require_waiting(job)
-        try:
-            if any(each.ids for each in job.blocks):
-                with open_sources(self._store, self._secret, job, self._blocks) as sources:
-                    self._copy_layers(fence, partial(self._copy, sources, job))
-            if job.joined is not None:
-                self._load_moved(fence, job, job.joined)
-        except EntryIncompatible:
-            raise  # valid for another engine, so it is not quarantined
-        except EntryInvalid as error:
-            self._store.quarantine(job.key, error.part)
-            raise
-
-    def _load_moved(self, fence: Fence, job: LoadJob, joined: Joined) -> None:
-        """Move KV of other entries to its place.
-
-        Raises:
-            TransferError: an entry cannot be used; a corrupt one is quarantined.
-        """
-        if self._mover is None:
-            raise EntryIncompatible("this engine does not move KV")
-        self._copy_layers(fence, partial(self._clear, self._mover, job, joined))
-        for move in joined.moves:
-            self._require_waiting(job)
-            wanted = LoadJob(
-                job.request_id,
-                move.key,
-                blocks_of(move, self._mover.packing.tokens),
-                move.tokens,
-                job.fingerprint,
-                move.digest,
-            )
-            try:
-                with open_sources(self._store, self._secret, wanted, self._blocks) as sources:
-                    self._copy_layers(fence, partial(self._move, self._mover, job, move, sources))
-            except EntryIncompatible:
-                raise
-            except EntryInvalid as error:
-                self._store.quarantine(move.key, error.part)
-                raise Moved(str(error)) from None  # the request's own entry is not at fault
-
-    def _clear(self, mover: KeyMover, job: LoadJob, joined: Joined, staging: Staging, layers: range) -> None:
-        copier = MoveCopier(self._blocks, staging, mover, job.table)
-        begin = joined.stop - sum(move.tokens for move in joined.moves)
-        begin -= sum(len(gap.tokens) for gap in joined.gaps)
-        for layer in layers:
-            if layer >= mover.layers:
-                copier.clear(begin, joined.stop, layer)
-
-    def _move(
-        self,
-        mover: KeyMover,
-        job: LoadJob,
-        move: Move,
-        sources: list[Source],
-        staging: Staging,
-        layers: range,
-    ) -> None:
-        copier = MoveCopier(self._blocks, staging, mover, job.table)
-        for layer in layers:
-            self._require_waiting(job)
-            if layer < mover.layers:
-                copier.copy(move, sources, layer)
-
-    def _copy_layers(self, fence: Fence, copy: Callable[[Staging, range], None]) -> None:
-        """Copy all layers in several threads and wait for all of them, since they write to the blocks."""
-
-        def copy_some(some: range) -> None:
-            with self._copies.staging(fence) as staging:
-                copy(staging, some)
-
-        layers = range(len(self._blocks))
-        shares: list[Future[None]] = []
-        try:
-            for number in range(COPY_THREADS):
-                shares.append(self._copiers.submit(copy_some, layers[number::COPY_THREADS]))
-        finally:
-            wait(shares)
-        for share in shares:
-            share.result()
-
-    def _require_waiting(self, job: LoadJob) -> None:
-        if job.request_id in self._given_up:
-            raise GivenUp
-
-    def _copy(self, sources: list[Source], job: LoadJob, staging: Staging, layers: range) -> None:
-        copier = LoadCopier(self._blocks, staging, self._verify)
-        for layer in layers:
-            self._require_waiting(job)
-            for source in sources:
-                copier.copy(source, layer)
 
     def _save(self, fence: Fence, job: SaveJob) -> None:
         try:

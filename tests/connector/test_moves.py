@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 SHARED = prompt(20, seed=9)
 LENGTHS = (43, 60, 203)
 """Tokens of each part behind the shared ones: the KV of the first ends a block, with what it answers."""
-MOVES = {"worker_extension_cls": "baton_kv.joins.extension.BatonWorker", "enable_prefix_caching": False}
+MOVES = {"worker_extension_cls": "baton_kv.extension.BatonWorker", "enable_prefix_caching": False}
 
 
 class Joins:

@@ -71,6 +71,11 @@ class EngineSettings(Frozen):
         None,
         description="Whether handoffs of this engine are automatic. Unset: as `handoffs.auto` says.",
     )
+    translate: bool = Field(
+        False,
+        description="Whether requests may continue handoffs of other weights without asking for it: their "
+        "text is written by this engine's template and computed once. Needs `handoff`.",
+    )
     latent: bool = Field(
         False,
         description="Whether handoffs may ask for latent steps. Needs `handoff`, and a Qwen2, "

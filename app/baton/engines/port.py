@@ -192,6 +192,16 @@ class Engine(Protocol):
         ...
 
     @property
+    def translates(self) -> bool:
+        """Whether requests continue handoffs of other weights by their text, unless they say otherwise."""
+        ...
+
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        """Token ids that are no text, such as those that begin and end one."""
+        ...
+
+    @property
     def placeholder(self) -> int | None:
         """The token id that stands for a latent step; None: the engine was configured without `latent`."""
         ...

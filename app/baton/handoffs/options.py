@@ -70,6 +70,7 @@ class HandoffOptions(Closed):
     sources: HandoffIds = Field([], alias="from")
     join: Join = "exact"
     order: Order = "given"
+    translate: bool | None = None
 
     @property
     def saving(self) -> SaveOptions | None:
@@ -96,22 +97,30 @@ class NewHandoff(Closed):
     sources: HandoffIds = Field([], alias="from")
     join: Join = "exact"
     order: Order = "given"
+    translate: bool | None = None
     latent_steps: Steps = 0
     ttl_s: Seconds | None = None
     pin: bool = False
     label: Label | None = None
 
     @property
-    def joins_alone(self) -> bool:
-        """Whether the context is the joined ones, with nothing after them."""
+    def adds_nothing(self) -> bool:
+        """Whether the context is that of its sources, with nothing after them."""
         return self.prompt is None and self.messages is None
+
+    @property
+    def translates_alone(self) -> bool:
+        """Whether the handoff is the translation of one of another model, with nothing after it."""
+        return self.adds_nothing and len(self.sources) == 1
 
     @model_validator(mode="after")
     def _one_of_two(self) -> NewHandoff:
         if self.prompt is not None and self.messages is not None:
             raise ValueError("give either 'prompt' or 'messages'")
-        if self.joins_alone and len(self.sources) < 2:
-            raise ValueError("give 'prompt', 'messages', or several handoffs in 'from'")
+        if self.adds_nothing and len(self.sources) < (1 if self.translate else 2):
+            raise ValueError("give 'prompt', 'messages', several handoffs in 'from', or one with 'translate'")
+        if self.translates_alone and self.latent_steps:
+            raise ValueError("'latent_steps' need a 'prompt' or 'messages' behind a translated context")
         if self.images and self.prompt is None:
             raise ValueError("'images' go with 'prompt'; images of a chat are parts of its messages")
         return self
@@ -123,6 +132,16 @@ class HandoffChanges(Closed):
     ttl_s: Seconds | None = None
     pin: bool = False
     label: Label | None = None
+
+
+def translates(wanted: bool | None, engine: Engine) -> bool:
+    """Return whether a request may continue handoffs of other weights by their text.
+
+    Args:
+        wanted: its `translate` field; None: it has none.
+        engine: the engine that answers.
+    """
+    return engine.translates if wanted is None else wanted
 
 
 def part_name(field: str, index: int) -> str:

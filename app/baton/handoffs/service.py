@@ -112,6 +112,7 @@ class Handoffs:
         ttl_s: int | None = None,
         pin: bool = False,
         automatic: str | None = None,
+        translated_from: str | None = None,
     ) -> HandoffRecord:
         """Register a pending handoff, which a request is about to save.
 
@@ -123,6 +124,7 @@ class Handoffs:
             ttl_s: seconds it lives; None, or more than the settings allow: as long as they allow.
             pin: exempt its KV from eviction.
             automatic: id of a handoff that the gateway saves by itself; None: a client asked for it.
+            translated_from: id of the handoff of other weights whose text it holds.
         """
         now = self._wall()
         lives = min(ttl_s or self._settings.ttl_s, self._settings.ttl_s)
@@ -139,6 +141,7 @@ class Handoffs:
             parent=parents[0] if parents else None,
             parents=list(parents),
             label=label,
+            translated_from=translated_from,
         )
         self._saves.begin(record)
         self._index.add(record, lives)
@@ -172,8 +175,16 @@ class Handoffs:
         """Wait until a handoff is no longer pending, at most `within_s` seconds."""
         await self._saves.wait(record, within_s)
 
-    async def source(self, handoff_id: str, engine: Engine, tenant: str) -> HandoffRecord:
+    async def source(
+        self, handoff_id: str, engine: Engine, tenant: str, *, translates: bool = False
+    ) -> HandoffRecord:
         """Return the handoff that a request continues, once it is ready.
+
+        Args:
+            handoff_id: its id.
+            engine: the engine that answers.
+            tenant: the owner.
+            translates: it may be of other weights, since its text is continued.
 
         Raises:
             HandoffNotFound: the id is unknown, expired, failed, or another tenant's; clients cannot tell
@@ -187,11 +198,18 @@ class Handoffs:
             raise HandoffPending()
         if record.state is HandoffState.FAILED or record not in self._index:
             raise HandoffNotFound()
-        require_compatible(record, engine)
+        if not translates or record.weights == engine.weights:
+            require_compatible(record, engine)
         return record
 
     async def sources(
-        self, ids: Sequence[str], engine: Engine, tenant: str, field: str = "handoff.from"
+        self,
+        ids: Sequence[str],
+        engine: Engine,
+        tenant: str,
+        field: str = "handoff.from",
+        *,
+        translates: bool = False,
     ) -> list[HandoffRecord]:
         """Return the handoffs that a request continues, in order; see `source`.
 
@@ -200,13 +218,15 @@ class Handoffs:
             engine: the engine that answers.
             tenant: the owner.
             field: the field of the request that names them.
+            translates: as for `source`.
 
         Raises:
             BatonError: as `source`; of several handoffs `param` names the one at fault.
         """
-        if len(ids) < 2:
-            return [await self.source(each, engine, tenant) for each in ids]
-        waiting = [asyncio.ensure_future(self.source(each, engine, tenant)) for each in ids]
+        found = [self.source(each, engine, tenant, translates=translates) for each in ids]
+        if len(found) < 2:
+            return [await each for each in found]
+        waiting = [asyncio.ensure_future(each) for each in found]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
             for index, each in enumerate(waiting):
@@ -299,6 +319,15 @@ class Handoffs:
             lambda record: self._index.find(record.id) is record and usable(record),
         )
 
+    def translations_of(self, record: HandoffRecord) -> list[HandoffRecord]:
+        """Return the handoffs that hold the text of one of other weights, unless they have expired."""
+        found = self._index.translations_of(record)
+        return [each for each in found if self._index.find(each.id) is each]
+
+    def seconds_left(self, record: HandoffRecord) -> float:
+        """Return the seconds until a handoff expires."""
+        return self._sync.seconds_left(record)
+
     def kv_gone(self, record: HandoffRecord) -> None:
         """Note that a handoff's KV cannot be used any more; an automatic one is removed."""
         self._sweeper.kv_gone(record)
@@ -341,11 +370,11 @@ class Handoffs:
             self._sync.update(record, await asyncio.to_thread(self._storage.change, record, edit))
 
     async def delete(self, record: HandoffRecord) -> None:
-        """Delete a handoff, and the automatic ones that continue it or that it continues.
+        """Delete a handoff, its translations, and the automatic ones that continue it or that it continues.
 
         Requests that load it already are not disturbed.
         """
-        gone = [record, *self._index.relatives(record)]
+        gone = [record, *self._index.relatives(record), *self._index.translations_of(record)]
         for each in gone:
             self._index.forget(each)
         await asyncio.shield(self.begin_work(self._remove_all(gone)))

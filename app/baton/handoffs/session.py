@@ -20,6 +20,7 @@ from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import Conversation, HandoffRecord
 from baton.handoffs.replies import DONE, chunk_of, event_of, head_of, prefix_hits, without_keys
 from baton.handoffs.service import Handoffs
+from baton.handoffs.source import Translated
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import MovedPart
@@ -80,6 +81,7 @@ class Session:
         source: the handoff that it continues.
         decision: whether the source's KV is loaded.
         target: the handoff that it saves.
+        translated: how the source came from a handoff of other weights; None: it is of the engine's.
         parts: the handoffs that were joined, the source first; empty: none were.
     """
 
@@ -93,6 +95,7 @@ class Session:
     source: HandoffRecord | None
     decision: Decision | None
     target: HandoffRecord | None
+    translated: Translated | None = None
     parts: Sequence[JoinedPart] = ()
 
     async def run(self, operation: Operation, body: Json) -> Reply:
@@ -217,6 +220,11 @@ class Session:
         return conversation.model_copy(update=known)
 
     @property
+    def computed(self) -> int:
+        """Number of the prompt's tokens that were computed."""
+        return len(self.transfer.report.prompt_ids) - prefix_hits(self.transfer.report)
+
+    @property
     def exact(self) -> bool:
         """Whether the KV that the answer started from is what the engine would compute of its tokens."""
         reused = prefix_hits(self.transfer.report)
@@ -240,6 +248,10 @@ class Session:
         shown = source_outcome(source, report, self.decision) | {"exact": self.exact}
         if not self.exact:
             shown |= {"outcome": "blended", "reason": None}
+        if self.translated is not None:
+            shown |= self.translated.public(source)
+            if self.translated.computed and self.exact:
+                shown |= {"outcome": "translated", "reason": None}
         shown["shared_tokens"] = shared_tokens(source.tokens, report.prompt_ids)
         shown["resent_messages"] = self.prompt.resent
         if self.parts:

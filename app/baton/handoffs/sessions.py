@@ -15,8 +15,8 @@ from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.conversation import Writer
-from baton.handoffs.joining import JoinedContext, Part, join, require_joinable
-from baton.handoffs.moving import moved_parts, require_movable, salt_of
+from baton.handoffs.joins.joining import JoinedContext, Part, join, require_joinable
+from baton.handoffs.joins.moving import moved_parts, require_movable, salt_of
 from baton.handoffs.options import HandoffOptions, NewHandoff, Order, SaveOptions, part_name
 from baton.handoffs.planner import Decision, Planner
 from baton.handoffs.prompt import ContextPrompt, write_prompt
@@ -24,6 +24,7 @@ from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.service import Handoffs
 from baton.handoffs.session import JoinedPart, Session
+from baton.handoffs.source import Source
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
@@ -47,6 +48,7 @@ class SessionRequest:
         latent_steps: number of latent steps after the prompt.
         answered: an answer follows the prompt; otherwise the context ends with the last message.
         moves: the KV of all parts but the first is moved to its place, where that can be done.
+        translated_from: the handoff of other weights whose text the context holds; None: of none.
     """
 
     operation: Operation
@@ -56,11 +58,18 @@ class SessionRequest:
     latent_steps: int
     answered: bool = True
     moves: bool = False
+    translated_from: HandoffRecord | None = None
 
     @property
     def source(self) -> HandoffRecord | None:
         """The handoff whose KV may be loaded; the others' is computed."""
         return self.parts[0].record if self.parts else None
+
+    @property
+    def parents(self) -> list[str]:
+        """The handoffs that a saved context continues, as the client named them."""
+        translated = [self.translated_from.id] if self.translated_from is not None else []
+        return [part.named for part in self.parts] or translated
 
     @property
     def joins_alone(self) -> bool:
@@ -104,7 +113,7 @@ class Sessions:
         body: Json,
         context: RequestContext,
         options: HandoffOptions,
-        sources: Sequence[HandoffRecord] = (),
+        sources: Sequence[Source] = (),
         images: Sequence[ClientImage] = (),
     ) -> Session:
         """Plan a request with a `handoff` field.
@@ -143,7 +152,7 @@ class Sessions:
         body: Json,
         context: RequestContext,
         options: NewHandoff,
-        sources: Sequence[HandoffRecord] = (),
+        sources: Sequence[Source] = (),
         images: Sequence[ClientImage] = (),
     ) -> Session:
         """Plan `POST /v1/handoffs`: the context is computed and saved, without an answer.
@@ -168,11 +177,44 @@ class Sessions:
         )
         return await self._plan(engine, context, wanted, images)
 
+    def open_translation(
+        self,
+        engine: Engine,
+        context: RequestContext,
+        source: HandoffRecord,
+        prompt: ContextPrompt,
+        save: SaveOptions,
+    ) -> Session:
+        """Plan to compute and save what a handoff of other weights says.
+
+        Args:
+            engine: the engine that computes it.
+            context: the client and the request's ids.
+            source: the handoff.
+            prompt: what it says, as the engine's prompt.
+            save: how it is kept.
+
+        Raises:
+            BatonError: the context cannot be computed; nothing was registered.
+        """
+        wanted = SessionRequest(Operation.COMPLETIONS, {}, (), save, 0, translated_from=source)
+        return self._session(engine, context, wanted, prompt, [])
+
     async def _plan(
         self, engine: Engine, context: RequestContext, wanted: SessionRequest, images: Sequence[ClientImage]
     ) -> Session:
-        source = wanted.source
         prompt, ends = await self._write(engine, context, wanted, images)
+        return self._session(engine, context, wanted, prompt, ends)
+
+    def _session(
+        self,
+        engine: Engine,
+        context: RequestContext,
+        wanted: SessionRequest,
+        prompt: ContextPrompt,
+        ends: Sequence[int],
+    ) -> Session:
+        source = wanted.source
         _require_few_images(engine, prompt.images)
         moved: list[MovedPart | None] = [None] * len(ends)
         if wanted.moves and prompt.tokens is not None:
@@ -210,8 +252,9 @@ class Sessions:
             source,
             decision,
             target,
+            wanted.parts[0].translated if wanted.parts else None,
             [
-                JoinedPart(part.record.id, end, each)
+                JoinedPart(part.named, end, each)
                 for part, end, each in zip(wanted.parts, ends, moved, strict=False)
             ],
         )
@@ -263,7 +306,8 @@ class Sessions:
         return self.handoffs.begin(
             engine,
             context.tenant,
-            parents=[part.record.id for part in wanted.parts],
+            parents=wanted.parents,
+            translated_from=wanted.translated_from.id if wanted.translated_from is not None else None,
             label=wanted.save.label,
             ttl_s=wanted.save.ttl_s,
             pin=wanted.save.pin,
@@ -292,7 +336,7 @@ class Sessions:
             )
 
 
-def in_order(sources: Sequence[HandoffRecord], order: Order, field: str) -> Sequence[Part]:
+def in_order(sources: Sequence[Source], order: Order, field: str) -> Sequence[Part]:
     """Return handoffs in the order in which they are joined.
 
     Args:
@@ -301,7 +345,10 @@ def in_order(sources: Sequence[HandoffRecord], order: Order, field: str) -> Sequ
             the longest one.
         field: the field of the request that names them.
     """
-    parts = [Part(each, part_name(field, index)) for index, each in enumerate(sources)]
+    parts = [
+        Part(each.record, part_name(field, index), translated=each.translated)
+        for index, each in enumerate(sources)
+    ]
     if order == "given" or not parts:
         return parts
     first = max(parts, key=lambda part: (part.must_be_first, len(part.record.tokens)))

@@ -14,7 +14,7 @@ from baton.admission.tenants import Ticket
 from baton.engines.port import Engine, Operation, Reply, StreamReply
 from baton.errors import BatonError
 from baton.handoffs.header import HEADER, apply_header
-from baton.handoffs.options import OPERATIONS, require_latent, take_options
+from baton.handoffs.options import OPERATIONS, require_latent, take_options, translates
 from baton.handoffs.records.record import HandoffRecord
 from baton.http.request_body import in_a_thread, off_the_loop, read_json
 from baton.http.request_images import completed, take_images
@@ -133,10 +133,13 @@ async def _respond(
         require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
     # A pending source is waited for before this request takes a place: its own request may need the place.
     if options is not None:
-        sources = await gateway.handoffs.sources(options.sources, engine, context.tenant)
+        sources = await gateway.handoffs.sources(
+            options.sources, engine, context.tenant, translates=translates(options.translate, engine)
+        )
     ticket = await take_place(request, engine)
     if options is not None:
-        session = await gateway.sessions.open(engine, operation, body, context, options, sources, images)
+        continued = await gateway.translations.sources(engine, context, sources)
+        session = await gateway.sessions.open(engine, operation, body, context, options, continued, images)
         reply = await session.run(operation, body)
     elif operation is Operation.COMPLETIONS and images:
         reply = await completed(engine, body, context, images)

@@ -14,6 +14,7 @@ from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
+from baton.handoffs.translations.service import Translations
 from baton.http.middleware.drain import Drain
 from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.reader import ImageReader
@@ -31,6 +32,7 @@ class Gateway:
     metrics: GatewayMetrics
     handoffs: Handoffs
     sessions: Sessions
+    translations: Translations
     automatic: AutomaticHandoffs
     audits: Audits
     responses: StoredResponses

@@ -10,10 +10,10 @@ import numpy
 from baton_kv.blocks import KVBlocks
 from baton_kv.cache_groups import GroupBlocks
 from baton_kv.copies import Staging
-from baton_kv.joins.moves import Move
 from baton_kv.joins.packing import SlabPacking
 from baton_kv.joins.rotation import Rotation
 from baton_kv.loads import Source
+from baton_kv.moves import Move
 
 
 @dataclass(frozen=True)

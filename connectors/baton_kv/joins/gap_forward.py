@@ -17,7 +17,7 @@ from vllm import envs
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from baton_kv.joins.moves import Gap
+from baton_kv.moves import Gap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -72,6 +72,8 @@ class FakeEngine:
         supports_handoffs: whether handoffs are on; there is no KV, so they only carry tokens.
         plugin: the plugin that answers `/pooling`, if any.
         moves_unsupported: see `Engine.moves_unsupported`.
+        translates: see `Engine.translates`.
+        special_tokens: see `Engine.special_tokens`.
         placeholder: token id of a latent step, which takes no time here.
         weights: see `Engine.weights`.
         images: how it takes images; by default it takes none.
@@ -92,6 +94,8 @@ class FakeEngine:
     pooling: bool = False
     supports_handoffs: bool = False
     moves_unsupported: str | None = None
+    translates: bool = False
+    special_tokens: frozenset[int] = frozenset()
     placeholder: int | None = None
     weights: str = "fake"
     images: ImageInput = field(default_factory=ImageInput)

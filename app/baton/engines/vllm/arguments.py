@@ -27,7 +27,7 @@ from baton.models.catalog import EMBEDDED
 from baton.telemetry.memory import MemoryReader
 from baton_latent.contract import PLACEHOLDER_KEY, latent_overrides, thinks
 
-MOVES_EXTENSION = "baton_kv.joins.extension.BatonWorker"
+MOVES_EXTENSION = "baton_kv.extension.BatonWorker"
 """The extension of vLLM's worker that lets the connector move KV."""
 
 OWNED = {

@@ -61,12 +61,14 @@ class Running:
         serving: vLLM's serving handlers around it.
         image_prompts: puts placeholder tokens of images into prompts.
         plugin: the IO processor plugin that answers `/pooling`; None: vLLM does.
+        special_tokens: see `Engine.special_tokens`.
     """
 
     client: AsyncLLM
     serving: handlers.Handlers
     image_prompts: ImagePrompts
     plugin: Plugin | None
+    special_tokens: frozenset[int]
 
 
 class VllmEngine:
@@ -139,6 +141,14 @@ class VllmEngine:
     @property
     def moves_unsupported(self) -> str | None:
         return self._moves_unsupported
+
+    @property
+    def translates(self) -> bool:
+        return self._settings.translate
+
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        return self._require_running().special_tokens
 
     @property
     def placeholder(self) -> int | None:
@@ -253,7 +263,9 @@ class VllmEngine:
         image_prompts = ImagePrompts(client, self.name)
         watched = WatchedClient(client, image_prompts, audited_tokens(client))
         serving = await handlers.Handlers.build(watched, self._namespace, plugin=plugin is not None)
-        return Running(client, serving, image_prompts, plugin)
+        tokenizer = client.renderer.tokenizer
+        special = frozenset(tokenizer.all_special_ids if tokenizer is not None else ())
+        return Running(client, serving, image_prompts, plugin, special)
 
     async def _make_plugin(self, client: AsyncLLM) -> Plugin | None:
         name = chosen_plugin(client.vllm_config)

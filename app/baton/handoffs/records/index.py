@@ -101,6 +101,11 @@ class HandoffIndex:
         found = [*self.prefixes.continued_by(record), *self.prefixes.continuing(record)]
         return [each for each in found if each.automatic]
 
+    def translations_of(self, record: HandoffRecord) -> list[HandoffRecord]:
+        """Return the records that hold the text of a record of other weights."""
+        mine = self._tenants.get(record.tenant, {}).values()
+        return [each for each in mine if each.translated_from == record.id]
+
     def weight_of(self, record: HandoffRecord) -> int:
         """Return the bytes that a record takes in memory, about, with its share of the index."""
         return record.weight + (INDEX_BYTES * len(record.tokens) if record in self.prefixes else 0)

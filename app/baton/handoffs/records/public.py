@@ -53,6 +53,9 @@ class HandoffObject(BaseModel):
         description="Whether its KV is what the engine would compute of its tokens; `false` if any of it was "
         "moved to its place, here or in a handoff that it continues."
     )
+    translated_from: str | None = Field(
+        description="Id of the handoff of another model whose text it holds; `null`: it is no translation."
+    )
     audit: HandoffAudit | None = Field(
         None, description="Its last audit; `null`: none of the requests that loaded its KV was audited."
     )

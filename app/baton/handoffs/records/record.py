@@ -156,6 +156,7 @@ class HandoffRecord(BaseModel):
         positions: where images stand in the context of an automatic handoff, which stores no images: requests
             that continue it send them again.
         audit: its last audit.
+        translated_from: id of the handoff of other weights whose text it holds; None: it is no translation.
         exact: its KV is what the engine would compute of its tokens; not so if any was moved to its place.
         revision: number of times it was written; the greater of two is the later.
     """
@@ -184,6 +185,7 @@ class HandoffRecord(BaseModel):
     positions: list[ImagePosition] = []
     audit: HandoffAudit | None = None
     exact: bool = True
+    translated_from: str | None = None
     revision: int = 0
     _on_disk: bool = PrivateAttr(False)
     _stamp: tuple[int, int, int] | None = PrivateAttr(None)
@@ -325,6 +327,7 @@ class HandoffRecord(BaseModel):
             parents=self.parents or ([self.parent] if self.parent is not None else []),
             label=self.label,
             exact=self.exact,
+            translated_from=self.translated_from,
             audit=self.audit,
         )
         return shown.model_dump(mode="json")

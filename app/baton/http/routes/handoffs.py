@@ -10,14 +10,18 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from baton.engines.port import Engine, Json, Operation
+from baton.errors import InvalidRequest
 from baton.handoffs.options import (
     HandoffChanges,
     NewHandoff,
+    SaveOptions,
     parse_options,
     require_handoffs,
     require_known_parts,
     require_latent,
+    translates,
 )
+from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.session import ID_HEADER
 from baton.http.pipeline import admit, check, take_place, unless_gone
@@ -61,8 +65,13 @@ async def _create(
 ) -> Response:
     context = context_of(request)
     # A pending source is waited for before this request takes a place: its own request may need the place.
-    sources = await gateway.handoffs.sources(options.sources, engine, context.tenant, "from")
+    records = await gateway.handoffs.sources(
+        options.sources, engine, context.tenant, "from", translates=translates(options.translate, engine)
+    )
+    if options.translates_alone:
+        return await _translate(request, gateway, engine, options, records[0])
     ticket = await take_place(request, engine)
+    sources = await gateway.translations.sources(engine, context, records, where="from")
     session = await gateway.sessions.open_new(engine, body, context, options, sources, images)
     target = session.target
     assert target is not None
@@ -77,6 +86,26 @@ async def _create(
     shown = work.result() if done else target.public()
     ready = target.state is HandoffState.READY
     headers = {"Location": f"/v1/handoffs/{target.id}", ID_HEADER: target.id}
+    return Response(json.dumps(shown), 201 if ready else 202, headers, "application/json")
+
+
+async def _translate(
+    request: Request, gateway: Gateway, engine: Engine, options: NewHandoff, record: HandoffRecord
+) -> Response:
+    """Make the translation of a handoff of other weights, unless it is there."""
+    if record.weights == engine.weights:
+        raise InvalidRequest(
+            f"from: the handoff is of the weights of '{engine.name}' already: continue it as it is.",
+            param="from",
+        )
+    await take_place(request, engine)
+    save = SaveOptions(ttl_s=options.ttl_s, pin=options.pin, label=options.label)
+    (source,) = await gateway.translations.sources(engine, context_of(request), [record], save, "from")
+    shown, found = source.record.public(), source.translated
+    assert found is not None
+    shown["source"] = found.public(source.record)
+    ready = source.record.state is HandoffState.READY
+    headers = {"Location": f"/v1/handoffs/{source.record.id}", ID_HEADER: source.record.id}
     return Response(json.dumps(shown), 201 if ready else 202, headers, "application/json")
 
 

@@ -21,6 +21,7 @@ from baton.handoffs.history import INSTRUCTIONS, fingerprint
 from baton.handoffs.image_refs import count_images, shift_images
 from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import Conversation, HandoffRecord
+from baton.handoffs.source import Translated
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
 
@@ -33,11 +34,18 @@ class Part:
         record: the handoff.
         where: the field that names it.
         images: the images of its context, in order.
+        translated: how it came from a handoff of other weights; None: it is of the engine's.
     """
 
     record: HandoffRecord
     where: str
     images: Sequence[PlacedImage] = ()
+    translated: Translated | None = None
+
+    @property
+    def named(self) -> str:
+        """The id that the client named it by."""
+        return self.record.id if self.translated is None else self.translated.source.id
 
     @property
     def must_be_first(self) -> bool:

@@ -1,6 +1,6 @@
 """Give the connector the engine's model, which vLLM does not: an extension of vLLM's worker.
 
-Set `worker_extension_cls` to `baton_kv.joins.extension.BatonWorker`, and call `baton_enable_moves` by
+Set `worker_extension_cls` to `baton_kv.extension.BatonWorker`, and call `baton_enable_moves` by
 `collective_rpc` when the engine has started.
 """
 

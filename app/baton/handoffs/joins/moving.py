@@ -15,7 +15,7 @@ import numpy
 
 from baton.engines.port import Engine
 from baton.errors import OperationUnsupported
-from baton.handoffs.joining import Part
+from baton.handoffs.joins.joining import Part
 from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import HandoffRecord
 from baton_kv.contract import MovedPart
