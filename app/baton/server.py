@@ -30,6 +30,7 @@ from baton.handoffs.records.repository import HandoffRepository
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
+from baton.handoffs.sources import Sources
 from baton.handoffs.translations.service import Translations
 from baton.http import openapi
 from baton.http.middleware.auth import AuthMiddleware
@@ -165,6 +166,7 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
         fleet,
         metrics,
         handoffs,
+        Sources(handoffs, settings.handoffs.wait_s),
         sessions,
         Translations(fleet.engines, handoffs, sessions),
         AutomaticHandoffs(

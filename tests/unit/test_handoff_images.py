@@ -23,6 +23,7 @@ from baton.handoffs.records.repository import HandoffRepository
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import ORPHANED_AFTER_S, HandoffStorage
 from baton.handoffs.service import Handoffs
+from baton.handoffs.sources import Sources
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.metrics import HandoffMetrics
@@ -92,7 +93,7 @@ async def test_a_model_that_takes_fewer_images_does_not_go_on_from_more(tmp_path
     record = await left(handoffs, picture(1), picture(2))
     narrow = FakeEngine("b", supports_handoffs=True, images=ImageInput(limit=1))
     with pytest.raises(HandoffIncompatible):
-        await handoffs.source(record.id, narrow, "local")
+        await Sources(handoffs, 10).one(record.id, narrow, "local")
 
 
 async def test_what_cannot_be_kept_on_disk_lives_as_long_as_the_process(

@@ -20,6 +20,7 @@ from baton.handoffs.records.repository import HandoffRepository
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import ORPHANED_AFTER_S
 from baton.handoffs.service import Handoffs
+from baton.handoffs.sources import Sources
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
 
@@ -189,7 +190,7 @@ async def test_a_handoff_that_is_deleted_while_a_request_waits_for_it_is_not_giv
 
     monkeypatch.setattr(handoffs, "settled", noted)
     record = handoffs.begin(ENGINE, "local")
-    consumer = asyncio.create_task(handoffs.source(record.id, ENGINE, "local"))
+    consumer = asyncio.create_task(Sources(handoffs, 10).one(record.id, ENGINE, "local"))
     await asyncio.wait_for(waits.wait(), 5)
     await handoffs.delete(record)
     assert not consumer.done(), "its producer is not over yet"

@@ -19,6 +19,10 @@ MEASURE_TRIES = 3
 """If so many of these brought no measurement, the next one loads all of its KV."""
 
 
+MEASURE_MOVES_EVERY = 8
+"""Every so many joins that were computed because that is faster, one is moved."""
+
+
 class Choice(StrEnum):
     """Whether KV is loaded from the store or prefilled again."""
 
@@ -65,6 +69,7 @@ class Planner:
 
     def __init__(self) -> None:
         self._recomputed: Counter[str] = Counter()
+        self._computed: Counter[str] = Counter()
         self._tries: dict[str, tuple[int, int]] = {}
 
     def decide(self, engine: Engine, record: HandoffRecord, tokens: int | None = None) -> Decision:
@@ -91,6 +96,38 @@ class Planner:
         self._recomputed[engine.name] += 1
         limit = self._measure(engine, record) if self._recomputed[engine.name] % MEASURE_EVERY == 0 else 0
         return Decision(Choice.RECOMPUTE, limit, load_s, prefill_s)
+
+    def saving(self, engine: Engine, record: HandoffRecord) -> float:
+        """Estimate what loading a handoff's KV saves, to compare handoffs of one engine.
+
+        Args:
+            engine: the engine.
+            record: the handoff.
+
+        Returns:
+            Seconds; as long as they cannot be estimated, the number of tokens whose KV is stored.
+        """
+        if not record.bytes:
+            return 0.0
+        load_s = engine.throughput.load_s(record.bytes)
+        prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)
+        if load_s is None or prefill_s is None:
+            return float(len(record.tokens))
+        return max(0.0, prefill_s - load_s)
+
+    def moves(self, engine: Engine, tokens: int) -> bool:
+        """Decide whether an engine moves KV of joined handoffs to its place or computes it, which is exact.
+
+        Args:
+            engine: the engine.
+            tokens: number of tokens behind the first handoff's.
+        """
+        move_s, prefill_s = engine.throughput.move_s(tokens), engine.throughput.prefill_s(tokens)
+        if move_s is None or prefill_s is None or move_s <= prefill_s:
+            self._computed[engine.name] = 0
+            return True
+        self._computed[engine.name] += 1
+        return self._computed[engine.name] % MEASURE_MOVES_EVERY == 0  # so that the rate stays measured
 
     def _measure(self, engine: Engine, record: HandoffRecord) -> int | None:
         """Return how many tokens are loaded to measure the rate; None: all, as a few brought no measurement.

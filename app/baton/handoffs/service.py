@@ -16,10 +16,7 @@ from baton.engines.port import Engine
 from baton.errors import (
     BatonError,
     HandoffNotFound,
-    HandoffPending,
 )
-from baton.handoffs.compatible import require_compatible
-from baton.handoffs.options import part_name
 from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.changes import ChangeRules
 from baton.handoffs.records.index import HandoffIndex
@@ -28,7 +25,6 @@ from baton.handoffs.records.public import HandoffAudit
 from baton.handoffs.records.record import HandoffRecord, new_id
 from baton.handoffs.records.repository import OtherUsage
 from baton.handoffs.records.saves import Saves
-from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.records.sync import IndexSync
 from baton.handoffs.sweeper import Sweeper
@@ -174,71 +170,6 @@ class Handoffs:
     async def settled(self, record: HandoffRecord, within_s: float) -> None:
         """Wait until a handoff is no longer pending, at most `within_s` seconds."""
         await self._saves.wait(record, within_s)
-
-    async def source(
-        self, handoff_id: str, engine: Engine, tenant: str, *, translates: bool = False
-    ) -> HandoffRecord:
-        """Return the handoff that a request continues, once it is ready.
-
-        Args:
-            handoff_id: its id.
-            engine: the engine that answers.
-            tenant: the owner.
-            translates: it may be of other weights, since its text is continued.
-
-        Raises:
-            HandoffNotFound: the id is unknown, expired, failed, or another tenant's; clients cannot tell
-                which.
-            HandoffPending: the handoff is still pending after `handoffs.wait_s`.
-            HandoffIncompatible: the engine cannot continue it, see `require_compatible`.
-        """
-        record = await self.get(handoff_id, tenant)
-        await self.settled(record, self._settings.wait_s)
-        if record.state is HandoffState.PENDING:
-            raise HandoffPending()
-        if record.state is HandoffState.FAILED or record not in self._index:
-            raise HandoffNotFound()
-        if not translates or record.weights == engine.weights:
-            require_compatible(record, engine)
-        return record
-
-    async def sources(
-        self,
-        ids: Sequence[str],
-        engine: Engine,
-        tenant: str,
-        field: str = "handoff.from",
-        *,
-        translates: bool = False,
-    ) -> list[HandoffRecord]:
-        """Return the handoffs that a request continues, in order; see `source`.
-
-        Args:
-            ids: their ids.
-            engine: the engine that answers.
-            tenant: the owner.
-            field: the field of the request that names them.
-            translates: as for `source`.
-
-        Raises:
-            BatonError: as `source`; of several handoffs `param` names the one at fault.
-        """
-        found = [self.source(each, engine, tenant, translates=translates) for each in ids]
-        if len(found) < 2:
-            return [await each for each in found]
-        waiting = [asyncio.ensure_future(each) for each in found]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
-            for index, each in enumerate(waiting):
-                if each.done() and isinstance(error := each.exception(), BatonError):
-                    error.param = part_name(field, index)
-                    error.message = f"{error.param}: {error.message}"
-                    raise error
-            return list(await asyncio.gather(*waiting))
-        finally:
-            for each in waiting:
-                each.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
 
     async def images(self, record: HandoffRecord) -> list[PlacedImage]:
         """Return the images of a handoff's context, in order.

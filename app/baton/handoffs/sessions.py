@@ -17,13 +17,14 @@ from baton.handoffs.audits.service import Audits
 from baton.handoffs.conversation import Writer
 from baton.handoffs.joins.joining import JoinedContext, Part, join, require_joinable
 from baton.handoffs.joins.moving import moved_parts, require_movable, salt_of
-from baton.handoffs.options import HandoffOptions, NewHandoff, Order, SaveOptions, part_name
+from baton.handoffs.options import HandoffOptions, NewHandoff, SaveOptions
 from baton.handoffs.planner import Decision, Planner
 from baton.handoffs.prompt import ContextPrompt, write_prompt
 from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.service import Handoffs
 from baton.handoffs.session import JoinedPart, Session
+from baton.handoffs.session_request import SessionRequest, parts_in_order
 from baton.handoffs.source import Source
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
@@ -34,58 +35,6 @@ from baton_kv.contract import MovedPart
 LATENT_STEPS_PER_CONTEXT = 512
 """Most latent steps of a context, unless one request may ask for more: lost KV of all of them is recomputed
 in one step of the engine."""
-
-
-@dataclass(frozen=True)
-class SessionRequest:
-    """What a client asked for.
-
-    Attributes:
-        operation: an operation that supports handoffs.
-        body: the body of the request.
-        parts: the handoffs that it continues, in the order in which they are joined.
-        save: how its context is saved; None: it is not.
-        latent_steps: number of latent steps after the prompt.
-        answered: an answer follows the prompt; otherwise the context ends with the last message.
-        moves: the KV of all parts but the first is moved to its place, where that can be done.
-        translated_from: the handoff of other weights whose text the context holds; None: of none.
-    """
-
-    operation: Operation
-    body: Json
-    parts: Sequence[Part]
-    save: SaveOptions | None
-    latent_steps: int
-    answered: bool = True
-    moves: bool = False
-    translated_from: HandoffRecord | None = None
-
-    @property
-    def source(self) -> HandoffRecord | None:
-        """The handoff whose KV may be loaded; the others' is computed."""
-        return self.parts[0].record if self.parts else None
-
-    @property
-    def parents(self) -> list[str]:
-        """The handoffs that a saved context continues, as the client named them."""
-        translated = [self.translated_from.id] if self.translated_from is not None else []
-        return [part.named for part in self.parts] or translated
-
-    @property
-    def joins_alone(self) -> bool:
-        """Whether nothing follows the joined contexts, neither a prompt nor an answer."""
-        text = self.operation is Operation.COMPLETIONS and self.body.get("prompt") is None
-        return text and self.prompt_only and len(self.parts) > 1
-
-    @property
-    def prompt_only(self) -> bool:
-        """Whether the saved context ends before the answer."""
-        return self.save is not None and self.save.scope == "prompt"
-
-    @property
-    def steps_of_context(self) -> int:
-        """Number of latent steps in the context, with those of its source."""
-        return self.latent_steps + (self.source.latent_steps if self.source is not None else 0)
 
 
 @dataclass(frozen=True)
@@ -130,7 +79,7 @@ class Sessions:
         Raises:
             BatonError: the request cannot be carried out with this handoff; nothing was registered.
         """
-        parts = in_order(sources, options.order, "handoff.from")
+        parts = parts_in_order(self.planner, engine, sources, options.order, "handoff.from")
         moves = options.join == "moved" and len(parts) > 1
         wanted = SessionRequest(operation, body, parts, options.saving, options.latent_steps, moves=moves)
         if moves:
@@ -154,10 +103,18 @@ class Sessions:
         options: NewHandoff,
         sources: Sequence[Source] = (),
         images: Sequence[ClientImage] = (),
+        target: HandoffRecord | None = None,
     ) -> Session:
         """Plan `POST /v1/handoffs`: the context is computed and saved, without an answer.
 
-        The arguments are those of `open`.
+        Args:
+            engine: see `open`, as for the others.
+            body: the body of the request.
+            context: the client and the request's ids.
+            options: the body, parsed.
+            sources: the handoffs that the new one continues.
+            images: the images of the request.
+            target: the handoff to save, from `begin_joined`; None: it is registered here.
 
         Raises:
             BatonError: the context cannot be computed; nothing was registered.
@@ -169,13 +126,31 @@ class Sessions:
         wanted = SessionRequest(
             operation,
             body,
-            in_order(sources, options.order, "from"),
+            parts_in_order(self.planner, engine, sources, options.order, "from"),
             save,
             options.latent_steps,
             answered=operation is not Operation.CHAT,
             moves=moves,
+            target=target,
         )
         return await self._plan(engine, context, wanted, images)
+
+    def begin_joined(self, engine: Engine, tenant: str, options: NewHandoff) -> HandoffRecord:
+        """Register the handoff that joins several ahead, before all of these are ready.
+
+        Args:
+            engine: the engine that will compute it.
+            tenant: its owner.
+            options: the request for it.
+        """
+        return self.handoffs.begin(
+            engine,
+            tenant,
+            parents=options.sources,
+            label=options.label,
+            ttl_s=options.ttl_s,
+            pin=options.pin,
+        )
 
     def open_translation(
         self,
@@ -217,7 +192,7 @@ class Sessions:
         source = wanted.source
         _require_few_images(engine, prompt.images)
         moved: list[MovedPart | None] = [None] * len(ends)
-        if wanted.moves and prompt.tokens is not None:
+        if wanted.moves and prompt.tokens is not None and self.planner.moves(engine, ends[-1] - ends[0]):
             moved = moved_parts(prompt.tokens, wanted.parts, ends)
         if wanted.latent_steps:
             self._require_few_steps(wanted.steps_of_context)
@@ -301,8 +276,8 @@ class Sessions:
     def _register(
         self, engine: Engine, context: RequestContext, wanted: SessionRequest
     ) -> HandoffRecord | None:
-        if wanted.save is None:
-            return None
+        if wanted.save is None or wanted.target is not None:
+            return wanted.target
         return self.handoffs.begin(
             engine,
             context.tenant,
@@ -334,25 +309,6 @@ class Sessions:
                 "(setting handoffs.image_bytes). Send smaller images, or do not save a handoff.",
                 param="messages",
             )
-
-
-def in_order(sources: Sequence[Source], order: Order, field: str) -> Sequence[Part]:
-    """Return handoffs in the order in which they are joined.
-
-    Args:
-        sources: the handoffs.
-        order: with `any` one that must come first does (with latent steps, or a text before its messages), or
-            the longest one.
-        field: the field of the request that names them.
-    """
-    parts = [
-        Part(each.record, part_name(field, index), translated=each.translated)
-        for index, each in enumerate(sources)
-    ]
-    if order == "given" or not parts:
-        return parts
-    first = max(parts, key=lambda part: (part.must_be_first, len(part.record.tokens)))
-    return [first, *(part for part in parts if part is not first)]
 
 
 def _refuse_steps(wanted: SessionRequest) -> None:

@@ -133,7 +133,7 @@ async def _respond(
         require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
     # A pending source is waited for before this request takes a place: its own request may need the place.
     if options is not None:
-        sources = await gateway.handoffs.sources(
+        sources = await gateway.sources.all(
             options.sources, engine, context.tenant, translates=translates(options.translate, engine)
         )
     ticket = await take_place(request, engine)

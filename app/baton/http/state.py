@@ -14,6 +14,7 @@ from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
+from baton.handoffs.sources import Sources
 from baton.handoffs.translations.service import Translations
 from baton.http.middleware.drain import Drain
 from baton.http.validation.trial_compile import TrialCompiler
@@ -31,6 +32,7 @@ class Gateway:
     fleet: Fleet
     metrics: GatewayMetrics
     handoffs: Handoffs
+    sources: Sources
     sessions: Sessions
     translations: Translations
     automatic: AutomaticHandoffs

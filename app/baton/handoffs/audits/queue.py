@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from baton.engines.idle import is_idle
 from baton.engines.kv_transfer import TransferRequest
-from baton.engines.port import Engine, EngineState
+from baton.engines.port import Engine
 from baton.handoffs.records.record import HandoffRecord
 
 MOST = 64
@@ -88,7 +89,7 @@ class AuditQueue:
         """
         before = self._idle
         engines = {each.engine.name: each.engine for each in self._waiting}
-        self._idle = {name for name, engine in engines.items() if _idle(engine)}
+        self._idle = {name for name, engine in engines.items() if is_idle(engine)}
         for place, each in enumerate(self._waiting):
             if each.engine.name in self._idle & before and each.may_begin:
                 return self._waiting.pop(place)
@@ -99,7 +100,3 @@ class AuditQueue:
         young = [each for each in self._waiting if each.age_s <= WAITS_S]
         dropped, self._waiting = len(self._waiting) - len(young), young
         return dropped
-
-
-def _idle(engine: Engine) -> bool:
-    return engine.state is EngineState.READY and not engine.active

@@ -23,6 +23,7 @@ from baton.handoffs.records.state import HandoffState
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
 from baton.handoffs.source import Source, Translated
+from baton.handoffs.sources import naming
 from baton.handoffs.translations.spoken import Spoken, spoken
 from baton.telemetry.ids import RequestContext
 
@@ -72,9 +73,7 @@ class Translations:
             try:
                 found.append(await self._source(engine, context, record, save or SaveOptions()))
             except BatonError as error:
-                error.param = part_name(where, index) if len(records) > 1 else where
-                error.message = f"{error.param}: {error.message}"
-                raise
+                raise naming(error, part_name(where, index) if len(records) > 1 else where) from None
         return found
 
     async def _source(

@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
+from baton.engines.idle import until_idle
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest
+from baton.handoffs.joins.moving import require_movable
 from baton.handoffs.options import (
     HandoffChanges,
     NewHandoff,
@@ -32,6 +34,10 @@ from baton.http.state import Gateway, gateway_of
 from baton.images.client_image import ClientImage
 
 router = APIRouter()
+IDLE_WITHIN_S = 30.0
+"""Handoffs are joined ahead when their engine is idle, or after so many seconds."""
+JOINS_WITHIN_S = 600.0
+"""Seconds that pending handoffs are waited for to be joined."""
 
 
 @router.post("/v1/handoffs", status_code=201)
@@ -64,8 +70,10 @@ async def _create(
     images: Sequence[ClientImage],
 ) -> Response:
     context = context_of(request)
+    if options.adds_nothing and len(options.sources) > 1:
+        return await _answer(gateway, *await _join_ahead(request, gateway, engine, options, body))
     # A pending source is waited for before this request takes a place: its own request may need the place.
-    records = await gateway.handoffs.sources(
+    records = await gateway.sources.all(
         options.sources, engine, context.tenant, "from", translates=translates(options.translate, engine)
     )
     if options.translates_alone:
@@ -77,16 +85,57 @@ async def _create(
     assert target is not None
     work = gateway.handoffs.begin_work(session.compute(options.prompt or ""))
     ticket.keep_until(work)
+    return await _answer(gateway, target, work)
+
+
+async def _answer(gateway: Gateway, target: HandoffRecord, work: asyncio.Task[Json]) -> Response:
+    """Wait a while for a new handoff, and answer with it as it is then."""
     try:
         done, _ = await asyncio.wait({work}, timeout=gateway.settings.handoffs.wait_s)
     except asyncio.CancelledError:
         work.cancel()
-        session.fail()  # work that has not begun yet cannot fail the handoff itself
+        gateway.handoffs.end(target, None)  # work that has not begun yet cannot fail the handoff itself
         raise
     shown = work.result() if done else target.public()
     ready = target.state is HandoffState.READY
     headers = {"Location": f"/v1/handoffs/{target.id}", ID_HEADER: target.id}
     return Response(json.dumps(shown), 201 if ready else 202, headers, "application/json")
+
+
+async def _join_ahead(
+    request: Request, gateway: Gateway, engine: Engine, options: NewHandoff, body: Json
+) -> tuple[HandoffRecord, asyncio.Task[Json]]:
+    """Begin to join handoffs, which is done once all of them are ready and the engine has nothing else to do.
+
+    Raises:
+        BatonError: one of them is unknown, or of another model; `param` names it.
+    """
+    context, translated = context_of(request), translates(options.translate, engine)
+    handoffs = gateway.handoffs
+    await gateway.sources.require_usable(
+        options.sources, engine, context.tenant, "from", translates=translated
+    )
+    if options.join == "moved":
+        require_movable(engine, "join")
+    target = gateway.sessions.begin_joined(engine, context.tenant, options)
+
+    async def join() -> Json:
+        try:
+            records = await gateway.sources.all(
+                options.sources, engine, context.tenant, "from", translates=translated, wait_s=JOINS_WITHIN_S
+            )
+            await until_idle(engine, IDLE_WITHIN_S)
+            await take_place(request, engine)
+            sources = await gateway.translations.sources(engine, context, records, where="from")
+            session = await gateway.sessions.open_new(engine, body, context, options, sources, target=target)
+            return await session.compute("")
+        except BaseException:
+            handoffs.end(target, None)
+            raise
+
+    work = handoffs.begin_work(join())
+    state_of(request.scope).ticket.keep_until(work)
+    return target, work
 
 
 async def _translate(

@@ -1,0 +1,94 @@
+"""Describe what a client asked of handoffs, and in which order it joins several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.engines.port import Engine, Json, Operation
+from baton.handoffs.joins.joining import Part
+from baton.handoffs.options import Order, SaveOptions, part_name
+from baton.handoffs.planner import Planner
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.source import Source
+
+
+@dataclass(frozen=True)
+class SessionRequest:
+    """What a client asked for.
+
+    Attributes:
+        operation: an operation that supports handoffs.
+        body: the body of the request.
+        parts: the handoffs that it continues, in the order in which they are joined.
+        save: how its context is saved; None: it is not.
+        latent_steps: number of latent steps after the prompt.
+        answered: an answer follows the prompt; otherwise the context ends with the last message.
+        moves: the KV of all parts but the first is moved to its place, where that can be done.
+        translated_from: the handoff of other weights whose text the context holds; None: of none.
+        target: the handoff to save, which was registered before; None: none was.
+    """
+
+    operation: Operation
+    body: Json
+    parts: Sequence[Part]
+    save: SaveOptions | None
+    latent_steps: int
+    answered: bool = True
+    moves: bool = False
+    translated_from: HandoffRecord | None = None
+    target: HandoffRecord | None = None
+
+    @property
+    def source(self) -> HandoffRecord | None:
+        """The handoff whose KV may be loaded; the others' is computed."""
+        return self.parts[0].record if self.parts else None
+
+    @property
+    def parents(self) -> list[str]:
+        """The handoffs that a saved context continues, as the client named them."""
+        translated = [self.translated_from.id] if self.translated_from is not None else []
+        return [part.named for part in self.parts] or translated
+
+    @property
+    def joins_alone(self) -> bool:
+        """Whether nothing follows the joined contexts, neither a prompt nor an answer."""
+        text = self.operation is Operation.COMPLETIONS and self.body.get("prompt") is None
+        return text and self.prompt_only and len(self.parts) > 1
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the saved context ends before the answer."""
+        return self.save is not None and self.save.scope == "prompt"
+
+    @property
+    def steps_of_context(self) -> int:
+        """Number of latent steps in the context, with those of its source."""
+        return self.latent_steps + (self.source.latent_steps if self.source is not None else 0)
+
+
+def parts_in_order(
+    planner: Planner, engine: Engine, sources: Sequence[Source], order: Order, field: str
+) -> Sequence[Part]:
+    """Return handoffs in the order in which they are joined.
+
+    Args:
+        planner: estimates what loading their KV saves.
+        engine: the engine that answers.
+        sources: the handoffs.
+        order: with `any` one that must come first does (with latent steps, or a text before its messages), or
+            the one whose stored KV saves most time.
+        field: the field of the request that names them.
+    """
+    parts = [
+        Part(each.record, part_name(field, index), translated=each.translated)
+        for index, each in enumerate(sources)
+    ]
+    if order == "given" or not parts:
+        return parts
+
+    def worth(part: Part) -> tuple[bool, float, int]:
+        return part.must_be_first, planner.saving(engine, part.record), len(part.record.tokens)
+
+    first = max(parts, key=worth)
+    return [first, *(part for part in parts if part is not first)]

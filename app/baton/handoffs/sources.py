@@ -1,0 +1,124 @@
+"""Find the handoffs that requests continue, and wait for those that are still pending."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.engines.port import Engine
+from baton.errors import BatonError, HandoffNotFound, HandoffPending
+from baton.handoffs.compatible import require_compatible
+from baton.handoffs.options import part_name
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.state import HandoffState
+from baton.handoffs.service import Handoffs
+
+
+def naming(error: BatonError, where: str) -> BatonError:
+    """Let an error say which of several handoffs it is about."""
+    error.param, error.message = where, f"{where}: {error.message}"
+    return error
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Finds handoffs for the requests of one gateway.
+
+    Attributes:
+        handoffs: all handoffs.
+        wait_s: seconds that a request waits for a pending one.
+    """
+
+    handoffs: Handoffs
+    wait_s: float
+
+    async def one(
+        self,
+        handoff_id: str,
+        engine: Engine,
+        tenant: str,
+        *,
+        translates: bool = False,
+        wait_s: float | None = None,
+    ) -> HandoffRecord:
+        """Return the handoff that a request continues, once it is ready.
+
+        Args:
+            handoff_id: its id.
+            engine: the engine that answers.
+            tenant: the owner.
+            translates: it may be of other weights, since its text is continued.
+            wait_s: seconds to wait for a pending one; None: `handoffs.wait_s`.
+
+        Raises:
+            HandoffNotFound: the id is unknown, expired, failed, or another tenant's; clients cannot tell
+                which.
+            HandoffPending: the handoff is still pending after that time.
+            HandoffIncompatible: the engine cannot continue it, see `require_compatible`.
+        """
+        record = await self.handoffs.get(handoff_id, tenant)
+        await self.handoffs.settled(record, self.wait_s if wait_s is None else wait_s)
+        if record.state is HandoffState.PENDING:
+            raise HandoffPending()
+        if record.state is HandoffState.FAILED or record not in self.handoffs:
+            raise HandoffNotFound()
+        if not translates or record.weights == engine.weights:
+            require_compatible(record, engine)
+        return record
+
+    async def all(
+        self,
+        ids: Sequence[str],
+        engine: Engine,
+        tenant: str,
+        field: str = "handoff.from",
+        *,
+        translates: bool = False,
+        wait_s: float | None = None,
+    ) -> list[HandoffRecord]:
+        """Return the handoffs that a request continues, in order; see `one`.
+
+        Args:
+            ids: their ids.
+            engine: the engine that answers.
+            tenant: the owner.
+            field: the field of the request that names them.
+            translates: as for `one`.
+            wait_s: as for `one`.
+
+        Raises:
+            BatonError: as `one`; of several handoffs `param` names the one at fault.
+        """
+        found = [self.one(each, engine, tenant, translates=translates, wait_s=wait_s) for each in ids]
+        if len(found) < 2:
+            return [await each for each in found]
+        waiting = [asyncio.ensure_future(each) for each in found]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            for index, each in enumerate(waiting):
+                if each.done() and isinstance(error := each.exception(), BatonError):
+                    raise naming(error, part_name(field, index))
+            return list(await asyncio.gather(*waiting))
+        finally:
+            for each in waiting:
+                each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def require_usable(
+        self, ids: Sequence[str], engine: Engine, tenant: str, field: str, *, translates: bool
+    ) -> None:
+        """Refuse handoffs that a request cannot continue, without waiting for pending ones.
+
+        The arguments are those of `all`.
+
+        Raises:
+            BatonError: as `all`.
+        """
+        for index, each in enumerate(ids):
+            try:
+                await self.one(each, engine, tenant, translates=translates, wait_s=0)
+            except HandoffPending:
+                continue
+            except BatonError as error:
+                raise naming(error, part_name(field, index)) from None

@@ -1,0 +1,137 @@
+"""A handoff of another model is continued by its text, which is computed once; nothing else crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from support.gateways import FakeGateway, run_fake
+
+from baton.engines.fake.engine import FakeEngine
+
+CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
+STEP, END = 999, 998
+
+
+@pytest.fixture
+def relay() -> Iterator[FakeGateway]:
+    engines = (
+        FakeEngine(
+            "x", supports_handoffs=True, weights="of x", placeholder=STEP, special_tokens=frozenset({END})
+        ),
+        FakeEngine("y", supports_handoffs=True, weights="of y"),
+        FakeEngine("z", supports_handoffs=True, weights="of z", translates=True),
+    )
+    with run_fake(*engines, handoffs={"auto": "off"}) as gateway:
+        yield gateway
+
+
+def post(gateway: FakeGateway, path: str, model: str, **body: Any) -> httpx.Response:
+    with gateway.client() as client:
+        return client.post(path, json={"model": model} | body)
+
+
+def made(gateway: FakeGateway, model: str = "x", **body: Any) -> str:
+    response = post(gateway, AHEAD, model, **body)
+    assert response.status_code == 201, response.text
+    return str(response.json()["id"])
+
+
+def continued(gateway: FakeGateway, model: str, *ids: str, **options: Any) -> dict[str, Any]:
+    handoff = {"from": list(ids)} | options
+    response = post(gateway, TEXT, model, prompt="7", max_tokens=1, handoff=handoff)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()["handoff"]
+    return found
+
+
+def prompts(gateway: FakeGateway, model: str) -> list[list[int]]:
+    """The prompts of token ids that an engine computed."""
+    bodies = gateway.engine(model).bodies
+    return [body["prompt"] for body in bodies if isinstance(body.get("prompt"), list)]
+
+
+def test_text_is_computed_once_and_then_continued_as_the_engine_s_own(relay: FakeGateway) -> None:
+    left = made(relay, prompt=[1, 2, 3, END])
+    source = continued(relay, "y", left, translate=True)["source"]
+    assert prompts(relay, "y") == [[1, 2, 3], [1, 2, 3, 7]], "without the token that ends a text of x"
+    assert (source["outcome"], source["id"], source["from_model"]) == ("translated", left, "x")
+    assert (source["computed_tokens"], source["dropped"]) == (3, {"latent_steps": 0})
+    again = continued(relay, "y", left, translate=True)["source"]
+    assert prompts(relay, "y")[2:] == [[1, 2, 3, 7]]
+    assert (again["outcome"] != "translated", again["computed_tokens"]) == (True, 0)
+    assert (again["translated_id"], again["from_model"]) == (source["translated_id"], "x")
+
+
+def test_it_is_an_engine_s_own_handoff_that_goes_with_its_source(relay: FakeGateway) -> None:
+    left = made(relay, prompt=[1, 2, 3], ttl_s=50)
+    source = continued(relay, "y", left, translate=True)["source"]
+    with relay.client() as client:
+        shown = client.get(f"{AHEAD}/{source['translated_id']}").json()
+        assert (shown["translated_from"], shown["parents"], shown["model"]) == (left, [left], "y")
+        assert shown["expires_at"] <= client.get(f"{AHEAD}/{left}").json()["expires_at"]
+        assert "translated_id" not in continued(relay, "y", shown["id"])["source"]
+        client.delete(f"{AHEAD}/{left}").raise_for_status()
+        assert client.get(f"{AHEAD}/{source['translated_id']}").status_code == 404
+
+
+def test_a_chat_is_written_by_the_other_model_s_template_with_its_answer(relay: FakeGateway) -> None:
+    messages = [{"role": "user", "content": "5 6"}]
+    answer = post(relay, CHAT, "x", messages=messages, max_tokens=2, handoff={"save": True}).json()
+    said = answer["choices"][0]["message"]["content"]
+    more = {"role": "user", "content": "8"}
+    handoff = {"from": answer["handoff"]["id"], "translate": True}
+    response = post(relay, CHAT, "y", messages=[more], max_tokens=1, handoff=handoff)
+    assert response.status_code == 200, response.text
+    whole = [*messages, {"role": "assistant", "content": said}, more]
+    direct = post(relay, CHAT, "y", messages=whole, max_tokens=1, handoff={"save": {"scope": "prompt"}})
+    assert direct.status_code == 200
+    assert prompts(relay, "y")[-2] == prompts(relay, "y")[-1], "what y is given directly"
+
+
+def test_latent_steps_are_dropped_and_counted(relay: FakeGateway) -> None:
+    left = made(relay, prompt=[1, 2], latent_steps=3)
+    source = continued(relay, "y", left, translate=True)["source"]
+    assert prompts(relay, "y")[0] == [1, 2]
+    assert source["dropped"] == {"latent_steps": 3}
+
+
+def test_an_engine_may_translate_without_being_asked_and_a_request_may_forbid_it(relay: FakeGateway) -> None:
+    left = made(relay, prompt=[1, 2, 3])
+    assert continued(relay, "z", left)["source"]["outcome"] == "translated"
+    for model, options in (("y", {}), ("z", {"translate": False})):
+        handoff = {"from": left} | options
+        refused = post(relay, TEXT, model, prompt="7", handoff=handoff)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "handoff_incompatible")
+
+
+def test_a_translation_is_made_ahead_with_what_the_request_says_of_it(relay: FakeGateway) -> None:
+    left = made(relay, prompt=[1, 2, 3])
+    ahead = post(relay, AHEAD, "y", **{"from": left}, translate=True, label="for y", pin=True)
+    assert ahead.status_code == 201
+    shown = ahead.json()
+    assert (shown["label"], shown["pin"], shown["source"]["computed_tokens"]) == ("for y", True, 3)
+    assert continued(relay, "y", left, translate=True)["source"]["translated_id"] == shown["id"]
+    own = post(relay, AHEAD, "x", **{"from": left}, translate=True)
+    assert (own.status_code, own.json()["error"]["param"]) == (400, "from")
+
+
+def test_translations_are_joined_with_handoffs_of_the_engine(relay: FakeGateway) -> None:
+    theirs, own = made(relay, prompt=[1, 2, 3]), made(relay, "y", prompt=[4, 5])
+    shown = continued(relay, "y", own, theirs, translate=True, save=True)
+    assert prompts(relay, "y")[-1] == [4, 5, 1, 2, 3, 7]
+    assert [part["id"] for part in shown["source"]["parts"]] == shown["parents"] == [own, theirs]
+
+
+def test_what_cannot_be_translated_is_refused_by_name(relay: FakeGateway) -> None:
+    text = made(relay, prompt=[1, 2])
+    said = {"messages": [{"role": "user", "content": "5"}], "max_tokens": 1}
+    mixed = post(relay, CHAT, "x", **said, handoff={"from": text, "save": True}).json()["handoff"]["id"]
+    own = made(relay, "y", prompt=[4, 5])
+    handoff = {"from": [own, mixed], "translate": True}
+    refused = post(relay, TEXT, "y", prompt="7", handoff=handoff)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (409, "handoff.from[1]")
+    unknown = post(relay, TEXT, "y", prompt="7", handoff={"from": "nobody's", "translate": True})
+    assert unknown.status_code == 404
