@@ -102,10 +102,10 @@ class TransferOutcome:
         tag: `TransferParams.tag` of the request.
         failure: why the transfer failed; None if it succeeded.
         tokens: number of tokens whose KV was copied, or was to be.
-        moved: those of them whose KV was loaded to another place than it was saved from.
-        computed: those of them that were computed between moved ones.
         bytes: bytes of KV that were copied, or were to be.
         seconds: duration.
+        moved: those of the tokens whose KV was loaded to another place than it was saved from.
+        computed: those of the tokens that were computed between moved ones.
     """
 
     request_id: str
@@ -114,10 +114,10 @@ class TransferOutcome:
     tag: str | None = None
     failure: TransferFailure | None = None
     tokens: int = 0
-    moved: int = 0
-    computed: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    moved: int = 0
+    computed: int = 0
 
     def message(self) -> dict[str, Any]:
         """Return the outcome as a dict of plain values, to be sent to another process."""

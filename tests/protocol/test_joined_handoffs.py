@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -10,7 +12,7 @@ import pytest
 from support.gateways import FakeGateway, run_fake
 
 from baton.admission.api_keys import create_key
-from baton.engines.fake.engine import FakeEngine
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.fake.prompt import token_ids
 
 CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
@@ -287,6 +289,58 @@ def test_contexts_are_joined_ahead_with_more_after_them(relay: FakeGateway) -> N
     assert prompt_of(relay) == [1, 2, 1, 3, 4, 3, 9]
 
 
+def test_what_is_joined_ahead_waits_for_its_parts_and_its_reader_for_it() -> None:
+    """It has its id at once, and is computed when the engine has nothing else to do."""
+    slow = FakeEngine("a", supports_handoffs=True, behaviour=FakeBehaviour(token_seconds=0.2))
+    with run_fake(slow, handoffs={"auto": "off", "wait_s": 0.3}) as gateway:
+        first = text(gateway, "1 2")
+        body = {"prompt": "3 4", "max_tokens": 6, "handoff": {"save": True}}
+        with ThreadPoolExecutor(1) as others:
+            running = others.submit(post, gateway, body, TEXT)
+            pending = wait_for_another(gateway, first)
+            ahead = post(gateway, {"from": [first, pending]}, AHEAD)
+            assert (ahead.status_code, ahead.json()["state"]) == (202, "pending")
+            assert ahead.json()["parents"] == [first, pending]
+            reader = post(gateway, {"prompt": "7", "handoff": {"from": ahead.json()["id"]}}, TEXT)
+            assert (reader.status_code, reader.json()["error"]["code"]) == (409, "handoff_pending")
+            assert running.result().status_code == 200
+        with gateway.client() as client:
+            deadline = time.monotonic() + 20
+            while (shown := client.get(f"{AHEAD}/{ahead.json()['id']}").json())["state"] == "pending":
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        assert (shown["state"], shown["tokens"]) == ("ready", 11)
+        unknown = post(gateway, {"from": [first, "nobody's"]}, AHEAD)
+        assert error(unknown) == (404, "handoff_not_found", "from[1]")
+
+
+def wait_for_another(gateway: FakeGateway, known: str) -> str:
+    """The id of the handoff that another request is about to save."""
+    with gateway.client() as client:
+        for _ in range(200):
+            ids = [each["id"] for each in client.get(AHEAD).json()["data"] if each["id"] != known]
+            if ids:
+                return str(ids[0])
+            time.sleep(0.02)
+    raise AssertionError("no other handoff")
+
+
+def test_kv_is_moved_only_where_an_engine_can(relay: FakeGateway) -> None:
+    parts = [text(relay, "1 2"), text(relay, "3 4")]
+    shown = completed(relay, *parts, join="moved", save=True)
+    assert prompt_of(relay) == [1, 2, 1, 3, 4, 3, 7], "the prompt is that of an exact join"
+    assert (shown["exact"], shown["source"]["exact"]) == (True, True), "without stored KV nothing is moved"
+    body = {"prompt": "7", "prompt_logprobs": 1, "handoff": {"from": parts, "join": "moved"}}
+    assert error(post(relay, body, TEXT)) == (400, "invalid_request", "prompt_logprobs")
+    relay.engine("a").moves_unsupported = "it has windows"
+    refused = post(relay, {"prompt": "7", "handoff": {"from": parts, "join": "moved"}}, TEXT)
+    assert error(refused) == (400, "operation_unsupported", "handoff.join")
+    assert "it has windows" in refused.json()["error"]["message"]
+    assert error(post(relay, {"from": parts, "join": "moved"}, AHEAD))[2] == "join"
+    one = completed(relay, parts[0], join="moved")
+    assert one["source"]["exact"], "of one handoff nothing is moved"
+
+
 def error(response: httpx.Response) -> tuple[int, str, str | None]:
     found = response.json()["error"]
     return response.status_code, found["code"], found["param"]
@@ -370,7 +424,7 @@ def test_another_tenant_s_part_is_not_found(tmp_path: Any) -> None:
         ({"from": ["one", "two", "one"]}, "handoff.from: [2] repeats [0]; name each handoff once"),
         ({"from": ["one", 2]}, "handoff.from: Input should be a valid string"),
         ({"from": ["one", "x" * 65]}, "handoff.from: String should have at most 64 characters"),
-        ({"from": ["one", "two"], "join": "moved"}, "handoff.join: Input should be 'exact'"),
+        ({"from": ["one", "two"], "join": "blend"}, "handoff.join: Input should be 'exact' or 'moved'"),
         ({"from": ["one", "two"], "order": "best"}, "handoff.order: Input should be 'given' or 'any'"),
     ],
 )

@@ -45,6 +45,7 @@ OVERRIDDEN = [
     name
     for name, member in vars(connector.BatonConnector).items()
     if callable(getattr(connector.BatonConnector, name)) and not name.startswith("_")
+    if name != "enable_moves"  # our own, for `baton_kv.extension`
 ]
 
 

@@ -76,7 +76,7 @@ async def test_another_gateway_over_the_same_store_reads_the_same_images(tmp_pat
     assert len(files(tmp_path)) == 2, "an image that a context holds twice lies there once"
     assert record.image_data == {}, "what lies on disk is not held in memory too"
     other = gateway(tmp_path)
-    found = await other.source(record.id, ENGINE, "local")
+    found = await Sources(other, 10).one(record.id, ENGINE, "local")
     assert await other.images(found) == placed(picture(1), picture(2), picture(1))
 
 

@@ -136,7 +136,7 @@ async def test_a_label_and_a_pin_outlive_the_process(house: House) -> None:
 async def test_two_gateways_over_one_store_find_each_other_s_handoffs(house: House) -> None:
     first, second = house.handoffs(), house.handoffs()
     record = await house.left(first)
-    assert (await second.source(record.id, ENGINE, "local")).state is HandoffState.READY
+    assert (await Sources(second, 10).one(record.id, ENGINE, "local")).state is HandoffState.READY
 
 
 async def test_only_half_of_the_store_can_be_pinned(house: House) -> None:

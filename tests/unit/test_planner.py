@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -15,6 +16,7 @@ from baton.handoffs.planner import Choice, Decision, Planner
 from baton.handoffs.records.record import HandoffRecord, StoredImage
 from baton.handoffs.sessions import entry_to_name
 from baton.telemetry.metrics import TransferMetrics
+from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 
 MIB = 1024 * 1024
 TOKENS, SIZE = 1000, 20 * MIB
@@ -160,3 +162,49 @@ def test_a_step_may_take_as_long_as_its_latent_steps() -> None:
     assert watch.longest_latent_s == pytest.approx(6)
     del relay
     assert watch.longest_latent_s == 0
+
+
+def test_kv_is_moved_unless_computing_it_is_known_to_be_faster() -> None:
+    """Then once in a while, so that a change is noticed."""
+    engine, planner = engine_that_prefills(1000), Planner()
+    assert planner.moves(engine, 800), "nothing is known yet"
+    for _ in range(3):
+        engine.throughput.moved(800, 0.1)
+    assert planner.moves(engine, 800)
+    for _ in range(3):
+        engine.throughput.moved(800, 8.0)
+    assert [planner.moves(engine, 800) for _ in range(8)] == [*[False] * 7, True]
+    for _ in range(3):
+        engine.throughput.moved(800, 0.1)
+    assert planner.moves(engine, 800)
+
+
+def test_the_handoff_whose_kv_saves_most_time_comes_first() -> None:
+    engine, planner = FakeEngine("a"), Planner()
+    long, gone, large = record(), record(), record()
+    gone.bytes, large.bytes = 0, 100 * SIZE
+    assert planner.saving(engine, long) == planner.saving(engine, large) == TOKENS, (
+        "tokens, until it is known"
+    )
+    assert planner.saving(engine, gone) == 0
+    engine.throughput.prefilled(TOKENS, 1.0)
+    engine.throughput.loaded(SIZE, 0.1)
+    assert planner.saving(engine, long) == pytest.approx(0.9)
+    assert planner.saving(engine, large) == 0, "it takes longer to load than to compute"
+
+
+def test_moves_are_measured_by_themselves() -> None:
+    """They are slower than loads, whose rate decides on other handoffs."""
+    engine = FakeEngine("a")
+    watch = TransferWatch(engine.throughput, TransferMetrics(CollectorRegistry(), "a"))
+    moved = TransferOutcome(
+        "r", "k", Transfer.LOAD, tokens=900, moved=500, computed=100, bytes=9, seconds=0.9
+    )
+    request = TransferRequest()
+    watch.add("tag", request)
+    watch.transferred([replace(moved, tag="tag")])
+    assert (engine.throughput.loads, engine.throughput.move_s(1000)) == (0, pytest.approx(1.0))
+    report = request.report
+    assert (report.loaded, report.moved, report.computed) == (900, 500, 100)
+    watch.transferred([replace(moved, failure=TransferFailure.CORRUPT, seconds=90.0)])
+    assert engine.throughput.move_s(1000) == pytest.approx(1.0), "a failed one moved nothing"

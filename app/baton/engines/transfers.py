@@ -42,7 +42,8 @@ class TransferWatch:
             self._transfers.count(outcome)
             request = self._requests.get(outcome.tag or "")
             if outcome.moved:
-                self._throughput.moved(outcome.tokens, outcome.seconds)
+                if outcome.failure is None:
+                    self._throughput.moved(outcome.tokens, outcome.seconds)
             elif outcome.kind is Transfer.LOAD and outcome.failure is not TransferFailure.GIVEN_UP:
                 failed = outcome.failure is not None
                 measured = self._throughput.load_failed if failed else self._throughput.loaded

@@ -1,0 +1,88 @@
+"""What is moved of joined handoffs: the end of each context that the prompt holds, never its beginning alone."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from baton.engines.fake.engine import FakeEngine
+from baton.errors import OperationUnsupported
+from baton.handoffs.joins.joining import Part
+from baton.handoffs.joins.moving import HEAD_TOKENS, moved_parts, require_movable, salt_of
+from baton.handoffs.records.record import HandoffRecord
+
+SHARED = list(range(100, 120))
+
+
+def part(tokens: Sequence[int], size: int = 1) -> Part:
+    record = HandoffRecord(
+        tenant="local", model="a", weights="w", created_at=0, ttl_s=60, expires_at=60,
+        tokens=array("i", tokens), bytes=size,
+    )  # fmt: skip
+    return Part(record, "from")
+
+
+def moved(tokens: Sequence[int], parts: Sequence[Part], *ends: int) -> list[tuple[int, int, int] | None]:
+    """What is moved of each part: from where in its context, how many tokens, to where."""
+    found = moved_parts(tokens, parts, ends)
+    return [None if each is None else (each.start, each.tokens, each.to) for each in found]
+
+
+def test_behind_a_common_beginning_all_but_the_last_token_is_moved() -> None:
+    """That one was sampled, and has no KV yet."""
+    parts = [part([*SHARED, 1, 2, 3]), part([*SHARED, *range(30)])]
+    prompt = [*SHARED, 1, 2, 3, *range(30), 7]
+    assert moved(prompt, parts, 23, 53) == [None, (20, 29, 23)]
+
+
+def test_the_first_tokens_of_a_part_that_began_otherwise_are_computed() -> None:
+    parts = [part([1, 2, 3]), part(range(40)), part([9, 9, *range(40)])]
+    prompt = [1, 2, 3, *range(40), *range(40), 7]
+    both = moved(prompt, parts, 3, 43, 83)
+    assert both == [
+        None,
+        (HEAD_TOKENS, 39 - HEAD_TOKENS, 3 + HEAD_TOKENS),
+        (2 + HEAD_TOKENS, 39 - HEAD_TOKENS, 43 + HEAD_TOKENS),
+    ]
+
+
+def test_what_a_template_writes_between_chats_is_computed() -> None:
+    """The segment ends as the part's context does, and begins otherwise."""
+    parts = [part([*SHARED, 1]), part([*SHARED, 50, 51, 52, 53])]
+    prompt = [*SHARED, 1, 88, 89, 50, 51, 52, 53, 7]
+    assert moved(prompt, parts, 21, 27) == [None, (20, 3, 23)]
+
+
+def test_what_the_prompt_does_not_hold_or_nobody_stored_is_not_moved() -> None:
+    first = part([*SHARED, 1])
+    prompt = [*SHARED, 1, 50, 51, 52, 7]
+    assert moved(prompt, [first, part([*SHARED, 50, 51, 99])], 21, 24) == [None, None]
+    assert moved(prompt, [first, part([*SHARED, 50, 51, 52], size=0)], 21, 24) == [None, None]
+    assert moved(prompt, [first, part([*SHARED, 50])], 21, 21) == [None, None], "it is within another one"
+    assert moved([1, 2, 3, 4], [part([1]), part([2, 3])], 1, 3) == [None, None], "all of it is its beginning"
+
+
+def test_only_what_the_engine_would_compute_shares_its_prefix_cache() -> None:
+    first, second = part([*SHARED, 1]), part([*SHARED, *range(30)])
+    (_, one) = moved_parts([*SHARED, 1, *range(30), 7], [first, second], [21, 51])
+    assert one is not None
+    assert salt_of(None, []) is None
+    assert salt_of(first.record, []) is None
+    salts = {
+        salt_of(first.record, [one]),
+        salt_of(second.record, [one]),
+        salt_of(first.record, [one.model_copy(update={"to": 22})]),
+    }
+    inexact = first.record.model_copy(update={"exact": False})
+    salts.add(salt_of(inexact, []))
+    assert None not in salts
+    assert len(salts) == 4
+
+
+def test_an_engine_that_cannot_move_says_why() -> None:
+    require_movable(FakeEngine("a"), "handoff.join")
+    with pytest.raises(OperationUnsupported, match="sliding windows") as refused:
+        require_movable(FakeEngine("a", moves_unsupported="it has sliding windows"), "handoff.join")
+    assert refused.value.param == "handoff.join"
