@@ -145,7 +145,7 @@ class Client:
     def __init__(self, url: str, **headers: str) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=300, headers=headers)
 
-    async def ask(self, model: str, tokens: list[int], **more: Any) -> tuple[dict[str, Any], float]:
+    async def ask(self, model: str, tokens: str | list[int], **more: Any) -> tuple[dict[str, Any], float]:
         """An answer, and the milliseconds it took."""
         body = ASKED | {"model": model, "prompt": tokens} | more
         began = time.perf_counter()
@@ -168,6 +168,11 @@ class Client:
     async def metrics(self) -> str:
         """The gateway's metrics."""
         return (await self._http.get("/metrics")).text
+
+    async def join_ahead(self, model: str, handoffs: list[str]) -> str:
+        """The id of the handoff that joins several."""
+        answer = await self._http.post("/v1/handoffs", json={"model": model, "from": handoffs})
+        return str(answer.raise_for_status().json()["id"])
 
     async def forget(self, handoff: str) -> None:
         await self._http.delete(f"/v1/handoffs/{handoff}")

@@ -1,0 +1,114 @@
+"""A handoff of another model, continued by its text: what the model says if it is given that text directly."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support import pictures
+from support.gateways import RealGateway
+from support.relays import ask, cached, ids, once_saved, told
+
+from baton.config.settings import load_settings
+from baton.models.store import ModelStore
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+SETTINGS = """
+[handoffs]
+auto = "off"
+store = "file:{folder}/store"
+
+[[engines]]
+name = "x"
+model = "smollm2"
+handoff = true
+kv_cache_memory = "128MiB"
+args = {{ dtype = "float32", max_model_len = 2048, block_size = 32 }}
+
+[[engines]]
+name = "y"
+model = "look-tiny"
+handoff = true
+kv_cache_memory = "128MiB"
+args = {{ dtype = "float32", max_model_len = 2048, block_size = 32, enable_prefix_caching = false }}
+
+[[engines]]
+name = "z"
+model = "{folder}/other-look"
+handoff = true
+translate = true
+kv_cache_memory = "128MiB"
+args = {{ dtype = "float32", max_model_len = 2048, block_size = 32, enable_prefix_caching = false }}
+"""
+TEXT = "You compare cities. " + " ".join(f"Rome has {number * 37 % 101} bridges." for number in range(40))
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
+    """Three models, of which two have the same weights under other names: no KV may cross between these."""
+    folder = tmp_path_factory.mktemp("translated")
+    look = ModelStore(load_settings().models_folder).resolve("look-tiny")
+    shutil.copytree(look, folder / "other-look")
+    (folder / "other-look" / "README.md").write_text("A fine-tune, as far as anybody knows.")
+    (folder / "baton.toml").write_text(SETTINGS.format(folder=folder))
+    with RealGateway(["--config", str(folder / "baton.toml")], folder) as started:
+        started.wait_until_ready()
+        yield started
+
+
+def chat(gateway: RealGateway, model: str, messages: list[Any], **handoff: Any) -> dict[str, Any]:
+    body = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    with gateway.client() as client:
+        response = client.post("/v1/chat/completions", json=body | ({"handoff": handoff} if handoff else {}))
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def of_chat(answer: dict[str, Any]) -> tuple[list[int], list[int]]:
+    choice = answer["choices"][0]
+    return choice.get("prompt_token_ids") or answer["prompt_token_ids"], choice["token_ids"]
+
+
+def test_a_text_is_computed_once_and_loaded_from_then_on(gateway: RealGateway) -> None:
+    left = once_saved(gateway, told(ask(gateway, "x", TEXT, handoff={"save": True})))
+    first = ask(gateway, "y", " So", handoff={"from": left["id"], "translate": True})
+    assert ids(first) == ids(ask(gateway, "y", ids(first)[0]))
+    source = told(first)["source"]
+    assert (source["outcome"], source["from_model"], source["id"]) == ("translated", "x", left["id"])
+    again = ask(gateway, "y", " So", handoff={"from": left["id"], "translate": True})
+    assert ids(again) == ids(first)
+    source = told(again)["source"]
+    assert (source["outcome"], source["computed_tokens"]) == ("loaded", 0)
+    prompt = ids(again)[0]
+    assert len(prompt) - cached(again) <= 32 + len(prompt) - source["tokens"]
+
+
+def test_a_chat_is_what_the_other_model_is_given_directly(gateway: RealGateway) -> None:
+    asked = {"role": "user", "content": "What is the capital of France?"}
+    answer = chat(gateway, "x", [asked], save=True)
+    more = {"role": "user", "content": "And of Spain?"}
+    translated = chat(gateway, "y", [more], **{"from": answer["handoff"]["id"], "translate": True})
+    said = {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+    assert of_chat(translated) == of_chat(chat(gateway, "y", [asked, said, more]))
+    assert translated["handoff"]["source"]["outcome"] == "translated"
+
+
+def test_images_go_along_to_a_model_that_takes_them_and_kv_never_does(gateway: RealGateway) -> None:
+    picture = pictures.part_of(pictures.file_of(pictures.image(32, 32)))
+    asked = {"role": "user", "content": [picture, {"type": "text", "text": "What colour is this?"}]}
+    left = chat(gateway, "y", [asked], save=True)
+    more = {"role": "user", "content": "And what shape?"}
+    translated = chat(gateway, "z", [more], **{"from": left["handoff"]["id"]})
+    said = {"role": "assistant", "content": left["choices"][0]["message"]["content"]}
+    assert of_chat(translated) == of_chat(chat(gateway, "z", [asked, said, more]))
+    source = translated["handoff"]["source"]
+    assert (source["outcome"], source["from_model"]) == ("translated", "y")
+    assert source["computed_tokens"] == source["tokens"], "their weights may be the same: nobody knows"
+    body = {"model": "x", "prompt": "a", "handoff": {"from": left["handoff"]["id"], "translate": True}}
+    with gateway.client() as client:
+        refused = client.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "handoff_incompatible")
+    assert "images" in refused.json()["error"]["message"]
