@@ -20,7 +20,7 @@ TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve demo demo-vision test lint format docs docs-reference bench bench-handoff bench-automatic bench-transfer bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
+.PHONY: help serve demo demo-vision test lint format docs docs-reference bench bench-handoff bench-automatic bench-joins bench-transfer bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,6 +61,9 @@ bench-handoff: $(VENV)/.dev ## Measure what handoffs save and cost (about ten mi
 
 bench-automatic: $(VENV)/.dev ## Measure what automatic handoffs save, and what they cost others (minutes)
 	$(BIN)/python bench/automatic.py $(ARGS)
+
+bench-joins: $(VENV)/.dev ## Measure what joins of handoffs cost, and what moved KV does to answers (twenty minutes)
+	$(BIN)/python bench/joins.py $(ARGS)
 
 bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory (seconds)
 	$(BIN)/python bench/transfer.py $(ARGS)

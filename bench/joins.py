@@ -1,8 +1,8 @@
 """Measure what joins of handoffs cost, and what moving KV does to answers. `make bench-joins`.
 
-Quality is measured in plain torch in float32, with the questions of one run put to all ways: code words that
-each of four parts tells are asked for. Cost is measured on one engine without a prefix cache, in the dtype that
-suits the processor; what is compared alternates in one run. Printed are medians and ratios.
+Quality is measured in plain torch in float32, with the same questions put to all ways: each of four parts
+names code words, which are asked for. Cost is measured on one engine without a prefix cache, in the dtype
+that suits the processor; what is compared alternates in one run. Printed are medians and ratios.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ async def cost(folder: Path, sizes: tuple[int, ...], rounds: int) -> None:
     config = folder / "baton.toml"
     config.write_text(CONFIG.format(folder=folder))
     port = free_port()
-    command = [sys.executable, "-m", "baton.cli", "serve", "--config", str(config), "--port", str(port)]
-    with Server("baton", command, port) as server:
+    command = [str(Path(sys.executable).parent / "baton"), "serve", "--config", str(config)]
+    with Server("joins", [*command, "--port", str(port)], f"http://127.0.0.1:{port}") as server:
         client = Client(server.url)
         for size in sizes:
             await _cost_of(client, size, rounds)

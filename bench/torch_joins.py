@@ -1,7 +1,7 @@
 """Joins of contexts in plain torch, for `bench/joins.py`: exact, moved, and moved without rotating the keys.
 
-What is measured with it is what the engine does: tests/connector/test_moves.py holds the engine against a page
-of torch like this one.
+What is measured with it is what the engine does: tests/connector/test_moves.py holds the engine against a
+page of torch like this one.
 """
 
 from __future__ import annotations
@@ -90,12 +90,8 @@ class Model:
         The cache is as it was afterwards.
         """
         before = cache.get_seq_length()
-        positions = torch.arange(before, before + len(tokens))[None]
-        logits = self._model(
-            torch.tensor([list(tokens)]), position_ids=positions, past_key_values=cache
-        ).logits
+        found = self._logits(cache, tokens).log_softmax(-1)
         cache.crop(before)
-        found: torch.Tensor = logits[0].log_softmax(-1)
         return found
 
     @torch.inference_mode()
@@ -103,10 +99,7 @@ class Model:
         """Return the likeliest `count` tokens after some that follow a context."""
         before, found, fed = cache.get_seq_length(), list[int](), list(tokens)
         for _ in range(count):
-            at = cache.get_seq_length()
-            positions = torch.arange(at, at + len(fed))[None]
-            logits = self._model(torch.tensor([fed]), position_ids=positions, past_key_values=cache).logits
-            fed = [int(logits[0, -1].argmax())]
+            fed = [int(self._logits(cache, fed)[-1].argmax())]
             found += fed
         cache.crop(before)
         return found
@@ -114,13 +107,15 @@ class Model:
     def _compute(self, cache: DynamicCache, tokens: Sequence[int], stop: int) -> None:
         begin = cache.get_seq_length()
         if stop > begin:
-            positions = torch.arange(begin, stop)[None]
-            self._model(
-                torch.tensor([tokens[begin:stop]]),
-                position_ids=positions,
-                past_key_values=cache,
-                logits_to_keep=1,
-            )
+            self._logits(cache, tokens[begin:stop])
+
+    def _logits(self, cache: DynamicCache, tokens: Sequence[int]) -> torch.Tensor:
+        """Compute tokens that follow a context; returns their logits `[tokens, vocabulary]`."""
+        before = cache.get_seq_length()
+        positions = torch.arange(before, before + len(tokens))[None]
+        given = torch.tensor([list(tokens)])
+        found: torch.Tensor = self._model(given, position_ids=positions, past_key_values=cache).logits[0]
+        return found
 
     def _move(self, cache: DynamicCache, theirs: DynamicCache, start: int, count: int, way: Way) -> None:
         distance = torch.tensor([[cache.get_seq_length() - start]])
