@@ -38,11 +38,21 @@ def test_one_is_made_from_a_chat_from_token_ids_or_from_another(baton: Baton) ->
 
 def test_several_are_joined_ahead_and_in_a_chat(baton: Baton) -> None:
     parts = [baton.handoffs.create("a", prompt=text) for text in ("1 2", "3")]
-    joined = baton.handoffs.create("a", start=parts)
+    joined = baton.handoffs.create("a", start=parts, order="any", join="moved")
+    assert joined.exact, "the fake moves nothing"
     assert (joined.tokens, joined.parents) == (3, tuple(part.id for part in parts))
     answer = baton.chat("a", "4", start=(parts[0].id, parts[1]), save=True, max_tokens=1)
     assert answer.handoff is not None
     assert answer.handoff.parents == joined.parents
+
+
+def test_one_of_another_model_is_translated(baton: Baton) -> None:
+    left = baton.handoffs.create("a", prompt=[1, 2])
+    made = baton.handoffs.create("other", start=left, translate=True)
+    assert (made.translated_from, made.model, made.tokens) == (left.id, "other", 2)
+    answer = baton.chat("other", "4", start=left, translate=True, max_tokens=1)
+    assert answer.source is not None
+    assert answer.source.exact
 
 
 @pytest.mark.parametrize("given", [{}, {"prompt": "1", "messages": "1"}])

@@ -12,6 +12,7 @@ from baton.errors import OperationUnsupported
 from baton.handoffs.joins.joining import Part
 from baton.handoffs.joins.moving import HEAD_TOKENS, moved_parts, require_movable, salt_of
 from baton.handoffs.records.record import HandoffRecord
+from baton.images.image_position import ImagePosition
 
 SHARED = list(range(100, 120))
 
@@ -46,6 +47,14 @@ def test_the_first_tokens_of_a_part_that_began_otherwise_are_computed() -> None:
         (HEAD_TOKENS, 39 - HEAD_TOKENS, 3 + HEAD_TOKENS),
         (2 + HEAD_TOKENS, 39 - HEAD_TOKENS, 43 + HEAD_TOKENS),
     ]
+
+
+def test_of_an_image_all_tokens_are_moved() -> None:
+    """The engine computes no image between moved tokens."""
+    whole = part(range(40))
+    whole.record.positions = [ImagePosition("a" * 64, 5, 4), ImagePosition("b" * 64, 20, 4)]
+    parts = [part([1, 2, 3]), whole]
+    assert moved([1, 2, 3, *range(40), 7], parts, 3, 43) == [None, (5, 34, 8)]
 
 
 def test_what_a_template_writes_between_chats_is_computed() -> None:

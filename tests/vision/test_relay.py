@@ -244,6 +244,27 @@ def test_a_picture_that_is_sent_again_starts_from_stored_kv_by_itself_and_anothe
     assert swapped.said != again.said, "the pictures matter to this model"
 
 
+@pytest.mark.parametrize("model", ENGINES)
+def test_chats_about_several_pictures_are_joined(eyes: Eyes, model: str) -> None:
+    """Exactly; moved with every picture in its place, and nobody else meets what was moved."""
+    chance, left, seen = random.Random(model), [], []
+    for _ in range(3):
+        message, pictures = CASES.message(chance, 1)
+        left.append(eyes.ask("reader", {"messages": [message], "handoff": {"save": True}}).left)
+        seen += pictures
+    message, own = CASES.message(chance, 1)
+    exact = eyes.ask(model, {"messages": [message], "handoff": {"from": left}})
+    assert exact.said == eyes.seer.says(exact.prompt, seen + own)
+    before = eyes.encoded(model)
+    moved = eyes.ask(model, {"messages": [message], "handoff": {"from": left, "join": "moved", "save": True}})
+    assert moved.prompt == exact.prompt
+    assert (moved.source["exact"], moved.handoff["images"]) == (False, 4)
+    assert all(part["moved_tokens"] for part in moved.source["parts"][1:]), "their pictures with them"
+    assert eyes.encoded(model) - before <= 1
+    again = eyes.ask(model, {"messages": [message], "handoff": {"from": left}})
+    assert again.said == exact.said
+
+
 def test_a_swapped_picture_never_hits(eyes: Eyes) -> None:
     """Another gateway over the same store might leave a record whose images are not those of its KV."""
     one, other = picture(5201, 30, 30), picture(5202, 30, 30)

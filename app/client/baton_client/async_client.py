@@ -56,6 +56,9 @@ class AsyncBaton:
         messages: Messages,
         *,
         start: Starts | None = None,
+        join: str | None = None,
+        order: str | None = None,
+        translate: bool = False,
         save: bool = False,
         label: str | None = None,
         pin: bool = False,
@@ -64,8 +67,11 @@ class AsyncBaton:
         **fields: Any,
     ) -> Answer:
         """Ask a model, from a handoff or from the beginning; see `Baton.chat`."""
+        starting = {"join": join, "order": order, "translate": translate}
         saving = {"label": label, "pin": pin, "ttl_s": ttl_s, "latent_steps": latent_steps}
-        call = routes.chat(model, messages, start=start, save=save, saving=saving, fields=fields)
+        call = routes.chat(
+            model, messages, start=start, starting=starting, save=save, saving=saving, fields=fields
+        )
         return await self._driver.run(exchange(call, self._driver.retries))
 
     def conversation(

@@ -69,6 +69,9 @@ class Baton:
         messages: Messages,
         *,
         start: Starts | None = None,
+        join: str | None = None,
+        order: str | None = None,
+        translate: bool = False,
         save: bool = False,
         label: str | None = None,
         pin: bool = False,
@@ -82,6 +85,9 @@ class Baton:
             model: name of the engine.
             messages: of the chat, those after `start` alone; a text is one message of the user.
             start: the handoff that the chat goes on from, or several, whose contexts are joined.
+            join: how: `exact` (None), or `moved`, which is faster and not exact.
+            order: in which order: `given` (None), or `any`.
+            translate: whether `start` may be of another model, whose text is gone on from then.
             save: whether the chat with its answer is saved as a handoff: `Answer.handoff`.
             label: a text of your own for that handoff; this, `pin`, `ttl_s` and `latent_steps` mean `save`.
             pin: whether its KV stays when others' is evicted.
@@ -96,8 +102,11 @@ class Baton:
             ConnectionLost: no answer came.
             ValueError: `stream` is set; this client does not stream.
         """
+        starting = {"join": join, "order": order, "translate": translate}
         saving = {"label": label, "pin": pin, "ttl_s": ttl_s, "latent_steps": latent_steps}
-        call = routes.chat(model, messages, start=start, save=save, saving=saving, fields=fields)
+        call = routes.chat(
+            model, messages, start=start, starting=starting, save=save, saving=saving, fields=fields
+        )
         return self._driver.run(exchange(call, self._driver.retries))
 
     def conversation(

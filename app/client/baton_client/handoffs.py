@@ -32,6 +32,9 @@ class Handoffs:
         messages: Messages | None = None,
         prompt: str | Sequence[int] | None = None,
         start: Starts | None = None,
+        join: str | None = None,
+        order: str | None = None,
+        translate: bool = False,
         label: str | None = None,
         pin: bool = False,
         ttl_s: int | None = None,
@@ -46,14 +49,19 @@ class Handoffs:
             prompt: the context as a text or token ids; either this or `messages`.
             start: the handoff that the new one continues, or several, whose contexts are joined; then neither
                 `prompt` nor `messages` is needed.
+            join: how: `exact` (None), or `moved`, which is faster and not exact.
+            order: in which order: `given` (None), or `any`.
+            translate: whether `start` may be of another model: the new handoff holds its text, and neither
+                `prompt` nor `messages` is needed.
             label: a text of your own, for `find`.
             pin: whether its KV stays when others' is evicted.
             ttl_s: seconds it lives; None: as long as the gateway allows.
             latent_steps: number of latent steps after the context.
             fields: further fields of the body, such as `images`.
         """
+        starting = {"join": join, "order": order, "translate": translate}
         saving = {"label": label, "pin": pin, "ttl_s": ttl_s, "latent_steps": latent_steps}
-        call = routes.create_handoff(model, messages, prompt, start, saving, fields)
+        call = routes.create_handoff(model, messages, prompt, start, starting, saving, fields)
         return self._driver.run(exchange(call, self._driver.retries))
 
     def get(self, handoff: Start) -> Handoff:
@@ -114,6 +122,9 @@ class AsyncHandoffs:
         messages: Messages | None = None,
         prompt: str | Sequence[int] | None = None,
         start: Starts | None = None,
+        join: str | None = None,
+        order: str | None = None,
+        translate: bool = False,
         label: str | None = None,
         pin: bool = False,
         ttl_s: int | None = None,
@@ -121,8 +132,9 @@ class AsyncHandoffs:
         **fields: Any,
     ) -> Handoff:
         """Compute a context and save it, without an answer; see `Handoffs.create`."""
+        starting = {"join": join, "order": order, "translate": translate}
         saving = {"label": label, "pin": pin, "ttl_s": ttl_s, "latent_steps": latent_steps}
-        call = routes.create_handoff(model, messages, prompt, start, saving, fields)
+        call = routes.create_handoff(model, messages, prompt, start, starting, saving, fields)
         return await self._driver.run(exchange(call, self._driver.retries))
 
     async def get(self, handoff: Start) -> Handoff:

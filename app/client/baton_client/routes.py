@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote
 
@@ -68,6 +69,7 @@ def chat(
     messages: Messages,
     *,
     start: Starts | None = None,
+    starting: Mapping[str, Any] = MappingProxyType({}),
     save: bool = False,
     saving: Mapping[str, Any],
     fields: Mapping[str, Any],
@@ -78,6 +80,7 @@ def chat(
         model: name of the engine.
         messages: of the chat; those that follow the handoff, if it starts from one.
         start: the handoff that it starts from, or several that are joined.
+        starting: how: `join`, `order`, `translate`.
         save: whether it saves a handoff.
         saving: how: `label`, `ttl_s`, `pin`, `latent_steps`; any of them means `save`.
         fields: further fields of the body, such as `max_tokens`.
@@ -90,7 +93,7 @@ def chat(
     how = given(**saving)
     handoff = given(save=how or save)
     if start is not None:
-        handoff["from"] = ids_of(start)
+        handoff |= {"from": ids_of(start)} | given(**starting)
     body: Json = {**fields, "model": model, "messages": messages_of(messages)}
     if handoff:
         body["handoff"] = handoff
@@ -102,24 +105,28 @@ def create_handoff(
     messages: Messages | None,
     prompt: str | Sequence[int] | None,
     start: Starts | None,
+    starting: Mapping[str, Any],
     saving: Mapping[str, Any],
     fields: Mapping[str, Any],
 ) -> Call[Handoff]:
     """Return the call that computes a context and saves it, without an answer.
 
     Raises:
-        ValueError: `messages` and `prompt` are both given, or both left out where no contexts are joined.
+        ValueError: `messages` and `prompt` are both given, or both left out where no contexts are joined and
+            none is translated.
     """
-    joined = isinstance(start, list | tuple) and messages is None and prompt is None
-    if (messages is None) is (prompt is None) and not joined:
-        raise ValueError("Give either 'messages' or 'prompt', or several handoffs as 'start'.")
+    whole = isinstance(start, list | tuple) or (start is not None and starting.get("translate"))
+    if (messages is None) is (prompt is None) and not (whole and messages is None):
+        raise ValueError(
+            "Give either 'messages' or 'prompt', or several handoffs as 'start', or one with 'translate'."
+        )
     body: Json = {**fields, "model": model, **given(**saving)}
     if messages is not None:
         body["messages"] = messages_of(messages)
     if prompt is not None:
         body["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
     if start is not None:
-        body["from"] = ids_of(start)
+        body |= {"from": ids_of(start)} | given(**starting)
     return Call("POST", "/v1/handoffs", _handoff, body)
 
 

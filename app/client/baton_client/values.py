@@ -28,6 +28,8 @@ class Handoff:
         parent: id of the handoff that it continues.
         parents: ids of all handoffs that it continues; several if they were joined.
         label: the text that the client gave it.
+        exact: whether its KV is what the engine would compute; False if any was moved to its place.
+        translated_from: id of the handoff of another model whose text it holds; None: it is no translation.
     """
 
     id: str
@@ -43,13 +45,16 @@ class Handoff:
     parent: str | None
     parents: tuple[str, ...]
     label: str | None
+    exact: bool = True
+    translated_from: str | None = None
 
     @classmethod
     def of(cls, row: Json) -> Handoff:
         """Read a handoff object of the API; fields that are unknown here are ignored."""
-        fields = {name: row[name] for name in cls.__dataclass_fields__ if name != "parents"}
+        newer = ("parents", "exact", "translated_from")
+        fields = {name: row[name] for name in cls.__dataclass_fields__ if name in row or name not in newer}
         parents = row.get("parents", [row["parent"]] if row["parent"] else [])  # older gateways have one
-        return cls(**fields, parents=tuple(parents))
+        return cls(**fields | {"parents": tuple(parents)})
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,13 @@ class Source:
 
     Attributes:
         id: of the handoff.
-        outcome: `loaded` from the store, `resident` in the engine, or `recomputed`.
+        outcome: `loaded` from the store, `resident` in the engine, `recomputed`, `blended` where some was
+            moved to its place, or `translated` from another model's text.
         reason: why it was recomputed, such as `kv_gone`; None: it was not.
         tokens: number of tokens in the handoff.
         loaded_tokens: number of tokens whose KV came from the store.
         resident_tokens: number of tokens whose KV the engine still had.
+        exact: whether that KV is what the engine would compute.
     """
 
     id: str
@@ -71,11 +78,12 @@ class Source:
     tokens: int
     loaded_tokens: int
     resident_tokens: int
+    exact: bool = True
 
     @classmethod
     def of(cls, row: Json) -> Source:
         """Read `handoff.source` of an answer; fields that are unknown here are ignored."""
-        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__ if name in row or name != "exact"})
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
@@ -20,20 +21,15 @@ from baton_kv.joins.rotation import Rotation
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-ARCHITECTURES = frozenset(
+ROTATING = frozenset(
     {
-        *(
-            "LlamaForCausalLM",
-            "MistralForCausalLM",
-            "Qwen2ForCausalLM",
-            "Qwen3ForCausalLM",
-            "GemmaForCausalLM",
-        ),
+        *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "GemmaForCausalLM"),
         *("BatonLatentLlamaForCausalLM", "BatonLatentMistralForCausalLM", "BatonLatentQwen2ForCausalLM"),
-        *("BatonLatentGemmaForCausalLM", "BatonLlavaForConditionalGeneration"),
+        "BatonLatentGemmaForCausalLM",
     }
 )
-"""Models all of whose layers rotate their keys as the last thing before they are stored."""
+"""vLLM's classes of models whose layers all rotate their keys as the last thing before they are stored, and
+whose moved KV was compared. Of a model with images it is the class of the text model in it."""
 ROTATIONS = (RotaryEmbedding, Llama3RotaryEmbedding)
 """Rotations that depend on the position alone."""
 
@@ -54,6 +50,9 @@ def make_mover(model: Any, config: VllmConfig, rows_a_block: int) -> tuple[KeyMo
         MovesUnsupported: it cannot be moved.
     """
     _require_plain(config, rows_a_block)
+    text_model = model.get_language_model() if isinstance(model, SupportsMultiModal) else model
+    if type(text_model).__name__ not in ROTATING:
+        raise MovesUnsupported(f"KV of {type(text_model).__name__} was never moved and compared")
     layers = {
         name: layer
         for name, layer in config.compilation_config.static_forward_context.items()
@@ -73,15 +72,12 @@ def _require_plain(config: VllmConfig, rows_a_block: int) -> None:
     Raises:
         MovesUnsupported: the message says why.
     """
-    found = config.model_config.architectures
     if not current_platform.is_cpu():
         raise MovesUnsupported("KV is moved on CPUs only")
     if config.parallel_config.tensor_parallel_size > 1:
         raise MovesUnsupported("KV is not moved with tensor parallelism")
     if config.speculative_config is not None:
         raise MovesUnsupported("KV is not moved with speculative decoding")
-    if not set(found) <= ARCHITECTURES:
-        raise MovesUnsupported(f"KV of the architecture {', '.join(found)} was never moved and compared")
     if rows_a_block != 1:
         raise MovesUnsupported("the blocks of the KV cache are split")
 

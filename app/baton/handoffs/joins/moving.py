@@ -65,10 +65,16 @@ def _moved(
     count = _common_suffix(record.tokens, tokens[begin:end]) - 1
     start, end = len(record.tokens) - 1 - count, end - 1
     behind_the_same = 0 < start <= shared_tokens(first.distinct_tokens, record.distinct_tokens)
-    skipped = 0 if behind_the_same else HEAD_TOKENS
+    skipped = 0 if behind_the_same else _head(record, start)
     if not record.bytes or count <= skipped:
         return None
     return MovedPart(key=record.key, start=start + skipped, tokens=count - skipped, to=end - count + skipped)
+
+
+def _head(record: HandoffRecord, start: int) -> int:
+    """Return how many tokens from `start` on are computed: up to the first image, of which all are moved."""
+    images = (image.offset - start for image in record.image_positions if image.offset >= start)
+    return min([HEAD_TOKENS, *images])
 
 
 def _common_suffix(one: Sequence[int], other: Sequence[int]) -> int:
