@@ -83,7 +83,10 @@ def test_a_backend_that_changes_what_it_stores_is_refused() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("halves", [True, False])
 @pytest.mark.parametrize("rotated", [SIZE, SIZE // 2])
-def test_keys_are_rotated_as_vllm_would_have(dtype: torch.dtype, halves: bool, rotated: int) -> None:
+@pytest.mark.parametrize("by_values", [True, False])
+def test_keys_are_rotated_as_vllm_would_have(
+    dtype: torch.dtype, halves: bool, rotated: int, by_values: bool
+) -> None:
     with set_current_vllm_config(VllmConfig()):
         embedding = RotaryEmbedding(SIZE, rotated, 512, 10000.0, halves, dtype)
     torch.manual_seed(2)
@@ -98,6 +101,7 @@ def test_keys_are_rotated_as_vllm_would_have(dtype: torch.dtype, halves: bool, r
         torch.nn.ModuleList([embedding]),
         SIZE,
         SimpleNamespace(model_config=SimpleNamespace(max_model_len=512, dtype=dtype)),  # type: ignore[arg-type]  # what it reads of it
+        by_values=by_values,
     )
     keys = numpy.ascontiguousarray(at(3))
     rotation.apply(keys, rotation.turn(3, 301, 40))
@@ -165,13 +169,13 @@ def test_other_position_embeddings_are_refused() -> None:
         plain = RotaryEmbedding(SIZE, SIZE, 64, 10000.0, True, torch.float32)
         faster = RotaryEmbedding(SIZE, SIZE, 64, 500.0, True, torch.float32)
         other = Other(SIZE, SIZE, 64, 10000.0, True, torch.float32)
-    assert supported._rotation(torch.nn.ModuleList([plain]), SIZE, config).positions == 64
+    assert supported._rotation(torch.nn.ModuleList([plain]), SIZE, config, by_values=False).positions == 64
     for modules in ([], [other], [plain, faster]):
         with pytest.raises(MovesUnsupported):
-            supported._rotation(torch.nn.ModuleList(modules), SIZE, config)
+            supported._rotation(torch.nn.ModuleList(modules), SIZE, config, by_values=False)
     config.model_config.max_model_len = 65
     with pytest.raises(MovesUnsupported, match="too short"):
-        supported._rotation(torch.nn.ModuleList([plain]), SIZE, config)
+        supported._rotation(torch.nn.ModuleList([plain]), SIZE, config, by_values=False)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy
 
@@ -11,7 +11,7 @@ from baton_kv.blocks import KVBlocks
 from baton_kv.cache_groups import GroupBlocks
 from baton_kv.copies import Staging
 from baton_kv.joins.packing import SlabPacking
-from baton_kv.joins.rotation import Rotation
+from baton_kv.joins.rotation import Rotation, Turn
 from baton_kv.loads import Source
 from baton_kv.moves import Move
 
@@ -52,6 +52,7 @@ class MoveCopier:
     staging: Staging
     mover: KeyMover
     table: Sequence[int]
+    _turns: dict[tuple[int, int, int], Turn] = field(default_factory=dict, init=False)
 
     def copy(self, move: Move, sources: Sequence[Source], layer: int) -> None:
         """Copy one layer of a move from the open entry and its parts.
@@ -81,7 +82,7 @@ class MoveCopier:
         inside = slice(start - wanted.start * tokens, start - wanted.start * tokens + count)
         keys, values = keys[:, inside], values[:, inside]
         to = move.to + start - move.start
-        self.mover.rotation.apply(keys, self.mover.rotation.turn(start, to, count))
+        self.mover.rotation.apply(keys, self._turn(start, to, count))
         pool = self.kv.pool(layer, heads).numpy().reshape(len(heads), self.kv.count, -1).view(packing.dtype)
         at = to
         while at < to + count:
@@ -90,6 +91,13 @@ class MoveCopier:
             part = slice(at - to, until - to)
             packing.pack(pool[:, self.table[at // tokens]], first, keys[:, part], values[:, part])
             at = until
+
+    def _turn(self, start: int, to: int, count: int) -> Turn:
+        """Return the rotation of these tokens, which is the same in all layers."""
+        place = (start, to, count)
+        if place not in self._turns:
+            self._turns[place] = self.mover.rotation.turn(start, to, count)
+        return self._turns[place]
 
     def clear(self, start: int, stop: int, layer: int) -> None:
         """Clear whole blocks of a layer of hidden states, which moved tokens have none of.

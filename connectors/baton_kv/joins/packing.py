@@ -1,13 +1,14 @@
 """Read and write the keys and values in a slab, whose order in memory is the attention backend's own.
 
 The order is learned, not known: the backend's own function writes numbers into a block, and where each is
-found afterwards is where it writes keys and values. Nothing is assumed but that it moves them and does not
-change them.
+found afterwards is where it writes keys and values. Nothing is assumed but that it stores them as they are,
+each part in one piece, and that tokens and values each go on by equal steps, alone or in groups of equal size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -22,23 +23,159 @@ DIGIT = 128
 
 
 class PackingUnknown(Exception):
-    """The backend does not store keys and values as they are, each once."""
+    """The backend does not store keys and values as they are, each once, in steps of equal size."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Where one axis goes on in memory.
+
+    Attributes:
+        length: number of places.
+        group: places that follow one another by `inner`; groups of them by `outer`.
+        outer: distance of two groups, in values.
+        inner: distance of two places in a group, in values.
+    """
+
+    length: int
+    group: int
+    outer: int
+    inner: int
+
+    @classmethod
+    def candidates(cls, places: NDArray[numpy.int64]) -> Iterator[Steps]:
+        """Yield the steps by which an axis with these places may go on.
+
+        Args:
+            places: index of each place in memory, `[length]`.
+        """
+        length = len(places)
+        for group in (size for size in range(1, length + 1) if length % size == 0):
+            outer = int(places[group] - places[0]) if group < length else 0
+            inner = int(places[1] - places[0]) if group > 1 else 0
+            steps = cls(length, group, outer, inner)
+            if numpy.array_equal(places, places[0] + steps.offsets()):
+                yield steps
+                return
+
+    def offsets(self) -> NDArray[numpy.int64]:
+        """Return the distance of each place from the first one, in values."""
+        index = numpy.arange(self.length)
+        return self.outer * (index // self.group) + self.inner * (index % self.group)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the number of groups, and of places in a group."""
+        return self.length // self.group, self.group
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the keys, or the values, of a block are in its slab.
+
+    Attributes:
+        base: index of the first value of the first token.
+        tokens: how tokens go on.
+        values: how the values of a token go on.
+    """
+
+    base: int
+    tokens: Steps
+    values: Steps
+
+    @classmethod
+    def of(cls, places: NDArray[numpy.int64]) -> Layout:
+        """Find the layout with these places.
+
+        Args:
+            places: index in the slab of each value, `[tokens, head size]`.
+
+        Raises:
+            PackingUnknown: tokens or values do not go on by equal steps.
+        """
+        tokens = next(Steps.candidates(places[:, 0]), None)
+        values = next(Steps.candidates(places[0]), None)
+        if tokens is None or values is None:
+            raise PackingUnknown
+        found = cls(int(places[0, 0]), tokens, values)
+        index = numpy.arange(places.max() + 1)
+        if found.base + places.size > len(index):
+            raise PackingUnknown
+        if not numpy.array_equal(found.view(index).reshape(places.shape), places):
+            raise PackingUnknown
+        return found
+
+    @property
+    def by_values(self) -> bool:
+        """Return whether the same value of the next token is nearer than the next value."""
+        token = self.tokens.inner or self.tokens.outer
+        return token < (self.values.inner or self.values.outer)
+
+    def _axes(self) -> list[tuple[int, int, int]]:
+        """Return step, length and number of the four axes, in their order in memory."""
+        steps = (self.tokens.outer, self.tokens.inner, self.values.outer, self.values.inner)
+        return sorted(
+            zip(steps, (*self.tokens.shape, *self.values.shape), range(4), strict=True), reverse=True
+        )
+
+    def view(self, slabs: NDArray[Any]) -> NDArray[Any]:
+        """View slabs without copying.
+
+        Args:
+            slabs: `[..., values of a slab]`.
+
+        Returns:
+            `[..., groups of tokens, tokens of a group, groups of values, values of a group]`.
+        """
+        axes, before = self._axes(), slabs.ndim - 1
+        size = self.tokens.length * self.values.length
+        split = slabs[..., self.base : self.base + size].reshape(
+            *slabs.shape[:-1], *(length for _, length, _ in axes), copy=False
+        )
+        places = [number for _, _, number in axes]
+        return split.transpose(*range(before), *(before + places.index(number) for number in range(4)))
+
+    def write(self, slab: NDArray[Any], first: int, given: NDArray[Any]) -> None:
+        """Write consecutive tokens into a block.
+
+        Args:
+            slab: the block of each head, `[heads, values of a slab]`, written in place.
+            first: index in the block of the first token.
+            given: `[heads, tokens, head size]`.
+        """
+        view, size, at = self.view(slab), self.tokens.group, first
+        given = given.reshape(*given.shape[:2], *self.values.shape)
+        stop = first + given.shape[1]
+        while at < stop:
+            if at % size == 0 and stop - at >= size:
+                groups = (stop - at) // size
+                until = at + groups * size
+                part = given[:, at - first : until - first]
+                view[:, at // size : until // size] = part.reshape(
+                    len(given), groups, size, *self.values.shape
+                )
+            else:
+                until = min(stop, at - at % size + size)
+                inside = slice(at % size, at % size + until - at)
+                view[:, at // size, inside] = given[:, at - first : until - first]
+            at = until
 
 
 class SlabPacking:
-    """Where a slab holds each value of its keys and values.
+    """Where a slab holds its keys and values.
 
     Args:
         keys: index in the slab of each value of the keys, `[tokens, head size]`.
         values: the same of the values.
         dtype: the KV cache's dtype.
+
+    Raises:
+        PackingUnknown: these are no steps of equal size.
     """
 
     def __init__(self, keys: NDArray[numpy.int64], values: NDArray[numpy.int64], dtype: torch.dtype) -> None:
         self.tokens, self.head_size = keys.shape
-        self._keys, self._values = keys, values
-        self._both = numpy.concatenate([keys.ravel(), values.ravel()])
-        self._order = numpy.argsort(self._both)
+        self._keys, self._values = Layout.of(keys), Layout.of(values)
         self._brain_floats = dtype is torch.bfloat16
         self.dtype: Any = numpy.dtype({torch.float32: "f4", torch.float16: "f2", torch.bfloat16: "u2"}[dtype])
 
@@ -53,7 +190,7 @@ class SlabPacking:
             write: the backend's function.
 
         Raises:
-            PackingUnknown: it does not store every number as it is, once.
+            PackingUnknown: it does not store every number as it is, once, in steps of equal size.
         """
         count = 2 * tokens * head_size
         found = numpy.zeros(count, numpy.int64)
@@ -71,9 +208,9 @@ class SlabPacking:
         return cls(keys_at, values_at, dtype)
 
     @property
-    def slab_bytes(self) -> int:
-        """Return the bytes of a slab."""
-        return int(self._both.size * self.dtype.itemsize)
+    def by_values(self) -> bool:
+        """Return whether the keys are stored value by value, not token by token."""
+        return self._keys.by_values
 
     def unpack(self, slabs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return keys and values, each `[heads, blocks * tokens, head size]`, of slabs.
@@ -82,12 +219,21 @@ class SlabPacking:
             slabs: `[heads, blocks, values of a slab]` of `dtype`.
 
         Returns:
-            The keys as float32, the values as `dtype`.
+            The keys as float32, a copy in the order of memory that they are stored in; the values as `dtype`.
         """
+        keys, values = (self._copied(slabs, layout) for layout in (self._keys, self._values))
+        return self._as_floats(keys), values
+
+    def _copied(self, slabs: NDArray[Any], layout: Layout) -> NDArray[Any]:
+        """Return keys or values of slabs as `[heads, blocks * tokens, head size]`."""
         heads, blocks, _ = slabs.shape
-        both = slabs.take(self._both, axis=2).reshape(heads, blocks, 2, self.tokens, self.head_size)
-        shape = (heads, blocks * self.tokens, self.head_size)
-        return self._as_floats(both[:, :, 0].reshape(shape)), both[:, :, 1].reshape(shape)
+        if layout.by_values:
+            found = numpy.empty((heads, self.head_size, blocks * self.tokens), slabs.dtype).swapaxes(1, 2)
+        else:
+            found = numpy.empty((heads, blocks * self.tokens, self.head_size), slabs.dtype)
+        split = found.reshape(heads, blocks, *layout.tokens.shape, *layout.values.shape, copy=False)
+        split[...] = layout.view(slabs)
+        return found
 
     def pack(
         self, slab: NDArray[Any], first: int, keys: NDArray[numpy.float32], values: NDArray[Any]
@@ -100,23 +246,16 @@ class SlabPacking:
             keys: `[heads, tokens, head size]`.
             values: the same, of `dtype`.
         """
-        heads, count, _ = keys.shape
-        rounded = self._as_stored(keys).reshape(heads, -1)
-        if count == self.tokens:
-            both = numpy.concatenate([rounded, values.reshape(heads, -1)], axis=1)
-            numpy.copyto(slab, both.take(self._order, axis=1))
-            return
-        tokens = slice(first, first + count)
-        slab[:, self._keys[tokens].ravel()] = rounded
-        slab[:, self._values[tokens].ravel()] = values.reshape(heads, -1)
+        self._keys.write(slab, first, self._as_stored(keys))
+        self._values.write(slab, first, values)
 
     def _as_floats(self, stored: NDArray[Any]) -> NDArray[numpy.float32]:
         if self._brain_floats:
             return (stored.astype(numpy.uint32) << 16).view(numpy.float32)
-        return stored.astype(numpy.float32)
+        return stored.astype(numpy.float32, copy=False)
 
     def _as_stored(self, keys: NDArray[numpy.float32]) -> NDArray[Any]:
         if not self._brain_floats:
             return keys.astype(self.dtype, copy=False)
-        bits = numpy.ascontiguousarray(keys).view(numpy.uint32)  # rounded to the nearest, ties to even
+        bits = keys.astype(numpy.float32, copy=True).view(numpy.uint32)  # rounded to nearest, ties to even
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)

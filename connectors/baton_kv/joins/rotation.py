@@ -32,10 +32,12 @@ class Rotation:
     Args:
         table: cosines then sines of each position, `[positions, 2 * pairs]`.
         halves: whether a pair is the same place of the first and second half (NeoX); otherwise neighbours.
+        by_values: whether the keys that will be rotated lie in memory value by value, not token by token.
     """
 
-    def __init__(self, table: Floats, *, halves: bool) -> None:
-        self._cos, self._sin = numpy.split(table.astype(numpy.float32), 2, axis=1)
+    def __init__(self, table: Floats, *, halves: bool, by_values: bool = False) -> None:
+        keep = numpy.asfortranarray if by_values else numpy.ascontiguousarray
+        self._cos, self._sin = (keep(part.astype(numpy.float32)) for part in numpy.split(table, 2, axis=1))
         self._halves = halves
 
     @property

@@ -62,7 +62,8 @@ def make_mover(model: Any, config: VllmConfig, rows_a_block: int) -> tuple[KeyMo
     _require_plain_attention(layers)
     first = next(iter(layers.values()))
     packing = _learn(first, block_size)
-    mover = KeyMover(packing, _rotation(model, first.head_size, config), len(layers))
+    rotation = _rotation(model, first.head_size, config, by_values=packing.by_values)
+    mover = KeyMover(packing, rotation, len(layers))
     return mover, GapForward(model, config, layers, block_size)
 
 
@@ -101,7 +102,7 @@ def _require_plain_attention(layers: dict[str, Any]) -> None:
         raise MovesUnsupported("the model's layers differ in their heads")
 
 
-def _rotation(model: Any, head_size: int, config: VllmConfig) -> Rotation:
+def _rotation(model: Any, head_size: int, config: VllmConfig, *, by_values: bool) -> Rotation:
     """Return the model's position embedding.
 
     Raises:
@@ -120,7 +121,7 @@ def _rotation(model: Any, head_size: int, config: VllmConfig) -> Rotation:
         raise MovesUnsupported("the table of the position embedding is too short")
     # The engine rounds the table to the dtype of the keys.
     table = first.cos_sin_cache.to(config.model_config.dtype).float().numpy()
-    return Rotation(table, halves=first.is_neox_style)
+    return Rotation(table, halves=first.is_neox_style, by_values=by_values)
 
 
 def _learn(layer: Any, block_size: int) -> SlabPacking:
