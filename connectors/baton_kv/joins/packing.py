@@ -2,13 +2,14 @@
 
 The order is learned, not known: the backend's own function writes numbers into a block, and where each is
 found afterwards is where it writes keys and values. Nothing is assumed but that it stores them as they are,
-each part in one piece, and that tokens and values each go on by equal steps, alone or in groups of equal size.
+keys and values each in one piece, in which tokens and values go on by equal steps, alone or in equal groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy
@@ -111,12 +112,13 @@ class Layout:
         token = self.tokens.inner or self.tokens.outer
         return token < (self.values.inner or self.values.outer)
 
-    def _axes(self) -> list[tuple[int, int, int]]:
-        """Return step, length and number of the four axes, in their order in memory."""
+    @cached_property
+    def _axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Lengths of the four axes in their order in memory, and the place of each axis in that order."""
         steps = (self.tokens.outer, self.tokens.inner, self.values.outer, self.values.inner)
-        return sorted(
-            zip(steps, (*self.tokens.shape, *self.values.shape), range(4), strict=True), reverse=True
-        )
+        lengths = (*self.tokens.shape, *self.values.shape)
+        order = sorted(range(4), key=lambda axis: steps[axis], reverse=True)
+        return tuple(lengths[axis] for axis in order), tuple(order.index(axis) for axis in range(4))
 
     def view(self, slabs: NDArray[Any]) -> NDArray[Any]:
         """View slabs without copying.
@@ -127,13 +129,11 @@ class Layout:
         Returns:
             `[..., groups of tokens, tokens of a group, groups of values, values of a group]`.
         """
-        axes, before = self._axes(), slabs.ndim - 1
+        (lengths, places), before = self._axes, slabs.ndim - 1
         size = self.tokens.length * self.values.length
-        split = slabs[..., self.base : self.base + size].reshape(
-            *slabs.shape[:-1], *(length for _, length, _ in axes), copy=False
-        )
-        places = [number for _, _, number in axes]
-        return split.transpose(*range(before), *(before + places.index(number) for number in range(4)))
+        held = slabs[..., self.base : self.base + size]
+        split = held.reshape(*slabs.shape[:-1], *lengths, copy=False)
+        return split.transpose(*range(before), *(before + place for place in places))
 
     def write(self, slab: NDArray[Any], first: int, given: NDArray[Any]) -> None:
         """Write consecutive tokens into a block.
