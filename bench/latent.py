@@ -2,7 +2,9 @@
 
 `steps`: plain vLLM in this process, the stock class beside the one that thinks, rounds alternating.
 `pipeline` and `tasks`: a gateway over SmolLM2 without a prefix cache, so that nothing but the handoff saves
-work. Tasks are made up here; an answer is right when its first word is.
+work. Tasks are made up here; an answer is right when its first word is. `rosetta`: what one vector carries
+from a model to another (`--source`, `--target`: folders or embedded models), beside its text, and beside the
+vector of another page.
 """
 
 from __future__ import annotations
@@ -41,6 +43,26 @@ model = "smollm2"
 handoff = true
 latent = true
 args = {{ enable_prefix_caching = false, max_num_seqs = 16 }}
+"""
+TWO_MODELS = """
+[handoffs]
+auto = "off"
+store = "file:{folder}/store"
+rosetta = true
+
+[[engines]]
+name = "thinker"
+model = "{source}"
+handoff = true
+latent = true
+args = {{ max_num_seqs = 16 }}
+
+[[engines]]
+name = "target"
+model = "{target}"
+handoff = true
+latent = true
+args = {{ max_num_seqs = 16 }}
 """
 PROMPT_TOKENS = 64
 AHEAD_TOKENS = 448
@@ -189,9 +211,9 @@ class Agents:
         page = self._http.get("/metrics").text
         return int(sum(float(value) for value in COMPUTED.findall(page)))
 
-    def say(self, text: str, said: int, **handoff: Any) -> tuple[str, Json]:
+    def say(self, text: str, said: int, model: str = "thinker", **handoff: Any) -> tuple[str, Json]:
         """A completion, and what it tells of its handoff."""
-        body = {"model": "thinker", "prompt": text, "max_tokens": said, "temperature": 0} | self.options
+        body = {"model": model, "prompt": text, "max_tokens": said, "temperature": 0} | self.options
         answer = self._http.post("/v1/completions", json=body | ({"handoff": handoff} if handoff else {}))
         told: Json = answer.raise_for_status().json()
         self.said += told["usage"]["completion_tokens"]
@@ -254,6 +276,9 @@ def pipeline_part(agents: Agents, options: argparse.Namespace) -> None:
     table(["agents", "passed on", "wall, s", "tokens prefilled", "tokens said", "latent steps"], rows)
 
 
+Part = Callable[[Agents, argparse.Namespace], None]
+
+
 def sums(draw: random.Random) -> tuple[str, str, str]:
     """Sums of two numbers, four of them solved before."""
 
@@ -306,6 +331,27 @@ def tasks_part(agents: Agents, options: argparse.Namespace) -> None:
     table(["task", *ways], rows)
 
 
+def rosetta_part(agents: Agents, options: argparse.Namespace) -> None:
+    """How many answers of another model are right, given nothing, one vector, another page's, or the text."""
+    steps = (0, 10)
+    ways = ("nothing", *(f"vector, {count} latent steps" for count in steps), "another page's vector", "text")
+    counts = dict.fromkeys(ways, 0)
+    for seed in range(options.tasks):
+        (shown, question, wanted), other = (recall(random.Random(each), 8) for each in (seed, 1000 + seed))
+        named = f"{shown}{question}"
+        asked: dict[str, Json] = {
+            f"vector, {count} latent steps": {"from": agents.think(named, count)} for count in steps
+        }
+        asked["another page's vector"] = {"from": agents.think(f"{other[0]}{other[1]}", 0)}
+        asked = {name: given | {"translate": {"via": "rosetta"}} for name, given in asked.items()}
+        asked |= {"nothing": {}, "text": {"from": agents.think(shown, 0), "translate": True}}
+        for name in ways:
+            text, _ = agents.say(question, 6, "target", **asked[name])
+            found = re.match(r"\W*(\w+)", text)
+            counts[name] += found is not None and found[1] == wanted
+    table(list(ways), [[f"{count}/{options.tasks}" for count in counts.values()]])
+
+
 def table(names: list[str], rows: list[list[str]]) -> None:
     """Print Markdown."""
     out = Console(soft_wrap=True)
@@ -314,27 +360,39 @@ def table(names: list[str], rows: list[list[str]]) -> None:
     out.print()
 
 
+def behind_a_gateway(text: str, parts: list[Part], options: argparse.Namespace) -> None:
+    """Measure parts with a gateway of these settings."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        config = Path(folder) / "bench.toml"
+        config.write_text(text.format(folder=folder, source=options.source, target=options.target))
+        port = free_port()
+        command = [str(Path(sys.executable).parent / "baton"), "serve", "--config", str(config)]
+        with Server("latent", [*command, "--port", str(port)], f"http://127.0.0.1:{port}") as server:
+            agents = Agents(server.url)
+            for part in parts:
+                part(agents, options)
+
+
 def main() -> None:
     """Measure, and print Markdown for RESULTS.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--tasks", type=int, default=40)
-    parts = ("steps", "pipeline", "tasks")
+    parser.add_argument("--source", default="smollm2", help="the model that thinks, of the part rosetta")
+    parser.add_argument("--target", default="smollm2", help="the model that answers there")
+    parts = ("steps", "pipeline", "tasks", "rosetta")
     parser.add_argument("--parts", choices=parts, nargs="+", default=list(parts))
     options = parser.parse_args()
     print(f"`make bench-latent ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}, {machine()}\n")
-    if "pipeline" in options.parts or "tasks" in options.parts:
-        with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-            config = Path(folder) / "bench.toml"
-            config.write_text(CONFIG.format(folder=folder))
-            port = free_port()
-            command = [str(Path(sys.executable).parent / "baton"), "serve", "--config", str(config)]
-            with Server("latent", [*command, "--port", str(port)], f"http://127.0.0.1:{port}") as server:
-                agents = Agents(server.url)
-                for name, part in (("pipeline", pipeline_part), ("tasks", tasks_part)):
-                    if name in options.parts:
-                        part(agents, options)
+    gateways = {
+        CONFIG: (("pipeline", pipeline_part), ("tasks", tasks_part)),
+        TWO_MODELS: (("rosetta", rosetta_part),),
+    }
+    for config, measured in gateways.items():
+        wanted = [part for name, part in measured if name in options.parts]
+        if wanted:
+            behind_a_gateway(config, wanted, options)
     if "steps" in options.parts:
         steps_part(options)
 

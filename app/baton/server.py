@@ -31,6 +31,7 @@ from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
 from baton.handoffs.sources import Sources
+from baton.handoffs.translations.rosetta import Rosetta
 from baton.handoffs.translations.service import Translations
 from baton.http import openapi
 from baton.http.middleware.auth import AuthMiddleware
@@ -169,6 +170,7 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
         Sources(handoffs, settings.handoffs.wait_s),
         sessions,
         Translations(fleet.engines, handoffs, sessions),
+        Rosetta(fleet.engines, handoffs, sessions, settings.handoffs.rosetta),
         AutomaticHandoffs(
             handoffs,
             planner,

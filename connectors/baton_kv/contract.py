@@ -22,6 +22,8 @@ PARAMS_KEY = "baton_kv"
 EXPENDABLE = "auto-"
 """Entries whose ids begin with this are evicted before others of their scope."""
 LOCAL_TENANT = "local"
+MOST_MIXED = 1024
+"""Most tokens of a mixture."""
 MOST_MOVED = 16
 """Most entries whose KV is moved into one context."""
 
@@ -157,6 +159,20 @@ class MovedPart(BaseModel):
     to: Annotated[int, Field(ge=1)]
 
 
+class Mixture(BaseModel):
+    """A weighted mean of token embeddings, which a model with latent steps takes as its first input.
+
+    Attributes:
+        tokens: token ids of the model.
+        weights: weight of each of them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MOST_MIXED)]
+    weights: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1, max_length=MOST_MIXED)]
+
+
 class TransferParams(BaseModel):
     """The connector's part of a request's `kv_transfer_params`.
 
@@ -168,6 +184,8 @@ class TransferParams(BaseModel):
         limit: maximum number of tokens to load; None for all that match.
         moved: what follows those, moved from other entries; the tokens between are computed. Moved KV is not
             what the engine would compute: such a request needs a `cache_salt` of its own.
+        mixture: input of the prompt's first position, which holds the placeholder of a latent step; such a
+            request needs a `cache_salt` of its own.
         least: fewest tokens to save beyond those that the entry `load` holds already; with fewer, nothing is
             saved. Above 0 nobody waits for the save: it leaves room for others.
         tag: name of the request in outcomes; the gateway sets its request id.
@@ -181,6 +199,7 @@ class TransferParams(BaseModel):
     load: EntryKey | None = None
     limit: Annotated[int, Field(ge=0)] | None = None
     moved: Annotated[list[MovedPart], Field(max_length=MOST_MOVED)] = []
+    mixture: Mixture | None = None
     least: Annotated[int, Field(ge=0)] = 0
     tag: Annotated[str, Field(max_length=64)] | None = None
 
@@ -222,6 +241,7 @@ def transfer_params(
     load: str | None = None,
     limit: int | None = None,
     moved: Sequence[Mapping[str, Any]] = (),
+    mixture: Mapping[str, Any] | None = None,
     least: int | None = None,
     tag: str | None = None,
 ) -> dict[str, Any]:
@@ -230,7 +250,7 @@ def transfer_params(
     The arguments are the fields of `TransferParams`; None leaves a field out.
     """
     wanted: dict[str, Any] = {"save": save or None, "scope": scope, "load": load, "limit": limit}
-    wanted |= {"moved": list(moved) or None, "least": least, "tag": tag}
+    wanted |= {"moved": list(moved) or None, "mixture": mixture, "least": least, "tag": tag}
     return {PARAMS_KEY: {"version": 1} | {name: value for name, value in wanted.items() if value is not None}}
 
 

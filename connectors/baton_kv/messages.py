@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton_kv.cache_groups import GroupBlocks
+from baton_kv.contract import Mixture
 from baton_kv.entry_format import ImageRef, Part
 from baton_kv.moves import Joined
 
@@ -68,6 +69,19 @@ class SaveJob:
     tag: str | None = None
 
 
+@dataclass(frozen=True)
+class PlacedMixture:
+    """The mixture that is the input of one token of the next forward pass.
+
+    Attributes:
+        slot: the token's slot in the KV cache.
+        mixture: the mixture.
+    """
+
+    slot: int
+    mixture: Mixture
+
+
 @dataclass
 class StepJobs:
     """The jobs of one engine step.
@@ -76,8 +90,10 @@ class StepJobs:
         loads: loads to begin.
         saves: saves to begin.
         given_up: requests that ended during their load, which need not be finished.
+        mixtures: mixtures for requests that were given their blocks.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
+    mixtures: list[PlacedMixture] = field(default_factory=list)

@@ -27,7 +27,7 @@ from baton_kv.contract import (
 from baton_kv.entry_format import EntryIncompatible, EntryInvalid, ImageRef, Part
 from baton_kv.held_blocks import HeldBlocks
 from baton_kv.lookup import EntryLookup, Plan
-from baton_kv.messages import LoadJob, SaveJob, StepJobs
+from baton_kv.messages import LoadJob, PlacedMixture, SaveJob, StepJobs
 from baton_kv.move_lookup import MoveLookup
 from baton_kv.rank_outcomes import RankOutcomes
 from baton_kv.stores.base import MAX_SHARED, Store, StoreError
@@ -176,6 +176,12 @@ class SchedulerRole:
                 tuple(block_ids[0][: -(-plan.matched // self._block_size)]) if joined is not None else (),
             )
         )
+
+    def placed(self, params: object, block_ids: Sequence[Sequence[int]]) -> None:
+        """Note the mixture of a request that was given blocks, if it has one."""
+        wanted = parse(params)
+        if isinstance(wanted, TransferParams) and wanted.mixture is not None and block_ids[0]:
+            self._jobs.mixtures.append(PlacedMixture(block_ids[0][0] * self._block_size, wanted.mixture))
 
     def _blocks_of(
         self, block_ids: Sequence[Sequence[int]], tokens: int, local: int = 0

@@ -10,8 +10,6 @@ AVP_SETTINGS = {
     "avp_store_dir": "set `store` to `file:/ABSOLUTE/FOLDER` instead",
     "avp_store_ttl": "set `budget` to limit bytes; behind the gateway `handoffs.ttl_s` limits the time",
     "avp_latent_steps": "each request asks for its steps; see plugins/baton_latent/README.md",
-    "avp_target_model": "handoffs to another model are not supported",
-    "avp_source_model": "handoffs from another model are not supported",
 }
 """Settings of AVP's connector, and what to use instead."""
 
@@ -34,6 +32,15 @@ class ConnectorSettings(BaseModel):
         None, description="Bytes that all entries may take; the least recently used are evicted first."
     )
     fsync: bool = Field(False, description="Flush an entry to the device before it becomes visible.")
+    avp_source_model: str | None = Field(
+        None,
+        description="AVP's name, which the gateway reads: the engine whose handoffs this one continues by "
+        "one vector, unless a request says otherwise.",
+    )
+    avp_target_model: str | None = Field(
+        None,
+        description="AVP's name, which the gateway reads: the engine that continues this one's handoffs so.",
+    )
     unproven_devices: bool = Field(
         False,
         description="Allow NVIDIA GPUs, where this connector was written to vLLM's contract and never run.",

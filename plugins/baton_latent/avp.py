@@ -9,8 +9,8 @@ VARIABLES: Mapping[str, str] = {
     "AVP_KV_STORE_DIR": "set the connector's `store`, or `handoffs.store` behind the gateway",
     "AVP_LATENT_STEPS": "each request asks for its steps; the default is 0",
     "AVP_OVERRIDE_QWEN2": "set `latent = true` for the engine, or its `hf_overrides`",
-    "AVP_SOURCE_MODEL": "handoffs from another model are not supported",
-    "AVP_TARGET_MODEL": "handoffs to another model are not supported",
+    "AVP_SOURCE_MODEL": "set `avp_source_model` in the connector's settings, behind the gateway",
+    "AVP_TARGET_MODEL": "set `avp_target_model` in the connector's settings, behind the gateway",
 }
 
 logger = logging.getLogger("vllm.baton_latent")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from baton_latent.batch import Batch, running_batch
 from baton_latent.contract import CONNECTOR, MEMORY_KEY, PLACEHOLDER_KEY, choose_placeholder
 from baton_latent.memory import LatentMemory
 from baton_latent.passes import Pass, plan
-from baton_latent.projection import TiedProjection, UntiedProjection, VocabularyShard
+from baton_latent.projection import TiedProjection, UntiedProjection, VocabularyShard, to_length
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,17 +69,24 @@ class LatentSteps(torch.nn.Module):
         if batch is None or input_ids is None:
             return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
         self._memory.require(batch.kv, batch.block_size)
-        is_latent = (input_ids[: batch.count] == self._placeholder) & (positions[: batch.count] > 0)
-        if is_latent.any():
-            return self._forward_in_passes(
-                batch, input_ids, positions, is_latent.nonzero().flatten().tolist()
-            )
+        is_placeholder = input_ids[: batch.count] == self._placeholder
+        first = positions[: batch.count] == 0
+        mixtures = self._mixtures(self._memory.take_mixtures(batch.slots, first & is_placeholder))
+        is_latent = is_placeholder & ~first
+        if mixtures or is_latent.any():
+            latent = sorted({*is_latent.nonzero().flatten().tolist(), *mixtures})
+            return self._forward_in_passes(batch, input_ids, positions, latent, mixtures)
         hidden = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
         self._memory.write(batch.slots, hidden[: batch.count])
         return hidden
 
     def _forward_in_passes(
-        self, batch: Batch, input_ids: torch.Tensor, positions: torch.Tensor, latent: list[int]
+        self,
+        batch: Batch,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        latent: list[int],
+        mixtures: dict[int, torch.Tensor],
     ) -> torch.Tensor:
         """Return the hidden states `[tokens, hidden]` of a batch with latent tokens.
 
@@ -87,7 +94,8 @@ class LatentSteps(torch.nn.Module):
             batch: the running batch.
             input_ids: token ids with padding, `[tokens]`.
             positions: positions of the tokens in their contexts, `[tokens]`.
-            latent: ascending indices of the latent tokens.
+            latent: ascending indices of the latent tokens, and of those with a mixture.
+            mixtures: input of each token with a mixture, `[hidden]`, by its index.
         """
         began = time.monotonic()
         hidden = torch.zeros(
@@ -98,7 +106,7 @@ class LatentSteps(torch.nn.Module):
         parts = plan(batch.bounds, latent)
         for number, part in enumerate(parts):
             index = torch.cat([torch.arange(*span) for span in zip(part.starts, part.ends, strict=True)])
-            inputs = self._inputs(batch, part, index, input_ids, positions) if part.latent else None
+            inputs = self._inputs(batch, part, index, input_ids, positions, mixtures) if part.latent else None
             with batch.only(part, index, positions[index]):
                 ids = input_ids[index] if inputs is None else None
                 found = super().forward(ids, positions[index], None, inputs)
@@ -108,7 +116,9 @@ class LatentSteps(torch.nn.Module):
             if number == 0 and not part.latent:
                 ordinary = time.monotonic() - began
         passes = sum(bool(part.latent) for part in parts)
-        self._record_steps(len(latent), len(rows), passes, time.monotonic() - began - ordinary)
+        self._record_steps(
+            len(latent) - len(mixtures), len(rows), passes, time.monotonic() - began - ordinary
+        )
         return hidden
 
     def _inputs(
@@ -118,13 +128,38 @@ class LatentSteps(torch.nn.Module):
         index: torch.Tensor,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
+        mixtures: dict[int, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the first layer's inputs `[tokens, hidden]`: embeddings, or seeds of latent tokens."""
+        """Return the first layer's inputs `[tokens, hidden]`: embeddings, mixtures, projected seeds."""
         inputs: torch.Tensor = self.embed_input_ids(input_ids[index])
-        places = torch.tensor(part.latent)
-        seeds = self._memory.read(batch.slots_before(part.latent_rows, positions[places]))
-        inputs[torch.isin(index, places)] = self._project(seeds).to(inputs.dtype)
+        for place in mixtures.keys() & set(part.latent):
+            inputs[index == place] = mixtures[place].to(inputs.dtype)
+        seeded = [(row, at) for row, at in part.latent_tokens if at not in mixtures]
+        if seeded:
+            places = torch.tensor([at for _, at in seeded])
+            rows = [row for row, _ in seeded]
+            seeds = self._memory.read(batch.slots_before(rows, positions[places]))
+            inputs[torch.isin(index, places)] = self._project(seeds).to(inputs.dtype)
         return inputs
+
+    def _mixtures(self, given: dict[int, tuple[Sequence[int], Sequence[float]]]) -> dict[int, torch.Tensor]:
+        """Return mixtures of token embeddings, each `[hidden]`, as long as an embedding is on average.
+
+        A mixture with unknown tokens is left out: its token keeps the placeholder's embedding.
+        """
+        known = self.config.vocab_size
+        return {
+            place: self._mixed(tokens, weights)
+            for place, (tokens, weights) in given.items()
+            if len(tokens) == len(weights) and max(tokens) < known
+        }
+
+    def _mixed(self, tokens: Sequence[int], weights: Sequence[float]) -> torch.Tensor:
+        if self._projection is None:
+            self._prepare()
+        assert self._projection is not None
+        rows = self.embed_input_ids(torch.tensor(tokens)).float()
+        return to_length(torch.tensor(weights) @ rows, self._projection.length)
 
     def _project(self, seeds: torch.Tensor) -> torch.Tensor:
         if self._projection is None:  # the loader did not call load_weights

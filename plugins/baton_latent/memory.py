@@ -7,6 +7,8 @@ cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -30,6 +32,7 @@ class LatentMemory:
         self.dtype = dtype
         self._device = device
         self._seeds: torch.Tensor | None = None
+        self._mixtures: dict[int, tuple[Sequence[int], Sequence[float]]] = {}
         self.steps = 0
         self.seconds = 0.0
 
@@ -59,6 +62,30 @@ class LatentMemory:
         """Allocate the seeds unless a connector has."""
         if self._seeds is None:
             self.layers_like(kv, block_size)
+
+    def mix(self, slot: int, tokens: Sequence[int], weights: Sequence[float]) -> None:
+        """Let a mixture of token embeddings be the input of the first token that is computed in a slot.
+
+        Args:
+            slot: slot of a context's first token.
+            tokens: token ids.
+            weights: weight of each of them.
+        """
+        self._mixtures[slot] = (tokens, weights)
+
+    def take_mixtures(
+        self, slots: torch.Tensor, first: torch.Tensor
+    ) -> dict[int, tuple[Sequence[int], Sequence[float]]]:
+        """Take the mixtures for a batch, by the index of their tokens.
+
+        Args:
+            slots: the tokens' slots, int64 `[tokens]`.
+            first: whether each token is the first one of its context, `[tokens]`.
+        """
+        if not self._mixtures:
+            return {}
+        begins = ((index, int(slots[index])) for index in first.nonzero().flatten().tolist())
+        return {index: self._mixtures.pop(slot) for index, slot in begins if slot in self._mixtures}
 
     def write(self, slots: torch.Tensor, hidden: torch.Tensor) -> None:
         """Write the seeds of tokens.

@@ -25,10 +25,15 @@ class Pass:
     latent: list[int] = field(default_factory=list)
 
     @property
+    def latent_tokens(self) -> list[tuple[int, int]]:
+        """Return row and index of each latent token, in order."""
+        latent = set(self.latent)
+        return [(row, start) for row, start in zip(self.rows, self.starts, strict=True) if start in latent]
+
+    @property
     def latent_rows(self) -> list[int]:
         """Return those of `rows` whose first token is latent."""
-        latent = set(self.latent)
-        return [row for row, start in zip(self.rows, self.starts, strict=True) if start in latent]
+        return [row for row, _ in self.latent_tokens]
 
     @property
     def lengths(self) -> list[int]:

@@ -58,13 +58,13 @@ class TiedProjection:
         self._embedding = embedding
         self._logits = logits
         self._shard = shard
-        self._length = mean_length(embedding, shard) * scale
+        self.length = mean_length(embedding, shard) * scale
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Project hidden states `[steps, hidden]` to inputs `[steps, hidden]` of the same dtype."""
         chances = self._logits(hidden).float().softmax(dim=-1).to(self._embedding.dtype)
         ours = chances.narrow(-1, self._shard.first, len(self._embedding))
-        return to_length(self._shard.all_reduce(ours @ self._embedding), self._length)
+        return to_length(self._shard.all_reduce(ours @ self._embedding), self.length)
 
 
 class UntiedProjection:
@@ -81,11 +81,11 @@ class UntiedProjection:
         self, embedding: torch.Tensor, head: torch.Tensor, scale: float, shard: VocabularyShard = WHOLE
     ) -> None:
         self._map = realignment(embedding, head, shard)
-        self._length = mean_length(embedding, shard) * scale
+        self.length = mean_length(embedding, shard) * scale
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Project hidden states `[steps, hidden]` to inputs `[steps, hidden]` of the same dtype."""
-        return to_length(hidden.float() @ self._map, self._length).to(hidden.dtype)
+        return to_length(hidden.float() @ self._map, self.length).to(hidden.dtype)
 
 
 def realignment(embedding: torch.Tensor, head: torch.Tensor, shard: VocabularyShard = WHOLE) -> torch.Tensor:

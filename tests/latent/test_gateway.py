@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from latent.reference import Reference
 from support.gateways import RealGateway
 from support.offline_engines import prompt
 from support.relays import ask, cached, ids, told
+from transformers import AutoModelForCausalLM
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore
@@ -41,6 +44,55 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
 def reference() -> Reference:
     model = ModelStore(load_settings().models_folder).resolve("smollm2")
     return Reference(model, choose_placeholder(model))
+
+
+def test_one_vector_stands_for_another_model_s_thought(gateway: RealGateway) -> None:
+    """Experimental, and exact: the vector is what torch makes of the first model's distribution."""
+    thought = told(ask(gateway, "thinker", "The capital of France is", handoff={"save": {"scope": "prompt"}}))
+    handoff = {"from": thought["id"], "translate": {"via": "rosetta"}}
+    started = ask(gateway, "other", " of", handoff=handoff)
+    source = told(started)["source"]
+    assert (source["outcome"], source["exact"], source["from_model"]) == ("rosetta", False, "thinker")
+    assert source["dropped"] == {"latent_steps": 0, "tokens": thought["tokens"]}
+    prompt_ids, said = ids(started)
+    with gateway.client() as client:
+        body = {"model": "thinker", "prompt": "The capital of France is", "max_tokens": 1, "logprobs": 20}
+        body |= {"return_tokens_as_token_ids": True, "temperature": 0}
+        top = client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]["top_logprobs"][0]
+    chances = {int(name.rpartition(":")[2]): math.exp(value) for name, value in top.items()}
+    model = ModelStore(load_settings().models_folder).resolve("smollm2")
+    assert said == mixed_answer(model, chances, prompt_ids[1:], len(said))
+    assert ids(ask(gateway, "other", " of"))[1] != said, "the vector is seen"
+    again = ask(gateway, "other", " of", handoff=handoff)
+    assert ids(again) == ids(started)
+
+
+def mixed_answer(model: str, chances: dict[int, float], tokens: list[int], count: int) -> list[int]:
+    """What a model says after a mean of embeddings, as long as these are on average, and some tokens."""
+    net: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    table = net.get_input_embeddings().weight
+    with torch.inference_mode():
+        vector = torch.tensor(list(chances.values())) @ table[list(chances)]
+        vector *= table.norm(dim=1).mean() / vector.norm()
+        found = list(tokens)
+        for _ in range(count):
+            inputs = torch.cat([vector[None], table[found]])[None]
+            logits = net(inputs_embeds=inputs).logits[0, -1]
+            logits[choose_placeholder(model)] = -torch.inf
+            found.append(int(logits.argmax()))
+    return found[len(tokens) :]
+
+
+def test_a_thought_of_another_model_is_refused_where_it_cannot_be_had(gateway: RealGateway) -> None:
+    left = told(ask(gateway, "thinker", "One two", handoff={"save": True}))["id"]
+    wrong: list[dict[str, Any]] = [{"save": True}, {"from": [left, left[::-1]]}]
+    with gateway.client() as client:
+        for more in wrong:
+            handoff = {"from": left, "translate": {"via": "rosetta"}} | more
+            answer = client.post(
+                "/v1/completions", json={"model": "other", "prompt": "a", "handoff": handoff}
+            )
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "handoff.translate")
 
 
 def steps_counted(gateway: RealGateway, engine: str) -> tuple[int, float]:

@@ -135,3 +135,27 @@ def test_what_cannot_be_translated_is_refused_by_name(relay: FakeGateway) -> Non
     assert (refused.status_code, refused.json()["error"]["param"]) == (409, "handoff.from[1]")
     unknown = post(relay, TEXT, "y", prompt="7", handoff={"from": "nobody's", "translate": True})
     assert unknown.status_code == 404
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_one_vector_instead_of_text_is_experimental_and_named_as_avp_names_it(enabled: bool) -> None:
+    engines = (
+        FakeEngine("x", supports_handoffs=True, weights="of x", placeholder=STEP),
+        FakeEngine("y", supports_handoffs=True, weights="of y", placeholder=STEP),
+        FakeEngine("z", supports_handoffs=True, weights="of z", rosetta_pairs=frozenset({("x", "z")})),
+    )
+    with run_fake(*engines, handoffs={"auto": "off", "rosetta": enabled}) as gateway:
+        left = made(gateway, prompt=[1, 2, 3])
+        handoff = {"from": left, "translate": {"via": "rosetta"}}
+        refused = post(gateway, TEXT, "z", prompt="7", handoff=handoff).json()["error"]
+        assert (refused["code"], refused["param"]) == ("operation_unsupported", "handoff.translate")
+        assert ("latent = true" if enabled else "handoffs.rosetta = true") in refused["message"]
+        by_settings = post(gateway, TEXT, "z", prompt="7", handoff={"from": left}).json()["error"]
+        assert by_settings["code"] == ("operation_unsupported" if enabled else "handoff_incompatible")
+        own = made(gateway, "y", prompt=[4])
+        other = post(gateway, TEXT, "z", prompt="7", handoff={"from": own}).json()["error"]
+        assert other["code"] == "handoff_incompatible", "the settings name no such pair"
+        saving = post(gateway, TEXT, "y", prompt="7", handoff=handoff | {"save": True})
+        assert saving.status_code == 400
+        messages = post(gateway, "/v1/messages", "y", max_tokens=1, messages=[], handoff=handoff)
+        assert messages.status_code == 400

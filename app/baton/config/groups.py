@@ -298,6 +298,11 @@ class HandoffSettings(Frozen):
         description="Bytes of images one handoff may keep; with more it is not made (400). All "
         "images, with the records, take half of the budget at most.",
     )
+    rosetta: bool = Field(
+        False,
+        description="Experimental: whether requests may start from one vector that stands for another "
+        "model's last thought (`translate` with `via: rosetta`). On the models tried it carried nothing.",
+    )
     latent_steps_max: int = Field(
         64,
         ge=0,

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from baton.images.image_position import ImagePosition
 from baton.images.placed_image import PlacedImage
-from baton_kv.contract import MovedPart, TransferFailure
+from baton_kv.contract import Mixture, MovedPart, TransferFailure
 
 
 @dataclass(eq=False)
@@ -63,6 +63,7 @@ class TransferRequest:
         salt: sets the engine's prefix cache apart for this request; None: that of its tenant is used.
         least: fewest tokens to save beyond those that `load` holds; with fewer, nothing is saved.
         latent_steps: number of latent-step placeholders in the prompt.
+        mixture: input of the prompt's first position, which is one of these placeholders; None: none is.
         audited: whether the report needs `first_token`.
         computed: whether all of the prompt is computed, without the engine's prefix cache.
         report: filled in by the engine with what happened.
@@ -78,14 +79,15 @@ class TransferRequest:
     salt: str | None = None
     least: int = 0
     latent_steps: int = 0
+    mixture: Mixture | None = None
     audited: bool = False
     computed: bool = False
     report: TransferReport = field(default_factory=TransferReport)
 
     @property
     def moves_kv(self) -> bool:
-        """Whether KV is loaded or saved; otherwise the request only replaces the body's prompt."""
-        return self.save is not None or self.load is not None
+        """Whether the connector has a part in the request; otherwise it only replaces the body's prompt."""
+        return self.save is not None or self.load is not None or self.mixture is not None
 
 
 class TransferChooser(Protocol):

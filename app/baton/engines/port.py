@@ -197,6 +197,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def rosetta_pairs(self) -> frozenset[tuple[str, str]]:
+        """Names of engines, source and target, between which one vector stands for a handoff by default."""
+        ...
+
+    @property
     def special_tokens(self) -> frozenset[int]:
         """Token ids that are no text, such as those that begin and end one."""
         ...

@@ -162,6 +162,10 @@ class Writer:
         """Return the text that token ids stand for; latent steps have none."""
         return await self._detokenize(list(tokens))
 
+    async def tokens_of(self, text: str) -> list[int]:
+        """Return the token ids of a text, without the tokens that a text begins with."""
+        return await self._plain_tokens(text)
+
     async def plain(
         self, prompt: str | list[int], *, special: bool, after: int = 0
     ) -> tuple[list[int], list[PlacedImage]]:

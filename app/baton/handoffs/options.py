@@ -63,6 +63,15 @@ class SaveOptions(Closed):
     latent_steps: Steps = 0
 
 
+class Translate(Closed):
+    """How a handoff of another model is continued: `handoff.translate` as an object."""
+
+    via: Literal["text", "rosetta"] = "text"
+
+
+VIA_ROSETTA = Translate(via="rosetta")
+
+
 class HandoffOptions(Closed):
     """The `handoff` field of a request: `save` a handoff, continue one or several (`from`), or both."""
 
@@ -70,7 +79,12 @@ class HandoffOptions(Closed):
     sources: HandoffIds = Field([], alias="from")
     join: Join = "exact"
     order: Order = "given"
-    translate: bool | None = None
+    translate: bool | Translate | None = None
+
+    @property
+    def via_rosetta(self) -> bool:
+        """Whether one vector stands for the handoff of another model, not its text."""
+        return isinstance(self.translate, Translate) and self.translate.via == "rosetta"
 
     @property
     def saving(self) -> SaveOptions | None:
@@ -134,14 +148,14 @@ class HandoffChanges(Closed):
     label: Label | None = None
 
 
-def translates(wanted: bool | None, engine: Engine) -> bool:
+def translates(wanted: bool | Translate | None, engine: Engine) -> bool:
     """Return whether a request may continue handoffs of other weights by their text.
 
     Args:
         wanted: its `translate` field; None: it has none.
         engine: the engine that answers.
     """
-    return engine.translates if wanted is None else wanted
+    return engine.translates if wanted is None else bool(wanted)
 
 
 def part_name(field: str, index: int) -> str:
@@ -151,7 +165,7 @@ def part_name(field: str, index: int) -> str:
 
 FIELDS = frozenset(
     field.alias or name
-    for kind in (SaveOptions, HandoffOptions, NewHandoff, HandoffChanges)
+    for kind in (SaveOptions, Translate, HandoffOptions, NewHandoff, HandoffChanges)
     for name, field in kind.model_fields.items()
 )
 

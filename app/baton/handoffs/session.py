@@ -83,6 +83,7 @@ class Session:
         target: the handoff that it saves.
         translated: how the source came from a handoff of other weights; None: it is of the engine's.
         parts: the handoffs that were joined, the source first; empty: none were.
+        thought: `handoff.source` of a request that starts from one vector; None: it starts from none.
     """
 
     handoffs: Handoffs
@@ -97,6 +98,7 @@ class Session:
     target: HandoffRecord | None
     translated: Translated | None = None
     parts: Sequence[JoinedPart] = ()
+    thought: Json | None = None
 
     async def run(self, operation: Operation, body: Json) -> Reply:
         """Call the engine; returns its reply with the `handoff` object.
@@ -186,6 +188,9 @@ class Session:
             shown = await self._save(self.target, answer)
         if self.source is not None:
             shown["source"] = self._describe(self.source)
+        elif self.thought is not None:
+            shown["source"] = self.thought
+            self.metrics.consumed.labels(self.thought["outcome"]).inc()
         return shown
 
     async def _save(self, target: HandoffRecord, answer: ChatAnswer) -> Json:

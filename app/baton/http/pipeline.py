@@ -13,8 +13,16 @@ from starlette.responses import Response
 from baton.admission.tenants import Ticket
 from baton.engines.port import Engine, Operation, Reply, StreamReply
 from baton.errors import BatonError
+from baton.handoffs.compatible import require_compatible
 from baton.handoffs.header import HEADER, apply_header
-from baton.handoffs.options import OPERATIONS, require_latent, take_options, translates
+from baton.handoffs.options import (
+    OPERATIONS,
+    VIA_ROSETTA,
+    HandoffOptions,
+    require_latent,
+    take_options,
+    translates,
+)
 from baton.handoffs.records.record import HandoffRecord
 from baton.http.request_body import in_a_thread, off_the_loop, read_json
 from baton.http.request_images import completed, take_images
@@ -24,6 +32,7 @@ from baton.http.state import Gateway, gateway_of
 from baton.http.validation.constraints import require_moderate
 from baton.http.validation.field_limits import check_field_limits
 from baton.http.validation.steering import ARGUMENTS, strip_arguments, strip_steering
+from baton.telemetry.ids import RequestContext
 
 SMALL_SCHEMAS = 8 * 1024
 """Largest body, in bytes, whose schemas are measured on the event loop; larger ones go to a thread."""
@@ -133,11 +142,12 @@ async def _respond(
         require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
     # A pending source is waited for before this request takes a place: its own request may need the place.
     if options is not None:
-        sources = await gateway.sources.all(
-            options.sources, engine, context.tenant, translates=translates(options.translate, engine)
-        )
+        options, sources = await _sources(gateway, engine, operation, options, context)
     ticket = await take_place(request, engine)
-    if options is not None:
+    if options is not None and options.via_rosetta:
+        session = await gateway.rosetta.open(engine, operation, body, context, sources[0], images)
+        reply = await session.run(operation, body)
+    elif options is not None:
         continued = await gateway.translations.sources(engine, context, sources)
         session = await gateway.sessions.open(engine, operation, body, context, options, continued, images)
         reply = await session.run(operation, body)
@@ -155,6 +165,29 @@ async def _respond(
     return await event_stream(
         reply.events, request.scope, gateway.metrics, reply.headers, keep_alive_s=seconds
     )
+
+
+async def _sources(
+    gateway: Gateway, engine: Engine, operation: Operation, options: HandoffOptions, context: RequestContext
+) -> tuple[HandoffOptions, list[HandoffRecord]]:
+    """Find the handoffs that a request continues; returns them, and how.
+
+    Raises:
+        BatonError: the engine cannot continue one of them.
+    """
+    if options.via_rosetta:
+        gateway.rosetta.require_possible(engine, operation, options)
+    wanted, rosetta = translates(options.translate, engine), gateway.rosetta
+    records = await gateway.sources.all(
+        options.sources, engine, context.tenant, translates=wanted or rosetta.is_target(engine)
+    )
+    if rosetta.is_default(engine, options, records):
+        options = options.model_copy(update={"translate": VIA_ROSETTA})
+        rosetta.require_possible(engine, operation, options)
+    elif not wanted:
+        for record in records:
+            require_compatible(record, engine)
+    return options, records
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -15,6 +15,7 @@ from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
 from baton.handoffs.sources import Sources
+from baton.handoffs.translations.rosetta import Rosetta
 from baton.handoffs.translations.service import Translations
 from baton.http.middleware.drain import Drain
 from baton.http.validation.trial_compile import TrialCompiler
@@ -35,6 +36,7 @@ class Gateway:
     sources: Sources
     sessions: Sessions
     translations: Translations
+    rosetta: Rosetta
     automatic: AutomaticHandoffs
     audits: Audits
     responses: StoredResponses

@@ -73,6 +73,7 @@ class FakeEngine:
         plugin: the plugin that answers `/pooling`, if any.
         moves_unsupported: see `Engine.moves_unsupported`.
         translates: see `Engine.translates`.
+        rosetta_pairs: see `Engine.rosetta_pairs`.
         special_tokens: see `Engine.special_tokens`.
         placeholder: token id of a latent step, which takes no time here.
         weights: see `Engine.weights`.
@@ -95,6 +96,7 @@ class FakeEngine:
     supports_handoffs: bool = False
     moves_unsupported: str | None = None
     translates: bool = False
+    rosetta_pairs: frozenset[tuple[str, str]] = frozenset()
     special_tokens: frozenset[int] = frozenset()
     placeholder: int | None = None
     weights: str = "fake"

@@ -235,6 +235,20 @@ def placeholder_of(args: AsyncEngineArgs) -> int:
     return int(overrides[PLACEHOLDER_KEY])
 
 
+def rosetta_pairs(args: AsyncEngineArgs, name: str) -> frozenset[tuple[str, str]]:
+    """Return source and target of the pairs that AVP's settings name in the connector's.
+
+    Args:
+        args: an engine's arguments.
+        name: its name.
+    """
+    config = args.kv_transfer_config
+    extra = config.kv_connector_extra_config if config is not None else {}
+    source, target = extra.get("avp_source_model"), extra.get("avp_target_model")
+    pairs = [(source, name)] if source else []
+    return frozenset([*pairs, *([(name, target)] if target else [])])
+
+
 def _model_defaults(settings: EngineSettings) -> dict[str, Any]:
     """Return the arguments that an embedded model needs; none for other models.
 

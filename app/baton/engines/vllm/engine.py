@@ -96,6 +96,7 @@ class VllmEngine:
         self._settings = settings
         self._args = arguments.engine_args(settings, model, transfer, gpu_share=gpu_share)
         self._placeholder = arguments.placeholder_of(self._args) if settings.latent else None
+        self._rosetta_pairs = arguments.rosetta_pairs(self._args, settings.name)
         self._namespace = arguments.serving_namespace(settings)
         self._salt = salt
         self._forgotten = 0
@@ -145,6 +146,10 @@ class VllmEngine:
     @property
     def translates(self) -> bool:
         return self._settings.translate
+
+    @property
+    def rosetta_pairs(self) -> frozenset[tuple[str, str]]:
+        return self._rosetta_pairs
 
     @property
     def special_tokens(self) -> frozenset[int]:
