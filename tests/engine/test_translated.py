@@ -112,3 +112,28 @@ def test_images_go_along_to_a_model_that_takes_them_and_kv_never_does(gateway: R
         refused = client.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "handoff_incompatible")
     assert "images" in refused.json()["error"]["message"]
+
+
+@pytest.mark.chaos
+def test_after_a_restart_joins_and_translations_are_what_they_were(gateway: RealGateway) -> None:
+    left = [
+        once_saved(gateway, told(ask(gateway, "x", TEXT + f" Agent {number}.\n" * 9, handoff={"save": True})))
+        for number in range(3)
+    ]
+    names = [each["id"] for each in left]
+    exact = ask(gateway, "x", " So", handoff={"from": names})
+    moved = ask(gateway, "x", " So", handoff={"from": names, "join": "moved", "save": True})
+    blend = once_saved(gateway, told(moved))
+    made = told(ask(gateway, "y", " So", handoff={"from": names[0], "translate": True}))["source"]
+    gateway.restart()
+    again = ask(gateway, "x", " So", handoff={"from": names})
+    assert ids(again) == ids(exact)
+    assert told(again)["source"]["parts"][0]["loaded_tokens"] >= left[0]["tokens"] - 1
+    with gateway.client() as client:
+        assert client.get(f"/v1/handoffs/{blend['id']}").json()["exact"] is False
+    heir = told(ask(gateway, "x", " And", handoff={"from": blend["id"], "save": True}))
+    assert (heir["source"]["exact"], heir["exact"]) == (False, False)
+    assert ids(ask(gateway, "x", " So", handoff={"from": names, "join": "moved"})) == ids(moved)
+    source = told(ask(gateway, "y", " So", handoff={"from": names[0], "translate": True}))["source"]
+    assert (source["translated_id"], source["computed_tokens"]) == (made["translated_id"], 0)
+    assert source["outcome"] == "loaded"

@@ -18,7 +18,7 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import ImageInput
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.messages import AFTER_THE_PROMPT, conversation_of
+from baton.handoffs.prompts.messages import AFTER_THE_PROMPT, conversation_of
 from baton.handoffs.records.image_store import ImageStore
 from baton.handoffs.records.record import MAX_CONVERSATION_BYTES, HandoffRecord
 from baton.handoffs.records.repository import HandoffRepository

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import InvalidRequest
 from baton.handoffs.answers import ChatAnswer
-from baton.handoffs.history import Resent, answer_fingerprint, fingerprint, resent
+from baton.handoffs.prompts.history import Resent, answer_fingerprint, fingerprint, resent
 from baton.handoffs.records.record import Conversation
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}

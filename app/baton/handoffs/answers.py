@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from baton.engines.port import Json
-from baton.handoffs.history import answer_fingerprint
+from baton.handoffs.prompts.history import answer_fingerprint
 
 
 class ChatAnswer:

@@ -11,11 +11,11 @@ from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, Json, Operation, Reply, StreamReply, WholeReply
 from baton.handoffs.answers import ChatAnswer
 from baton.handoffs.audits.service import Audits
-from baton.handoffs.messages import AFTER_THE_PROMPT
 from baton.handoffs.options import WRITTEN_BY_THE_ENGINE
 from baton.handoffs.outcome import KV_IS_GONE, source_outcome
 from baton.handoffs.planner import Decision
-from baton.handoffs.prompt import ContextPrompt
+from baton.handoffs.prompts.messages import AFTER_THE_PROMPT
+from baton.handoffs.prompts.prompt import ContextPrompt
 from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import Conversation, HandoffRecord
 from baton.handoffs.replies import DONE, chunk_of, event_of, head_of, prefix_hits, without_keys

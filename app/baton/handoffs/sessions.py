@@ -14,12 +14,12 @@ from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest
 from baton.handoffs.audits.service import Audits
-from baton.handoffs.conversation import Writer
 from baton.handoffs.joins.joining import JoinedContext, Part, join, require_joinable
 from baton.handoffs.joins.moving import moved_parts, require_movable, salt_of
 from baton.handoffs.options import HandoffOptions, NewHandoff, SaveOptions
 from baton.handoffs.planner import Decision, Planner
-from baton.handoffs.prompt import ContextPrompt, write_prompt
+from baton.handoffs.prompts.conversation import Writer
+from baton.handoffs.prompts.prompt import ContextPrompt, write_prompt
 from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.service import Handoffs

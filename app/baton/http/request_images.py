@@ -15,8 +15,8 @@ from baton.config.groups import ImageSettings
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, ImageInput, Operation, Reply
 from baton.errors import InvalidRequest, OperationUnsupported
-from baton.handoffs.conversation import Writer
 from baton.handoffs.options import require_one_prompt
+from baton.handoffs.prompts.conversation import Writer
 from baton.http.request_body import in_a_thread, off_the_loop
 from baton.http.request_state import context_of
 from baton.http.state import gateway_of

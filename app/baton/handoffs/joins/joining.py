@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from baton.engines.port import Engine, Json
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, TemplateUnsupported
-from baton.handoffs.conversation import Writer
-from baton.handoffs.history import INSTRUCTIONS, fingerprint
-from baton.handoffs.image_refs import count_images, shift_images
+from baton.handoffs.prompts.conversation import Writer
+from baton.handoffs.prompts.history import INSTRUCTIONS, fingerprint
+from baton.handoffs.prompts.image_refs import count_images, shift_images
 from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import Conversation, HandoffRecord
 from baton.handoffs.source import Translated

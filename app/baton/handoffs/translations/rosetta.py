@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, Json, Operation, WholeReply
 from baton.errors import GenerationFailed, HandoffIncompatible, InvalidRequest, OperationUnsupported
-from baton.handoffs.conversation import Writer
-from baton.handoffs.image_refs import shift_images
 from baton.handoffs.joins.moving import salt_of
 from baton.handoffs.options import WRITTEN_BY_THE_ENGINE, HandoffOptions
-from baton.handoffs.prompt import ContextPrompt, write_prompt
+from baton.handoffs.prompts.conversation import Writer
+from baton.handoffs.prompts.image_refs import shift_images
+from baton.handoffs.prompts.prompt import ContextPrompt, write_prompt
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.service import Handoffs
 from baton.handoffs.session import Session

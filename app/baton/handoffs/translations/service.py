@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from baton.engines.port import Engine
 from baton.errors import BatonError, HandoffIncompatible
 from baton.handoffs.options import SaveOptions, part_name
-from baton.handoffs.prompt import ContextPrompt
+from baton.handoffs.prompts.prompt import ContextPrompt
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.service import Handoffs

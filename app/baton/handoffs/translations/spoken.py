@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from baton.engines.port import Engine, Json
 from baton.errors import HandoffIncompatible
-from baton.handoffs.conversation import Writer
-from baton.handoffs.prompt import ContextPrompt
+from baton.handoffs.prompts.conversation import Writer
+from baton.handoffs.prompts.prompt import ContextPrompt
 from baton.handoffs.records.record import HandoffRecord
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 
 from baton.engines.port import Engine, Json, Operation, WholeReply
 from baton.errors import GenerationFailed, ImagesMisplaced, InvalidRequest, TemplateUnsupported
-from baton.handoffs.history import Resent, has_answer, resent
-from baton.handoffs.image_refs import count_images, shift_images, with_image_refs
-from baton.handoffs.messages import conversation_from, template_of
+from baton.handoffs.prompts.history import Resent, has_answer, resent
+from baton.handoffs.prompts.image_refs import count_images, shift_images, with_image_refs
+from baton.handoffs.prompts.messages import conversation_from, template_of
 from baton.handoffs.records.record import Conversation, HandoffRecord
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage

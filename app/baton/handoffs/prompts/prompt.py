@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from baton.engines.port import Json, Operation
 from baton.errors import InvalidRequest
-from baton.handoffs.conversation import Chat, Writer
-from baton.handoffs.messages import AFTER_THE_PROMPT, conversation_of, with_text
 from baton.handoffs.options import WRITTEN_BY_THE_ENGINE
+from baton.handoffs.prompts.conversation import Chat, Writer
+from baton.handoffs.prompts.messages import AFTER_THE_PROMPT, conversation_of, with_text
 from baton.handoffs.records.record import Conversation, HandoffRecord
 from baton.images.placed_image import PlacedImage
 from baton_latent.contract import prepare_latent_prompt

@@ -1,0 +1,1 @@
+"""Write prompts: of chats, of texts, and after the contexts of handoffs."""
