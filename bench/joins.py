@@ -84,35 +84,28 @@ class Score:
 
 
 def reports(chance: random.Random, size: int, model: Model) -> Questions:
-    """Four reports of about `size` tokens, and two questions about each."""
-    cities, words = chance.sample(CITIES, PARTS), chance.sample(WORDS, 2 * PARTS)
+    """Four reports of about `size` tokens, and a question about each."""
+    cities, words = chance.sample(CITIES, PARTS), chance.sample(WORDS, PARTS)
     parts, asked = [], []
-    for number, city in enumerate(cities):
-        things, mine = chance.sample(THINGS, 2), words[2 * number : 2 * number + 2]
-        facts = [
-            f"The code word of the {thing} in {city} is {word}."
-            for thing, word in zip(things, mine, strict=True)
-        ]
-        asked += [
-            (f"\nQuestion: What is the code word of the {thing} in {city}?\nAnswer: The code word is", word)
-            for thing, word in zip(things, mine, strict=True)
-        ]
-        lines = [f"Report from {city}.", facts[0]]
-        while len(model.tokens(" ".join(lines))) < size - 20:
+    for city, word in zip(cities, words, strict=True):
+        fact = f"The code word of {city} is"
+        lines = [f"Report from {city}."]
+        while len(model.tokens(" ".join(lines))) < size - 12:
             lines.append(chance.choice(FILLERS))
-        lines.insert(len(lines) // 2, facts[1])
+        lines.insert(chance.randrange(1, len(lines)), f"{fact} {word}.")
         parts.append(" ".join(lines) + "\n")
+        asked.append((fact, word))
     return Questions(parts, asked)
 
 
 def quality(model: Model, count: int, size: int, *, shared: bool) -> dict[str, Score]:
     """Ask about reports that were computed behind the same rules, or each alone."""
     ways = [FULL, Way("moved, keys not rotated", rotates=False), Way("moved")]
-    ways += [Way(f"moved, first {head} computed", head=head) for head in (4, HEAD, 32)]
+    ways += [Way(f"moved, first {head} computed", head=head) for head in (4, HEAD)]
     scores: dict[str, Score] = defaultdict(Score)
     chance = random.Random(7)
     rules = model.tokens(RULES) if shared else []
-    sets = -(-count // (2 * PARTS))
+    sets = -(-count // PARTS)
     for _ in track(range(sets), "behind the same rules" if shared else "each alone"):
         told = reports(chance, size, model)
         parts = [model.tokens(part) for part in told.parts]

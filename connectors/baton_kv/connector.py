@@ -5,6 +5,7 @@ Only this module, `envelopes` and `engine_facts` import vLLM.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+logger = logging.getLogger(__name__)
 ENDED_BY_ITSELF = (
     RequestStatus.FINISHED_STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -137,6 +139,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             mover, forward = make_mover(model, self._vllm_config, self._layout.rows_a_block)
         except MovesUnsupported as error:
             return str(error)
+        except Exception as error:  # vLLM's internals: an engine that cannot move KV still serves
+            logger.exception("baton_kv: KV cannot be moved")
+            return f"looking at its model failed ({type(error).__name__}); the engine's log says more"
         self._worker.enable_moves(mover, forward.run)
         return None
 
@@ -263,7 +268,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         prompt = request.prompt_token_ids or []
         params = request.kv_transfer_params
-        matched = self._planning.matched(request.request_id, params, prompt, num_computed_tokens, images)
+        matched = self._planning.matched(
+            request.request_id, params, prompt, num_computed_tokens, images, request.cache_salt
+        )
         return matched, matched > 0
 
     def update_state_after_alloc(

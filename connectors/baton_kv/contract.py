@@ -182,8 +182,9 @@ class TransferParams(BaseModel):
         scope: what is saved: `context` (prompt and answer) or `prompt`.
         load: key of the entry to start from.
         limit: maximum number of tokens to load; None for all that match.
-        moved: what follows those, moved from other entries; the tokens between are computed. Moved KV is not
-            what the engine would compute: such a request needs a `cache_salt` of its own.
+        moved: what follows those, moved from other entries; the tokens between are computed.
+        apart: the end of the request's `cache_salt`, which no other request has. Moved KV is not what the
+            engine would compute, so `moved`, and entries that hold moved KV, are used with it alone.
         mixture: input of the prompt's first position, which holds the placeholder of a latent step; such a
             request needs a `cache_salt` of its own.
         least: fewest tokens to save beyond those that the entry `load` holds already; with fewer, nothing is
@@ -199,6 +200,7 @@ class TransferParams(BaseModel):
     load: EntryKey | None = None
     limit: Annotated[int, Field(ge=0)] | None = None
     moved: Annotated[list[MovedPart], Field(max_length=MOST_MOVED)] = []
+    apart: Annotated[str, Field(min_length=16, max_length=128)] | None = None
     mixture: Mixture | None = None
     least: Annotated[int, Field(ge=0)] = 0
     tag: Annotated[str, Field(max_length=64)] | None = None
@@ -207,6 +209,10 @@ class TransferParams(BaseModel):
     def save_key(self) -> str | None:
         """Return the key to save under, a new one if `save` is True; None if nothing is to be saved."""
         return new_key(LOCAL_TENANT) if self.save is True else self.save or None
+
+    def is_apart(self, salt: str | None) -> bool:
+        """Return whether a request with this `cache_salt` shares its KV with no other request."""
+        return self.apart is not None and salt is not None and salt.endswith(self.apart)
 
 
 @dataclass(frozen=True)
@@ -241,6 +247,7 @@ def transfer_params(
     load: str | None = None,
     limit: int | None = None,
     moved: Sequence[Mapping[str, Any]] = (),
+    apart: str | None = None,
     mixture: Mapping[str, Any] | None = None,
     least: int | None = None,
     tag: str | None = None,
@@ -250,7 +257,7 @@ def transfer_params(
     The arguments are the fields of `TransferParams`; None leaves a field out.
     """
     wanted: dict[str, Any] = {"save": save or None, "scope": scope, "load": load, "limit": limit}
-    wanted |= {"moved": list(moved) or None, "mixture": mixture, "least": least, "tag": tag}
+    wanted |= {"moved": list(moved) or None, "apart": apart, "mixture": mixture, "least": least, "tag": tag}
     return {PARAMS_KEY: {"version": 1} | {name: value for name, value in wanted.items() if value is not None}}
 
 

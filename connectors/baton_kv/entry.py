@@ -64,13 +64,13 @@ class Entry:
         self.digest = digest.hex()
         self.tokens: Tokens = numpy.frombuffer(tokens, dtype="<i4")
 
-    def require(self, fingerprint: str) -> None:
+    def require(self, *fingerprints: str) -> None:
         """Refuse an entry of another model, layout or version.
 
         Raises:
-            EntryIncompatible: the entry's fingerprint is not `fingerprint`.
+            EntryIncompatible: the entry's fingerprint is none of these.
         """
-        if self.description.fingerprint != fingerprint:
+        if self.description.fingerprint not in fingerprints:
             raise EntryIncompatible("the entry was saved with another model, layout or version")
 
     def _invalid(self, reason: str) -> EntryInvalid:

@@ -27,6 +27,11 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
     return blake3(canonical.encode()).hexdigest()
 
 
+def moved_fingerprint(fingerprint: str) -> str:
+    """Return the fingerprint of entries that hold moved KV, which is not what their model would compute."""
+    return blake3(f"{fingerprint} moved".encode()).hexdigest()
+
+
 def weights_digest(model: str, revision: str | None = None, known: KnownDigests | None = None) -> str:
     """Identify a model's weights and configuration, so that other weights under the same name differ.
 

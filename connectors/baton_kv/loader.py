@@ -26,10 +26,18 @@ class GivenUp(TransferError):
     failure = TransferFailure.GIVEN_UP
 
 
-class MovedCorrupt(TransferError):
-    """An entry whose KV was to be moved is corrupt."""
+class PartLost(TransferError):
+    """An entry whose KV was to be moved is corrupt or gone.
 
-    failure = TransferFailure.CORRUPT
+    Args:
+        key: its key.
+        error: what is wrong with it.
+    """
+
+    def __init__(self, key: str, error: TransferError) -> None:
+        super().__init__(str(error))
+        self.key = key
+        self.failure = error.failure  # type: ignore[misc]  # that of what is wrong
 
 
 class Loader:
@@ -98,15 +106,16 @@ class Loader:
         for move in joined.moves:
             self._require_waiting(job)
             blocks = blocks_of(move, self.mover.packing.tokens)
-            wanted = LoadJob(job.request_id, move.key, blocks, move.tokens, job.fingerprint, move.digest)
+            wanted = LoadJob(job.request_id, move.key, blocks, move.tokens, move.fingerprint, move.digest)
             try:
                 with open_sources(self._store, self._secret, wanted, self._blocks) as sources:
                     self._copy_layers(fence, partial(self._move, self.mover, job, move, sources))
-            except EntryIncompatible:
+            except GivenUp:
                 raise
-            except EntryInvalid as error:
-                self._store.quarantine(move.key, error.part)
-                raise MovedCorrupt(str(error)) from None  # the request's own entry is not at fault
+            except TransferError as error:
+                if isinstance(error, EntryInvalid) and not isinstance(error, EntryIncompatible):
+                    self._store.quarantine(move.key, error.part)
+                raise PartLost(move.key, error) from None
 
     def _copy_layers(self, fence: Fence, copy: Callable[[Staging, range], None]) -> None:
         """Copy all layers in several threads and wait for all of them, since they write to the blocks."""

@@ -9,6 +9,7 @@ from baton_kv.cache_groups import CacheGroup
 from baton_kv.contract import TransferParams
 from baton_kv.entry import Entry
 from baton_kv.entry_format import EntryDescription, ImageRef, Part
+from baton_kv.fingerprint import moved_fingerprint
 from baton_kv.moves import Joined
 from baton_kv.prefix import common_prefix, trim_to_equal_images
 from baton_kv.stores.base import Store
@@ -23,6 +24,8 @@ class Plan:
         shared: number of tokens, from the first, that the prompt shares with the entry and that have KV.
         parts: the entries that hold this KV, in order; the last is the entry that the request names.
         tag: `TransferParams.tag` of the request.
+        fingerprint: the fingerprint of the entry that the request names.
+        holds_moved: whether that entry holds moved KV.
         joined: what is moved from other entries, the end of `matched`; None: nothing.
     """
 
@@ -30,6 +33,8 @@ class Plan:
     shared: int
     parts: tuple[Part, ...]
     tag: str | None
+    fingerprint: str = ""
+    holds_moved: bool = False
     joined: Joined | None = None
 
     @property
@@ -60,11 +65,18 @@ class EntryLookup:
         self._store = store
         self._secret = secret
         self._fingerprint = fingerprint
+        self._moved = moved_fingerprint(fingerprint)
         self._block_size = block_size
         self._groups = groups
 
     def plan(
-        self, key: str, wanted: TransferParams, prompt: Sequence[int], images: Sequence[ImageRef]
+        self,
+        key: str,
+        wanted: TransferParams,
+        prompt: Sequence[int],
+        images: Sequence[ImageRef],
+        *,
+        apart: bool = False,
     ) -> Plan | None:
         """Return what of an entry a request can use; None: nothing.
 
@@ -73,6 +85,7 @@ class EntryLookup:
             wanted: the request's transfer parameters.
             prompt: token ids of the prompt.
             images: the images in the prompt, in order.
+            apart: whether the request shares its KV with no other one, so that it may use moved KV.
 
         Raises:
             EntryInvalid: the entry is corrupt, or of another model.
@@ -81,7 +94,7 @@ class EntryLookup:
         with self._store.open(key) as reader:
             entry = Entry(reader, key, self._secret)
         described = entry.description
-        entry.require(self._fingerprint)
+        entry.require(self._fingerprint, *([self._moved] if apart else []))
         stored = self._stored_tokens(key, described)
         shared = min(common_prefix(entry.tokens, prompt), stored)
         shared = trim_to_equal_images(described.images, images, shared)
@@ -91,7 +104,9 @@ class EntryLookup:
         if not self._windows_held(described, matched):
             matched = 0
         parts = (*described.parts, Part(key, entry.digest, described.blocks))
-        return Plan(matched, shared, parts, wanted.tag) if shared > 0 else None
+        found = described.fingerprint
+        plan = Plan(matched, shared, parts, wanted.tag, found, holds_moved=found == self._moved)
+        return plan if shared > 0 else None
 
     def _windows_held(self, described: EntryDescription, tokens: int) -> bool:
         """Return whether an entry holds what windowed layers need to continue after this many tokens."""

@@ -19,14 +19,14 @@ class MoveLookup:
     Args:
         store: the store of the entries.
         secret: the store's secret, 32 bytes.
-        fingerprint: fingerprint of the engine's model and its KV.
+        fingerprints: those that an entry may have.
         most: most tokens that may be computed between the moved ones of one context.
     """
 
-    def __init__(self, store: Store, secret: bytes, fingerprint: str, most: int) -> None:
+    def __init__(self, store: Store, secret: bytes, fingerprints: Sequence[str], most: int) -> None:
         self._store = store
         self._secret = secret
-        self._fingerprint = fingerprint
+        self._fingerprints = fingerprints
         self._most = most
         self._failures: list[tuple[str, TransferError]] = []
 
@@ -48,29 +48,31 @@ class MoveLookup:
             images: the images in it, in order.
             begin: number of its tokens that are loaded where they were.
         """
-        joined = Joined(begin)
+        joined, opened = Joined(begin), dict[str, Entry]()
         for part in parts:
             gap = Gap(joined.stop, tuple(prompt[joined.stop : part.to]))
             computed = sum(len(each.tokens) for each in (*joined.gaps, gap))
             if part.to < joined.stop or computed > self._most or any(_within(images, gap.start, gap.stop)):
                 break
-            move = self._move(part, prompt, images)
+            move = self._move(part, prompt, images, opened)
             if move is None:
                 break
             joined = Joined(begin, (*joined.moves, move), (*joined.gaps, gap))
         return replace(joined, gaps=tuple(gap for gap in joined.gaps if gap.tokens))
 
-    def _move(self, part: MovedPart, prompt: Sequence[int], images: Sequence[ImageRef]) -> Move | None:
-        """Return what of a part can be moved; None: nothing."""
+    def _move(
+        self, part: MovedPart, prompt: Sequence[int], images: Sequence[ImageRef], opened: dict[str, Entry]
+    ) -> Move | None:
+        """Return what of a part can be moved; None: nothing. Each entry is opened once."""
         try:
-            entry = self._open(part.key)
+            entry = opened[part.key] = opened.get(part.key) or self._open(part.key)
         except TransferError as error:
             self._failures.append((part.key, error))
             return None
         # The prompt's last token is always computed: its logits give the first token of the answer.
         held = min(part.start + part.tokens, entry.description.computed)
         tokens = common_prefix(entry.tokens[part.start : held], prompt[part.to : len(prompt) - 1])
-        move = Move(part.key, entry.digest, part.start, tokens, part.to)
+        move = Move(part.key, entry.digest, entry.description.fingerprint, part.start, tokens, part.to)
         theirs = _within(entry.description.images, part.start, part.start + tokens)
         moved = [replace(image, offset=image.offset - part.start + part.to) for image in theirs]
         whole = all(move.to <= image.offset and image.end <= move.stop for image in moved)
@@ -86,7 +88,7 @@ class MoveLookup:
         try:
             with self._store.open(key) as reader:
                 entry = Entry(reader, key, self._secret)
-            entry.require(self._fingerprint)
+            entry.require(*self._fingerprints)
         except EntryIncompatible:
             raise
         except EntryInvalid:

@@ -12,6 +12,7 @@ class Move:
     Attributes:
         key: key of the entry.
         digest: its digest when its token ids were compared, hexadecimal.
+        fingerprint: its fingerprint.
         start: index of the first token in the entry's context.
         tokens: number of tokens.
         to: index of the first token in the context that is loaded.
@@ -19,6 +20,7 @@ class Move:
 
     key: str
     digest: str
+    fingerprint: str
     start: int
     tokens: int
     to: int

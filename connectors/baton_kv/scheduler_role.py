@@ -25,6 +25,7 @@ from baton_kv.contract import (
     parse,
 )
 from baton_kv.entry_format import EntryIncompatible, EntryInvalid, ImageRef, Part
+from baton_kv.fingerprint import moved_fingerprint
 from baton_kv.held_blocks import HeldBlocks
 from baton_kv.lookup import EntryLookup, Plan
 from baton_kv.messages import LoadJob, PlacedMixture, SaveJob, StepJobs
@@ -66,7 +67,8 @@ class SchedulerRole:
         most_computed: int = 0,
     ) -> None:
         self._store = store
-        self._moves = MoveLookup(store, secret, fingerprint, most_computed)
+        self._moved_fingerprint = moved_fingerprint(fingerprint)
+        self._moves = MoveLookup(store, secret, (fingerprint, self._moved_fingerprint), most_computed)
         self._lookup = EntryLookup(store, secret, fingerprint, block_size, groups)
         self._fingerprint = fingerprint
         self._block_size = block_size
@@ -88,6 +90,7 @@ class SchedulerRole:
         prompt: Sequence[int],
         computed: int,
         images: Sequence[ImageRef] = (),
+        salt: str | None = None,
     ) -> int:
         """Return the number of tokens beyond `computed` that can be loaded.
 
@@ -99,17 +102,25 @@ class SchedulerRole:
             prompt: token ids of the prompt.
             computed: number of tokens in the engine's prefix cache, whole blocks.
             images: the images in the prompt, in order.
+            salt: the request's `cache_salt`.
         """
         if request_id not in self._plans:
-            self._plans[request_id] = self._plan(request_id, params, prompt, images)
+            self._plans[request_id] = self._plan(request_id, params, prompt, images, salt)
         plan = self._plans[request_id]
         brings = plan.matched - computed if plan is not None else 0
         return 0 if brings < 1 or (computed and brings < MIN_TAIL_TOKENS) else brings
 
     def _plan(
-        self, request_id: str, params: object, prompt: Sequence[int], images: Sequence[ImageRef]
+        self,
+        request_id: str,
+        params: object,
+        prompt: Sequence[int],
+        images: Sequence[ImageRef],
+        salt: str | None,
     ) -> Plan | None:
         wanted = parse(params)
+        if isinstance(wanted, TransferParams) and wanted.moved and not wanted.is_apart(salt):
+            wanted = Malformed("moved: the request needs a `cache_salt` that ends with `apart`")
         if isinstance(wanted, Malformed):
             self._outcomes.append(
                 TransferOutcome(request_id, "", Transfer.LOOK, failure=TransferFailure.MALFORMED)
@@ -118,7 +129,7 @@ class SchedulerRole:
         if wanted is None or wanted.load is None:
             return None
         try:
-            plan = self._lookup.plan(wanted.load, wanted, prompt, images)
+            plan = self._lookup.plan(wanted.load, wanted, prompt, images, apart=wanted.is_apart(salt))
             return self._with_moves(plan, wanted, prompt, images) if plan is not None else None
         except (EntryInvalid, StoreError) as error:
             if isinstance(error, EntryInvalid) and not isinstance(error, EntryIncompatible):
@@ -136,8 +147,8 @@ class SchedulerRole:
             return plan
         begin = min(plan.matched, wanted.moved[0].to)
         joined = self._moves.plan(wanted.moved, prompt, images, begin)
-        self._outcomes += [  # without the tag: the request's own entry is not at fault
-            TransferOutcome(request_id="", key=key, kind=Transfer.LOOK, failure=failure_of(error))
+        self._outcomes += [
+            TransferOutcome("", key, Transfer.LOOK, wanted.tag, failure_of(error))
             for key, error in self._moves.take_failures()
         ]
         if not joined.moves:
@@ -169,7 +180,7 @@ class SchedulerRole:
                 plan.parts[-1].key,
                 self._blocks_of(block_ids, plan.in_place, has // self._block_size),
                 external,
-                self._fingerprint,
+                plan.fingerprint,
                 plan.parts[-1].digest,
                 plan.tag,
                 joined,
@@ -248,21 +259,34 @@ class SchedulerRole:
             self._outcomes.append(TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, failure))
             return False, None
         self._held.hold(request_id, held, yields=wanted.least > 0)
+        parts = self._parts_before(plan, key, kept) if plan is not None else ()
         job = SaveJob(
             request_id,
             key,
             tuple(tokens),
             kept,
             blocks,
-            self._fingerprint,
+            self._fingerprint_of(plan, parts),
             draft=secrets.token_hex(16),
             images=tuple(images),
-            parts=self._parts_before(plan, key, kept) if plan is not None else (),
+            parts=parts,
             source=plan.parts[-1].key if plan is not None else "",
             tag=wanted.tag,
         )
         self._save(job)
         return True, params_to_load(key)
+
+    def _fingerprint_of(self, plan: Plan | None, parts: Sequence[Part]) -> str:
+        """Return the fingerprint of a context that is saved, which tells whether it may hold moved KV.
+
+        Args:
+            plan: what its request loaded; None: nothing, or that failed and all was computed.
+            parts: the entries that hold its first blocks.
+        """
+        moved = plan is not None and (
+            plan.joined is not None or (plan.holds_moved and (plan.matched > 0 or bool(parts)))
+        )
+        return self._moved_fingerprint if moved else self._fingerprint
 
     def _save_wanted(self, request_id: str, params: object) -> tuple[TransferParams, str] | None:
         """Return a finished request's parameters and the key to save under; None: nothing is saved."""

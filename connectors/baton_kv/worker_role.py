@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from baton_kv.entry_format import EntryDescription
 from baton_kv.entry_layout import EntryLayout
 from baton_kv.entry_writer import SlabReader, seal, write, write_share
 from baton_kv.joins.copier import KeyMover
-from baton_kv.loader import COPY_THREADS, GivenUp, Loader
+from baton_kv.loader import COPY_THREADS, GivenUp, Loader, PartLost
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.moves import Gap
 from baton_kv.stores.base import Commit, SharedFiles, SharedMissing, Store, StoreFull, at_once
@@ -139,6 +140,7 @@ class WorkerRole:
         ).result()  # begun here, or it would have the priority of who needs it first
         self._closing = False
         self._compute_gaps: ComputeGaps | None = None
+        self._waiting: deque[tuple[LoadJob, TransferOutcome]] = deque()
 
     def enable_moves(self, mover: KeyMover, compute_gaps: ComputeGaps) -> None:
         """Let loads move KV to other places.
@@ -190,24 +192,38 @@ class WorkerRole:
         finished = FinishedJobs()
         while not self._done.empty():
             job, outcome = self._done.get()
-            if isinstance(job, LoadJob):
-                outcome = self._with_gaps(job, outcome)
-            finished.outcomes.append(outcome)
-            if isinstance(job, SaveJob):
-                finished.saved.add(job.request_id)
+            if isinstance(job, LoadJob) and self._needs_gaps(job, outcome):
+                self._waiting.append((job, outcome))
                 continue
+            self._note(finished, job, outcome)
+        if self._waiting:  # one in each step, so that none takes long
+            job, outcome = self._waiting.popleft()
+            self._note(finished, job, self._with_gaps(job, outcome))
+        return finished
+
+    def _note(self, finished: FinishedJobs, job: LoadJob | SaveJob, outcome: TransferOutcome) -> None:
+        """Add a job that has ended."""
+        if isinstance(job, SaveJob):
+            finished.saved.add(job.request_id)
+        else:
             finished.loaded.add(job.request_id)
             self._loading.discard(job.request_id)
             self._given_up.discard(job.request_id)
             if outcome.failure is not None:
                 finished.failed.add(job.request_id)
-        return finished
+        finished.outcomes.append(outcome)
+
+    @staticmethod
+    def _needs_gaps(job: LoadJob, outcome: TransferOutcome) -> bool:
+        """Return whether tokens between moved ones are to be computed after a load."""
+        return outcome.failure is None and job.joined is not None and bool(job.joined.gaps)
 
     def _with_gaps(self, job: LoadJob, outcome: TransferOutcome) -> TransferOutcome:
-        """Compute the tokens between moved ones, where a load succeeded; returns the outcome of both."""
-        if outcome.failure is not None or job.joined is None or not job.joined.gaps:
-            return outcome
+        """Compute the tokens between moved ones after a load; returns the outcome of both."""
+        if job.request_id in self._given_up:
+            return replace(outcome, failure=TransferFailure.GIVEN_UP)
         assert self._compute_gaps is not None
+        assert job.joined is not None
         began = time.monotonic()
         try:
             self._compute_gaps(job.joined.gaps, job.table)
@@ -226,17 +242,20 @@ class WorkerRole:
         kind = Transfer.SAVE if isinstance(job, SaveJob) else Transfer.LOAD
         began = time.monotonic()
         failure: TransferFailure | None = None
+        key = job.key
         try:
             work(job)
         except GivenUp as error:
             failure = failure_of(error)
         except TransferError as error:
-            logger.warning("KV %s of %s failed: %s", kind, job.key, error)
+            key = error.key if isinstance(error, PartLost) else key
+            logger.warning("KV %s of %s failed: %s", kind, key, error)
             failure = failure_of(error)
         except BaseException as error:  # the thread's last handler: the request must be released
             logger.exception("KV %s of %s failed", kind, job.key)
             failure = failure_of(error)
-        self._done.put((job, self._outcome(job, failure, time.monotonic() - began)))
+        outcome = self._outcome(job, failure, time.monotonic() - began)
+        self._done.put((job, replace(outcome, key=key)))
 
     def _outcome(
         self, job: LoadJob | SaveJob, failure: TransferFailure | None, seconds: float

@@ -83,7 +83,8 @@ class MoveCopier:
         keys, values = keys[:, inside], values[:, inside]
         to = move.to + start - move.start
         self.mover.rotation.apply(keys, self._turn(start, to, count))
-        pool = self.kv.pool(layer, heads).numpy().reshape(len(heads), self.kv.count, -1).view(packing.dtype)
+        pool = self.kv.pool(layer, heads).numpy().reshape(len(heads), self.kv.count, -1, copy=False)
+        pool = pool.view(packing.dtype)
         at = to
         while at < to + count:
             first = at % tokens
@@ -100,7 +101,7 @@ class MoveCopier:
         return self._turns[place]
 
     def clear(self, start: int, stop: int, layer: int) -> None:
-        """Clear whole blocks of a layer of hidden states, which moved tokens have none of.
+        """Clear blocks of a layer of hidden states, which moved tokens have none of, nor need.
 
         Args:
             start: index in the context of the first token that is not loaded where it was.
@@ -109,5 +110,5 @@ class MoveCopier:
         """
         size = self.mover.packing.tokens
         pool = self.kv.pool(layer, self.kv.heads(layer)).numpy()
-        for block in self.table[-(-start // size) : -(-stop // size)]:
+        for block in self.table[start // size : -(-stop // size)]:
             pool[:, block] = 0

@@ -52,7 +52,12 @@ class Rotation:
             start: position of the first token.
             to: its new position.
             tokens: number of tokens.
+
+        Raises:
+            ValueError: the table is too short for them.
         """
+        if max(start, to) + tokens > self.positions:
+            raise ValueError(f"there are {self.positions} positions")
         cos, sin = self._cos[start : start + tokens], self._sin[start : start + tokens]
         new_cos, new_sin = self._cos[to : to + tokens], self._sin[to : to + tokens]
         length = cos * cos + sin * sin  # not 1 in a rounded table, or one that scales

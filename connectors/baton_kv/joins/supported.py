@@ -77,6 +77,8 @@ def _require_plain(config: VllmConfig, rows_a_block: int) -> None:
         raise MovesUnsupported("KV is moved on CPUs only")
     if config.parallel_config.tensor_parallel_size > 1:
         raise MovesUnsupported("KV is not moved with tensor parallelism")
+    if config.lora_config is not None:
+        raise MovesUnsupported("KV is not moved with LoRA adapters")
     if config.speculative_config is not None:
         raise MovesUnsupported("KV is not moved with speculative decoding")
     if rows_a_block != 1:
