@@ -21,6 +21,7 @@ from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import SettingsError
+from baton.handoffs.ahead import JoinsAhead
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.save_rule import SaveRule
 from baton.handoffs.automatic.service import AutomaticHandoffs
@@ -133,6 +134,7 @@ def create_app(
             _running(app, fleet, report),
             gateway.handoffs.settling(),
             gateway.audits.running(),
+            gateway.ahead.running(),
         ):
             yield
 
@@ -162,15 +164,19 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
     handoffs, planner = handoffs_of(settings, metrics.handoffs), Planner()
     audits = Audits(settings.handoffs, handoffs, metrics.audits)
     sessions = Sessions(handoffs, planner, metrics.handoffs, settings.handoffs, audits)
+    admission = Admission(settings.admission, fleet.names, metrics.admission)
+    sources = Sources(handoffs, settings.handoffs.wait_s)
+    translations = Translations(fleet.engines, handoffs, sessions, admission)
     return Gateway(
         settings,
         fleet,
         metrics,
         handoffs,
-        Sources(handoffs, settings.handoffs.wait_s),
+        sources,
         sessions,
-        Translations(fleet.engines, handoffs, sessions),
+        translations,
         Rosetta(fleet.engines, handoffs, sessions, settings.handoffs.rosetta),
+        JoinsAhead(handoffs, sources, translations, sessions, admission),
         AutomaticHandoffs(
             handoffs,
             planner,
@@ -189,7 +195,7 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
         ),
         Pooling(settings.pooling, metrics.pooling, metrics.queues),
         Drain(),
-        Admission(settings.admission, fleet.names, metrics.admission),
+        admission,
         ImageReader(
             settings.images,
             metrics.images,

@@ -50,7 +50,7 @@ def main() -> None:
             print("ANSWER", flush=True)
             continue
         outputs = llm.generate(
-            [tokens_input(one["prompt"]) for one in asked],
+            [tokens_input(one["prompt"], cache_salt=one["salt"]) for one in asked],
             [
                 SamplingParams(
                     max_tokens=one["max_tokens"],

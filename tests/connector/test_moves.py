@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 SHARED = prompt(20, seed=9)
 LENGTHS = (43, 60, 203)
 """Tokens of each part behind the shared ones: the KV of the first ends a block, with what it answers."""
+APART = "0123456789abcdef"
 MOVES = {"worker_extension_cls": "baton_kv.extension.BatonWorker", "enable_prefix_caching": False}
 
 
@@ -56,7 +57,9 @@ class Joins:
         ]
 
     def join(self, moved: list[dict[str, Any]], count: int = 8) -> Answer:
-        (answer,) = self.engine.ask((self.prompt(), count, transfer_params(load=self.keys[0], moved=moved)))
+        (answer,) = self.engine.ask(
+            (self.prompt(), count, transfer_params(load=self.keys[0], moved=moved, apart=APART))
+        )
         return answer
 
     def plain(self, count: int = 8) -> Answer:
@@ -131,6 +134,27 @@ def test_what_the_prompt_does_not_hold_is_not_moved(engine: OfflineEngine, behin
         same(behind_the_same.join([wrong, second]), behind_the_same.plain())
 
 
+def test_moved_kv_is_used_and_saved_apart_from_others_alone(
+    engine: OfflineEngine, behind_the_same: Joins
+) -> None:
+    """Without a salt that nobody else has nothing is moved; what holds moved KV is loaded with one only."""
+    whole, moved = behind_the_same.prompt(), behind_the_same.moved()
+    asked = transfer_params(load=behind_the_same.keys[0], moved=moved)
+    (answer,) = engine.ask((whole, 8, asked))
+    same(answer, behind_the_same.plain())
+    assert answer["cached"] == 0
+    saving = transfer_params(load=behind_the_same.keys[0], moved=moved, apart=APART, save=True)
+    (blended,) = engine.ask((whole, 8, saving))
+    engine.saved(blended["params"])
+    key = blended["params"][PARAMS_KEY]["load"]
+    (plain,) = engine.ask((whole, 8, params_to_load(key)))
+    assert plain["cached"] == 0
+    same(plain, behind_the_same.plain())
+    (apart,) = engine.ask((whole, 8, transfer_params(load=key, apart=APART)))
+    assert apart["cached"] == len(whole) - 1
+    assert apart["tokens"] == blended["tokens"]
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma"])
 def test_with_one_layer_moved_kv_is_what_the_model_computes(
@@ -156,7 +180,7 @@ def test_moved_to_where_it_was_nothing_changes_in_fewer_bits(tmp_path: Path) -> 
         key = answer["params"][PARAMS_KEY]["load"]
         (loaded,) = engine.ask((whole, 8, params_to_load(key)))
         moved = [{"key": key, "start": 37, "tokens": 165, "to": 37}]
-        (again,) = engine.ask((whole, 8, transfer_params(load=key, limit=37, moved=moved)))
+        (again,) = engine.ask((whole, 8, transfer_params(load=key, limit=37, moved=moved, apart=APART)))
         assert again["cached"] == loaded["cached"] == 202
         assert (again["tokens"], again["logprobs"]) == (loaded["tokens"], loaded["logprobs"])
 
@@ -167,7 +191,11 @@ def test_after_a_thousand_joins_others_are_answered_as_before(
 ) -> None:
     before, moved = behind_the_same.plain(), behind_the_same.moved()
     for _ in range(125):
-        asked = (behind_the_same.prompt(), 1, transfer_params(load=behind_the_same.keys[0], moved=moved))
+        asked = (
+            behind_the_same.prompt(),
+            1,
+            transfer_params(load=behind_the_same.keys[0], moved=moved, apart=APART),
+        )
         engine.ask(*[asked] * 8)
     after = behind_the_same.plain()
     assert (after["tokens"], after["logprobs"]) == (before["tokens"], before["logprobs"])

@@ -68,7 +68,10 @@ class OfflineEngine:
         `accepted` how many tokens that were guessed ahead it has accepted so far.
         """
         assert self._process.stdin is not None
-        rows = [{"prompt": prompt, "max_tokens": count, "params": params} for prompt, count, params in asked]
+        rows = [
+            {"prompt": prompt, "max_tokens": count, "params": params, "salt": self._salt_of(params)}
+            for prompt, count, params in asked
+        ]
         self._process.stdin.write(json.dumps(rows) + "\n")
         self._process.stdin.flush()
         told = json.loads(self._line("ANSWER"))
@@ -76,6 +79,11 @@ class OfflineEngine:
         self.accepted += told["accepted"]
         answers: list[Answer] = told["answers"]
         return answers
+
+    @staticmethod
+    def _salt_of(params: dict[str, Any] | None) -> str | None:
+        """The salt that a request names which uses moved KV."""
+        return params[PARAMS_KEY].get("apart") if params else None
 
     def forget_prefixes(self) -> None:
         """Empty the engine's own prefix cache."""

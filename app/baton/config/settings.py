@@ -122,6 +122,8 @@ class Settings(BaseSettings):
         for engine in self.engines:
             if engine.latent and not engine.handoff:
                 raise ValueError(f"engines '{engine.name}': `latent = true` needs `handoff = true`")
+            if engine.translate and not engine.handoff:
+                raise ValueError(f"engines '{engine.name}': `translate = true` needs `handoff = true`")
         return self
 
     @model_validator(mode="after")

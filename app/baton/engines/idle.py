@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from baton.engines.port import Engine, EngineState
 
@@ -16,10 +17,16 @@ def is_idle(engine: Engine) -> bool:
     return engine.state is EngineState.READY and not engine.active
 
 
-async def until_idle(engine: Engine, within_s: float) -> None:
-    """Wait until an engine was idle at two looks, one after the other, at most `within_s` seconds."""
+async def until_idle(engine: Engine, within_s: float, unless: Callable[[], bool] = lambda: False) -> None:
+    """Wait until an engine was idle at two looks, one after the other.
+
+    Args:
+        engine: the engine.
+        within_s: most seconds to wait.
+        unless: returns whether the wait is to end at once.
+    """
     deadline, before = time.monotonic() + within_s, False
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not unless():
         idle = is_idle(engine)
         if idle and before:
             return

@@ -21,8 +21,9 @@ class TransferReport:
         output_ids: the token ids generated so far.
         cached: number of prompt tokens that the engine did not prefill.
         loaded: number of tokens whose KV came from the entry; None: nothing was loaded.
-        moved: number of those tokens whose KV was moved from another place.
-        computed: number of those tokens that were computed between moved ones.
+        moved: most tokens of a load whose KV was moved from another place.
+        computed: most tokens of a load that were computed between moved ones.
+        lost_entries: the entries named in the request that could not be used, and why.
         lost: number of tokens whose KV is in the entry but could not be loaded.
         load_ms: milliseconds that the load took.
         saves: False once the engine has reported that it saves nothing.
@@ -39,6 +40,7 @@ class TransferReport:
     loaded: int | None = None
     moved: int = 0
     computed: int = 0
+    lost_entries: dict[str, TransferFailure] = field(default_factory=dict)
     lost: int = 0
     load_ms: float = 0.0
     saves: bool = True
@@ -60,7 +62,7 @@ class TransferRequest:
         load: key of the entry to load KV from; None: nothing is loaded.
         limit: most tokens to load; None: all.
         moved: KV of other entries that follows those tokens, each moved to its place.
-        salt: sets the engine's prefix cache apart for this request; None: that of its tenant is used.
+        salt: sets the engine's prefix cache apart for this request alone; None: that of its tenant is used.
         least: fewest tokens to save beyond those that `load` holds; with fewer, nothing is saved.
         latent_steps: number of latent-step placeholders in the prompt.
         mixture: input of the prompt's first position, which is one of these placeholders; None: none is.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
-from baton.engines.kv_transfer import TransferReport, TransferRequest
+from baton.engines.kv_transfer import TransferRequest
 from baton.engines.throughput import Throughput
 from baton.telemetry.metrics import TransferMetrics
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
@@ -43,13 +43,13 @@ class TransferWatch:
             request = self._requests.get(outcome.tag or "")
             if outcome.moved:
                 if outcome.failure is None:
-                    self._throughput.moved(outcome.tokens, outcome.seconds)
+                    self._throughput.moved(outcome.moved + outcome.computed, outcome.seconds)
             elif outcome.kind is Transfer.LOAD and outcome.failure is not TransferFailure.GIVEN_UP:
                 failed = outcome.failure is not None
                 measured = self._throughput.load_failed if failed else self._throughput.loaded
                 measured(outcome.bytes, outcome.seconds)
             if request is not None:
-                _note(request.report, outcome)
+                _note(request, outcome)
 
     def latent_computed(self, steps: int, seconds: float) -> None:
         """Count and measure latent steps that the engine computed, perhaps for several requests at once."""
@@ -71,16 +71,21 @@ class TransferWatch:
             self._throughput.prefilled(tokens, seconds)
 
 
-def _note(report: TransferReport, outcome: TransferOutcome) -> None:
+def _note(request: TransferRequest, outcome: TransferOutcome) -> None:
+    report = request.report
     if outcome.kind is Transfer.SAVE:
         report.save_over.set()
         return
+    if outcome.failure is not None and outcome.key:
+        report.lost_entries[outcome.key] = outcome.failure
     if outcome.kind is Transfer.LOOK:
-        report.miss = outcome.failure
+        if outcome.key in ("", request.load):
+            report.miss = outcome.failure
         return
     report.load_ms = outcome.seconds * 1000
     if outcome.failure is None:
         report.loaded = outcome.tokens
-        report.moved, report.computed = outcome.moved, outcome.computed
+        report.moved = max(report.moved, outcome.moved)  # a preempted request loads again
+        report.computed = max(report.computed, outcome.computed)
     else:
         report.lost = outcome.tokens

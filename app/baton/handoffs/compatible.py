@@ -17,7 +17,7 @@ def require_compatible(record: HandoffRecord, engine: Engine) -> None:
     if record.weights != engine.weights:
         raise HandoffIncompatible(
             f"The handoff of the model '{record.model}' cannot be continued by '{engine.name}': their "
-            "weights differ. Ask an engine of the same weights.",
+            'weights differ. Ask an engine of the same weights, or continue its text with "translate": true.',
             param="handoff.from",
         )
     if record.latent_steps and record.placeholder != engine.placeholder:

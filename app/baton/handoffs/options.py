@@ -41,7 +41,7 @@ HandoffIds = Annotated[
 ]
 """The handoffs that a request continues; the contexts of several are joined."""
 Order = Literal["given", "any"]
-"""Whether they are joined in the given order, or with the longest first, most of which can be loaded."""
+"""Whether they are joined in the given order, or with the one first whose stored KV saves most time."""
 Join = Literal["exact", "moved"]
 """Whether the KV of all but the first is computed, or moved to its place in the joined context."""
 Model = TypeVar("Model", bound=BaseModel)
@@ -133,8 +133,8 @@ class NewHandoff(Closed):
             raise ValueError("give either 'prompt' or 'messages'")
         if self.adds_nothing and len(self.sources) < (1 if self.translate else 2):
             raise ValueError("give 'prompt', 'messages', several handoffs in 'from', or one with 'translate'")
-        if self.translates_alone and self.latent_steps:
-            raise ValueError("'latent_steps' need a 'prompt' or 'messages' behind a translated context")
+        if self.adds_nothing and self.latent_steps:
+            raise ValueError("'latent_steps' need a 'prompt' or 'messages' behind the contexts")
         if self.images and self.prompt is None:
             raise ValueError("'images' go with 'prompt'; images of a chat are parts of its messages")
         return self

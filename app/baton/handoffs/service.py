@@ -109,6 +109,7 @@ class Handoffs:
         pin: bool = False,
         automatic: str | None = None,
         translated_from: str | None = None,
+        exact: bool = True,
     ) -> HandoffRecord:
         """Register a pending handoff, which a request is about to save.
 
@@ -121,6 +122,7 @@ class Handoffs:
             pin: exempt its KV from eviction.
             automatic: id of a handoff that the gateway saves by itself; None: a client asked for it.
             translated_from: id of the handoff of other weights whose text it holds.
+            exact: False until it is known that no KV was moved.
         """
         now = self._wall()
         lives = min(ttl_s or self._settings.ttl_s, self._settings.ttl_s)
@@ -138,6 +140,7 @@ class Handoffs:
             parents=list(parents),
             label=label,
             translated_from=translated_from,
+            exact=exact,
         )
         self._saves.begin(record)
         self._index.add(record, lives)
@@ -145,7 +148,11 @@ class Handoffs:
         return record
 
     def end(
-        self, record: HandoffRecord, transfer: TransferRequest | None, tokens: Iterable[int] = ()
+        self,
+        record: HandoffRecord,
+        transfer: TransferRequest | None,
+        tokens: Iterable[int] = (),
+        reason: str | None = None,
     ) -> None:
         """Save a pending handoff, whose request has ended. Only the first call for a record counts.
 
@@ -153,11 +160,13 @@ class Handoffs:
             record: the handoff.
             transfer: the request to the engine, with its report; None: the request failed.
             tokens: every token id of the context.
+            reason: why the request failed, for its client.
         """
         if not self._saves.is_pending(record) or record.tokens:
             return
         record.tokens.extend(tokens)
         if transfer is None or not record.tokens:
+            record.error = reason
             self._index.expire_in(record, min(FAILED_FOR_S, record.ttl_s))
             self._saves.fail(record)
             return
@@ -170,6 +179,10 @@ class Handoffs:
     async def settled(self, record: HandoffRecord, within_s: float) -> None:
         """Wait until a handoff is no longer pending, at most `within_s` seconds."""
         await self._saves.wait(record, within_s)
+
+    def is_awaited(self, record: HandoffRecord) -> bool:
+        """Return whether a request waits for a pending handoff."""
+        return self._saves.is_awaited(record)
 
     async def images(self, record: HandoffRecord) -> list[PlacedImage]:
         """Return the images of a handoff's context, in order.
@@ -189,6 +202,8 @@ class Handoffs:
         record = await self._sync.look_up(handoff_id)
         if record is None or record.tenant != tenant or record.automatic:
             raise HandoffNotFound()
+        if record.translated_from is not None and await self._sync.look_up(record.translated_from) is None:
+            raise HandoffNotFound()  # it ends with the handoff whose text it holds
         return record
 
     async def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[HandoffRecord], bool]:
@@ -280,7 +295,7 @@ class Handoffs:
             await self._distrust(record, saved)
 
     async def _distrust(self, record: HandoffRecord, saved: str | None) -> None:
-        for each in [record, *self._index.beginning_like(record)]:
+        for each in [record, *self._index.beginning_like(record), *self._index.blended_from(record)]:
             await asyncio.to_thread(self._storage.quarantine, each)
             self.kv_gone(each)
         if saved is not None:
@@ -305,7 +320,8 @@ class Handoffs:
 
         Requests that load it already are not disturbed.
         """
-        gone = [record, *self._index.relatives(record), *self._index.translations_of(record)]
+        gone = self._index.with_translations(record)
+        gone += [each for one in gone for each in self._index.relatives(one)]
         for each in gone:
             self._index.forget(each)
         await asyncio.shield(self.begin_work(self._remove_all(gone)))

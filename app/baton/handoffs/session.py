@@ -11,6 +11,7 @@ from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, Json, Operation, Reply, StreamReply, WholeReply
 from baton.handoffs.answers import ChatAnswer
 from baton.handoffs.audits.service import Audits
+from baton.handoffs.joins.joining import Part
 from baton.handoffs.options import WRITTEN_BY_THE_ENGINE
 from baton.handoffs.outcome import KV_IS_GONE, source_outcome
 from baton.handoffs.planner import Decision
@@ -36,12 +37,12 @@ class JoinedPart:
     """One of several handoffs that a request continues.
 
     Attributes:
-        id: its id.
+        part: the handoff.
         end: number of the prompt's tokens up to the end of its part.
         moved: what of its KV is moved to its place; None: nothing.
     """
 
-    id: str
+    part: Part
     end: int
     moved: MovedPart | None = None
 
@@ -50,15 +51,16 @@ class JoinedPart:
 
         Args:
             begin: number of the prompt's tokens before it.
-            loaded: number of the prompt's tokens that were loaded.
+            loaded: number of the prompt's tokens that were loaded where they were.
             reused: number of the prompt's tokens that were not computed when the request ran.
         """
         moved = 0
         if self.moved is not None:
             moved = min(max(0, reused - self.moved.to), self.moved.tokens)
         kept = moved if self.moved is not None else min(max(0, reused - begin), self.end - begin)
-        return {
-            "id": self.id,
+        translated = self.part.translated
+        return (translated.public(self.part.record) if translated is not None else {}) | {
+            "id": self.part.named,
             "tokens": self.end - begin,
             "loaded_tokens": 0 if self.moved is not None else max(0, min(self.end, loaded) - begin),
             "moved_tokens": moved,
@@ -199,7 +201,8 @@ class Session:
         if not transfer.prompt_only:
             tokens = tokens + report.output_ids
         target.conversation = self._conversation(answer)
-        target.exact = self.exact
+        loads_none = self.source is None or self.source.exact or self.transfer.load is None
+        target.exact = self.exact and loads_none
         if transfer.latent_steps:
             target.latent_steps, target.placeholder = transfer.latent_steps, self.engine.placeholder
         self.handoffs.end(target, transfer, tokens)
@@ -231,21 +234,27 @@ class Session:
 
     @property
     def exact(self) -> bool:
-        """Whether the KV that the answer started from is what the engine would compute of its tokens."""
-        reused = prefix_hits(self.transfer.report)
-        if self.source is not None and not self.source.exact and reused:
-            return False
-        moved = self.transfer.moved
-        return not moved or reused <= moved[0].to
+        """Whether the KV that the answer started from is what the engine would compute of its tokens.
+
+        Where it might not be, the prefix cache is the request's own, so that its loads alone decide.
+        """
+        report = self.transfer.report
+        inexact = self.source is not None and not self.source.exact and report.loaded is not None
+        return not inexact and not report.moved
 
     def _parts(self) -> list[Json]:
         """Return where the KV of each of several handoffs came from."""
         report, begins = self.transfer.report, [0, *(part.end for part in self.parts)]
         in_place = (report.loaded or 0) - report.moved - report.computed
-        return [
-            part.public(begin, in_place, prefix_hits(report))
-            for begin, part in zip(begins, self.parts, strict=False)
-        ]
+        reused = prefix_hits(report) if self.transfer.salt is None else report.loaded or 0
+        return [part.public(begin, in_place, reused) for begin, part in zip(begins, self.parts, strict=False)]
+
+    def _forget_lost_parts(self) -> None:
+        """Note of the parts that were to be moved which have no KV any more."""
+        lost = self.transfer.report.lost_entries
+        for each in self.parts:
+            if each.moved is not None and lost.get(each.moved.key) in KV_IS_GONE:
+                self.handoffs.kv_gone(each.part.record)
 
     def _describe(self, source: HandoffRecord) -> Json:
         """Return `handoff.source`, and count it in the metrics."""
@@ -263,6 +272,7 @@ class Session:
             shown["parts"] = self._parts()
         if report.miss in KV_IS_GONE:
             self.handoffs.kv_gone(source)
+        self._forget_lost_parts()
         self.audits.note(self.engine, source, self.transfer)
         reused = shown["loaded_tokens"] + shown["resident_tokens"]
         saved = self.engine.throughput.prefill_s(reused, source.steps_within(reused))

@@ -16,7 +16,7 @@ from baton.errors import InvalidRequest
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.joins.joining import JoinedContext, Part, join, require_joinable
 from baton.handoffs.joins.moving import moved_parts, require_movable, salt_of
-from baton.handoffs.options import HandoffOptions, NewHandoff, SaveOptions
+from baton.handoffs.options import WRITTEN_BY_THE_ENGINE, HandoffOptions, NewHandoff, SaveOptions
 from baton.handoffs.planner import Decision, Planner
 from baton.handoffs.prompts.conversation import Writer
 from baton.handoffs.prompts.prompt import ContextPrompt, write_prompt
@@ -81,14 +81,10 @@ class Sessions:
         """
         parts = parts_in_order(self.planner, engine, sources, options.order, "handoff.from")
         moves = options.join == "moved" and len(parts) > 1
+        self._require_compatible(operation, body, parts, moves=moves, steps=options.latent_steps)
         wanted = SessionRequest(operation, body, parts, options.saving, options.latent_steps, moves=moves)
         if moves:
             require_movable(engine, "handoff.join")
-        if moves and body.get("prompt_logprobs") is not None:
-            raise InvalidRequest(
-                "'prompt_logprobs' cannot be used with KV that is moved: leave it out.",
-                param="prompt_logprobs",
-            )
         if wanted.steps_of_context and body.get("prompt_logprobs") is not None:
             raise InvalidRequest(
                 "'prompt_logprobs' cannot be used with latent steps: leave it out.", param="prompt_logprobs"
@@ -133,6 +129,7 @@ class Sessions:
             moves=moves,
             target=target,
         )
+        self._require_compatible(operation, body, wanted.parts, moves=moves, steps=options.latent_steps)
         return await self._plan(engine, context, wanted, images)
 
     def begin_joined(self, engine: Engine, tenant: str, options: NewHandoff) -> HandoffRecord:
@@ -150,6 +147,7 @@ class Sessions:
             label=options.label,
             ttl_s=options.ttl_s,
             pin=options.pin,
+            exact=options.join == "exact",
         )
 
     def open_translation(
@@ -228,10 +226,7 @@ class Sessions:
             decision,
             target,
             wanted.parts[0].translated if wanted.parts else None,
-            [
-                JoinedPart(part.named, end, each)
-                for part, end, each in zip(wanted.parts, ends, moved, strict=False)
-            ],
+            [JoinedPart(part, end, each) for part, end, each in zip(wanted.parts, ends, moved, strict=False)],
         )
 
     async def _write(
@@ -276,17 +271,49 @@ class Sessions:
     def _register(
         self, engine: Engine, context: RequestContext, wanted: SessionRequest
     ) -> HandoffRecord | None:
-        if wanted.save is None or wanted.target is not None:
-            return wanted.target
+        if (target := wanted.target) is not None:
+            target.parents = wanted.parents  # in the order in which they were joined
+            target.parent = target.parents[0]
+        if wanted.save is None or target is not None:
+            return target
         return self.handoffs.begin(
             engine,
             context.tenant,
             parents=wanted.parents,
             translated_from=wanted.translated_from.id if wanted.translated_from is not None else None,
+            exact=not wanted.moves and (wanted.source is None or wanted.source.exact),
             label=wanted.save.label,
             ttl_s=wanted.save.ttl_s,
             pin=wanted.save.pin,
         )
+
+    @staticmethod
+    def _require_compatible(
+        operation: Operation, body: Json, parts: Sequence[Part], *, moves: bool, steps: int
+    ) -> None:
+        """Refuse what cannot be used with KV that was or will be moved.
+
+        Raises:
+            InvalidRequest: the request holds it.
+        """
+        if not moves and all(part.record.exact for part in parts[:1]):
+            return
+        if body.get("prompt_logprobs") is not None:
+            raise InvalidRequest(
+                "'prompt_logprobs' cannot be used with KV that was moved: leave it out.",
+                param="prompt_logprobs",
+            )
+        if steps:
+            raise InvalidRequest(
+                "'latent_steps' cannot follow KV that was moved: no hidden states were moved with it.",
+                param="latent_steps",
+            )
+        if operation in WRITTEN_BY_THE_ENGINE and body.get("stream"):
+            raise InvalidRequest(
+                "Streams of this route cannot tell that KV was moved: continue this handoff without "
+                "'stream', or by /v1/chat/completions.",
+                param="stream",
+            )
 
     def _require_few_steps(self, steps: int) -> None:
         most = max(LATENT_STEPS_PER_CONTEXT, self.settings.latent_steps_max)
@@ -329,8 +356,10 @@ def entry_to_name(
         decision: whether its KV is loaded.
         target: the handoff that the request saves.
     """
-    named = source is not None and decision is not None and (decision.loads or target is not None)
-    return source.key if source is not None and named else None
+    if source is None or decision is None:
+        return None
+    shares = target is not None and source.exact  # files with moved KV are only for what loads it
+    return source.key if decision.loads or shares else None
 
 
 def _require_few_images(engine: Engine, images: Sequence[PlacedImage]) -> None:

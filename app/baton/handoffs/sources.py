@@ -57,15 +57,11 @@ class Sources:
             HandoffPending: the handoff is still pending after that time.
             HandoffIncompatible: the engine cannot continue it, see `require_compatible`.
         """
-        record = await self.handoffs.get(handoff_id, tenant)
+        record = await self._there(handoff_id, engine, tenant, translates=translates)
         await self.handoffs.settled(record, self.wait_s if wait_s is None else wait_s)
         if record.state is HandoffState.PENDING:
             raise HandoffPending()
-        if record.state is HandoffState.FAILED or record not in self.handoffs:
-            raise HandoffNotFound()
-        if not translates or record.weights == engine.weights:
-            require_compatible(record, engine)
-        return record
+        return await self._there(handoff_id, engine, tenant, translates=translates)
 
     async def all(
         self,
@@ -105,20 +101,31 @@ class Sources:
                 each.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def require_usable(
+    async def usable(
         self, ids: Sequence[str], engine: Engine, tenant: str, field: str, *, translates: bool
-    ) -> None:
-        """Refuse handoffs that a request cannot continue, without waiting for pending ones.
+    ) -> list[HandoffRecord]:
+        """Return handoffs that a request can continue, pending ones as they are.
 
         The arguments are those of `all`.
 
         Raises:
             BatonError: as `all`.
         """
+        found = []
         for index, each in enumerate(ids):
             try:
-                await self.one(each, engine, tenant, translates=translates, wait_s=0)
-            except HandoffPending:
-                continue
+                found.append(await self._there(each, engine, tenant, translates=translates))
             except BatonError as error:
                 raise naming(error, part_name(field, index)) from None
+        return found
+
+    async def _there(
+        self, handoff_id: str, engine: Engine, tenant: str, *, translates: bool
+    ) -> HandoffRecord:
+        """Return a handoff that the engine can continue, perhaps a pending one."""
+        record = await self.handoffs.get(handoff_id, tenant)
+        if record.state is HandoffState.FAILED or record not in self.handoffs:
+            raise HandoffNotFound()
+        if not translates or record.weights == engine.weights:
+            require_compatible(record, engine)
+        return record

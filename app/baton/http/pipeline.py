@@ -15,6 +15,7 @@ from baton.engines.port import Engine, Operation, Reply, StreamReply
 from baton.errors import BatonError
 from baton.handoffs.compatible import require_compatible
 from baton.handoffs.header import HEADER, apply_header
+from baton.handoffs.joins.moving import require_movable
 from baton.handoffs.options import (
     OPERATIONS,
     VIA_ROSETTA,
@@ -24,6 +25,7 @@ from baton.handoffs.options import (
     translates,
 )
 from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.source import Source
 from baton.http.request_body import in_a_thread, off_the_loop, read_json
 from baton.http.request_images import completed, take_images
 from baton.http.request_state import context_of, state_of
@@ -143,12 +145,14 @@ async def _respond(
     # A pending source is waited for before this request takes a place: its own request may need the place.
     if options is not None:
         options, sources = await _sources(gateway, engine, operation, options, context)
+    continued: list[Source] = []
+    if options is not None and not options.via_rosetta:
+        continued = await gateway.translations.sources(engine, context, sources)
     ticket = await take_place(request, engine)
     if options is not None and options.via_rosetta:
         session = await gateway.rosetta.open(engine, operation, body, context, sources[0], images)
         reply = await session.run(operation, body)
     elif options is not None:
-        continued = await gateway.translations.sources(engine, context, sources)
         session = await gateway.sessions.open(engine, operation, body, context, options, continued, images)
         reply = await session.run(operation, body)
     elif operation is Operation.COMPLETIONS and images:
@@ -177,6 +181,8 @@ async def _sources(
     """
     if options.via_rosetta:
         gateway.rosetta.require_possible(engine, operation, options)
+    if options.join == "moved" and len(options.sources) > 1:
+        require_movable(engine, "handoff.join")
     wanted, rosetta = translates(options.translate, engine), gateway.rosetta
     records = await gateway.sources.all(
         options.sources, engine, context.tenant, translates=wanted or rosetta.is_target(engine)

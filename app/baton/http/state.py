@@ -10,6 +10,7 @@ from baton.admission.fair_threads import FairThreads
 from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet
+from baton.handoffs.ahead import JoinsAhead
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.service import Handoffs
@@ -37,6 +38,7 @@ class Gateway:
     sessions: Sessions
     translations: Translations
     rosetta: Rosetta
+    ahead: JoinsAhead
     automatic: AutomaticHandoffs
     audits: Audits
     responses: StoredResponses

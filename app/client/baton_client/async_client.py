@@ -58,7 +58,7 @@ class AsyncBaton:
         start: Starts | None = None,
         join: str | None = None,
         order: str | None = None,
-        translate: bool = False,
+        translate: bool | None = None,
         save: bool = False,
         label: str | None = None,
         pin: bool = False,

@@ -71,7 +71,7 @@ class Baton:
         start: Starts | None = None,
         join: str | None = None,
         order: str | None = None,
-        translate: bool = False,
+        translate: bool | None = None,
         save: bool = False,
         label: str | None = None,
         pin: bool = False,
@@ -87,7 +87,8 @@ class Baton:
             start: the handoff that the chat goes on from, or several, whose contexts are joined.
             join: how: `exact` (None), or `moved`, which is faster and not exact.
             order: in which order: `given` (None), or `any`.
-            translate: whether `start` may be of another model, whose text is gone on from then.
+            translate: whether `start` may be of another model, which is then continued by its text; None: as
+                the engine is configured.
             save: whether the chat with its answer is saved as a handoff: `Answer.handoff`.
             label: a text of your own for that handoff; this, `pin`, `ttl_s` and `latent_steps` mean `save`.
             pin: whether its KV stays when others' is evicted.

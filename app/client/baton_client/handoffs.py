@@ -34,7 +34,7 @@ class Handoffs:
         start: Starts | None = None,
         join: str | None = None,
         order: str | None = None,
-        translate: bool = False,
+        translate: bool | None = None,
         label: str | None = None,
         pin: bool = False,
         ttl_s: int | None = None,
@@ -52,7 +52,7 @@ class Handoffs:
             join: how: `exact` (None), or `moved`, which is faster and not exact.
             order: in which order: `given` (None), or `any`.
             translate: whether `start` may be of another model: the new handoff holds its text, and neither
-                `prompt` nor `messages` is needed.
+                `prompt` nor `messages` is needed; None: as the engine is configured.
             label: a text of your own, for `find`.
             pin: whether its KV stays when others' is evicted.
             ttl_s: seconds it lives; None: as long as the gateway allows.
@@ -124,7 +124,7 @@ class AsyncHandoffs:
         start: Starts | None = None,
         join: str | None = None,
         order: str | None = None,
-        translate: bool = False,
+        translate: bool | None = None,
         label: str | None = None,
         pin: bool = False,
         ttl_s: int | None = None,

@@ -59,6 +59,11 @@ def messages_of(messages: Messages) -> list[Mapping[str, Any]]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
 
 
+def chosen(fields: Mapping[str, Any]) -> Json:
+    """Return the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def given(**fields: Any) -> Json:
     """Return the fields that are neither None, False nor 0, which all are the API's defaults."""
     return {name: value for name, value in fields.items() if value not in (None, False, 0)}
@@ -93,7 +98,7 @@ def chat(
     how = given(**saving)
     handoff = given(save=how or save)
     if start is not None:
-        handoff |= {"from": ids_of(start)} | given(**starting)
+        handoff |= {"from": ids_of(start)} | chosen(starting)
     body: Json = {**fields, "model": model, "messages": messages_of(messages)}
     if handoff:
         body["handoff"] = handoff
@@ -126,7 +131,7 @@ def create_handoff(
     if prompt is not None:
         body["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
     if start is not None:
-        body |= {"from": ids_of(start)} | given(**starting)
+        body |= {"from": ids_of(start)} | chosen(starting)
     return Call("POST", "/v1/handoffs", _handoff, body)
 
 

@@ -234,6 +234,7 @@ def _transfer_params(transfer: TransferRequest, tag: str) -> dict[str, Any]:
         load=transfer.load,
         limit=transfer.limit,
         moved=[part.model_dump() for part in transfer.moved],
+        apart=transfer.salt,
         mixture=transfer.mixture.model_dump() if transfer.mixture is not None else None,
         least=transfer.least or None,
         tag=tag,

@@ -8,7 +8,7 @@ are in docs/results/joins.md.
 
 from __future__ import annotations
 
-import hashlib
+import secrets
 from collections.abc import Sequence
 
 import numpy
@@ -88,7 +88,10 @@ def _common_suffix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def salt_of(source: HandoffRecord | None, moved: Sequence[MovedPart]) -> str | None:
-    """Return what sets a request's prefix cache apart from others'; None: its KV is what the engine computes.
+    """Return a salt that sets a request's prefix cache apart; None: its KV is what the engine computes.
+
+    It is the request's alone: what another one with the same parts has loaded cannot be told from what it has
+    computed.
 
     Args:
         source: the handoff that the request continues.
@@ -96,5 +99,4 @@ def salt_of(source: HandoffRecord | None, moved: Sequence[MovedPart]) -> str | N
     """
     if source is None or (source.exact and not moved):
         return None
-    named = [source.key, *(f"{part.key} {part.start} {part.tokens} {part.to}" for part in moved)]
-    return hashlib.sha256("\n".join(named).encode()).hexdigest()
+    return secrets.token_hex(16)

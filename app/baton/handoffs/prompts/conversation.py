@@ -154,10 +154,6 @@ class Writer:
         content = await self._detokenize(list(tokens[:-1] if past.ended else tokens))
         return [{"role": "assistant", "content": content}]
 
-    async def whole_conversation(self, source: HandoffRecord, past: Conversation) -> list[Json]:
-        """Return the messages of a handoff that is a chat, with the answer that ends its context."""
-        return [*past.messages, *await self._last_answer(source, past)]
-
     async def text_of(self, tokens: Sequence[int]) -> str:
         """Return the text that token ids stand for; latent steps have none."""
         return await self._detokenize(list(tokens))

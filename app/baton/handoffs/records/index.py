@@ -101,6 +101,26 @@ class HandoffIndex:
         found = [*self.prefixes.continued_by(record), *self.prefixes.continuing(record)]
         return [each for each in found if each.automatic]
 
+    def with_translations(self, record: HandoffRecord) -> list[HandoffRecord]:
+        """Return a record and all that hold its text, translations of translations too."""
+        found = [record]
+        for each in found:
+            found += [other for other in self.translations_of(each) if other not in found]
+        return found
+
+    def blended_from(self, record: HandoffRecord) -> list[HandoffRecord]:
+        """Return the records that may hold moved KV of a record, and those that continue these."""
+        found, mine = [record], list(self._tenants.get(record.tenant, {}).values())
+        for each in found:
+            made = [other for other in mine if each.id in other.parents and not other.exact]
+            found += [other for other in made if other not in found]
+        return found[1:]
+
+    def orphans(self) -> list[HandoffRecord]:
+        """Return the translations of handoffs that are not in the index."""
+        translated = (each for each in self._records.values() if each.translated_from is not None)
+        return [each for each in translated if each.translated_from not in self._records]
+
     def translations_of(self, record: HandoffRecord) -> list[HandoffRecord]:
         """Return the records that hold the text of a record of other weights."""
         mine = self._tenants.get(record.tenant, {}).values()

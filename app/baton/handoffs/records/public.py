@@ -56,6 +56,7 @@ class HandoffObject(BaseModel):
     translated_from: str | None = Field(
         description="Id of the handoff of another model whose text it holds; `null`: it is no translation."
     )
+    error: str | None = Field(description="Why it is `failed`, if it was joined ahead; else `null`.")
     audit: HandoffAudit | None = Field(
         None, description="Its last audit; `null`: none of the requests that loaded its KV was audited."
     )

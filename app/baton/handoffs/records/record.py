@@ -158,6 +158,7 @@ class HandoffRecord(BaseModel):
         audit: its last audit.
         translated_from: id of the handoff of other weights whose text it holds; None: it is no translation.
         exact: its KV is what the engine would compute of its tokens; not so if any was moved to its place.
+        error: why the request that was to save it failed; None: it did not, or nobody knows. Not written.
         revision: number of times it was written; the greater of two is the later.
     """
 
@@ -186,6 +187,7 @@ class HandoffRecord(BaseModel):
     audit: HandoffAudit | None = None
     exact: bool = True
     translated_from: str | None = None
+    error: str | None = None
     revision: int = 0
     _on_disk: bool = PrivateAttr(False)
     _stamp: tuple[int, int, int] | None = PrivateAttr(None)
@@ -328,6 +330,7 @@ class HandoffRecord(BaseModel):
             label=self.label,
             exact=self.exact,
             translated_from=self.translated_from,
+            error=self.error,
             audit=self.audit,
         )
         return shown.model_dump(mode="json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 
 from baton.engines.kv_transfer import TransferRequest
 from baton.handoffs.records.budget import RecordBudget
@@ -54,6 +55,7 @@ class Saves:
         self._rules = rules
         self._sync = sync
         self._pending: dict[str, asyncio.Event] = {}
+        self._awaited: Counter[str] = Counter()
 
     def begin(self, record: HandoffRecord) -> None:
         """Note that a handoff is pending."""
@@ -66,9 +68,20 @@ class Saves:
     async def wait(self, record: HandoffRecord, within_s: float) -> None:
         """Wait until a handoff is no longer pending, at most `within_s` seconds."""
         settled = self._pending.get(record.id)
-        if settled is not None:
+        if settled is None:
+            return
+        self._awaited[record.id] += 1
+        try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(settled.wait(), within_s)
+        finally:
+            self._awaited[record.id] -= 1
+            if not self._awaited[record.id]:
+                del self._awaited[record.id]
+
+    def is_awaited(self, record: HandoffRecord) -> bool:
+        """Return whether anybody waits for a pending handoff."""
+        return record.id in self._awaited
 
     def fail(self, record: HandoffRecord) -> None:
         """Mark a pending handoff as failed."""

@@ -11,11 +11,11 @@ import asyncio
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from weakref import WeakValueDictionary
+from dataclasses import replace
 
-from baton.engines.port import Engine
-from baton.errors import BatonError, HandoffIncompatible
+from baton.admission.tenants import Admission, Ticket
+from baton.engines.port import Engine, EngineState
+from baton.errors import BatonError, HandoffIncompatible, HandoffNotFound
 from baton.handoffs.options import SaveOptions, part_name
 from baton.handoffs.prompts.prompt import ContextPrompt
 from baton.handoffs.records.record import HandoffRecord
@@ -25,28 +25,31 @@ from baton.handoffs.sessions import Sessions
 from baton.handoffs.source import Source, Translated
 from baton.handoffs.sources import naming
 from baton.handoffs.translations.spoken import Spoken, spoken
-from baton.telemetry.ids import RequestContext
+from baton.telemetry.ids import RequestContext, new_request_id
 
+CHANGES = ("ttl_s", "pin", "label")
 SAVED_WITHIN_S = 10.0
 """A new translation's KV is waited for so long, so that it can be loaded at once."""
 
 
-@dataclass(frozen=True)
 class Translations:
-    """Makes the translations of one gateway.
+    """Makes the translations of one gateway, each once however many requests need it.
 
-    Attributes:
+    Args:
         engines: the engines that it serves.
         handoffs: all handoffs.
         sessions: computes them.
+        admission: gives places at the engines.
     """
 
-    engines: Sequence[Engine]
-    handoffs: Handoffs
-    sessions: Sessions
-    _making: WeakValueDictionary[tuple[str, str], asyncio.Lock] = field(
-        default_factory=WeakValueDictionary, init=False
-    )
+    def __init__(
+        self, engines: Sequence[Engine], handoffs: Handoffs, sessions: Sessions, admission: Admission
+    ) -> None:
+        self._engines = engines
+        self._handoffs = handoffs
+        self._sessions = sessions
+        self._admission = admission
+        self._making: dict[tuple[str, str], asyncio.Task[Source]] = {}
 
     async def sources(
         self,
@@ -57,6 +60,8 @@ class Translations:
         where: str = "handoff.from",
     ) -> list[Source]:
         """Return what a request continues: handoffs as they are, or their translations, which may be made.
+
+        Call it before the request takes a place: a translation takes one of its own.
 
         Args:
             engine: the engine that answers.
@@ -73,7 +78,10 @@ class Translations:
             try:
                 found.append(await self._source(engine, context, record, save or SaveOptions()))
             except BatonError as error:
-                raise naming(error, part_name(where, index) if len(records) > 1 else where) from None
+                if len(records) > 1:
+                    raise naming(error, part_name(where, index)) from None
+                error.param = error.param or where
+                raise
         return found
 
     async def _source(
@@ -81,6 +89,18 @@ class Translations:
     ) -> Source:
         if record.weights == engine.weights:
             return Source(record)
+        key = (record.id, engine.weights)
+        if (making := self._making.get(key)) is not None:
+            source = await asyncio.shield(making)
+            return Source(source.record, Translated(record, 0))
+        work = self._translate(engine, replace(context, request_id=new_request_id()), record, save)
+        making = self._making[key] = self._handoffs.begin_work(work)
+        making.add_done_callback(lambda _: self._making.pop(key, None))
+        return await asyncio.shield(making)  # others may wait for it too
+
+    async def _translate(
+        self, engine: Engine, context: RequestContext, record: HandoffRecord, save: SaveOptions
+    ) -> Source:
         said = await self._spoken(context, record)
         if len(said.images) > engine.images.limit:
             raise HandoffIncompatible(
@@ -88,12 +108,15 @@ class Translations:
                 f"{engine.images.limit}.",
             )
         prompt = await said.written(engine, context)
-        lock = self._making.setdefault((record.id, engine.name), asyncio.Lock())
-        async with lock:  # several requests need it at once, and one makes it
-            if (kept := self._kept(record, engine, prompt)) is not None:
-                await self.handoffs.settled(kept, SAVED_WITHIN_S)
-                return Source(kept, Translated(record, 0))
-            return await self._make(engine, context, record, prompt, save)
+        if not prompt.tokens:
+            raise HandoffIncompatible("The handoff holds no text that could be translated.")
+        if (kept := self._kept(record, engine, prompt)) is not None:
+            await self._handoffs.settled(kept, SAVED_WITHIN_S)
+            changes = save.model_dump(include=set(CHANGES), exclude_unset=True)
+            if changes:
+                await self._handoffs.change(kept, changes)
+            return Source(kept, Translated(record, 0))
+        return await self._make(engine, context, record, prompt, save)
 
     async def _spoken(self, context: RequestContext, record: HandoffRecord) -> Spoken:
         """Read what a handoff says, with an engine of its weights.
@@ -101,13 +124,14 @@ class Translations:
         Raises:
             HandoffIncompatible: no engine here has its tokenizer.
         """
-        theirs = next((each for each in self.engines if each.weights == record.weights), None)
-        if theirs is None:
+        theirs = [each for each in self._engines if each.weights == record.weights]
+        if not theirs:
             raise HandoffIncompatible(
                 f"The handoff of the model '{record.model}' cannot be translated: no engine here serves that "
                 "model, whose tokenizer reads it."
             )
-        return await spoken(theirs, context, record, await self.handoffs.images(record))
+        reader = next((each for each in theirs if each.state is EngineState.READY), theirs[0])
+        return await spoken(reader, context, record, await self._handoffs.images(record))
 
     def _kept(self, record: HandoffRecord, engine: Engine, prompt: ContextPrompt) -> HandoffRecord | None:
         """Return the translation that was made before, if it still says the same."""
@@ -115,8 +139,8 @@ class Translations:
         return next(
             (
                 each
-                for each in self.handoffs.translations_of(record)
-                if (each.model, each.weights, each.state) == (engine.name, engine.weights, HandoffState.READY)
+                for each in self._handoffs.translations_of(record)
+                if (each.weights, each.state) == (engine.weights, HandoffState.READY)
                 and each.tokens == tokens
             ),
             None,
@@ -130,11 +154,18 @@ class Translations:
         prompt: ContextPrompt,
         save: SaveOptions,
     ) -> Source:
-        left = max(1, math.floor(self.handoffs.seconds_left(record)))
+        left = max(1, math.floor(self._handoffs.seconds_left(record)))
         save = save.model_copy(update={"ttl_s": min(save.ttl_s or left, left), "scope": "prompt"})
-        session = self.sessions.open_translation(engine, context, record, prompt, save)
-        target = session.target
-        assert target is not None
-        await session.compute([])
-        await self.handoffs.settled(target, SAVED_WITHIN_S)
+        ticket = Ticket()
+        try:
+            await self._admission.enter(ticket, context.tenant, engine.name)
+            if record not in self._handoffs:
+                raise HandoffNotFound()
+            session = self._sessions.open_translation(engine, context, record, prompt, save)
+            target = session.target
+            assert target is not None
+            await session.compute([])
+        finally:
+            ticket.answered()
+        await self._handoffs.settled(target, SAVED_WITHIN_S)
         return Source(target, Translated(record, session.computed))

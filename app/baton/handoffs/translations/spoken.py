@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from baton.engines.port import Engine, Json
 from baton.errors import HandoffIncompatible
@@ -23,11 +23,13 @@ class Spoken:
         body: a chat's `messages` with the fields that its template reads; None: it is a plain text.
         texts: the pieces of a plain text, between its images.
         images: its images, in order.
+        fingerprints: of the answers among the messages, as their clients received them.
     """
 
     body: Json | None
     texts: Sequence[str]
     images: Sequence[ClientImage]
+    fingerprints: Mapping[int, str] = field(default_factory=dict)
 
     async def written(self, engine: Engine, context: RequestContext) -> ContextPrompt:
         """Write it as an engine's prompt, as if a client had sent it there.
@@ -38,7 +40,8 @@ class Spoken:
         writer = Writer(engine, context, self.images)
         if self.body is not None:
             chat = await writer.write_chat(self.body, answered=False)
-            return ContextPrompt(chat.tokens, chat.images, chat.conversation)
+            known = {"answer_fingerprints": dict(self.fingerprints)}
+            return ContextPrompt(chat.tokens, chat.images, chat.conversation.model_copy(update=known))
         mark = engine.images.texts[0] if engine.images.texts else ""
         return ContextPrompt(*await writer.plain(mark.join(self.texts), special=True))
 
@@ -67,17 +70,25 @@ async def spoken(
             "too long to be kept.",
             param="handoff.from",
         )
-    messages = await writer.whole_conversation(record, past)
-    return Spoken(past.template | {"messages": messages}, [], own)
+    messages = [*past.messages]
+    if past.answer_from is not None:
+        said = await writer.text_of(_words(engine, record, past.answer_from, None))
+        messages.append({"role": "assistant", "content": said})
+    return Spoken(past.template | {"messages": messages}, [], own, past.answer_fingerprints)
 
 
 async def _texts(
     writer: Writer, engine: Engine, record: HandoffRecord, images: Sequence[PlacedImage]
 ) -> list[str]:
-    """Return the pieces of a plain text between its images, without the tokens that no text holds."""
+    """Return the pieces of a plain text between its images."""
     texts, begin = [], 0
     for stop, after in [*((image.offset, image.offset + image.length) for image in images), (None, None)]:
-        tokens = [token for token in record.tokens[begin:stop] if token not in engine.special_tokens]
-        texts.append(await writer.text_of(tokens))
+        texts.append(await writer.text_of(_words(engine, record, begin, stop)))
         begin = after or 0
     return texts
+
+
+def _words(engine: Engine, record: HandoffRecord, begin: int, stop: int | None) -> list[int]:
+    """Return some of a context's token ids, without those that no text holds."""
+    special = engine.special_tokens | {record.placeholder}
+    return [token for token in record.tokens[begin:stop] if token not in special]

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from baton.engines.idle import until_idle
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest
 from baton.handoffs.joins.moving import require_movable
@@ -32,12 +31,9 @@ from baton.http.request_images import take_images
 from baton.http.request_state import context_of, state_of
 from baton.http.state import Gateway, gateway_of
 from baton.images.client_image import ClientImage
+from baton.telemetry.ids import RequestContext
 
 router = APIRouter()
-IDLE_WITHIN_S = 30.0
-"""Handoffs are joined ahead when their engine is idle, or after so many seconds."""
-JOINS_WITHIN_S = 600.0
-"""Seconds that pending handoffs are waited for to be joined."""
 
 
 @router.post("/v1/handoffs", status_code=201)
@@ -71,75 +67,50 @@ async def _create(
 ) -> Response:
     context = context_of(request)
     if options.adds_nothing and len(options.sources) > 1:
-        return await _answer(gateway, *await _join_ahead(request, gateway, engine, options, body))
+        return await _join_ahead(gateway, engine, context, options)
     # A pending source is waited for before this request takes a place: its own request may need the place.
     records = await gateway.sources.all(
         options.sources, engine, context.tenant, "from", translates=translates(options.translate, engine)
     )
     if options.translates_alone:
-        return await _translate(request, gateway, engine, options, records[0])
-    ticket = await take_place(request, engine)
+        return await _translate(gateway, engine, context, options, records[0])
+    if options.join == "moved" and len(records) > 1:
+        require_movable(engine, "join")
     sources = await gateway.translations.sources(engine, context, records, where="from")
+    ticket = await take_place(request, engine)
     session = await gateway.sessions.open_new(engine, body, context, options, sources, images)
     target = session.target
     assert target is not None
     work = gateway.handoffs.begin_work(session.compute(options.prompt or ""))
     ticket.keep_until(work)
-    return await _answer(gateway, target, work)
-
-
-async def _answer(gateway: Gateway, target: HandoffRecord, work: asyncio.Task[Json]) -> Response:
-    """Wait a while for a new handoff, and answer with it as it is then."""
     try:
         done, _ = await asyncio.wait({work}, timeout=gateway.settings.handoffs.wait_s)
     except asyncio.CancelledError:
         work.cancel()
-        gateway.handoffs.end(target, None)  # work that has not begun yet cannot fail the handoff itself
+        session.fail()  # work that has not begun yet cannot fail the handoff itself
         raise
-    shown = work.result() if done else target.public()
+    return _answer(target, work.result() if done else target.public())
+
+
+def _answer(target: HandoffRecord, shown: Json) -> Response:
+    """Answer with a new handoff: 201 if it is ready, 202 while it is pending."""
     ready = target.state is HandoffState.READY
     headers = {"Location": f"/v1/handoffs/{target.id}", ID_HEADER: target.id}
     return Response(json.dumps(shown), 201 if ready else 202, headers, "application/json")
 
 
 async def _join_ahead(
-    request: Request, gateway: Gateway, engine: Engine, options: NewHandoff, body: Json
-) -> tuple[HandoffRecord, asyncio.Task[Json]]:
-    """Begin to join handoffs, which is done once all of them are ready and the engine has nothing else to do.
-
-    Raises:
-        BatonError: one of them is unknown, or of another model; `param` names it.
-    """
-    context, translated = context_of(request), translates(options.translate, engine)
-    handoffs = gateway.handoffs
-    await gateway.sources.require_usable(
-        options.sources, engine, context.tenant, "from", translates=translated
-    )
-    if options.join == "moved":
-        require_movable(engine, "join")
-    target = gateway.sessions.begin_joined(engine, context.tenant, options)
-
-    async def join() -> Json:
-        try:
-            records = await gateway.sources.all(
-                options.sources, engine, context.tenant, "from", translates=translated, wait_s=JOINS_WITHIN_S
-            )
-            await until_idle(engine, IDLE_WITHIN_S)
-            await take_place(request, engine)
-            sources = await gateway.translations.sources(engine, context, records, where="from")
-            session = await gateway.sessions.open_new(engine, body, context, options, sources, target=target)
-            return await session.compute("")
-        except BaseException:
-            handoffs.end(target, None)
-            raise
-
-    work = handoffs.begin_work(join())
-    state_of(request.scope).ticket.keep_until(work)
-    return target, work
+    gateway: Gateway, engine: Engine, context: RequestContext, options: NewHandoff
+) -> Response:
+    """Join handoffs in the background; it is waited for only if it begins at once."""
+    target, work, at_once = await gateway.ahead.begin(engine, context, options)
+    wait_s = gateway.settings.handoffs.wait_s if at_once else 0
+    done, _ = await asyncio.wait({work}, timeout=wait_s)
+    return _answer(target, work.result() if done else target.public())
 
 
 async def _translate(
-    request: Request, gateway: Gateway, engine: Engine, options: NewHandoff, record: HandoffRecord
+    gateway: Gateway, engine: Engine, context: RequestContext, options: NewHandoff, record: HandoffRecord
 ) -> Response:
     """Make the translation of a handoff of other weights, unless it is there."""
     if record.weights == engine.weights:
@@ -147,15 +118,12 @@ async def _translate(
             f"from: the handoff is of the weights of '{engine.name}' already: continue it as it is.",
             param="from",
         )
-    await take_place(request, engine)
-    save = SaveOptions(ttl_s=options.ttl_s, pin=options.pin, label=options.label)
-    (source,) = await gateway.translations.sources(engine, context_of(request), [record], save, "from")
-    shown, found = source.record.public(), source.translated
+    given = options.model_dump(include={"ttl_s", "pin", "label"}, exclude_unset=True)
+    save = SaveOptions.model_validate(given)
+    (source,) = await gateway.translations.sources(engine, context, [record], save, "from")
+    found = source.translated
     assert found is not None
-    shown["source"] = found.public(source.record)
-    ready = source.record.state is HandoffState.READY
-    headers = {"Location": f"/v1/handoffs/{source.record.id}", ID_HEADER: source.record.id}
-    return Response(json.dumps(shown), 201 if ready else 202, headers, "application/json")
+    return _answer(source.record, source.record.public() | {"source": found.public(source.record)})
 
 
 @router.get("/v1/handoffs")

@@ -1,0 +1,172 @@
+"""Join handoffs ahead: in the background, once all are ready and their engine has nothing else to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
+
+from baton.admission.tenants import Admission, Ticket
+from baton.engines.idle import is_idle, until_idle
+from baton.engines.port import Engine, Json
+from baton.errors import BatonError, EngineOverloaded, HandoffNotFound, RateLimited
+from baton.handoffs.joins.joining import Part, require_joinable
+from baton.handoffs.joins.moving import require_movable
+from baton.handoffs.options import NewHandoff, part_name, translates
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.state import HandoffState
+from baton.handoffs.service import Handoffs
+from baton.handoffs.sessions import Sessions
+from baton.handoffs.sources import Sources
+from baton.handoffs.translations.service import Translations
+from baton.telemetry.ids import RequestContext
+
+IDLE_WITHIN_S = 30.0
+"""Handoffs are joined when their engine is idle, when somebody waits for them, or after so many seconds."""
+PARTS_WITHIN_S = 600.0
+"""Seconds that pending parts are waited for."""
+MOST_PENDING = 32
+"""Most joins of a tenant that may wait."""
+RETRY_AFTER_S = 5
+FIELD = "from"
+
+
+class JoinsAhead:
+    """Owns the joins of one gateway that are under way; each engine computes one at a time.
+
+    Args:
+        handoffs: all handoffs.
+        sources: finds the parts.
+        translations: translates parts of other models.
+        sessions: opens the sessions.
+        admission: gives places at the engines.
+    """
+
+    def __init__(
+        self,
+        handoffs: Handoffs,
+        sources: Sources,
+        translations: Translations,
+        sessions: Sessions,
+        admission: Admission,
+    ) -> None:
+        self._handoffs = handoffs
+        self._sources = sources
+        self._translations = translations
+        self._sessions = sessions
+        self._admission = admission
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._pending: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[Json]] = set()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Cancel at the end what has not been joined."""
+        try:
+            yield
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    async def begin(
+        self, engine: Engine, context: RequestContext, options: NewHandoff
+    ) -> tuple[HandoffRecord, asyncio.Task[Json], bool]:
+        """Begin to join handoffs.
+
+        Args:
+            engine: the engine that computes the context.
+            context: the client and the request's ids.
+            options: the request.
+
+        Returns:
+            The handoff, which is pending; its computation, with the `handoff` object as its result; whether
+            that begins at once.
+
+        Raises:
+            RateLimited: too many joins of the tenant wait already.
+            BatonError: a part is unknown, or cannot be joined; `param` names it.
+        """
+        if self._pending[context.tenant] >= MOST_PENDING:
+            raise RateLimited(
+                f"{MOST_PENDING} of your joins wait to be computed, and no more may; try again later.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        if options.join == "moved":
+            require_movable(engine, "join")
+        records = await self._sources.usable(
+            options.sources, engine, context.tenant, FIELD, translates=translates(options.translate, engine)
+        )
+        ready = all(record.state is HandoffState.READY for record in records)
+        if ready and all(record.weights == engine.weights for record in records):
+            parts = [Part(record, part_name(FIELD, index)) for index, record in enumerate(records)]
+            require_joinable(engine, parts)
+        target = self._sessions.begin_joined(engine, context.tenant, options)
+        at_once = ready and is_idle(engine)
+        task = self._handoffs.begin_work(self._join(engine, context, options, target))
+        self._pending[context.tenant] += 1
+        self._tasks.add(task)
+        task.add_done_callback(lambda ended: self._ended(ended, context.tenant))
+        return target, task, at_once
+
+    def _ended(self, task: asyncio.Task[Json], tenant: str) -> None:
+        self._tasks.discard(task)
+        self._pending[tenant] -= 1
+        if not self._pending[tenant]:
+            del self._pending[tenant]
+
+    async def _join(
+        self, engine: Engine, context: RequestContext, options: NewHandoff, target: HandoffRecord
+    ) -> Json:
+        """Join handoffs when that keeps nobody waiting; returns the `handoff` object."""
+        try:
+            records = await self._sources.all(
+                options.sources,
+                engine,
+                context.tenant,
+                FIELD,
+                translates=translates(options.translate, engine),
+                wait_s=PARTS_WITHIN_S,
+            )
+            async with self._turns[engine.name]:
+                await until_idle(engine, IDLE_WITHIN_S, unless=lambda: self._handoffs.is_awaited(target))
+                self._require_there(target, records)
+                return await self._compute(engine, context, options, target, records)
+        except BaseException as error:
+            self._handoffs.end(target, None, reason=error.message if isinstance(error, BatonError) else None)
+            raise
+
+    def _require_there(self, target: HandoffRecord, records: Sequence[HandoffRecord]) -> None:
+        """Give up a join that was deleted, or one of whose parts was.
+
+        Raises:
+            HandoffNotFound: it was.
+        """
+        if any(record not in self._handoffs for record in (target, *records)):
+            raise HandoffNotFound()
+
+    async def _compute(
+        self,
+        engine: Engine,
+        context: RequestContext,
+        options: NewHandoff,
+        target: HandoffRecord,
+        records: Sequence[HandoffRecord],
+    ) -> Json:
+        sources = await self._translations.sources(engine, context, records, where=FIELD)
+        ticket = Ticket()
+        try:
+            await self._place(ticket, context.tenant, engine)
+            body = {"model": engine.name}
+            session = await self._sessions.open_new(engine, body, context, options, sources, target=target)
+            return await session.compute("")
+        finally:
+            ticket.answered()
+
+    async def _place(self, ticket: Ticket, tenant: str, engine: Engine) -> None:
+        """Take a place at an engine; where others fill the queue, later."""
+        while True:
+            try:
+                return await self._admission.enter(ticket, tenant, engine.name)
+            except EngineOverloaded:
+                await asyncio.sleep(RETRY_AFTER_S)
