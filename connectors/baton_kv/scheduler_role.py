@@ -15,23 +15,21 @@ from typing import Any
 
 from baton_kv.cache_groups import FULL_ATTENTION, CacheGroup, GroupBlocks
 from baton_kv.contract import (
-    Malformed,
     Transfer,
     TransferFailure,
     TransferOutcome,
     TransferParams,
-    failure_of,
     params_to_load,
     parse,
 )
-from baton_kv.entry_format import EntryIncompatible, EntryInvalid, ImageRef, Part
+from baton_kv.entry_format import ImageRef, Part
 from baton_kv.fingerprint import moved_fingerprint
 from baton_kv.held_blocks import HeldBlocks
-from baton_kv.lookup import EntryLookup, Plan
+from baton_kv.load_planner import LoadPlanner
+from baton_kv.lookup import Plan
 from baton_kv.messages import LoadJob, PlacedMixture, SaveJob, StepJobs
-from baton_kv.move_lookup import MoveLookup
 from baton_kv.rank_outcomes import RankOutcomes
-from baton_kv.stores.base import MAX_SHARED, Store, StoreError
+from baton_kv.stores.base import MAX_SHARED, Store
 
 MIN_TAIL_TOKENS = 16
 """Behind a prefix that the engine has cached, fewer tokens than this are computed faster than loaded."""
@@ -68,8 +66,7 @@ class SchedulerRole:
     ) -> None:
         self._store = store
         self._moved_fingerprint = moved_fingerprint(fingerprint)
-        self._moves = MoveLookup(store, secret, (fingerprint, self._moved_fingerprint), most_computed)
-        self._lookup = EntryLookup(store, secret, fingerprint, block_size, groups)
+        self._planner = LoadPlanner(store, secret, fingerprint, block_size, groups, most_computed)
         self._fingerprint = fingerprint
         self._block_size = block_size
         self._groups = groups
@@ -105,60 +102,15 @@ class SchedulerRole:
             salt: the request's `cache_salt`.
         """
         if request_id not in self._plans:
-            self._plans[request_id] = self._plan(request_id, params, prompt, images, salt)
+            self._plans[request_id] = self._planner.plan(request_id, params, prompt, images, salt)
         plan = self._plans[request_id]
         brings = plan.matched - computed if plan is not None else 0
         return 0 if brings < 1 or (computed and brings < MIN_TAIL_TOKENS) else brings
 
-    def _plan(
-        self,
-        request_id: str,
-        params: object,
-        prompt: Sequence[int],
-        images: Sequence[ImageRef],
-        salt: str | None,
-    ) -> Plan | None:
-        wanted = parse(params)
-        if isinstance(wanted, TransferParams) and wanted.moved and not wanted.is_apart(salt):
-            wanted = Malformed("moved: the request needs a `cache_salt` that ends with `apart`")
-        if isinstance(wanted, Malformed):
-            self._outcomes.append(
-                TransferOutcome(request_id, "", Transfer.LOOK, failure=TransferFailure.MALFORMED)
-            )
-            return None
-        if wanted is None or wanted.load is None:
-            return None
-        try:
-            plan = self._lookup.plan(wanted.load, wanted, prompt, images, apart=wanted.is_apart(salt))
-            return self._with_moves(plan, wanted, prompt, images) if plan is not None else None
-        except (EntryInvalid, StoreError) as error:
-            if isinstance(error, EntryInvalid) and not isinstance(error, EntryIncompatible):
-                self._store.quarantine(wanted.load)
-            self._outcomes.append(
-                TransferOutcome(request_id, wanted.load, Transfer.LOOK, wanted.tag, failure_of(error))
-            )
-            return None
-
-    def _with_moves(
-        self, plan: Plan, wanted: TransferParams, prompt: Sequence[int], images: Sequence[ImageRef]
-    ) -> Plan:
-        """Add what a request moves from other entries to what it loads from the first one."""
-        if not wanted.moved or plan.matched < 1:
-            return plan
-        begin = min(plan.matched, wanted.moved[0].to)
-        joined = self._moves.plan(wanted.moved, prompt, images, begin)
-        self._outcomes += [
-            TransferOutcome("", key, Transfer.LOOK, wanted.tag, failure_of(error))
-            for key, error in self._moves.take_failures()
-        ]
-        if not joined.moves:
-            return plan
-        return replace(plan, matched=joined.stop, shared=min(plan.shared, begin), joined=joined)
-
     def take_outcomes(self) -> list[TransferOutcome]:
         """Return what ended since the last call: jobs, failed looks, and saves that were not begun."""
         outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+        return [*self._planner.take_outcomes(), *outcomes]
 
     def allocated(self, request_id: str, block_ids: Sequence[Sequence[int]], external: int) -> None:
         """Plan the load of a request that was given blocks.

@@ -195,7 +195,7 @@ def test_where_no_thread_can_be_started_the_request_is_released(
     def refuse(*_args: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(engine.worker._loader, "submit", refuse)
+    monkeypatch.setattr(engine.worker._load_thread, "submit", refuse)
     assert engine.run(1).failed == {"b"}
 
 

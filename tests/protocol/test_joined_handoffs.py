@@ -314,6 +314,70 @@ def test_what_is_joined_ahead_waits_for_its_parts_and_its_reader_for_it() -> Non
         assert error(unknown) == (404, "handoff_not_found", "from[1]")
 
 
+def test_joins_ahead_are_bounded_and_wait_for_an_idle_engine() -> None:
+    """One is computed at a time; a deleted one never; no request's place is held meanwhile."""
+    busy = FakeEngine("a", supports_handoffs=True, behaviour=FakeBehaviour(token_seconds=0.02))
+    with run_fake(busy, handoffs={"auto": "off"}) as gateway, ThreadPoolExecutor(1) as others:
+        parts = [text(gateway, "1 2"), text(gateway, "3 4")]
+        running = others.submit(post, gateway, {"prompt": "8", "max_tokens": 150}, TEXT)
+        while not busy.active:
+            time.sleep(0.01)
+        began = time.monotonic()
+        answers = [post(gateway, {"from": parts, "label": str(number)}, AHEAD) for number in range(33)]
+        assert [answer.status_code for answer in answers] == [*[202] * 32, 429]
+        assert "Retry-After" in answers[-1].headers
+        assert time.monotonic() - began < 2.5, "answered at once"
+        joined = len([body for body in busy.bodies if body.get("prompt") == [1, 2, 1, 3, 4, 3]])
+        assert not running.done()
+        assert joined == 0, "nothing is computed beside the stream"
+        gone = answers[0].json()["id"]
+        with gateway.client() as client:
+            assert client.delete(f"{AHEAD}/{gone}").status_code == 204
+            running.result()
+            deadline = time.monotonic() + 60
+            while any(each["state"] == "pending" for each in client.get(f"{AHEAD}?limit=100").json()["data"]):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        assert len([body for body in busy.bodies if body.get("prompt") == [1, 2, 1, 3, 4, 3]]) == 31
+
+
+def test_what_cannot_be_joined_ahead_is_refused_at_once_also_while_a_part_is_pending(
+    relay: FakeGateway,
+) -> None:
+    one, chatted = text(relay, "1 2"), chat(relay, "11")
+    assert error(post(relay, {"from": [one, chatted]}, AHEAD))[0] == 400
+    other = text(relay, "3")
+    assert error(post(relay, {"from": [one, other], "latent_steps": 2}, AHEAD))[0] == 400
+    relay.engine("other").behaviour.token_seconds = 0.3
+    with ThreadPoolExecutor(1) as others:
+        body = {"model": "other", "prompt": "5", "max_tokens": 4, "handoff": {"save": True}}
+        running = others.submit(post, relay, body, TEXT)
+        with relay.client() as client:
+            known = {one, other, chatted}
+            while not (new := {each["id"] for each in client.get(AHEAD).json()["data"]} - known):
+                time.sleep(0.02)
+        refused = [post(relay, {"from": [one, each]}, AHEAD) for each in new]
+        running.result()
+    assert [error(each) for each in refused] == [(409, "handoff_incompatible", "from[1]")]
+
+
+def test_why_a_join_failed_is_told() -> None:
+    slow = FakeEngine("a", supports_handoffs=True, behaviour=FakeBehaviour(token_seconds=0.2))
+    with run_fake(slow, handoffs={"auto": "off"}) as gateway, ThreadPoolExecutor(1) as others:
+        first = text(gateway, "1 2")
+        body = {"prompt": "3 4", "max_tokens": 6, "handoff": {"save": True}}
+        running = others.submit(post, gateway, body, TEXT)
+        ahead = post(gateway, {"from": [first, wait_for_another(gateway, first)]}, AHEAD).json()["id"]
+        with gateway.client() as client:
+            client.delete(f"{AHEAD}/{first}").raise_for_status()
+            running.result()
+            deadline = time.monotonic() + 20
+            while (shown := client.get(f"{AHEAD}/{ahead}").json())["state"] == "pending":
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    assert (shown["state"], shown["error"] is not None) == ("failed", True)
+
+
 def wait_for_another(gateway: FakeGateway, known: str) -> str:
     """The id of the handoff that another request is about to save."""
     with gateway.client() as client:

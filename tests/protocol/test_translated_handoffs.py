@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.gateways import FakeGateway, run_fake
 
+from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine
 
 CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
@@ -159,3 +163,88 @@ def test_one_vector_instead_of_text_is_experimental_and_named_as_avp_names_it(en
         assert saving.status_code == 400
         messages = post(gateway, "/v1/messages", "y", max_tokens=1, messages=[], handoff=handoff)
         assert messages.status_code == 400
+
+
+def test_many_that_need_a_translation_at_once_wait_for_one(relay: FakeGateway) -> None:
+    relay.engine("y").behaviour.token_seconds = 0.1
+    left = made(relay, prompt=[1, 2, 3])
+    with ThreadPoolExecutor(6) as many:
+        sources = list(many.map(lambda _: continued(relay, "y", left, translate=True)["source"], range(6)))
+    assert prompts(relay, "y").count([1, 2, 3]) == 1
+    assert len({source["translated_id"] for source in sources}) == 1
+    assert sorted(source["computed_tokens"] for source in sources) == [0] * 5 + [3]
+
+
+def test_a_translation_is_made_although_who_asked_first_has_left(relay: FakeGateway) -> None:
+    relay.engine("y").behaviour.token_seconds = 0.4
+    left = made(relay, prompt=[1, 2, 3])
+    body = {"model": "y", "prompt": "7", "max_tokens": 1, "handoff": {"from": left, "translate": True}}
+    with httpx.Client(base_url=relay.url, timeout=0.2) as hasty, pytest.raises(httpx.ReadTimeout):
+        hasty.post(TEXT, json=body)
+    relay.engine("y").behaviour.token_seconds = 0.0
+    assert continued(relay, "y", left, translate=True)["source"]["computed_tokens"] == 0
+    assert prompts(relay, "y").count([1, 2, 3]) == 1
+
+
+def test_a_translation_ends_with_its_source_however_that_ends(relay: FakeGateway) -> None:
+    left = made(relay, prompt=[1, 2, 3])
+    second = continued(relay, "y", left, translate=True)["source"]["translated_id"]
+    third = continued(relay, "z", second)["source"]["translated_id"]
+    with relay.client() as client:
+        client.patch(f"{AHEAD}/{second}", json={"ttl_s": 3000}).raise_for_status()
+        client.patch(f"{AHEAD}/{left}", json={"ttl_s": 1}).raise_for_status()
+        time.sleep(1.1)
+        assert [client.get(f"{AHEAD}/{each}").status_code for each in (left, second, third)] == [404] * 3
+    deleted = made(relay, prompt=[4, 5])
+    second = continued(relay, "y", deleted, translate=True)["source"]["translated_id"]
+    third = continued(relay, "z", second)["source"]["translated_id"]
+    with relay.client() as client:
+        client.delete(f"{AHEAD}/{deleted}").raise_for_status()
+        listed = {each["id"] for each in client.get(AHEAD).json()["data"]}
+    assert not {deleted, second, third} & listed
+
+
+def test_what_is_asked_of_a_kept_translation_is_set(relay: FakeGateway) -> None:
+    left = made(relay, prompt=[1, 2, 3])
+    kept = continued(relay, "y", left, translate=True)["source"]["translated_id"]
+    shown = post(relay, AHEAD, "y", **{"from": left}, translate=True, label="kept", pin=True).json()
+    assert (shown["id"], shown["label"], shown["pin"]) == (kept, "kept", True)
+
+
+def test_tokens_that_are_no_text_are_dropped_whichever_engine_reads_them() -> None:
+    """Another engine of the same weights does not know which token stood for a latent step."""
+    engines = (
+        FakeEngine("reader", supports_handoffs=True, weights="of x"),
+        FakeEngine("x", supports_handoffs=True, weights="of x", placeholder=STEP),
+        FakeEngine("y", supports_handoffs=True, weights="of y"),
+    )
+    with run_fake(*engines, handoffs={"auto": "off"}) as gateway:
+        left = made(gateway, prompt=[1, 2], latent_steps=2)
+        continued(gateway, "y", left, translate=True)
+        assert prompts(gateway, "y")[0] == [1, 2]
+
+
+def test_another_tenant_s_handoff_is_as_unknown_as_none(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    mine, theirs = create_key(keys, "mine"), create_key(keys, "theirs")
+    engines = (
+        FakeEngine("x", supports_handoffs=True, weights="of x"),
+        FakeEngine("y", supports_handoffs=True, weights="of y"),
+    )
+    with run_fake(*engines, handoffs={"auto": "off"}, auth={"keys_file": keys}) as gateway:
+        ours = {"Authorization": f"Bearer {mine}"}
+        with gateway.client() as client:
+            body = {"model": "x", "prompt": [1, 2]}
+            left = client.post(AHEAD, json=body, headers=ours).json()["id"]
+            answers = [
+                client.post(
+                    TEXT,
+                    json={"model": "y", "prompt": "7", "handoff": {"from": each, "translate": True}},
+                    headers={"Authorization": f"Bearer {theirs}"},
+                )
+                for each in (left, "x" * 32)
+            ]
+    assert [answer.status_code for answer in answers] == [404, 404]
+    errors = [answer.json()["error"] | {"request_id": ""} for answer in answers]
+    assert errors[0] == errors[1]
+    assert gateway.engine("y").bodies == []

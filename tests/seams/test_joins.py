@@ -183,11 +183,13 @@ def test_other_position_embeddings_are_refused() -> None:
     [
         ({"parallel_config": SimpleNamespace(tensor_parallel_size=2)}, "tensor parallelism"),
         ({"speculative_config": object()}, "speculative"),
+        ({"lora_config": object()}, "LoRA"),
         ({"rows_a_block": 2}, "split"),
     ],
 )
 def test_engines_whose_kv_is_elsewhere_too_are_refused(changes: dict[str, Any], reason: str) -> None:
-    given = {"parallel_config": SimpleNamespace(tensor_parallel_size=1), "speculative_config": None}
+    given: dict[str, Any] = {"parallel_config": SimpleNamespace(tensor_parallel_size=1)}
+    given |= dict.fromkeys(("speculative_config", "lora_config"))
     rows = changes.pop("rows_a_block", 1)
     config: Any = SimpleNamespace(**given | changes)
     with pytest.raises(MovesUnsupported, match=reason):

@@ -22,6 +22,7 @@ from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.repository import HandoffRepository
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
+from baton.handoffs.sources import Sources
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.folders import open_file
 from baton_kv.stores.file import FileStore
@@ -130,7 +131,7 @@ async def test_of_changes_at_once_none_is_lost_and_what_is_deleted_stays_so(hous
         work = [
             changed(one, record.id, label=f"label {number}"),
             changed(other, record.id, pin=True),
-            tried(other.source(record.id, ENGINE, "local")),
+            tried(Sources(other, 10).one(record.id, ENGINE, "local")),
         ]
         if ends := rng.random() < 0.5:
             work.append(deleted(one, record.id))
@@ -227,11 +228,11 @@ async def test_a_handoff_that_another_gateway_gave_more_time_is_not_removed_when
 async def test_a_load_goes_on_when_another_gateway_deletes_its_handoff(house: House) -> None:
     first, second = house.gateway(), house.gateway()
     record = await house.left(first, 1000)
-    source = await second.source(record.id, ENGINE, "local")
+    source = await Sources(second, 10).one(record.id, ENGINE, "local")
     with FileStore(house.folder / "store").open(source.key) as loaded:
         beginning = loaded.read(0, 500)
         await deleted(first, record.id)
-        assert isinstance(await tried(second.source(record.id, ENGINE, "local")), HandoffNotFound)
+        assert isinstance(await tried(Sources(second, 10).one(record.id, ENGINE, "local")), HandoffNotFound)
         assert beginning + loaded.read(500, 1000) == b"k" * 1000
     assert list(FileStore(house.folder / "store").keys()) == []
 

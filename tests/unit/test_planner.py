@@ -67,6 +67,9 @@ def test_the_source_is_named_to_load_it_or_to_save_only_what_continues_it() -> N
     ):
         assert entry_to_name(source, decision, saved) == (source.key if named else None)
     assert entry_to_name(None, None, target) is None
+    moved = source.model_copy(update={"exact": False})
+    assert entry_to_name(moved, recompute, target) is None, "nothing may share files with moved KV unseen"
+    assert entry_to_name(moved, load, target) == moved.key
 
 
 def test_where_a_little_cannot_be_loaded_all_is_to_see_whether_the_store_is_still_slow() -> None:
@@ -203,8 +206,8 @@ def test_moves_are_measured_by_themselves() -> None:
     request = TransferRequest()
     watch.add("tag", request)
     watch.transferred([replace(moved, tag="tag")])
-    assert (engine.throughput.loads, engine.throughput.move_s(1000)) == (0, pytest.approx(1.0))
+    assert (engine.throughput.loads, engine.throughput.move_s(1000)) == (0, pytest.approx(1.5))
     report = request.report
     assert (report.loaded, report.moved, report.computed) == (900, 500, 100)
     watch.transferred([replace(moved, failure=TransferFailure.CORRUPT, seconds=90.0)])
-    assert engine.throughput.move_s(1000) == pytest.approx(1.0), "a failed one moved nothing"
+    assert engine.throughput.move_s(1000) == pytest.approx(1.5), "a failed one moved nothing"

@@ -133,8 +133,6 @@ class NewHandoff(Closed):
             raise ValueError("give either 'prompt' or 'messages'")
         if self.adds_nothing and len(self.sources) < (1 if self.translate else 2):
             raise ValueError("give 'prompt', 'messages', several handoffs in 'from', or one with 'translate'")
-        if self.adds_nothing and self.latent_steps:
-            raise ValueError("'latent_steps' need a 'prompt' or 'messages' behind the contexts")
         if self.images and self.prompt is None:
             raise ValueError("'images' go with 'prompt'; images of a chat are parts of its messages")
         return self
@@ -228,6 +226,19 @@ def take_options(body: dict[str, Any], engine: Engine, operation: Operation) -> 
             param="handoff.save.latent_steps",
         )
     return options
+
+
+def require_steps_behind_text(options: NewHandoff) -> None:
+    """Refuse latent steps behind contexts alone, the last of which may end with an answer.
+
+    Raises:
+        InvalidRequest: the request asks for them.
+    """
+    if options.adds_nothing and options.latent_steps:
+        raise InvalidRequest(
+            "'latent_steps' need a 'prompt' or 'messages' behind the contexts of 'from'.",
+            param="latent_steps",
+        )
 
 
 def require_handoffs(engine: Engine) -> None:

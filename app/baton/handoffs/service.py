@@ -202,9 +202,20 @@ class Handoffs:
         record = await self._sync.look_up(handoff_id)
         if record is None or record.tenant != tenant or record.automatic:
             raise HandoffNotFound()
-        if record.translated_from is not None and await self._sync.look_up(record.translated_from) is None:
-            raise HandoffNotFound()  # it ends with the handoff whose text it holds
+        await self._require_origin(record)
         return record
+
+    async def _require_origin(self, record: HandoffRecord) -> None:
+        """Refuse a translation of a handoff that has ended, of a translation perhaps.
+
+        Raises:
+            HandoffNotFound: it has.
+        """
+        origin: HandoffRecord | None = record
+        while origin is not None and origin.translated_from is not None:
+            origin = await self._sync.look_up(origin.translated_from)
+        if origin is None:
+            raise HandoffNotFound()
 
     async def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[HandoffRecord], bool]:
         """Return a page of a tenant's handoffs, of all gateways over the store, the newest first.

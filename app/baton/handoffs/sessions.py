@@ -238,7 +238,6 @@ class Sessions:
             joined = await self._join(engine, context, wanted.parts)
             record, seen, ends = joined.as_record(record), joined.images, joined.ends
             if wanted.joins_alone:
-                _refuse_steps(wanted)
                 return ContextPrompt(joined.tokens, joined.images, joined.conversation), ends
         elif record is not None:
             seen = await self.handoffs.images(record)
@@ -336,14 +335,6 @@ class Sessions:
                 "(setting handoffs.image_bytes). Send smaller images, or do not save a handoff.",
                 param="messages",
             )
-
-
-def _refuse_steps(wanted: SessionRequest) -> None:
-    """Refuse latent steps behind joined contexts, the last of which may end with an answer."""
-    if wanted.latent_steps:
-        raise InvalidRequest(
-            "'latent_steps' need a 'prompt' or 'messages' behind joined contexts.", param="latent_steps"
-        )
 
 
 def entry_to_name(

@@ -20,6 +20,7 @@ from baton.handoffs.options import (
     require_handoffs,
     require_known_parts,
     require_latent,
+    require_steps_behind_text,
     translates,
 )
 from baton.handoffs.records.record import HandoffRecord
@@ -48,6 +49,7 @@ async def create_handoff(request: Request) -> Response:
     await check(request, body)
     require_known_parts(body)
     options = parse_options(NewHandoff, body)
+    require_steps_behind_text(options)
     engine = gateway.fleet.pick(options.model)
     require_handoffs(engine)
     require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
