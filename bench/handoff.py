@@ -170,9 +170,13 @@ class Client:
         return (await self._http.get("/metrics")).text
 
     async def join_ahead(self, model: str, handoffs: list[str]) -> str:
-        """The id of the handoff that joins several."""
+        """The id of the handoff that joins several, once it is ready."""
         answer = await self._http.post("/v1/handoffs", json={"model": model, "from": handoffs})
-        return str(answer.raise_for_status().json()["id"])
+        joined = answer.raise_for_status().json()
+        while joined["state"] == "pending":
+            await asyncio.sleep(0.05)
+            joined = (await self._http.get(f"/v1/handoffs/{joined['id']}")).json()
+        return str(joined["id"])
 
     async def forget(self, handoff: str) -> None:
         await self._http.delete(f"/v1/handoffs/{handoff}")

@@ -22,9 +22,10 @@ from typing import Any
 from handoff import Client, Rows, medians, table
 from rich.progress import track
 from servers import Server, free_port, machine
-from torch_joins import HEAD, Model, Way
+from torch_joins import Model, Way
 
 from baton.config.settings import load_settings
+from baton.handoffs.joins.moving import HEAD_TOKENS
 from baton.models.store import ModelStore
 
 CONFIG = """
@@ -101,7 +102,7 @@ def reports(chance: random.Random, size: int, model: Model) -> Questions:
 def quality(model: Model, count: int, size: int, *, shared: bool) -> dict[str, Score]:
     """Ask about reports that were computed behind the same rules, or each alone."""
     ways = [FULL, Way("moved, keys not rotated", rotates=False), Way("moved")]
-    ways += [Way(f"moved, first {head} computed", head=head) for head in (4, HEAD)]
+    ways += [Way(f"moved, first {head} computed", head=head) for head in (4, HEAD_TOKENS)]
     scores: dict[str, Score] = defaultdict(Score)
     chance = random.Random(7)
     rules = model.tokens(RULES) if shared else []
@@ -174,6 +175,7 @@ async def _cost_of(client: Client, size: int, rounds: int) -> None:
             took[name].append(ms)
             if name == "moved":
                 source = answer["handoff"]["source"]
+                assert not source["exact"], "the planner let it be computed"
                 costs.append(source["load_ms"] / (source["loaded_tokens"] + source["moved_tokens"]))
         for each in (*names, ahead):
             await client.forget(each)

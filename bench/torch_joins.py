@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-HEAD = 16
-"""Tokens of a part that are computed where it was not computed behind the same beginning."""
-
 
 @dataclass(frozen=True)
 class Way:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from baton.engines.port import Engine
@@ -19,6 +19,15 @@ def naming(error: BatonError, where: str) -> BatonError:
     """Let an error say which of several handoffs it is about."""
     error.param, error.message = where, f"{where}: {error.message}"
     return error
+
+
+async def _of_field(finding: Awaitable[HandoffRecord], field: str) -> HandoffRecord:
+    """Find the only handoff of a field, which an error names."""
+    try:
+        return await finding
+    except BatonError as error:
+        error.param = field if error.param is not None else None
+        raise
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ class Sources:
         """
         found = [self.one(each, engine, tenant, translates=translates, wait_s=wait_s) for each in ids]
         if len(found) < 2:
-            return [await each for each in found]
+            return [await _of_field(each, field) for each in found]
         waiting = [asyncio.ensure_future(each) for each in found]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
