@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -55,10 +56,12 @@ def test_parts_without_a_common_beginning_have_their_first_tokens_computed(
     assert [part["recomputed_tokens"] for part in source["parts"][1:]] == [17, 17]
 
 
-def test_a_lost_part_is_computed_and_so_is_what_follows(relay_gateway: RealGateway) -> None:
+def test_a_lost_part_is_computed_and_so_is_what_follows(
+    relay_gateway: RealGateway, relay_config: Path
+) -> None:
     parts = [left(relay_gateway, city, 15) for city in CITIES]
     names = [part["id"] for part in parts]
-    lost = next(relay_gateway.folder.glob(f"store/entries/*/{names[1]}.kv"))
+    lost = next(relay_config.parent.glob(f"store/entries/*/{names[1]}.kv"))
     lost.unlink()
     moved = ask(relay_gateway, "reader", " So", handoff={"from": names, "join": "moved"})
     source = told(moved)["source"]
@@ -67,7 +70,7 @@ def test_a_lost_part_is_computed_and_so_is_what_follows(relay_gateway: RealGatew
     assert [part["moved_tokens"] for part in source["parts"]] == [0, 0, 0]
 
 
-def test_an_engine_that_cannot_move_says_why(relay_gateway: RealGateway) -> None:
+def test_log_probabilities_of_the_prompt_are_not_had_with_moved_kv(relay_gateway: RealGateway) -> None:
     names = [left(relay_gateway, city, 5)["id"] for city in CITIES[:2]]
     with relay_gateway.client() as client:
         body = {"model": "reader", "prompt": "a", "prompt_logprobs": 1}

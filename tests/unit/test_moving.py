@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from baton.engines.fake.engine import FakeEngine
+from baton.engines.kv_transfer import TransferReport, TransferRequest
+from baton.engines.transfers import TransferWatch
 from baton.errors import OperationUnsupported
 from baton.handoffs.joins.joining import Part
 from baton.handoffs.joins.moving import HEAD_TOKENS, moved_parts, require_movable, salt_of
+from baton.handoffs.prompts.prompt import ContextPrompt
 from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.session import Session
 from baton.images.image_position import ImagePosition
+from baton.telemetry.ids import RequestContext
+from baton.telemetry.metrics import TransferMetrics
+from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 
 SHARED = list(range(100, 120))
 
@@ -95,3 +104,38 @@ def test_an_engine_that_cannot_move_says_why() -> None:
     with pytest.raises(OperationUnsupported, match="sliding windows") as refused:
         require_movable(FakeEngine("a", moves_unsupported="it has sliding windows"), "handoff.join")
     assert refused.value.param == "handoff.join"
+
+
+def session(source: HandoffRecord, report: TransferReport) -> Session:
+    nobody: Any = None
+    transfer = TransferRequest(report=report, salt="its own")
+    prompt, engine = ContextPrompt(), FakeEngine("a")
+    return Session(nobody, nobody, nobody, engine, RequestContext("r"), prompt, transfer, source, None, None)
+
+
+@pytest.mark.parametrize(
+    ("inexact", "outcomes", "exact"),
+    [
+        (False, [{"tokens": 90, "moved": 40}], False),
+        (False, [{"tokens": 90}], True),
+        (False, [{"tokens": 90, "moved": 40, "failure": TransferFailure.CORRUPT}], True),
+        # Tokens were said from moved KV before the request was preempted and its second load failed.
+        (False, [{"tokens": 90, "moved": 40}, {"tokens": 90, "failure": TransferFailure.CORRUPT}], False),
+        (False, [{"tokens": 90, "moved": 40}, {"tokens": 50}], False),
+        (True, [{"tokens": 90}], False),
+        (True, [{"tokens": 90}, {"tokens": 90, "failure": TransferFailure.MISSING}], False),
+        (True, [{"tokens": 90, "failure": TransferFailure.MISSING}], True),
+        (True, [], True),
+    ],
+)
+def test_an_answer_is_exact_unless_any_of_its_loads_brought_moved_kv(
+    inexact: bool, outcomes: list[dict[str, Any]], exact: bool
+) -> None:
+    """Whatever the engine says it found in its cache: that is the request's own."""
+    engine = FakeEngine("a")
+    watch = TransferWatch(engine.throughput, TransferMetrics(CollectorRegistry(), "a"))
+    source = part([1, 2]).record.model_copy(update={"exact": not inexact})
+    tried = session(source, TransferReport(cached=90))
+    watch.add("tag", tried.transfer)
+    watch.transferred([TransferOutcome("r", "k", Transfer.LOAD, "tag", **each) for each in outcomes])
+    assert tried.exact is exact
