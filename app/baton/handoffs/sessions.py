@@ -17,7 +17,7 @@ from baton.handoffs.audits.service import Audits
 from baton.handoffs.joins.joining import JoinedContext, Part, join, require_joinable
 from baton.handoffs.joins.moving import moved_parts, require_movable, salt_of
 from baton.handoffs.options import WRITTEN_BY_THE_ENGINE, HandoffOptions, NewHandoff, SaveOptions
-from baton.handoffs.planner import Decision, Planner
+from baton.handoffs.planner import Choice, Decision, Planner
 from baton.handoffs.prompts.conversation import Writer
 from baton.handoffs.prompts.prompt import ContextPrompt, write_prompt
 from baton.handoffs.records.prefix_index import shared_tokens
@@ -189,15 +189,13 @@ class Sessions:
     ) -> Session:
         source = wanted.source
         _require_few_images(engine, prompt.images)
-        moved: list[MovedPart | None] = [None] * len(ends)
-        if wanted.moves and prompt.tokens is not None and self.planner.moves(engine, ends[-1] - ends[0]):
-            moved = moved_parts(prompt.tokens, wanted.parts, ends)
         if wanted.latent_steps:
             self._require_few_steps(wanted.steps_of_context)
             prompt = prompt.with_latent_steps(wanted.latent_steps, engine.placeholder)
         if wanted.save is not None:
             self._require_light_images(prompt.images)
         decision = self._decide(engine, source, prompt)
+        moved = self._moved(engine, wanted, prompt, ends, decision)
         target = self._register(engine, context, wanted)
         load = entry_to_name(source, decision, target)
         in_order = [part for part in moved if part is not None]
@@ -228,6 +226,20 @@ class Sessions:
             wanted.parts[0].translated if wanted.parts else None,
             [JoinedPart(part, end, each) for part, end, each in zip(wanted.parts, ends, moved, strict=False)],
         )
+
+    def _moved(
+        self,
+        engine: Engine,
+        wanted: SessionRequest,
+        prompt: ContextPrompt,
+        ends: Sequence[int],
+        decision: Decision | None,
+    ) -> list[MovedPart | None]:
+        """Return for each part what is moved of it: nothing where computing all of it is faster."""
+        loads = decision is not None and decision.choice is Choice.LOAD
+        if wanted.moves and loads and prompt.tokens and self.planner.moves(engine, ends[-1] - ends[0]):
+            return moved_parts(prompt.tokens, wanted.parts, ends)
+        return [None] * len(ends)
 
     async def _write(
         self, engine: Engine, context: RequestContext, wanted: SessionRequest, images: Sequence[ClientImage]

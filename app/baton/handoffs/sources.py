@@ -17,7 +17,9 @@ from baton.handoffs.service import Handoffs
 
 def naming(error: BatonError, where: str) -> BatonError:
     """Let an error say which of several handoffs it is about."""
-    error.param, error.message = where, f"{where}: {error.message}"
+    prefix = f"{where}: "
+    error.param = where
+    error.message = prefix + error.message.removeprefix(prefix)  # several requests may get the same error
     return error
 
 
