@@ -15,8 +15,8 @@ from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.joins.joining import JoinedContext, Part, join, require_joinable
-from baton.handoffs.joins.moving import moved_parts, require_movable, salt_of
-from baton.handoffs.options import WRITTEN_BY_THE_ENGINE, HandoffOptions, NewHandoff, SaveOptions
+from baton.handoffs.joins.moving import moved_parts, require_movable, require_usable_with_moves, salt_of
+from baton.handoffs.options import HandoffOptions, NewHandoff, SaveOptions
 from baton.handoffs.planner import Choice, Decision, Planner
 from baton.handoffs.prompts.conversation import Writer
 from baton.handoffs.prompts.prompt import ContextPrompt, write_prompt
@@ -81,7 +81,7 @@ class Sessions:
         """
         parts = parts_in_order(self.planner, engine, sources, options.order, "handoff.from")
         moves = options.join == "moved" and len(parts) > 1
-        self._require_compatible(operation, body, parts, moves=moves, steps=options.latent_steps)
+        require_usable_with_moves(operation, body, parts, moves=moves, steps=options.latent_steps)
         wanted = SessionRequest(operation, body, parts, options.saving, options.latent_steps, moves=moves)
         if moves:
             require_movable(engine, "handoff.join")
@@ -129,7 +129,7 @@ class Sessions:
             moves=moves,
             target=target,
         )
-        self._require_compatible(operation, body, wanted.parts, moves=moves, steps=options.latent_steps)
+        require_usable_with_moves(operation, body, wanted.parts, moves=moves, steps=options.latent_steps)
         return await self._plan(engine, context, wanted, images)
 
     def begin_joined(self, engine: Engine, tenant: str, options: NewHandoff) -> HandoffRecord:
@@ -297,34 +297,6 @@ class Sessions:
             ttl_s=wanted.save.ttl_s,
             pin=wanted.save.pin,
         )
-
-    @staticmethod
-    def _require_compatible(
-        operation: Operation, body: Json, parts: Sequence[Part], *, moves: bool, steps: int
-    ) -> None:
-        """Refuse what cannot be used with KV that was or will be moved.
-
-        Raises:
-            InvalidRequest: the request holds it.
-        """
-        if not moves and all(part.record.exact for part in parts[:1]):
-            return
-        if body.get("prompt_logprobs") is not None:
-            raise InvalidRequest(
-                "'prompt_logprobs' cannot be used with KV that was moved: leave it out.",
-                param="prompt_logprobs",
-            )
-        if steps:
-            raise InvalidRequest(
-                "'latent_steps' cannot follow KV that was moved: no hidden states were moved with it.",
-                param="latent_steps",
-            )
-        if operation in WRITTEN_BY_THE_ENGINE and body.get("stream"):
-            raise InvalidRequest(
-                "Streams of this route cannot tell that KV was moved: continue this handoff without "
-                "'stream', or by /v1/chat/completions.",
-                param="stream",
-            )
 
     def _require_few_steps(self, steps: int) -> None:
         most = max(LATENT_STEPS_PER_CONTEXT, self.settings.latent_steps_max)

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 import numpy
 
-from baton.engines.port import Engine
-from baton.errors import OperationUnsupported
+from baton.engines.port import Engine, Json, Operation
+from baton.errors import InvalidRequest, OperationUnsupported
 from baton.handoffs.joins.joining import Part
+from baton.handoffs.options import WRITTEN_BY_THE_ENGINE
 from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import HandoffRecord
 from baton_kv.contract import MovedPart
@@ -39,6 +40,40 @@ def require_movable(engine: Engine, field: str) -> None:
             f"The engine '{engine.name}' cannot join handoffs by moving their KV: "
             f'{engine.moves_unsupported}. Use "exact".',
             param=field,
+        )
+
+
+def require_usable_with_moves(
+    operation: Operation, body: Json, parts: Sequence[Part], *, moves: bool, steps: int
+) -> None:
+    """Refuse a request that cannot be used with KV that was or will be moved.
+
+    Args:
+        operation: an operation that supports handoffs.
+        body: the body of the request.
+        parts: the handoffs that it continues.
+        moves: whether their KV is moved.
+        steps: number of latent steps that it asks for.
+
+    Raises:
+        InvalidRequest: it cannot; the message says why.
+    """
+    if not moves and all(part.record.exact for part in parts[:1]):
+        return
+    if body.get("prompt_logprobs") is not None:
+        raise InvalidRequest(
+            "'prompt_logprobs' cannot be used with KV that was moved: leave it out.", param="prompt_logprobs"
+        )
+    if steps:
+        raise InvalidRequest(
+            "'latent_steps' cannot follow KV that was moved: no hidden states were moved with it.",
+            param="latent_steps",
+        )
+    if operation in WRITTEN_BY_THE_ENGINE and body.get("stream"):
+        raise InvalidRequest(
+            "Streams of this route cannot tell that KV was moved: continue this handoff without 'stream', or "
+            "by /v1/chat/completions.",
+            param="stream",
         )
 
 
