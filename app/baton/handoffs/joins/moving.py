@@ -1,9 +1,8 @@
 """Choose what KV of joined handoffs is moved to its place in the joined context, instead of computed there.
 
-Moved KV is not what the engine would compute: its tokens have not attended to the parts before their own.
-Where they were computed behind the same tokens that the joined context begins with, little is lost; where
-they were not, the first tokens of each part are computed again, which all others attend to most. Figures
-are in docs/results/joins.md.
+Moved KV is not what the engine would compute: its tokens have not attended to the parts before their own. The
+first tokens of each part are computed again, because all others attend to them most. What both mean for
+answers is in docs/results/joins.md.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest, OperationUnsupported
 from baton.handoffs.joins.joining import Part
 from baton.handoffs.options import WRITTEN_BY_THE_ENGINE
-from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import HandoffRecord
 from baton_kv.contract import MovedPart
 
 HEAD_TOKENS = 16
-"""Tokens at the beginning of a part that are computed, unless it was computed behind the same beginning."""
+"""Tokens at the beginning of each part that are computed."""
 
 
 def require_movable(engine: Engine, field: str) -> None:
@@ -85,22 +83,18 @@ def moved_parts(tokens: Sequence[int], parts: Sequence[Part], ends: Sequence[int
         parts: the handoffs, the first of which is loaded where it was.
         ends: for each of them the number of the prompt's tokens up to its end.
     """
-    first = parts[0].record
     found: list[MovedPart | None] = [None]
     for part, begin, end in zip(parts[1:], ends, ends[1:], strict=False):
-        found.append(_moved(tokens, first, part.record, begin, end))
+        found.append(_moved(tokens, part.record, begin, end))
     return found
 
 
-def _moved(
-    tokens: Sequence[int], first: HandoffRecord, record: HandoffRecord, begin: int, end: int
-) -> MovedPart | None:
+def _moved(tokens: Sequence[int], record: HandoffRecord, begin: int, end: int) -> MovedPart | None:
     """Return what is moved of a part: the end of its context that the prompt holds from `begin` to `end`."""
     # The last token of a context with an answer has no KV: it was sampled, and not computed yet.
     count = _common_suffix(record.tokens, tokens[begin:end]) - 1
     start, end = len(record.tokens) - 1 - count, end - 1
-    behind_the_same = 0 < start <= shared_tokens(first.distinct_tokens, record.distinct_tokens)
-    skipped = 0 if behind_the_same else _head(record, start)
+    skipped = _head(record, start)
     if not record.bytes or count <= skipped:
         return None
     return MovedPart(key=record.key, start=start + skipped, tokens=count - skipped, to=end - count + skipped)
