@@ -179,6 +179,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if self._worker is None:
             return KVConnectorTransferResults()
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, StepMetadata) and metadata.idle:
+            self._worker.rest()
         self._finished = self._worker.poll()
         return KVConnectorTransferResults(
             finished_sending=self._finished.saved,
@@ -283,7 +286,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._encoded += sum(map(len, scheduler_output.scheduled_encoder_inputs.values()))
-        return StepMetadata(self._planning.step())
+        return StepMetadata(self._planning.step(), idle=scheduler_output.total_num_scheduled_tokens == 0)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta

@@ -22,9 +22,15 @@ MAX_OUTCOMES = 1000
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """The jobs of one step, from the scheduler to the worker."""
+    """The jobs of one step, from the scheduler to the worker.
+
+    Attributes:
+        jobs: the jobs.
+        idle: whether the step computes nothing.
+    """
 
     jobs: StepJobs = field(default_factory=StepJobs)
+    idle: bool = False
 
 
 @dataclass(frozen=True)

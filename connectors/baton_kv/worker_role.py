@@ -43,6 +43,8 @@ from baton_kv.stores.base import Commit, SharedFiles, SharedMissing, Store, Stor
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job", LoadJob, SaveJob)
 SAVE_THREADS = 2
+REST_S = 0.002
+"""Longest wait of a step that computes nothing; a new request waits as long at most."""
 LOW_PRIORITY = 19
 """Niceness (`man 7 sched`) of the thread of automatic saves: beside a busy model it has hardly
 any of a core."""
@@ -140,6 +142,7 @@ class WorkerRole:
         ).result()  # begun here, or it would have the priority of who needs it first
         self._closing = False
         self._compute_gaps: ComputeGaps | None = None
+        self._ended = threading.Event()
         self._waiting: deque[tuple[LoadJob, TransferOutcome]] = deque()
 
     def enable_moves(self, mover: KeyMover, compute_gaps: ComputeGaps) -> None:
@@ -186,6 +189,15 @@ class WorkerRole:
             pool.submit(self._run, job, work)
         except RuntimeError as error:  # no thread can be started, or it is shut down: release the request
             self._done.put((job, self._outcome(job, failure_of(error), 0.0)))
+
+    def rest(self) -> None:
+        """Wait a moment for a load to end, in a step that computes nothing.
+
+        The engine would only ask again, with the interpreter's lock, which the threads that copy need.
+        """
+        if self._loading and not self._waiting:
+            self._ended.wait(REST_S)
+            self._ended.clear()
 
     def poll(self) -> FinishedJobs:
         """Return the jobs that finished since the last call."""
@@ -256,6 +268,7 @@ class WorkerRole:
             failure = failure_of(error)
         outcome = self._outcome(job, failure, time.monotonic() - began)
         self._done.put((job, replace(outcome, key=key)))
+        self._ended.set()
 
     def _outcome(
         self, job: LoadJob | SaveJob, failure: TransferFailure | None, seconds: float
