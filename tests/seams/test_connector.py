@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -278,3 +279,7 @@ def test_an_engine_that_hands_over_gets_our_connector() -> None:
     of_avp = {"avp_source_model", "avp_target_model"}  # a user sets these
     assert set(made.kv_connector_extra_config) == set(ConnectorSettings.model_fields) - of_avp
     assert engine_args(engine, "m").kv_transfer_config is None
+
+
+def test_a_step_s_output_tells_whether_it_computes_anything() -> None:
+    assert "total_num_scheduled_tokens" in SchedulerOutput.__dataclass_fields__

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import ModelRegistry
 from vllm import _custom_ops as ops
 from vllm.compilation import decorators
@@ -19,6 +20,7 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
@@ -29,6 +31,7 @@ from baton_kv.settings import AVP_SETTINGS, ConnectorSettings
 from baton_latent import avp, batch, latent_overrides, latent_steps, models, register
 from baton_latent.contract import LATENT_ARCHITECTURES, PLACEHOLDER_KEY
 from baton_latent.latent_steps import LatentSteps
+from baton_latent.memory import LatentMemory
 from baton_latent.models import BatonLatentLlamaForCausalLM
 
 
@@ -196,3 +199,18 @@ def test_avp_s_variables_are_said_to_change_nothing(monkeypatch: pytest.MonkeyPa
 def test_avp_s_settings_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is a setting of AVP"):
         ConnectorSettings.model_validate({"store": "file:/tmp/x", name: 1})
+
+
+def test_mixtures_are_given_before_the_forward_pass_of_their_step() -> None:
+    source = inspect.getsource(GPUModelRunner.execute_model)
+    assert source.index("handle_preemptions(") < source.index("self._model_forward(")
+
+
+def test_a_mixture_is_taken_once_by_the_first_token_of_its_context() -> None:
+    memory = LatentMemory(8, torch.float32, torch.device("cpu"))
+    memory.mix(32, [5, 6], [0.5, 0.5])
+    slots = torch.tensor([31, 32, 33, 64])
+    first = torch.tensor([False, True, False, True])
+    assert memory.take_mixtures(slots, ~first) == {}
+    assert memory.take_mixtures(slots, first) == {1: ([5, 6], [0.5, 0.5])}
+    assert memory.take_mixtures(slots, first) == {}
