@@ -175,7 +175,7 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
         sources,
         sessions,
         translations,
-        Rosetta(fleet.engines, handoffs, sessions, settings.handoffs.rosetta),
+        Rosetta(fleet.engines, handoffs, sessions, admission, settings.handoffs.rosetta),
         JoinsAhead(handoffs, sources, translations, sessions, admission),
         AutomaticHandoffs(
             handoffs,

@@ -152,8 +152,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """Give the model the mixtures of the step: this hook alone comes before the forward pass."""
         memory = self._latent_memory()
         if memory is not None and isinstance(kv_connector_metadata, StepMetadata):
-            for placed in kv_connector_metadata.jobs.mixtures:
-                memory.mix(placed.slot, placed.mixture.tokens, placed.mixture.weights)
+            mixtures = kv_connector_metadata.jobs.mixtures
+            memory.mix({each.slot: (each.mixture.tokens, each.mixture.weights) for each in mixtures})
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
@@ -281,8 +281,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         if num_external_tokens > 0:
             self._planning.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
-        if request.kv_transfer_params:
-            self._planning.placed(request.kv_transfer_params, blocks.get_block_ids())
+        elif request.kv_transfer_params:
+            params, salt = request.kv_transfer_params, request.cache_salt
+            self._planning.placed(params, blocks.get_block_ids(), salt)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._encoded += sum(map(len, scheduler_output.scheduled_encoder_inputs.values()))

@@ -72,11 +72,12 @@ class LoadPlanner:
             salt: the request's `cache_salt`.
         """
         wanted = parse(params)
+        tag = wanted.tag if isinstance(wanted, TransferParams) else None
         if isinstance(wanted, TransferParams) and wanted.moved and not wanted.is_apart(salt):
             wanted = Malformed("moved: the request needs a `cache_salt` that ends with `apart`")
         if isinstance(wanted, Malformed):
             self._outcomes.append(
-                TransferOutcome(request_id, "", Transfer.LOOK, failure=TransferFailure.MALFORMED)
+                TransferOutcome(request_id, "", Transfer.LOOK, tag, TransferFailure.MALFORMED)
             )
             return None
         if wanted is None or wanted.load is None:

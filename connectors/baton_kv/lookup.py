@@ -25,7 +25,6 @@ class Plan:
         parts: the entries that hold this KV, in order; the last is the entry that the request names.
         tag: `TransferParams.tag` of the request.
         fingerprint: the fingerprint of the entry that the request names.
-        holds_moved: whether that entry holds moved KV.
         joined: what is moved from other entries, the end of `matched`; None: nothing.
     """
 
@@ -34,7 +33,6 @@ class Plan:
     parts: tuple[Part, ...]
     tag: str | None
     fingerprint: str = ""
-    holds_moved: bool = False
     joined: Joined | None = None
 
     @property
@@ -104,8 +102,7 @@ class EntryLookup:
         if not self._windows_held(described, matched):
             matched = 0
         parts = (*described.parts, Part(key, entry.digest, described.blocks))
-        found = described.fingerprint
-        plan = Plan(matched, shared, parts, wanted.tag, found, holds_moved=found == self._moved)
+        plan = Plan(matched, shared, parts, wanted.tag, described.fingerprint)
         return plan if shared > 0 else None
 
     def _windows_held(self, described: EntryDescription, tokens: int) -> bool:

@@ -140,10 +140,18 @@ class SchedulerRole:
             )
         )
 
-    def placed(self, params: object, block_ids: Sequence[Sequence[int]]) -> None:
-        """Note the mixture of a request that was given blocks, if it has one."""
+    def placed(self, params: object, block_ids: Sequence[Sequence[int]], salt: str | None) -> None:
+        """Note the mixture of a request that was given blocks to compute all of it, if it has one.
+
+        Args:
+            params: the request's `kv_transfer_params`.
+            block_ids: its blocks of each cache group.
+            salt: its `cache_salt`.
+        """
         wanted = parse(params)
-        if isinstance(wanted, TransferParams) and wanted.mixture is not None and block_ids[0]:
+        if not isinstance(wanted, TransferParams) or wanted.mixture is None:
+            return
+        if wanted.is_apart(salt) and block_ids[0]:
             self._jobs.mixtures.append(PlacedMixture(block_ids[0][0] * self._block_size, wanted.mixture))
 
     def _blocks_of(
@@ -218,7 +226,7 @@ class SchedulerRole:
             tuple(tokens),
             kept,
             blocks,
-            self._fingerprint_of(plan, parts),
+            self._fingerprint if wanted.apart is None else self._moved_fingerprint,
             draft=secrets.token_hex(16),
             images=tuple(images),
             parts=parts,
@@ -228,25 +236,15 @@ class SchedulerRole:
         self._save(job)
         return True, params_to_load(key)
 
-    def _fingerprint_of(self, plan: Plan | None, parts: Sequence[Part]) -> str:
-        """Return the fingerprint of a context that is saved, which tells whether it may hold moved KV.
-
-        Args:
-            plan: what its request loaded; None: nothing, or that failed and all was computed.
-            parts: the entries that hold its first blocks.
-        """
-        moved = plan is not None and (
-            plan.joined is not None or (plan.holds_moved and (plan.matched > 0 or bool(parts)))
-        )
-        return self._moved_fingerprint if moved else self._fingerprint
-
     def _save_wanted(self, request_id: str, params: object) -> tuple[TransferParams, str] | None:
         """Return a finished request's parameters and the key to save under; None: nothing is saved."""
         if request_id in self._loading:  # its blocks are not filled yet
             self._jobs.given_up.append(request_id)
             return None
         wanted = parse(params)
-        if not isinstance(wanted, TransferParams) or (key := wanted.save_key) is None:
+        if not isinstance(wanted, TransferParams) or wanted.mixture is not None:
+            return None  # what follows a mixture is not the KV of its token ids
+        if (key := wanted.save_key) is None:
             return None
         return wanted, key
 

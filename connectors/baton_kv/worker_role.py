@@ -208,9 +208,12 @@ class WorkerRole:
                 self._waiting.append((job, outcome))
                 continue
             self._note(finished, job, outcome)
-        if self._waiting:  # one in each step, so that none takes long
+        while self._waiting:
             job, outcome = self._waiting.popleft()
+            computes = job.request_id not in self._given_up
             self._note(finished, job, self._with_gaps(job, outcome))
+            if computes:
+                break  # one in each step, so that none takes long
         return finished
 
     def _note(self, finished: FinishedJobs, job: LoadJob | SaveJob, outcome: TransferOutcome) -> None:

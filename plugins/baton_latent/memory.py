@@ -63,15 +63,13 @@ class LatentMemory:
         if self._seeds is None:
             self.layers_like(kv, block_size)
 
-    def mix(self, slot: int, tokens: Sequence[int], weights: Sequence[float]) -> None:
-        """Let a mixture of token embeddings be the input of the first token that is computed in a slot.
+    def mix(self, mixtures: dict[int, tuple[Sequence[int], Sequence[float]]]) -> None:
+        """Let mixtures of token embeddings be inputs of the next forward pass; those before are forgotten.
 
         Args:
-            slot: slot of a context's first token.
-            tokens: token ids.
-            weights: weight of each of them.
+            mixtures: token ids and the weight of each, by the slot of a context's first token.
         """
-        self._mixtures[slot] = (tokens, weights)
+        self._mixtures = mixtures
 
     def take_mixtures(
         self, slots: torch.Tensor, first: torch.Tensor

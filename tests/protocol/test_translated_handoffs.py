@@ -14,6 +14,8 @@ from support.gateways import FakeGateway, run_fake
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine
+from baton.engines.port import Operation
+from baton.handoffs.options import HandoffOptions
 
 CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
 STEP, END = 999, 998
@@ -155,7 +157,17 @@ def test_one_vector_instead_of_text_is_experimental_and_named_as_avp_names_it(en
         assert (refused["code"], refused["param"]) == ("operation_unsupported", "handoff.translate")
         assert ("latent = true" if enabled else "handoffs.rosetta = true") in refused["message"]
         by_settings = post(gateway, TEXT, "z", prompt="7", handoff={"from": left}).json()["error"]
-        assert by_settings["code"] == ("operation_unsupported" if enabled else "handoff_incompatible")
+        assert by_settings["code"] == "handoff_incompatible", "z takes no vector"
+        z, rosetta = gateway.engine("z"), gateway.app.state.gateway.rosetta
+        z.placeholder = STEP
+        record = gateway.app.state.gateway.handoffs._index.known(left)
+        named = HandoffOptions.model_validate({"from": left})
+        text_wanted = named.model_copy(update={"translate": True})
+        saved = named.model_copy(update={"save": True})
+        for options, by_default in ((named, enabled), (text_wanted, False), (saved, False)):
+            assert rosetta.is_default(z, Operation.COMPLETIONS, options, [record]) is by_default
+        assert not rosetta.is_default(z, Operation.MESSAGES, named, [record])
+        z.placeholder = None
         own = made(gateway, "y", prompt=[4])
         other = post(gateway, TEXT, "z", prompt="7", handoff={"from": own}).json()["error"]
         assert other["code"] == "handoff_incompatible", "the settings name no such pair"

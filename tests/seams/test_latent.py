@@ -208,9 +208,11 @@ def test_mixtures_are_given_before_the_forward_pass_of_their_step() -> None:
 
 def test_a_mixture_is_taken_once_by_the_first_token_of_its_context() -> None:
     memory = LatentMemory(8, torch.float32, torch.device("cpu"))
-    memory.mix(32, [5, 6], [0.5, 0.5])
+    memory.mix({32: ([5, 6], [0.5, 0.5]), 96: ([7], [1.0])})
     slots = torch.tensor([31, 32, 33, 64])
     first = torch.tensor([False, True, False, True])
     assert memory.take_mixtures(slots, ~first) == {}
     assert memory.take_mixtures(slots, first) == {1: ([5, 6], [0.5, 0.5])}
+    memory.mix({})
+    assert memory.take_mixtures(torch.tensor([96]), torch.tensor([True])) == {}, "that of a step before"
     assert memory.take_mixtures(slots, first) == {}

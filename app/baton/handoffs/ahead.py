@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 
@@ -92,6 +93,16 @@ class JoinsAhead:
                 f"{MOST_PENDING} of your joins wait to be computed, and no more may; try again later.",
                 retry_after_s=RETRY_AFTER_S,
             )
+        self._pending[context.tenant] += 1  # before anything is awaited: others come meanwhile
+        try:
+            return await self._begin(engine, context, options)
+        except BaseException:
+            self._release(context.tenant)
+            raise
+
+    async def _begin(
+        self, engine: Engine, context: RequestContext, options: NewHandoff
+    ) -> tuple[HandoffRecord, asyncio.Task[Json], bool]:
         if options.join == "moved":
             require_movable(engine, "join")
         records = await self._sources.usable(
@@ -104,13 +115,15 @@ class JoinsAhead:
         target = self._sessions.begin_joined(engine, context.tenant, options)
         at_once = ready and is_idle(engine)
         task = self._handoffs.begin_work(self._join(engine, context, options, target))
-        self._pending[context.tenant] += 1
         self._tasks.add(task)
         task.add_done_callback(lambda ended: self._ended(ended, context.tenant))
         return target, task, at_once
 
     def _ended(self, task: asyncio.Task[Json], tenant: str) -> None:
         self._tasks.discard(task)
+        self._release(tenant)
+
+    def _release(self, tenant: str) -> None:
         self._pending[tenant] -= 1
         if not self._pending[tenant]:
             del self._pending[tenant]
@@ -128,13 +141,36 @@ class JoinsAhead:
                 translates=translates(options.translate, engine),
                 wait_s=PARTS_WITHIN_S,
             )
-            async with self._turns[engine.name]:
-                await until_idle(engine, IDLE_WITHIN_S, unless=lambda: self._handoffs.is_awaited(target))
-                self._require_there(target, records)
-                return await self._compute(engine, context, options, target, records)
+            return await self._in_turn(engine, context, options, target, records)
         except BaseException as error:
             self._handoffs.end(target, None, reason=error.message if isinstance(error, BatonError) else None)
             raise
+
+    async def _in_turn(
+        self,
+        engine: Engine,
+        context: RequestContext,
+        options: NewHandoff,
+        target: HandoffRecord,
+        records: Sequence[HandoffRecord],
+    ) -> Json:
+        """Compute a join when its engine is idle; where others fill the engine's queue, later."""
+
+        def is_due() -> bool:
+            return self._handoffs.is_awaited(target) or time.monotonic() > due
+
+        due, deadline = time.monotonic() + IDLE_WITHIN_S, time.monotonic() + PARTS_WITHIN_S
+        while True:
+            await until_idle(engine, IDLE_WITHIN_S, unless=is_due)
+            async with self._turns[engine.name]:
+                self._require_there(target, records)
+                if is_idle(engine) or is_due():
+                    try:
+                        return await self._compute(engine, context, options, target, records)
+                    except EngineOverloaded:
+                        if time.monotonic() > deadline:
+                            raise
+            await asyncio.sleep(RETRY_AFTER_S if is_due() else 0)
 
     def _require_there(self, target: HandoffRecord, records: Sequence[HandoffRecord]) -> None:
         """Give up a join that was deleted, or one of whose parts was.
@@ -156,17 +192,9 @@ class JoinsAhead:
         sources = await self._translations.sources(engine, context, records, where=FIELD)
         ticket = Ticket()
         try:
-            await self._place(ticket, context.tenant, engine)
+            await self._admission.enter(ticket, context.tenant, engine.name)
             body = {"model": engine.name}
             session = await self._sessions.open_new(engine, body, context, options, sources, target=target)
             return await session.compute("")
         finally:
             ticket.answered()
-
-    async def _place(self, ticket: Ticket, tenant: str, engine: Engine) -> None:
-        """Take a place at an engine; where others fill the queue, later."""
-        while True:
-            try:
-                return await self._admission.enter(ticket, tenant, engine.name)
-            except EngineOverloaded:
-                await asyncio.sleep(RETRY_AFTER_S)

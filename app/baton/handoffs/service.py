@@ -233,13 +233,18 @@ class Handoffs:
         """
         await self._sync.refresh()
         self._sweeper.drop_expired()
-        mine = [record for record in self._index.of(tenant)[::-1] if not record.automatic]
+        mine = [record for record in self._index.of(tenant)[::-1] if self._is_listed(record)]
         if after is not None:
             ids = [record.id for record in mine]
             if after not in ids:
                 raise HandoffNotFound()
             mine = mine[ids.index(after) + 1 :]
         return mine[:limit], len(mine) > limit
+
+    def _is_listed(self, record: HandoffRecord) -> bool:
+        """Return whether a handoff is shown: its client made it, and what it is a translation of is there."""
+        origin = record.translated_from
+        return not record.automatic and (origin is None or self._index.find(origin) is not None)
 
     async def change(self, record: HandoffRecord, changes: dict[str, Any]) -> None:
         """Set a handoff's `label`, `ttl_s` (from now, within the longest life) or `pin`.

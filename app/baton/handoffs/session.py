@@ -201,8 +201,7 @@ class Session:
         if not transfer.prompt_only:
             tokens = tokens + report.output_ids
         target.conversation = self._conversation(answer)
-        loads_none = self.source is None or self.source.exact or self.transfer.load is None
-        target.exact = self.exact and loads_none
+        target.exact = self.transfer.salt is None  # as the connector marks its entry
         if transfer.latent_steps:
             target.latent_steps, target.placeholder = transfer.latent_steps, self.engine.placeholder
         self.handoffs.end(target, transfer, tokens)

@@ -76,7 +76,6 @@ class Sweeper:
     async def _sweep(self) -> None:
         await self._sync.refresh()
         self.drop_expired()
-        await self._drop_orphans()
         for tenant in self._index.tenants:
             self.evict_oldest(tenant)
         async with self._budget.guard:
@@ -92,13 +91,6 @@ class Sweeper:
             if not record.automatic:  # most of those give way to one that continues them
                 self._metrics.expired.inc()
             self._begin_work(self._remove_expired(record))
-
-    async def _drop_orphans(self) -> None:
-        """Remove translations of handoffs that are gone."""
-        for record in self._index.orphans():
-            assert record.translated_from is not None
-            if await self._sync.look_up(record.translated_from) is None:
-                self._evict(record)
 
     async def _remove_expired(self, record: HandoffRecord) -> None:
         extended = await asyncio.to_thread(self._storage.remove_expired, record)

@@ -25,6 +25,7 @@ from baton.handoffs.options import (
     translates,
 )
 from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.session import Session
 from baton.handoffs.source import Source
 from baton.http.request_body import in_a_thread, off_the_loop, read_json
 from baton.http.request_images import completed, take_images
@@ -145,13 +146,15 @@ async def _respond(
     # A pending source is waited for before this request takes a place: its own request may need the place.
     if options is not None:
         options, sources = await _sources(gateway, engine, operation, options, context)
+    thought: Session | None = None
     continued: list[Source] = []
-    if options is not None and not options.via_rosetta:
+    if options is not None and options.via_rosetta:
+        thought = await gateway.rosetta.open(engine, operation, body, context, sources[0], images)
+    elif options is not None:
         continued = await gateway.translations.sources(engine, context, sources)
     ticket = await take_place(request, engine)
-    if options is not None and options.via_rosetta:
-        session = await gateway.rosetta.open(engine, operation, body, context, sources[0], images)
-        reply = await session.run(operation, body)
+    if thought is not None:
+        reply = await thought.run(operation, body)
     elif options is not None:
         session = await gateway.sessions.open(engine, operation, body, context, options, continued, images)
         reply = await session.run(operation, body)
@@ -187,9 +190,8 @@ async def _sources(
     records = await gateway.sources.all(
         options.sources, engine, context.tenant, translates=wanted or rosetta.is_target(engine)
     )
-    if rosetta.is_default(engine, options, records):
+    if rosetta.is_default(engine, operation, options, records):
         options = options.model_copy(update={"translate": VIA_ROSETTA})
-        rosetta.require_possible(engine, operation, options)
     elif not wanted:
         for record in records:
             require_compatible(record, engine)

@@ -100,7 +100,9 @@ def engine_args(
     if given is not None and not isinstance(given, dict):
         raise SettingsError(f"engines '{settings.name}': args.kv_transfer_config: must be a table")
     if transfer is not None or given is not None:
-        args["kv_transfer_config"] = (transfer or {}) | (given or {})
+        extra = "kv_connector_extra_config"  # merged, so that one key of it can be set
+        both = _table((transfer or {}).get(extra)) | _table((given or {}).get(extra))
+        args["kv_transfer_config"] = (transfer or {}) | (given or {}) | ({extra: both} if both else {})
     if transfer is not None:
         args.setdefault("worker_extension_cls", MOVES_EXTENSION)
     if settings.latent:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
 
 from baton.handoffs.records.prefix_index import BLOCK, PrefixIndex, shared_tokens
 from baton.handoffs.records.record import HandoffRecord, Usage
@@ -103,23 +103,32 @@ class HandoffIndex:
 
     def with_translations(self, record: HandoffRecord) -> list[HandoffRecord]:
         """Return a record and all that hold its text, translations of translations too."""
-        found = [record]
-        for each in found:
-            found += [other for other in self.translations_of(each) if other not in found]
-        return found
+        return self._made_from(record, lambda each: [each.translated_from] if each.translated_from else [])
 
     def blended_from(self, record: HandoffRecord) -> list[HandoffRecord]:
         """Return the records that may hold moved KV of a record, and those that continue these."""
-        found, mine = [record], list(self._tenants.get(record.tenant, {}).values())
-        for each in found:
-            made = [other for other in mine if each.id in other.parents and not other.exact]
-            found += [other for other in made if other not in found]
-        return found[1:]
+        return self._made_from(record, lambda each: [] if each.exact else each.parents)[1:]
 
-    def orphans(self) -> list[HandoffRecord]:
-        """Return the translations of handoffs that are not in the index."""
-        translated = (each for each in self._records.values() if each.translated_from is not None)
-        return [each for each in translated if each.translated_from not in self._records]
+    def _made_from(
+        self, record: HandoffRecord, origins: Callable[[HandoffRecord], Sequence[str]]
+    ) -> list[HandoffRecord]:
+        """Return a record, those of its tenant that were made from it, those made from these, and so on.
+
+        Args:
+            record: the record.
+            origins: returns the ids of the records that one was made from.
+        """
+        made: defaultdict[str, list[HandoffRecord]] = defaultdict(list)
+        for each in self._tenants.get(record.tenant, {}).values():
+            for origin in origins(each):
+                made[origin].append(each)
+        found = {record.id: record}
+        waiting = [record]
+        while waiting:
+            new = [each for each in made[waiting.pop().id] if each.id not in found]
+            found |= {each.id: each for each in new}
+            waiting += new
+        return list(found.values())
 
     def translations_of(self, record: HandoffRecord) -> list[HandoffRecord]:
         """Return the records that hold the text of a record of other weights."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from baton.admission.tenants import Admission, Ticket
 from baton.engines.kv_transfer import TransferRequest
-from baton.engines.port import Engine, Json, Operation, WholeReply
+from baton.engines.port import Engine, EngineState, Json, Operation, WholeReply
 from baton.errors import GenerationFailed, HandoffIncompatible, InvalidRequest, OperationUnsupported
 from baton.handoffs.joins.moving import salt_of
 from baton.handoffs.options import WRITTEN_BY_THE_ENGINE, HandoffOptions
@@ -26,7 +27,7 @@ from baton.handoffs.service import Handoffs
 from baton.handoffs.session import Session
 from baton.handoffs.sessions import Sessions
 from baton.images.client_image import ClientImage
-from baton.telemetry.ids import RequestContext
+from baton.telemetry.ids import RequestContext, new_request_id
 from baton_kv.contract import Mixture
 
 LIKELIEST = 20
@@ -42,12 +43,14 @@ class Rosetta:
         engines: the engines of the gateway.
         handoffs: all handoffs.
         sessions: opens sessions.
+        admission: gives places at the engines.
         enabled: whether the settings allow it.
     """
 
     engines: Sequence[Engine]
     handoffs: Handoffs
     sessions: Sessions
+    admission: Admission
     enabled: bool
 
     def require_possible(self, engine: Engine, operation: Operation, options: HandoffOptions) -> None:
@@ -84,9 +87,18 @@ class Rosetta:
     def _pairs(self) -> set[tuple[str, str]]:
         return {pair for each in self.engines for pair in each.rosetta_pairs}
 
-    def is_default(self, engine: Engine, options: HandoffOptions, records: Sequence[HandoffRecord]) -> bool:
+    def is_default(
+        self,
+        engine: Engine,
+        operation: Operation,
+        options: HandoffOptions,
+        records: Sequence[HandoffRecord],
+    ) -> bool:
         """Return whether AVP's settings let a thought stand for the handoff that a request names."""
-        if not self.enabled or options.translate is not None or len(records) != 1:
+        starts = engine.placeholder is not None and operation not in WRITTEN_BY_THE_ENGINE
+        if not self.enabled or not starts or options.translate is not None:
+            return False
+        if len(records) != 1 or options.saving is not None:
             return False
         return (records[0].model, engine.name) in self._pairs
 
@@ -99,7 +111,7 @@ class Rosetta:
         record: HandoffRecord,
         images: Sequence[ClientImage],
     ) -> Session:
-        """Plan a request that starts from the last thought of a handoff.
+        """Plan a request that starts from the last thought of a handoff; call it before it takes a place.
 
         Args:
             engine: the engine that answers.
@@ -112,8 +124,10 @@ class Rosetta:
         Raises:
             HandoffIncompatible: no engine here can tell the thought, or the models share none of its tokens.
         """
-        theirs = next((each for each in self.engines if each.weights == record.weights), None)
-        if theirs is None or theirs.placeholder is None:
+        same = [each for each in self.engines if each.weights == record.weights]
+        able = [each for each in same if each.placeholder is not None]
+        theirs = next((each for each in able if each.state is EngineState.READY), able[0] if able else None)
+        if theirs is None:
             raise HandoffIncompatible(
                 f"No engine with `latent = true` here serves '{record.model}', the model of this thought.",
                 param="handoff.from",
@@ -174,7 +188,12 @@ class Rosetta:
         )
         body = {"model": engine.name, "prompt": list(record.tokens), "max_tokens": 1, "temperature": 0}
         body |= {"logprobs": LIKELIEST, "return_tokens_as_token_ids": True}
-        reply = await engine.call(Operation.COMPLETIONS, body, context, transfer)
+        ticket, own = Ticket(), replace(context, request_id=new_request_id())
+        try:
+            await self.admission.enter(ticket, context.tenant, engine.name)
+            reply = await engine.call(Operation.COMPLETIONS, body, own, transfer)
+        finally:
+            ticket.answered()
         if not isinstance(reply, WholeReply):
             raise GenerationFailed()
         found = json.loads(reply.body)["choices"][0]["logprobs"]["top_logprobs"][0]
@@ -193,9 +212,9 @@ async def _in_their_tokens(ours: Writer, theirs: Writer, chances: dict[int, floa
         same = await theirs.tokens_of(text) if text else []
         if len(same) == 1:
             found[same[0]] = found.get(same[0], 0.0) + chance
-    if not found:
+    total = sum(found.values())
+    if not total:
         raise HandoffIncompatible(
             "The two models share none of the tokens of this thought.", param="handoff.from"
         )
-    total = sum(found.values())
     return Mixture(tokens=list(found), weights=[weight / total for weight in found.values()])

@@ -11,6 +11,7 @@ import asyncio
 import math
 from array import array
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 from baton.admission.tenants import Admission, Ticket
@@ -49,7 +50,7 @@ class Translations:
         self._handoffs = handoffs
         self._sessions = sessions
         self._admission = admission
-        self._making: dict[tuple[str, str], asyncio.Task[Source]] = {}
+        self._making: dict[tuple[str, str], asyncio.Task[tuple[HandoffRecord, int]]] = {}
 
     async def sources(
         self,
@@ -89,18 +90,36 @@ class Translations:
     ) -> Source:
         if record.weights == engine.weights:
             return Source(record)
+        origin = record
+        if record.translated_from is not None:  # translations are of what was said first
+            origin = await self._handoffs.get(record.translated_from, context.tenant)
+        if origin.weights == engine.weights:
+            return Source(origin, Translated(record, 0))
+        made, computed = await self._once(engine, context, origin, save)
+        return Source(made, Translated(record, computed))
+
+    async def _once(
+        self, engine: Engine, context: RequestContext, record: HandoffRecord, save: SaveOptions
+    ) -> tuple[HandoffRecord, int]:
+        """Return the translation of a handoff, and how many of its tokens were computed for this request."""
         key = (record.id, engine.weights)
-        if (making := self._making.get(key)) is not None:
-            source = await asyncio.shield(making)
-            return Source(source.record, Translated(record, 0))
-        work = self._translate(engine, replace(context, request_id=new_request_id()), record, save)
-        making = self._making[key] = self._handoffs.begin_work(work)
-        making.add_done_callback(lambda _: self._making.pop(key, None))
-        return await asyncio.shield(making)  # others may wait for it too
+        begins = key not in self._making
+        if begins:
+            work = self._translate(engine, replace(context, request_id=new_request_id()), record, save)
+            self._making[key] = self._handoffs.begin_work(work)
+            self._making[key].add_done_callback(lambda _: self._making.pop(key, None))
+        try:
+            made, computed = await asyncio.shield(self._making[key])  # others may wait for it too
+        except BatonError as error:
+            raise copy(error) from None  # each of them names its own field in it
+        changes = save.model_dump(include=set(CHANGES), exclude_unset=True)
+        if changes and not (begins and computed):
+            await self._handoffs.change(made, changes)
+        return made, computed if begins else 0
 
     async def _translate(
         self, engine: Engine, context: RequestContext, record: HandoffRecord, save: SaveOptions
-    ) -> Source:
+    ) -> tuple[HandoffRecord, int]:
         said = await self._spoken(context, record)
         if len(said.images) > engine.images.limit:
             raise HandoffIncompatible(
@@ -112,10 +131,7 @@ class Translations:
             raise HandoffIncompatible("The handoff holds no text that could be translated.")
         if (kept := self._kept(record, engine, prompt)) is not None:
             await self._handoffs.settled(kept, SAVED_WITHIN_S)
-            changes = save.model_dump(include=set(CHANGES), exclude_unset=True)
-            if changes:
-                await self._handoffs.change(kept, changes)
-            return Source(kept, Translated(record, 0))
+            return kept, 0
         return await self._make(engine, context, record, prompt, save)
 
     async def _spoken(self, context: RequestContext, record: HandoffRecord) -> Spoken:
@@ -153,7 +169,7 @@ class Translations:
         record: HandoffRecord,
         prompt: ContextPrompt,
         save: SaveOptions,
-    ) -> Source:
+    ) -> tuple[HandoffRecord, int]:
         left = max(1, math.floor(self._handoffs.seconds_left(record)))
         save = save.model_copy(update={"ttl_s": min(save.ttl_s or left, left), "scope": "prompt"})
         ticket = Ticket()
@@ -168,4 +184,4 @@ class Translations:
         finally:
             ticket.answered()
         await self._handoffs.settled(target, SAVED_WITHIN_S)
-        return Source(target, Translated(record, session.computed))
+        return target, session.computed

@@ -107,7 +107,11 @@ async def _join_ahead(
     """Join handoffs in the background; it is waited for only if it begins at once."""
     target, work, at_once = await gateway.ahead.begin(engine, context, options)
     wait_s = gateway.settings.handoffs.wait_s if at_once else 0
-    done, _ = await asyncio.wait({work}, timeout=wait_s)
+    try:
+        done, _ = await asyncio.wait({work}, timeout=wait_s)
+    except asyncio.CancelledError:
+        work.cancel()  # its client never got the id
+        raise
     return _answer(target, work.result() if done else target.public())
 
 
