@@ -101,8 +101,9 @@ def reports(chance: random.Random, size: int, model: Model) -> Questions:
 
 def quality(model: Model, count: int, size: int, *, shared: bool) -> dict[str, Score]:
     """Ask about reports that were computed behind the same rules, or each alone."""
-    ways = [FULL, Way("moved, keys not rotated", rotates=False), Way("moved")]
-    ways += [Way(f"moved, first {head} computed", head=head) for head in (4, HEAD_TOKENS)]
+    ways = [FULL, Way("moved"), Way(f"moved, first {HEAD_TOKENS} computed", head=HEAD_TOKENS)]
+    if shared:
+        ways += [Way("moved, keys not rotated", rotates=False), Way("moved, first 4 computed", head=4)]
     scores: dict[str, Score] = defaultdict(Score)
     chance = random.Random(7)
     rules = model.tokens(RULES) if shared else []
@@ -203,6 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=("quality", "cost"), help="one of both parts")
     parser.add_argument("--questions", type=int, default=200, help="questions of each table (200)")
+    parser.add_argument("--alone", action="store_true", help="of quality the reports computed alone only")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each length (5)")
     given = parser.parse_args()
     print(f"{datetime.date.today()}, {machine()}")
@@ -211,7 +213,8 @@ def main() -> None:
             asyncio.run(cost(Path(folder), (200, 1500), given.rounds))
     if given.only != "cost":
         model = Model(ModelStore(load_settings().models_folder).resolve(MODEL))
-        for shared, title in ((True, "Behind the same rules"), (False, "Each report computed alone")):
+        tables = ((True, "Behind the same rules"), (False, "Each report computed alone"))
+        for shared, title in tables[given.alone :]:
             show_quality(quality(model, given.questions, 200, shared=shared), title)
 
 
