@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from baton_kv.blocks import KVBlocks, LayoutRefused
@@ -27,7 +28,6 @@ from baton_kv.engine_facts import cache_groups, facts_of, head_shard, layers_of,
 from baton_kv.entry_format import MAX_IDENTIFIER, ImageRef
 from baton_kv.envelopes import StepMetadata, TransferStats, WorkerLayout, WorkerReport
 from baton_kv.fingerprint import fingerprint
-from baton_kv.joins.supported import MovesUnsupported, make_mover
 from baton_kv.known_digests import KnownDigests
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.secret import store_secret
@@ -135,6 +135,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """
         assert self._worker is not None
         assert self._layout is not None
+        if not current_platform.is_cpu():
+            return "KV is moved on CPUs only"
+        from baton_kv.joins.supported import MovesUnsupported, make_mover  # which knows the CPU backend
+
         try:
             mover, forward = make_mover(model, self._vllm_config, self._layout.rows_a_block)
         except MovesUnsupported as error:
