@@ -31,6 +31,7 @@ from baton.handoffs.records.repository import HandoffRepository
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
+from baton.handoffs.shared.opening import open_shared
 from baton.handoffs.sources import Sources
 from baton.handoffs.translations.rosetta import Rosetta
 from baton.handoffs.translations.service import Translations
@@ -56,7 +57,7 @@ from baton.responses.store import ResponseStore
 from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT
 from baton.telemetry.lag import watch_lag
 from baton.telemetry.memory import MemoryReader, MemoryWatch
-from baton.telemetry.metrics import HandoffMetrics
+from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.folders import make_folder
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
@@ -64,19 +65,23 @@ from baton_kv.stores.file import IMAGES, RECORDS
 from baton_kv.stores.memory import MemoryStore
 
 
-def handoffs_of(settings: Settings, metrics: HandoffMetrics) -> Handoffs:
+def handoffs_of(settings: Settings, all_metrics: GatewayMetrics) -> Handoffs:
     """Open the store and return its handoffs; without an engine that supports handoffs, nothing is stored.
 
     Raises:
         SettingsError: the store cannot be used.
     """
+    metrics = all_metrics.handoffs
     if not any(engine.handoff for engine in settings.engines):
         nowhere = HandoffStorage(MemoryStore(), HandoffRepository(None), ImageStore(None))
         return Handoffs(settings.handoffs, nowhere, metrics)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
         folder = Path(settings.handoff_store.removeprefix("file:"))
-        storage = HandoffStorage(store, HandoffRepository(folder / RECORDS), ImageStore(folder / IMAGES))
+        if settings.handoffs.shared is not None:
+            storage: HandoffStorage = open_shared(settings.handoffs, store, folder, all_metrics.shared_store)
+        else:
+            storage = HandoffStorage(store, HandoffRepository(folder / RECORDS), ImageStore(folder / IMAGES))
     except StoreError as error:
         raise SettingsError(f"handoffs.store: {error}") from None
     except OSError as error:
@@ -161,7 +166,7 @@ def create_app(
 def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
     """Create the services that the routes use."""
     metrics = fleet.metrics
-    handoffs, planner = handoffs_of(settings, metrics.handoffs), Planner()
+    handoffs, planner = handoffs_of(settings, metrics), Planner()
     audits = Audits(settings.handoffs, handoffs, metrics.audits)
     sessions = Sessions(handoffs, planner, metrics.handoffs, settings.handoffs, audits)
     admission = Admission(settings.admission, fleet.names, metrics.admission)

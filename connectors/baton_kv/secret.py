@@ -7,7 +7,7 @@ import os
 import secrets
 from pathlib import Path
 
-from baton_kv.folders import CREATE, folder, open_file
+from baton_kv.folders import CREATE, folder, make_folder, open_file
 
 SECRET_BYTES = 32
 NAME = "secret"
@@ -35,7 +35,25 @@ def store_secret(root: Path) -> bytes:
     return secret
 
 
-def _make(top: int) -> None:
+def install_secret(root: Path, secret: bytes) -> None:
+    """Give a store the secret of others that it shares entries with.
+
+    Args:
+        root: the store's folder.
+        secret: 32 bytes.
+
+    Raises:
+        OSError: the secret can neither be read nor created, or others may access the folder.
+        ValueError: the store has another secret.
+    """
+    make_folder(root)
+    with folder(root) as top, contextlib.suppress(FileExistsError):
+        _make(top, secret)
+    if store_secret(root) != secret:
+        raise ValueError(f"{root} was made with another secret: name another folder, or remove it")
+
+
+def _make(top: int, secret: bytes | None = None) -> None:
     """Create the secret atomically: written to a temporary file, then linked, which fails if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.stat(NAME, dir_fd=top, follow_symlinks=False)
@@ -44,7 +62,7 @@ def _make(top: int) -> None:
     descriptor = os.open(temporary, CREATE, 0o600, dir_fd=top)
     try:
         with os.fdopen(descriptor, "wb") as stream:
-            stream.write(secrets.token_bytes(SECRET_BYTES))
+            stream.write(secret or secrets.token_bytes(SECRET_BYTES))
         os.link(temporary, NAME, src_dir_fd=top, dst_dir_fd=top)
     finally:
         os.unlink(temporary, dir_fd=top)

@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import ByteSize, Field
 
 from baton.config.frozen import KIB, MIB, Frozen
+from baton.config.handoff_groups import AutomaticMode, HandoffSettings
 from baton.config.request_groups import ImageSettings, LimitSettings, ResponseSettings
 
 __all__ = [
-    "CPU_KV_CACHE_BYTES", "MIB", "AdmissionSettings", "AuthSettings", "EdgeSettings", "EngineSettings",
-    "Frozen", "HandoffSettings", "ImageSettings", "LimitSettings", "MetricsSettings", "PoolingSettings",
-    "ResponseSettings", "SupervisionSettings",
+    "CPU_KV_CACHE_BYTES", "MIB", "AdmissionSettings", "AuthSettings", "AutomaticMode", "EdgeSettings",
+    "EngineSettings", "Frozen", "HandoffSettings", "ImageSettings", "LimitSettings", "MetricsSettings",
+    "PoolingSettings", "ResponseSettings", "SupervisionSettings",
 ]  # fmt: skip
 
 CPU_KV_CACHE_BYTES = 512 * MIB
@@ -28,9 +29,6 @@ HostName = Annotated[
         pattern=r"^((\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*)$", max_length=255
     ),
 ]
-
-
-AutomaticMode = Literal["off", "load", "on"]
 
 
 class EngineSettings(Frozen):
@@ -222,92 +220,6 @@ class MetricsSettings(Frozen):
         ge=0,
         le=65535,
         description="The separate metrics port, which asks for no key; 0 picks a free one.",
-    )
-
-
-class HandoffSettings(Frozen):
-    """`[handoffs]`: where KV waits for the next request, and for how long."""
-
-    store: str | None = Field(
-        None,
-        pattern=r"^file:/",
-        description="Where handoffs' KV is kept: `file:/ABSOLUTE/FOLDER`, in memory or on disk. "
-        "Unset: a folder of this user in `/dev/shm`, else in the user's cache.",
-    )
-    budget: ByteSize = Field(
-        ByteSize(2048 * MIB),
-        ge=MIB,
-        description="Bytes of KV, images and records kept, on disk or in shared memory; the least "
-        "recently used KV is evicted first.",
-    )
-    fsync: bool = Field(
-        False,
-        description="Wait for the device before KV counts as kept: for a store that is to outlive "
-        "a power cut.",
-    )
-    unproven_devices: bool = Field(
-        False,
-        description="Allow `handoff` on NVIDIA GPUs, where it was written to vLLM's contract, tested "
-        "on a CPU with two ranks, and never run.",
-    )
-    verify: bool = Field(
-        True,
-        description="Verify every chunk of KV before it is used. Off: only an entry's description "
-        "and token ids are verified.",
-    )
-    ttl_s: int = Field(
-        3600, ge=1, le=30 * 86400, description="Seconds a handoff lives unless it asks for fewer."
-    )
-    max_life_s: int = Field(
-        86400,
-        ge=1,
-        le=365 * 86400,
-        description="Seconds a handoff lives in all, however often its life is extended; at least `ttl_s`.",
-    )
-    wait_s: float = Field(
-        10.0, ge=0, le=600, description="Seconds a request waits for a pending handoff; then 409."
-    )
-    auto: AutomaticMode = Field(
-        "on",
-        description="What engines with `handoff = true` do for requests that name no handoff: `load` starts "
-        "them from the tenant's stored context that shares the longest prefix with the prompt, and saves "
-        "what clients ask to be cached; `on` also saves what is likely to be continued; `off`: nothing.",
-    )
-    auto_min_tokens: int = Field(
-        128,
-        ge=32,
-        description="Fewest tokens, beyond those that are stored already, that are saved automatically.",
-    )
-    audit: float = Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="Share of the requests that load KV whose first token is computed again without it, when "
-        "the engine has nothing else to do, and compared. 0: none.",
-    )
-    audit_tolerance: float | None = Field(
-        None,
-        gt=0,
-        description="Largest difference of a log probability, in nats, that such an audit accepts. What is "
-        "above it is counted as a mismatch, and the KV is moved to the store's quarantine. Unset: 0.001 for "
-        "engines that compute in float32, 1 for others.",
-    )
-    image_bytes: ByteSize = Field(
-        ByteSize(32 * MIB),
-        ge=1024,
-        description="Bytes of images one handoff may keep; with more it is not made (400). All "
-        "images, with the records, take half of the budget at most.",
-    )
-    rosetta: bool = Field(
-        False,
-        description="Experimental: whether requests may start from one vector that stands for another "
-        "model's last thought (`translate` with `via: rosetta`). On the models tried it carried nothing.",
-    )
-    latent_steps_max: int = Field(
-        64,
-        ge=0,
-        le=1024,
-        description="Most latent steps one request may ask for, of engines with `latent = true`.",
     )
 
 

@@ -118,6 +118,12 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _gateways_that_share_have_a_secret(self) -> Settings:
+        if self.handoffs.shared is not None and self.handoffs.shared_secret_file is None:
+            raise ValueError("handoffs.shared: needs `handoffs.shared_secret_file`, the same on all machines")
+        return self
+
+    @model_validator(mode="after")
     def _only_engines_that_hand_over_think(self) -> Settings:
         for engine in self.engines:
             if engine.latent and not engine.handoff:
@@ -194,7 +200,8 @@ class Settings(BaseSettings):
             return self.handoffs.store
         memory = Path("/dev/shm")
         root = memory if memory.is_dir() else user_folder("XDG_CACHE_HOME", ".cache").expanduser()
-        return f"file:{root / f'baton-handoffs-{os.getuid()}'}"
+        pool = f"-{self.handoffs.shared_pool}" if self.handoffs.shared is not None else ""
+        return f"file:{root / f'baton-handoffs-{os.getuid()}{pool}'}"
 
     @property
     def responses_folder(self) -> Path:

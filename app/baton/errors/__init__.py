@@ -43,6 +43,7 @@
     │   ├── ShuttingDown             503 shutting_down         (retryable)
     │   ├── TooManyConnections       503 too_many_connections  (retryable)
     │   ├── GatewayOverloaded        503 gateway_overloaded    (retryable)
+    │   ├── HandoffStoreUnavailable  503 handoff_store_unavailable (retryable)
     │   ├── PluginBusy               503 plugin_busy           (retryable) or the plugin's own code
     │   └── PluginTimeout            504 plugin_timeout
     └── OperatorError                not sent over HTTP: one paragraph on the terminal, and an exit code
@@ -96,6 +97,7 @@ from baton.errors.server import (
     EngineUnavailable,
     GatewayOverloaded,
     GenerationFailed,
+    HandoffStoreUnavailable,
     InternalError,
     PluginBusy,
     PluginFailed,
@@ -120,6 +122,7 @@ __all__ = [
     "HandoffNotFound",
     "HandoffPending",
     "HandoffPinsFull",
+    "HandoffStoreUnavailable",
     "HeadersTooLarge",
     "HostNotAllowed",
     "ImageFetchFailed",

@@ -56,6 +56,13 @@ class GatewayOverloaded(ServerError):
     default_message = "The server is short of memory and accepts no new requests for now; try again shortly."
 
 
+class HandoffStoreUnavailable(ServerError):
+    code = "handoff_store_unavailable"
+    status = 503
+    retryable = True
+    default_message = "The shared store of handoffs does not answer; try again shortly."
+
+
 class PluginFailed(ServerError):
     code = "plugin_failed"
     default_message = "The plugin that handles this model's requests failed on this one."

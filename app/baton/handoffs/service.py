@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -19,12 +20,14 @@ from baton.errors import (
 )
 from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.changes import ChangeRules
+from baton.handoffs.records.fetches import Fetches
 from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.prefix_index import PrefixMatch
 from baton.handoffs.records.public import HandoffAudit
 from baton.handoffs.records.record import HandoffRecord, new_id
 from baton.handoffs.records.repository import OtherUsage
 from baton.handoffs.records.saves import Saves
+from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.records.sync import IndexSync
 from baton.handoffs.sweeper import Sweeper
@@ -32,6 +35,10 @@ from baton.images.placed_image import PlacedImage
 from baton.telemetry.audit_metrics import AuditResult
 from baton.telemetry.metrics import HandoffMetrics
 
+LOOK_ELSEWHERE_EVERY_S = 0.1
+"""How often a pending handoff of another gateway is looked at while a request waits for it."""
+REPORT_PENDING_EVERY_S = 4.0
+"""How often other gateways are told that a handoff is still pending; they expect it for 15 s."""
 FAILED_FOR_S = 60.0
 """A handoff whose request failed is listed this long; it cannot be continued."""
 CLOSE_WITHIN_S = 3.0
@@ -72,6 +79,7 @@ class Handoffs:
         self._budget = RecordBudget(settings, self._index, storage, self._sync.refresh)
         self._sweeper = Sweeper(self._index, storage, self._sync, self._budget, metrics, self.begin_work)
         self._saves = Saves(self._index, storage, self._budget, self._rules, self._sync)
+        self._fetches = Fetches(storage, metrics, settings.shared_fetch_s)
         self._background: set[asyncio.Task[Any]] = set()
         self._saving: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger("baton.handoffs")
@@ -81,13 +89,16 @@ class Handoffs:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Sweep while inside; at the end wait a moment for background work."""
-        sweeper = asyncio.create_task(self._sweeper.run(), name="handoff-sweeper")
+        tasks = {asyncio.create_task(self._sweeper.run(), name="handoff-sweeper")}
+        if self._storage.shared:
+            tasks.add(asyncio.create_task(self._keep_pending(), name="handoffs-pending"))
         try:
             yield
         finally:
             self._saves.closing = True
-            sweeper.cancel()
-            await asyncio.wait({sweeper, *self._background}, timeout=CLOSE_WITHIN_S)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait({*tasks, *self._background}, timeout=CLOSE_WITHIN_S)
 
     @contextlib.asynccontextmanager
     async def settling(self) -> AsyncIterator[None]:
@@ -144,6 +155,8 @@ class Handoffs:
         )
         self._saves.begin(record)
         self._index.add(record, lives)
+        if self._storage.shared and not record.automatic:
+            self.begin_work(self._announce(record))
         self._sweeper.make_room(tenant)
         return record
 
@@ -169,6 +182,8 @@ class Handoffs:
             record.error = reason
             self._index.expire_in(record, min(FAILED_FOR_S, record.ttl_s))
             self._saves.fail(record)
+            if self._storage.shared:
+                self.begin_work(self._remove(record))
             return
         record.add_images(transfer.images)
         finish = self._saves.finish_automatic if record.automatic else self._saves.finish
@@ -178,7 +193,40 @@ class Handoffs:
 
     async def settled(self, record: HandoffRecord, within_s: float) -> None:
         """Wait until a handoff is no longer pending, at most `within_s` seconds."""
+        if record.state is HandoffState.PENDING and not self._saves.is_pending(record):
+            await self._settled_elsewhere(record, within_s)
         await self._saves.wait(record, within_s)
+
+    async def _settled_elsewhere(self, record: HandoffRecord, within_s: float) -> None:
+        """Wait until another gateway has saved a handoff, or has stopped to report that it will."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            found = await self._sync.look_up(record.id)
+            if found is None or found.state is not HandoffState.PENDING:
+                return
+            await asyncio.sleep(LOOK_ELSEWHERE_EVERY_S)
+
+    async def _announce(self, record: HandoffRecord) -> None:
+        """Let gateways of other machines know of a pending handoff."""
+        async with record.guard:
+            if not self._saves.is_pending(record) or record.on_disk:
+                return
+            copy = record.model_copy(update={"tokens": array("i")})
+            await asyncio.to_thread(self._storage.announce, copy)
+            record.announced, record.revision = copy.announced, copy.revision
+
+    async def _keep_pending(self) -> None:
+        """Report the pending handoffs to gateways of other machines, until this is cancelled."""
+        while True:
+            await asyncio.sleep(REPORT_PENDING_EVERY_S)
+            deleted = await asyncio.to_thread(self._storage.keep_pending, self._announced())
+            for handoff_id in deleted:
+                if (record := self._index.known(handoff_id)) is not None and not record.on_disk:
+                    self._index.forget(record)
+
+    def _announced(self) -> list[str]:
+        found = [self._index.known(each) for each in self._saves.pending]
+        return [record.id for record in found if record is not None and record.announced]
 
     def is_awaited(self, record: HandoffRecord) -> bool:
         """Return whether a request waits for a pending handoff."""
@@ -292,7 +340,31 @@ class Handoffs:
 
     def kv_gone(self, record: HandoffRecord) -> None:
         """Note that a handoff's KV cannot be used any more; an automatic one is removed."""
-        self._sweeper.kv_gone(record)
+        if self._storage.shared:
+            self.begin_work(self._kv_gone(record))
+        else:
+            self._sweeper.kv_gone(record)
+
+    async def _kv_gone(self, record: HandoffRecord) -> None:
+        """Note that a handoff's KV is not here, and perhaps nowhere."""
+        if not any(await asyncio.to_thread(self._storage.stored_bytes, [record])):
+            self._sweeper.kv_gone(record)
+
+    def is_here(self, record: HandoffRecord) -> bool:
+        """Return whether the engines of this machine find a handoff's KV, if it is stored at all."""
+        return self._storage.is_here(record)
+
+    async def bring(self, record: HandoffRecord, engine: Engine) -> None:
+        """Copy a handoff's KV to this machine, if that is faster than computing it.
+
+        Whatever the shared store does, the request goes on: what is not here is computed.
+
+        Args:
+            record: the handoff.
+            engine: the engine that is to load it.
+        """
+        if self._storage.shared and record.bytes and record.weights == engine.weights:
+            await self._fetches.bring(record, engine)
 
     def __contains__(self, record: HandoffRecord) -> bool:
         """Whether a handoff is still there."""
@@ -335,9 +407,14 @@ class Handoffs:
         """Delete a handoff, its translations, and the automatic ones that continue it or that it continues.
 
         Requests that load it already are not disturbed.
+
+        Raises:
+            HandoffStoreUnavailable: the shared store failed; it is not deleted.
         """
         gone = self._index.with_translations(record)
         gone += [each for one in gone for each in self._index.relatives(one)]
+        if self._storage.shared:  # it is deleted for all machines, or not at all
+            await asyncio.shield(self.begin_work(self._remove_all(gone)))
         for each in gone:
             self._index.forget(each)
         await asyncio.shield(self.begin_work(self._remove_all(gone)))

@@ -70,9 +70,11 @@ class Sources:
         """
         record = await self._there(handoff_id, engine, tenant, translates=translates)
         await self.handoffs.settled(record, self.wait_s if wait_s is None else wait_s)
+        record = await self._there(handoff_id, engine, tenant, translates=translates)
         if record.state is HandoffState.PENDING:
             raise HandoffPending()
-        return await self._there(handoff_id, engine, tenant, translates=translates)
+        await self.handoffs.bring(record, engine)
+        return record
 
     async def all(
         self,

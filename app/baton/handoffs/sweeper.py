@@ -101,7 +101,7 @@ class Sweeper:
         """Remove some of the automatic handoffs whose KV was evicted; they would hide others from prompts."""
         found = self._index.automatic_records()
         some = random.sample(found, min(len(found), EVICTED_LOOKS))
-        sizes = await asyncio.to_thread(lambda: [self._storage.kv_bytes(record) for record in some])
+        sizes = await asyncio.to_thread(self._storage.stored_bytes, some)
         for record, size in zip(some, sizes, strict=True):
             if not size:
                 self.kv_gone(record)

@@ -16,6 +16,7 @@ from baton.telemetry.pooling_metrics import PoolingMetrics
 from baton.telemetry.queues import AdmissionMetrics, QueueMetrics
 from baton.telemetry.response_metrics import ResponseMetrics
 from baton.telemetry.series import OTHER, SECONDS
+from baton.telemetry.shared_store_metrics import SharedStoreMetrics
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 
 FAILURES = tuple(kind for kind in TransferFailure if kind is not TransferFailure.GIVEN_UP)
@@ -101,6 +102,7 @@ class GatewayMetrics(RequestMetrics):
         self.tenants = TenantMetrics(registry)
         self.handoffs = HandoffMetrics(registry)
         self.audits = AuditMetrics(registry)
+        self.shared_store = SharedStoreMetrics(registry)
         self.responses = ResponseMetrics(registry)
         self.pooling = PoolingMetrics(registry)
         self.images = ImageMetrics(registry)
@@ -205,6 +207,13 @@ class HandoffMetrics:
         )
         self.automatic_saves = Counter(
             "baton_automatic_saves_total", "Contexts that were saved automatically.", registry=registry
+        )
+        self.fetches = Counter(
+            "baton_handoff_fetches_total",
+            "Handoffs whose KV was needed and not on this machine: `fetched` from the shared store, "
+            "`missing` there, `failed`, or not fetched because computing is faster (`slower`).",
+            ("result",),
+            registry=registry,
         )
         self.expired = Counter("baton_handoff_expired_total", "Handoffs that expired.", registry=registry)
         self.kept = Gauge("baton_handoffs", "Handoffs that exist now.", registry=registry)

@@ -65,7 +65,7 @@ class RecordBudget:
         return False
 
     async def _evict(self, record: HandoffRecord | None, size: int) -> bool:
-        share, refreshed = NON_KV_SHARE * int(self._settings.budget), False
+        share, refreshed = NON_KV_SHARE * self._settings.whole_budget, False
         if size > share:
             return False
         while (taken := await asyncio.to_thread(self._storage.non_kv_bytes) + size) > share:

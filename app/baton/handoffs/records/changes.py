@@ -82,9 +82,9 @@ class ChangeRules:
 
     def _fits(self, record: HandoffRecord, others: list[Usage]) -> bool:
         """Return whether a pin fits what may be pinned in all, and its tenant's share of that."""
-        budget, mine = PINNED_SHARE * int(self.settings.budget), record.usage
+        budget, mine = PINNED_SHARE * self.settings.whole_budget, record.usage
         non_kv = mine.non_kv_bytes + sum(other.non_kv_bytes for other in others if other.pin)
-        if non_kv > PINNED_NON_KV_SHARE * int(self.settings.budget):
+        if non_kv > PINNED_NON_KV_SHARE * self.settings.whole_budget:
             return False
         pinned = Counter(self.pinned_kv(record))
         for other in others:

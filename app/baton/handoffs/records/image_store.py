@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 
@@ -27,8 +28,50 @@ ABANDONED_AFTER_S = 600.0
 """Age at which a temporary file is one that a killed process left."""
 
 
+class Images(Protocol):
+    """Where the images of handoffs are kept."""
+
+    def save(self, record: HandoffRecord) -> bool:
+        """Write the images that a record holds in memory, and drop them from it.
+
+        Returns:
+            Whether they were written; if not, the record still holds them.
+        """
+        ...
+
+    def read(self, record: HandoffRecord) -> list[PlacedImage]:
+        """Return a record's images, each verified against its digest.
+
+        Raises:
+            HandoffImagesLost: an image is missing or has changed.
+            HandoffStoreUnavailable: the shared store failed.
+        """
+        ...
+
+    def remove(self, record: HandoffRecord) -> None:
+        """Remove a record's images.
+
+        Raises:
+            OSError: an image could not be removed.
+        """
+        ...
+
+    def size(self) -> int:
+        """Return the bytes that all images take; one that several handoffs share counts once."""
+        ...
+
+    def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> None:
+        """Remove the images of handoffs that no longer exist, and temporary files of killed processes.
+
+        Args:
+            wanted: whether a handoff, by its id, still exists.
+            older_than_s: age in seconds below which an image stays.
+        """
+        ...
+
+
 class ImageStore:
-    """Stores images in a folder.
+    """The `Images` interface over a folder.
 
     Args:
         path: the folder, created with mode 0700 when it is missing; None: images stay in memory only.
@@ -72,7 +115,7 @@ class ImageStore:
         held = dict(record.image_data)
         for digest in {image.digest for image in record.images} - held.keys():
             held[digest] = self._read(record, digest)
-        return [_placed_image(image, held[image.digest]) for image in record.images]
+        return [placed_image(image, held[image.digest]) for image in record.images]
 
     def remove(self, record: HandoffRecord) -> None:
         """Remove a record's images.
@@ -152,6 +195,7 @@ def _name(handoff_id: str, digest: str) -> str:
     return f"{handoff_id}.{digest}"
 
 
-def _placed_image(image: StoredImage, data: bytes) -> PlacedImage:
+def placed_image(image: StoredImage, data: bytes) -> PlacedImage:
+    """Return an image of a record with its bytes."""
     client_image = ClientImage(data, image.media_type, image.width, image.height)
     return PlacedImage(client_image, image.digest, image.offset, image.length, tuple(image.target))

@@ -190,6 +190,7 @@ class HandoffRecord(BaseModel):
     error: str | None = None
     revision: int = 0
     _on_disk: bool = PrivateAttr(False)
+    _announced: bool = PrivateAttr(False)
     _stamp: tuple[int, int, int] | None = PrivateAttr(None)
     _disk_bytes: Size = PrivateAttr(0)
     _conversation_bytes: Size = PrivateAttr(0)
@@ -222,6 +223,15 @@ class HandoffRecord(BaseModel):
     @on_disk.setter
     def on_disk(self, on_disk: bool) -> None:
         self._on_disk = on_disk
+
+    @property
+    def announced(self) -> bool:
+        """Whether other machines know of it, so that it may only be written while it exists there."""
+        return self._announced
+
+    @announced.setter
+    def announced(self, announced: bool) -> None:
+        self._announced = announced
 
     @property
     def image_data(self) -> dict[str, Bytes]:

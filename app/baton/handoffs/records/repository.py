@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 from pydantic import ValidationError
@@ -34,6 +35,10 @@ Edit = Callable[[HandoffRecord, OtherUsage], None]
 """Changes a record in place while no other gateway changes any."""
 
 
+class RecordDeleted(Exception):
+    """A pending record was deleted by another gateway, before it was written whole."""
+
+
 @dataclass
 class News:
     """What other gateways changed since the last look.
@@ -47,8 +52,93 @@ class News:
     gone: list[str] = field(default_factory=list)
 
 
+class Records(Protocol):
+    """Where the records of handoffs are kept, for all gateways that share them."""
+
+    def create(self, record: HandoffRecord, edit: Edit) -> bool:
+        """Apply an edit to a new record and write it, as a whole or not at all; returns whether it was.
+
+        Raises:
+            RecordDeleted: another gateway deleted it while it was pending.
+        """
+        ...
+
+    def update(self, handoff_id: str, edit: Edit) -> HandoffRecord | None:
+        """Apply an edit to a saved record and write it.
+
+        Returns:
+            The record as it is then; None: it was deleted.
+
+        Raises:
+            OSError: it could not be read or written.
+            HandoffStoreUnavailable: the shared store failed.
+        """
+        ...
+
+    def edit_unsaved(self, record: HandoffRecord, edit: Edit) -> None:
+        """Apply an edit to a record that is in memory only.
+
+        Raises:
+            OSError: the folder cannot be used.
+        """
+        ...
+
+    def read(self, handoff_id: str) -> HandoffRecord | None:
+        """Read a record, which another gateway may have written; None: there is none.
+
+        Raises:
+            HandoffStoreUnavailable: the shared store failed, so nobody knows.
+        """
+        ...
+
+    def reread(self, record: HandoffRecord) -> HandoffRecord | None:
+        """Read a saved record again.
+
+        Returns:
+            The same object if it did not change, or cannot be read now; None if it was deleted.
+        """
+        ...
+
+    def exists(self, handoff_id: str) -> bool:
+        """Return whether a record exists, even one that only another version can read."""
+        ...
+
+    def read_all(self) -> list[HandoffRecord]:
+        """Read every record, the oldest first."""
+        ...
+
+    def refresh(self) -> News:
+        """Return what other gateways changed since the last call."""
+        ...
+
+    def size(self) -> int:
+        """Return the bytes that all records take."""
+        ...
+
+    def remove(self, record: HandoffRecord) -> None:
+        """Remove a record.
+
+        Raises:
+            OSError: it could not be removed.
+            HandoffStoreUnavailable: the shared store failed.
+        """
+        ...
+
+    def remove_expired(self, record: HandoffRecord) -> HandoffRecord | None:
+        """Remove an expired record, unless another gateway has extended its lifetime.
+
+        Returns:
+            The extended record; None: it was removed.
+
+        Raises:
+            OSError: it could not be removed.
+            HandoffStoreUnavailable: the shared store failed.
+        """
+        ...
+
+
 class HandoffRepository:
-    """Stores records in a folder. A record that cannot be written lives in memory only.
+    """The `Records` interface over a folder. A record that cannot be written lives in memory only.
 
     Args:
         path: the folder, created with mode 0700 when it is missing; None: nothing is stored.

@@ -12,6 +12,7 @@ from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.changes import ChangeRules
 from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.repository import Edit, RecordDeleted
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.records.sync import IndexSync
@@ -61,6 +62,11 @@ class Saves:
         """Note that a handoff is pending."""
         self._pending[record.id] = asyncio.Event()
 
+    @property
+    def pending(self) -> list[str]:
+        """Ids of the handoffs that are still pending."""
+        return list(self._pending)
+
     def is_pending(self, record: HandoffRecord) -> bool:
         """Return whether a handoff is still pending."""
         return record.id in self._pending
@@ -99,6 +105,7 @@ class Saves:
                 await self._write_record(record)
                 self._settle(record, HandoffState.READY)
                 await self._kv_known(record, transfer, GIVEN_UP_AFTER_S)
+            await self._share(record)
             await self._write_record(record)
         finally:
             self._settle(record, HandoffState.READY)  # its token ids are known, with or without KV
@@ -112,6 +119,7 @@ class Saves:
             await self._kv_known(record, transfer, AUTOMATIC_WITHIN_S)
             if record.bytes:
                 await asyncio.to_thread(record.prepare)
+                await self._share(record)
                 await self._write_record(record)
         finally:
             self._settle(record, HandoffState.READY if record.bytes else HandoffState.FAILED)
@@ -120,6 +128,15 @@ class Saves:
                 self._index.forget(record)
             if self._index.known(record.id) is None:
                 await asyncio.to_thread(self._storage.remove, record)
+
+    async def _share(self, record: HandoffRecord) -> None:
+        """Copy a handoff's KV to where other machines find it; requests of this machine need not wait."""
+        if not self._storage.shared or not record.bytes:
+            return
+        if not record.image_data:
+            self._settle(record, HandoffState.READY)
+            self._index.publish(record)
+        await asyncio.to_thread(self._storage.share, record)
 
     def _settle(self, record: HandoffRecord, state: HandoffState) -> None:
         record.state = state
@@ -156,7 +173,13 @@ class Saves:
                 return
             async with self._budget.guard:
                 if await self._budget.make_room(record, record.disk_bytes):
-                    record.on_disk = await asyncio.to_thread(self._storage.create, record, edit)
+                    await self._create(record, edit)
                 else:
                     await asyncio.to_thread(self._storage.change, record, edit)
             self._index.count_bytes(record)
+
+    async def _create(self, record: HandoffRecord, edit: Edit) -> None:
+        try:
+            record.on_disk = await asyncio.to_thread(self._storage.create, record, edit)
+        except RecordDeleted:
+            self._index.forget(record)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
 
-from baton.handoffs.records.image_store import ImageStore
+from baton.handoffs.records.image_store import Images
 from baton.handoffs.records.record import HandoffRecord, is_handoff_key, scope_of
-from baton.handoffs.records.repository import Edit, HandoffRepository, News
+from baton.handoffs.records.repository import Edit, News, Records
 from baton.images.placed_image import PlacedImage
 from baton_kv.stores.base import Store, StoreError
 
@@ -30,11 +31,48 @@ class HandoffStorage:
     """
 
     store: Store
-    records: HandoffRepository
-    images: ImageStore
+    records: Records
+    images: Images
+
+    @property
+    def shared(self) -> bool:
+        """Whether handoffs are in a shared store too, for gateways that do not share this folder."""
+        return False
+
+    def announce(self, record: HandoffRecord) -> None:
+        """Let gateways of other machines know of a pending handoff."""
+
+    def keep_pending(self, _ids: Sequence[str]) -> list[str]:
+        """Report that handoffs are still pending; returns those that another machine deleted meanwhile."""
+        return []
+
+    def share(self, _record: HandoffRecord) -> bool:
+        """Copy a handoff's KV to where other machines find it; returns whether it is there."""
+        return True
+
+    def is_here(self, _record: HandoffRecord) -> bool:
+        """Return whether engines of this machine find a handoff's KV, if it is stored at all."""
+        return True
+
+    def fetch(self, _record: HandoffRecord, _within_s: float) -> int:
+        """Copy a handoff's KV to this machine; returns the bytes that were copied.
+
+        Raises:
+            StoreError: it cannot be copied.
+            HandoffStoreUnavailable: the shared store failed.
+        """
+        return 0
+
+    def stored_bytes(self, records: Sequence[HandoffRecord]) -> list[int]:
+        """Return the sizes of several handoffs' KV, here or elsewhere; 0: it is not stored."""
+        return [self.kv_bytes(record) for record in records]
 
     def find(self, handoff_id: str) -> HandoffRecord | None:
-        """Read a record that another gateway over the same store, or an earlier run, may have written."""
+        """Read a record that another gateway over the same store, or an earlier run, may have written.
+
+        Raises:
+            HandoffStoreUnavailable: the shared store failed.
+        """
         return self.records.read(handoff_id)
 
     def reread(self, record: HandoffRecord) -> HandoffRecord | None:
@@ -54,6 +92,9 @@ class HandoffStorage:
 
         Returns:
             Whether it was saved; if not, it exists in memory only.
+
+        Raises:
+            RecordDeleted: another gateway deleted it while it was pending.
         """
         try:
             self.store.make_room(record.disk_bytes)
@@ -79,7 +120,7 @@ class HandoffStorage:
         return record
 
     def kv_bytes(self, record: HandoffRecord) -> int:
-        """Return the size of a handoff's KV, with what it shares with others; 0: it is not stored."""
+        """Return the size of a handoff's KV here, with what it shares with others; 0: it is not here."""
         return self.store.bytes_of(record.key)
 
     def pinned_kv(self, record: HandoffRecord) -> dict[str, int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import HandoffStorage
 
 CHANGEABLE = ("label", "pin", "bytes", "ttl_s", "expires_at", "revision", "stamp", "disk_bytes", "audit")
@@ -45,6 +46,10 @@ class IndexSync:
         """
         if now is None:
             self._index.forget(known)
+        elif now is not known and known.state is HandoffState.PENDING:
+            if now.state is not HandoffState.PENDING:  # another gateway has saved it
+                self._index.drop(known)
+                self.adopt(now)
         elif now is not known and now.revision > known.revision:
             renewed = now.expires_at != known.expires_at
             for name in CHANGEABLE:
@@ -55,7 +60,11 @@ class IndexSync:
                 self._index.expire_in(known, self.seconds_left(known))
 
     async def look_up(self, handoff_id: str) -> HandoffRecord | None:
-        """Return a handoff as it is on disk now, unless it is unknown, deleted or expired."""
+        """Return a handoff as it is on disk now, unless it is unknown, deleted or expired.
+
+        Raises:
+            HandoffStoreUnavailable: the shared store, which may know it, does not answer.
+        """
         known = self._index.known(handoff_id)
         if known is None:
             if (found := await asyncio.to_thread(self._storage.find, handoff_id)) is not None:

