@@ -65,21 +65,20 @@ from baton_kv.stores.file import IMAGES, RECORDS
 from baton_kv.stores.memory import MemoryStore
 
 
-def handoffs_of(settings: Settings, all_metrics: GatewayMetrics) -> Handoffs:
+def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
     """Open the store and return its handoffs; without an engine that supports handoffs, nothing is stored.
 
     Raises:
         SettingsError: the store cannot be used.
     """
-    metrics = all_metrics.handoffs
     if not any(engine.handoff for engine in settings.engines):
         nowhere = HandoffStorage(MemoryStore(), HandoffRepository(None), ImageStore(None))
-        return Handoffs(settings.handoffs, nowhere, metrics)
+        return Handoffs(settings.handoffs, nowhere, metrics.handoffs)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
         folder = Path(settings.handoff_store.removeprefix("file:"))
         if settings.handoffs.shared is not None:
-            storage: HandoffStorage = open_shared(settings.handoffs, store, folder, all_metrics.shared_store)
+            storage: HandoffStorage = open_shared(settings.handoffs, store, folder, metrics.shared_store)
         else:
             storage = HandoffStorage(store, HandoffRepository(folder / RECORDS), ImageStore(folder / IMAGES))
     except StoreError as error:
@@ -87,7 +86,7 @@ def handoffs_of(settings: Settings, all_metrics: GatewayMetrics) -> Handoffs:
     except OSError as error:
         raise SettingsError(f"handoffs.store: {settings.handoff_store}: {error.strerror}") from None
     automatic = any((engine.auto or settings.handoffs.auto) != "off" for engine in settings.engines)
-    return Handoffs(settings.handoffs, storage, metrics, automatic=automatic)
+    return Handoffs(settings.handoffs, storage, metrics.handoffs, automatic=automatic)
 
 
 def responses_of(settings: Settings) -> ResponseStore | None:

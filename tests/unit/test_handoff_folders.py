@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 from support.planted import foreign_folder, link, open_folder, pipe, plain_file
 
 from baton.config.settings import Settings
@@ -24,7 +23,7 @@ from baton.handoffs.service import Handoffs
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
 from baton.server import handoffs_of
-from baton.telemetry.metrics import HandoffMetrics
+from baton.telemetry.metrics import GatewayMetrics
 
 ENGINE = FakeEngine("a", supports_handoffs=True, images=ImageInput(limit=4))
 PICTURE = ClientImage(b"image", "image/png", 4, 4)
@@ -41,7 +40,7 @@ def gateway(store: Path) -> Handoffs:
 
     def start() -> None:
         try:
-            made.append(handoffs_of(settings, HandoffMetrics(CollectorRegistry())))
+            made.append(handoffs_of(settings, GatewayMetrics()))
         except Exception as error:  # noqa: BLE001  # raised again below
             made.append(error)
 

@@ -33,10 +33,6 @@ Commands = Any
 """The client or a pipeline: their types are those of synchronous and asynchronous commands at once."""
 
 
-class SharedStoreFull(HandoffStoreUnavailable):
-    default_message = "The shared store of handoffs is full."
-
-
 @dataclass(frozen=True)
 class SharedAddress:
     """Where the shared store is, and how it is asked.
@@ -117,7 +113,6 @@ class SharedConnection:
         Raises:
             HandoffStoreUnavailable: the store failed, did not answer in time, is left alone after failures,
                 or belongs to gateways with another secret.
-            SharedStoreFull: it is at the limit of its memory.
         """
         self._require_rested()
         began = self._clock()
@@ -191,7 +186,7 @@ class SharedConnection:
     def _failed(self, operation: str, error: Exception) -> HandoffStoreUnavailable:
         if isinstance(error, OutOfMemoryError):
             self._metrics.failed(operation, "full")
-            return SharedStoreFull()
+            return HandoffStoreUnavailable("The shared store of handoffs is at the limit of its memory.")
         self._metrics.failed(operation, "timeout" if isinstance(error, TIMEOUTS) else "error")
         with self._lock:
             self._failures += 1

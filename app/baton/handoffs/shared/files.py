@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 from baton.errors import HandoffStoreUnavailable
-from baton.handoffs.shared.connection import Commands, SharedConnection, SharedStoreFull
+from baton.handoffs.shared.connection import Commands, SharedConnection
 from baton.handoffs.shared.scripts import DROP, PIN, RESERVE
 from baton.telemetry.shared_store_metrics import SharedStoreMetrics
-from baton_kv.stores.base import MAX_SHARED, EntryMissing, StoreError
+from baton_kv.stores.base import MAX_SHARED, EntryMissing, StoreError, StoreFull
 
 CHUNK_BYTES = 1024 * 1024
 CHUNKS_AT_ONCE = 4
@@ -84,7 +84,7 @@ class SharedFiles:
             room: what it may take.
 
         Raises:
-            SharedStoreFull: it does not fit, or was evicted before it was complete.
+            StoreFull: it does not fit, or was evicted before it was complete.
             HandoffStoreUnavailable: the store failed.
             StoreError: a file could not be read.
         """
@@ -228,11 +228,11 @@ class SharedFiles:
         """Remove what a reservation has freed.
 
         Raises:
-            SharedStoreFull: there was no room.
+            StoreFull: there was no room.
         """
         self.unlink([each for each in answer[1:] if isinstance(each, bytes)])
         if answer[0] != 1:
-            raise SharedStoreFull()
+            raise StoreFull("the shared store is full")
 
     def _write(self, file: SharedFile, lifetime_ms: int) -> None:
         connection, key = self._connection, self._connection.file_key(file.name)
@@ -271,7 +271,7 @@ class SharedFiles:
         lost = [name.encode() for name, row in zip(names, rows, strict=True) if row is None]
         if lost:
             self.unlink(lost)
-            raise SharedStoreFull()
+            raise StoreFull("the shared store is full")
 
     def _read(self, name: str, size: int, chunk: int, until: float) -> Generator[bytes]:
         key, count = self._connection.file_key(name), -(-size // chunk)
