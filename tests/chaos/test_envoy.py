@@ -142,12 +142,16 @@ def test_a_draining_gateway_gets_nothing_new_and_finishes_its_streams(tmp_path: 
         with streams(proxy.url, gateways) as (started, on_each):
             assert min(on_each) > 0, on_each
             gateways[0].signal(signal.SIGTERM)
-            noticed = wait_for(lambda: {proxy.healthy(name) for name in BALANCED} == {1}, DRAIN["drain_delay_s"])
+            noticed = wait_for(
+                lambda: {proxy.healthy(name) for name in BALANCED} == {1}, DRAIN["drain_delay_s"]
+            )
             before = [answered(gateway) for gateway in gateways]
             seen = ask(proxy.url, 40)
             got = [answered(gateway) - first for gateway, first in zip(gateways, before, strict=True)]
         code = gateways[0].process.wait(40)
-    print(f"noticed after {noticed:.1f} s; streams on each: {on_each}; 40 requests went {got}; exit code {code}")
+    print(
+        f"noticed after {noticed:.1f} s; streams on each: {on_each}; 40 requests went {got}; exit code {code}"
+    )
     assert (set(seen), got) == ({200}, [0, 40])
     assert all(stream.whole for stream in started)
     assert code == 0

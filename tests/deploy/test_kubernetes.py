@@ -123,7 +123,14 @@ def test_the_overlay_is_valid() -> None:
 @with_kubectl
 def test_the_overlay_changes_nothing_else_of_a_gateway() -> None:
     ours = pod(kustomized())
-    for key in ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle", "resources", "securityContext"):
+    for key in (
+        "startupProbe",
+        "readinessProbe",
+        "livenessProbe",
+        "lifecycle",
+        "resources",
+        "securityContext",
+    ):
         assert ours["containers"][0][key] == single()["containers"][0][key]
     assert ours["terminationGracePeriodSeconds"] == single()["terminationGracePeriodSeconds"]
 

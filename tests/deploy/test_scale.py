@@ -73,7 +73,10 @@ def test_envoy_sends_to_the_gateways_of_the_compose_file() -> None:
     for name in BALANCED:
         found = endpoints(file(DEPLOY / "compose/envoy.yaml"), name)
         at = [one["address"]["socket_address"] for one in found]
-        assert {(one["address"], one["port_value"]) for one in at} == {("gateway-1", 8000), ("gateway-2", 8000)}
+        assert {(one["address"], one["port_value"]) for one in at} == {
+            ("gateway-1", 8000),
+            ("gateway-2", 8000),
+        }
         assert {one["hostname"] for one in found} == {"gateway-1", "gateway-2"}
 
 
@@ -189,6 +192,8 @@ def test_valkey_takes_the_file_and_guards_itself(store: int) -> None:
     said = talk(store, "AUTH word", "SET k v", "EVAL \"return redis.call('TIME')\" 0")
     assert said[:2] == ["+OK", "+OK"]
     assert said[2].startswith("*2")
-    refused = talk(store, "AUTH word", "FLUSHALL", "SHUTDOWN", "CONFIG SET maxmemory 1", "CONFIG GET maxmemory")
+    refused = talk(
+        store, "AUTH word", "FLUSHALL", "SHUTDOWN", "CONFIG SET maxmemory 1", "CONFIG GET maxmemory"
+    )
     assert [line[:7] for line in refused[1:4]] == ["-NOPERM"] * 3
     assert refused[4].startswith("*")

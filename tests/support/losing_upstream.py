@@ -66,7 +66,9 @@ class LosingUpstream:
         lines = []
         while (line := incoming.readline().decode("latin-1")).strip():
             lines.append(line)
-        length = next((int(line.split(":")[1]) for line in lines if line.lower().startswith("content-len")), 0)
+        length = next(
+            (int(line.split(":")[1]) for line in lines if line.lower().startswith("content-len")), 0
+        )
         incoming.read(length)
         return "".join(lines)
 
