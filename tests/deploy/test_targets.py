@@ -23,6 +23,7 @@ DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 MANIFESTS = sorted(path for path in KUBERNETES.glob("*.yaml") if path.name != "kustomization.yaml")
 CRDS = Path(__file__).parent / "crds"
+FOLDERS = sorted(path.name for path in DEPLOY.iterdir() if path.is_dir())
 ENGINES_END_S = 10
 """What the gateway's engines are given to end, at least."""
 
@@ -242,7 +243,7 @@ def test_systemd_waits_for_the_drain_and_starts_no_wrong_settings_again() -> Non
 # All of them
 
 
-@pytest.mark.parametrize("folder", ["docker", "compose", "kubernetes", "systemd", "prometheus", "grafana"])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_every_target_has_a_page_that_names_its_files(folder: str) -> None:
     page = (DEPLOY / folder / "README.md").read_text()
     assert f"({folder}/README.md)" in (DEPLOY / "README.md").read_text()
