@@ -134,6 +134,23 @@ async def test_a_pending_handoff_that_another_machine_deletes_is_not_saved(
     assert await gone(two.handoffs, record)
 
 
+async def test_what_another_machine_changes_while_it_is_pending_stays(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    record = one.handoffs.begin(ENGINE, "local")
+    await one.quiet()
+    pending = await two.handoffs.get(record.id, "local")
+    await two.handoffs.change(pending, {"label": "theirs", "ttl_s": 100})
+    one.entry(record.key)
+    one.handoffs.end(record, TransferRequest(), range(64))
+    await one.quiet()
+    for handoffs in (one.handoffs, two.handoffs):
+        found = await handoffs.get(record.id, "local")
+        assert (found.state, found.label, len(found.tokens)) == (HandoffState.READY, "theirs", 64)
+        assert handoffs.seconds_left(found) == pytest.approx(100, abs=5)
+
+
 async def test_a_failed_request_leaves_nothing_pending(server: StoreServer, tmp_path: Path) -> None:
     one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
     record = one.handoffs.begin(ENGINE, "local")

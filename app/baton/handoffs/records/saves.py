@@ -183,3 +183,5 @@ class Saves:
             record.on_disk = await asyncio.to_thread(self._storage.create, record, edit)
         except RecordDeleted:
             self._index.forget(record)
+        if self._storage.shared:  # another gateway may have changed its lifetime while it was pending
+            self._index.expire_in(record, self._sync.seconds_left(record))

@@ -32,7 +32,8 @@ PENDING_MS = 15_000
 TRIES = 100
 """Most times that a change is made again because another gateway was first."""
 READ_AT_ONCE = 64
-WRITTEN, DELETED = 1, -1
+WRITTEN, CHANGED, DELETED = 1, 2, -1
+CHANGED_WHILE_PENDING = ("label", "pin", "ttl_s", "expires_at", "revision")
 
 
 def image_entry(record: HandoffRecord) -> str:
@@ -75,9 +76,8 @@ class SharedRecords:
         return [each.decode() for each in found]
 
     def create(self, record: HandoffRecord, edit: Edit) -> bool:
-        edit(record, lambda: self._others(record.id))
         try:
-            answer = self._write(record, _lifetime_ms(record), announced=record.announced)
+            answer = self._create(record, edit)
         except HandoffStoreUnavailable as error:
             self._log.warning("handoff_not_shared", handoff=record.id, reason=error.message)
             return False
@@ -86,6 +86,19 @@ class SharedRecords:
         if answer != WRITTEN:
             self._log.warning("handoff_not_shared", handoff=record.id, reason="the shared store is full")
         return answer == WRITTEN
+
+    def _create(self, record: HandoffRecord, edit: Edit) -> int:
+        """Write a record whole, with what other gateways changed while it was pending."""
+        for _ in range(TRIES):
+            edit(record, lambda: self._others(record.id))
+            answer = self._write(record, _lifetime_ms(record), announced=record.announced)
+            if answer != CHANGED:
+                return answer
+            if (pending := self.read(record.id)) is None:
+                return DELETED
+            for name in CHANGED_WHILE_PENDING:
+                setattr(record, name, getattr(pending, name))
+        raise HandoffStoreUnavailable()
 
     def update(self, handoff_id: str, edit: Edit) -> HandoffRecord | None:
         for _ in range(TRIES):
@@ -212,6 +225,7 @@ class SharedRecords:
         return [record for record in read if record is not None]
 
     def _write(self, record: HandoffRecord, lifetime_ms: int, *, announced: bool) -> int:
+        pending = str(record.revision) if announced else ""
         record.revision += 1
         body = json.loads(record.model_dump_json(by_alias=True, exclude=CHANGING))
         body["created_at"] += self._connection.ahead_s
@@ -225,7 +239,7 @@ class SharedRecords:
             record.revision,
             lifetime_ms,
             self._budget,
-            int(announced),
+            pending,
         ]
         answer = self._connection.run("record", WRITE_RECORD, arguments)
         self._files.unlink(answer[1:])

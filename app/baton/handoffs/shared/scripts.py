@@ -213,12 +213,16 @@ return 1
 WRITE_RECORD = (
     COMMON
     + """
--- ARGV: id, scope, body, changes, revision, lifetime ms, budget, announced (1: it must exist still).
--- Returns {1, files that were freed...}, {0}: no room, {-1}: it was deleted.
+-- ARGV: id, scope, body, changes, revision, lifetime ms, budget, revision of the pending record or ''.
+-- Returns {1, files that were freed...}, {0}: no room, {2}: the pending one has changed, {-1}: was deleted.
 purge()
 local id, scope = ARGV[1], ARGV[2]
 local key = base .. 'r:' .. id
-if ARGV[8] == '1' and call('EXISTS', key) == 0 then return {-1} end
+if ARGV[8] ~= '' then
+  local revision = call('HGET', key, 'rev')
+  if not revision then return {-1} end
+  if revision ~= ARGV[8] then return {2} end
+end
 local line, bytes = call('HGET', base .. 'rec', id), #ARGV[3] + #ARGV[4]
 local more = bytes - (line and number(string.match(line, ' (%d+)$')) or 0)
 if more > 0 and not make_room(scope, more, number(ARGV[7])) then
