@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.shared_stores import BINARIES, ENGINE, StoreServer, machine, servers, store_server
+from support.shared_stores import BINARIES, ENGINE, Machine, StoreServer, machine, servers, store_server
 
+from baton.config.groups import HandoffSettings
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import (
     HandoffNotFound,
@@ -18,7 +19,11 @@ from baton.errors import (
     HandoffStoreUnavailable,
     SettingsError,
 )
-from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.audits.service import Audits
+from baton.handoffs.automatic.save_rule import SaveRule
+from baton.handoffs.automatic.service import AutomaticHandoffs
+from baton.handoffs.planner import Planner
+from baton.handoffs.records.record import HandoffRecord, new_id
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sources import Sources
@@ -28,6 +33,10 @@ from baton.handoffs.sources import Sources
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreServer]:
     with store_server(request.param, tmp_path) as running:
         yield running
+
+
+def audits_of(machine: Machine) -> Audits:
+    return Audits(HandoffSettings(), machine.handoffs, machine.metrics.audits)
 
 
 async def gone(handoffs: Handoffs, record: HandoffRecord) -> bool:
@@ -189,6 +198,29 @@ async def test_pins_hold_and_are_limited_over_machines(server: StoreServer, tmp_
     for _ in range(20):
         await two.leave(blocks=100)
     assert one.storage.files.sizes([pinned.key, other.key]) == [pytest.approx(300 * 4096, rel=0.1), 0]
+
+
+async def test_an_automatic_handoff_of_another_machine_is_fetched_for_the_next_request(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    left = await one.leave(blocks=16, automatic=new_id(automatic=True))
+    await two.handoffs.page("local", limit=1, after=None)  # it reads what is new
+    automatic = AutomaticHandoffs(
+        two.handoffs, Planner(), two.metrics.handoffs, HandoffSettings(), {}, SaveRule(64), audits_of(two)
+    )
+    prompt = [*range(256), 7, 8]
+    assert automatic.find(ENGINE, "local", prompt) is None
+    await two.quiet()
+    match = automatic.find(ENGINE, "local", prompt)
+    assert match is not None
+    assert (match.record.id, match.tokens) == (left.id, 256)
+    assert automatic.find(ENGINE, "another", prompt) is None
+    two.store.delete(left.key)
+    one.storage.files.drop([left.key])
+    assert automatic.find(ENGINE, "local", prompt) is None
+    await two.quiet()
+    assert two.handoffs._index.known(left.id) is None  # it hides no other one
 
 
 async def test_unknown_is_not_said_while_the_store_is_down(tmp_path: Path) -> None:

@@ -365,6 +365,8 @@ class Handoffs:
         """
         if self._storage.shared and record.bytes and record.weights == engine.weights:
             await self._fetches.bring(record, engine)
+            if not await asyncio.to_thread(self._storage.is_here, record):
+                self.kv_gone(record)
 
     def __contains__(self, record: HandoffRecord) -> bool:
         """Whether a handoff is still there."""

@@ -84,12 +84,18 @@ class AutomaticHandoffs:
             tenant: the owner.
             prompt: token ids, in which other images are other numbers; see `with_distinct_images`.
         """
-        match = self.handoffs.longest_prefix(
-            tenant,
-            engine.weights,
-            prompt,
-            lambda record: (engine.name, record.id) not in self.incompatible,
-        )
+        elsewhere: list[HandoffRecord] = []
+
+        def usable(record: HandoffRecord) -> bool:
+            if (engine.name, record.id) in self.incompatible:
+                return False
+            if not (here := self.handoffs.is_here(record)):
+                elsewhere.append(record)
+            return here
+
+        match = self.handoffs.longest_prefix(tenant, engine.weights, prompt, usable)
+        if elsewhere:  # this request does not wait for it; the next one finds it here
+            self.handoffs.begin_work(self.handoffs.bring(elsewhere[0], engine))
         self.metrics.automatic_lookups.labels("found" if match is not None else "none").inc()
         return match
 
