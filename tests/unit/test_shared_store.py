@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.noise import picture
 from support.shared_stores import BINARIES, ENGINE, Machine, StoreServer, machine, servers, store_server
 
 from baton.config.groups import HandoffSettings
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.errors import (
+    HandoffImagesLost,
     HandoffNotFound,
     HandoffPending,
     HandoffPinsFull,
@@ -27,6 +29,7 @@ from baton.handoffs.records.record import HandoffRecord, new_id
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sources import Sources
+from baton.images.placed_image import PlacedImage
 
 
 @pytest.fixture(params=servers)
@@ -221,6 +224,31 @@ async def test_an_automatic_handoff_of_another_machine_is_fetched_for_the_next_r
     assert automatic.find(ENGINE, "local", prompt) is None
     await two.quiet()
     assert two.handoffs._index.known(left.id) is None  # it hides no other one
+
+
+async def test_images_go_along_once_for_all_and_are_verified(server: StoreServer, tmp_path: Path) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    pictures = [picture(1), picture(2), picture(1)]
+    placed = [PlacedImage(each, each.digest, 10 * index, 4, (7,)) for index, each in enumerate(pictures)]
+    records = []
+    for _ in range(2):
+        record = one.handoffs.begin(ENGINE, "local")
+        transfer = TransferRequest(images=placed, report=TransferReport(saves=False))
+        one.handoffs.end(record, transfer, range(50))
+        await one.quiet()
+        records.append(record)
+    first, second = [await two.handoffs.get(record.id, "local") for record in records]
+    assert await two.handoffs.images(first) == placed
+    assert len(list(server.client.scan_iter("baton:f:*"))) == 2
+    await one.handoffs.delete(records[0])
+    assert await two.handoffs.images(second) == placed
+    (key, *_) = server.client.scan_iter("baton:f:*")
+    chunk = server.client.hget(key, "0")
+    server.client.hset(key, "0", chunk[:-1] + bytes([chunk[-1] ^ 1]))
+    with pytest.raises(HandoffImagesLost):
+        await two.handoffs.images(second)
+    await two.handoffs.delete(second)
+    assert not list(server.client.scan_iter("baton:f:*"))
 
 
 async def test_unknown_is_not_said_while_the_store_is_down(tmp_path: Path) -> None:

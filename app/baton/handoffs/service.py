@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from baton.errors import (
     BatonError,
     HandoffNotFound,
 )
+from baton.handoffs.records.announcements import Announcements
 from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.changes import ChangeRules
 from baton.handoffs.records.fetches import Fetches
@@ -35,10 +35,6 @@ from baton.images.placed_image import PlacedImage
 from baton.telemetry.audit_metrics import AuditResult
 from baton.telemetry.metrics import HandoffMetrics
 
-LOOK_ELSEWHERE_EVERY_S = 0.1
-"""How often a pending handoff of another gateway is looked at while a request waits for it."""
-REPORT_PENDING_EVERY_S = 4.0
-"""How often other gateways are told that a handoff is still pending; they expect it for 15 s."""
 FAILED_FOR_S = 60.0
 """A handoff whose request failed is listed this long; it cannot be continued."""
 CLOSE_WITHIN_S = 3.0
@@ -79,6 +75,7 @@ class Handoffs:
         self._budget = RecordBudget(settings, self._index, storage, self._sync.refresh)
         self._sweeper = Sweeper(self._index, storage, self._sync, self._budget, metrics, self.begin_work)
         self._saves = Saves(self._index, storage, self._budget, self._rules, self._sync)
+        self._announcements = Announcements(self._index, storage, self._saves, self._sync)
         self._fetches = Fetches(storage, metrics, settings.shared_fetch_s)
         self._background: set[asyncio.Task[Any]] = set()
         self._saving: set[asyncio.Task[None]] = set()
@@ -91,7 +88,7 @@ class Handoffs:
         """Sweep while inside; at the end wait a moment for background work."""
         tasks = {asyncio.create_task(self._sweeper.run(), name="handoff-sweeper")}
         if self._storage.shared:
-            tasks.add(asyncio.create_task(self._keep_pending(), name="handoffs-pending"))
+            tasks.add(asyncio.create_task(self._announcements.run(), name="handoffs-pending"))
         try:
             yield
         finally:
@@ -156,7 +153,7 @@ class Handoffs:
         self._saves.begin(record)
         self._index.add(record, lives)
         if self._storage.shared and not record.automatic:
-            self.begin_work(self._announce(record))
+            self.begin_work(self._announcements.announce(record))
         self._sweeper.make_room(tenant)
         return record
 
@@ -194,39 +191,8 @@ class Handoffs:
     async def settled(self, record: HandoffRecord, within_s: float) -> None:
         """Wait until a handoff is no longer pending, at most `within_s` seconds."""
         if record.state is HandoffState.PENDING and not self._saves.is_pending(record):
-            await self._settled_elsewhere(record, within_s)
+            await self._announcements.wait(record, within_s)
         await self._saves.wait(record, within_s)
-
-    async def _settled_elsewhere(self, record: HandoffRecord, within_s: float) -> None:
-        """Wait until another gateway has saved a handoff, or has stopped to report that it will."""
-        deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline:
-            found = await self._sync.look_up(record.id)
-            if found is None or found.state is not HandoffState.PENDING:
-                return
-            await asyncio.sleep(LOOK_ELSEWHERE_EVERY_S)
-
-    async def _announce(self, record: HandoffRecord) -> None:
-        """Let gateways of other machines know of a pending handoff."""
-        async with record.guard:
-            if not self._saves.is_pending(record) or record.on_disk:
-                return
-            copy = record.model_copy(update={"tokens": array("i")})
-            await asyncio.to_thread(self._storage.announce, copy)
-            record.announced, record.revision = copy.announced, copy.revision
-
-    async def _keep_pending(self) -> None:
-        """Report the pending handoffs to gateways of other machines, until this is cancelled."""
-        while True:
-            await asyncio.sleep(REPORT_PENDING_EVERY_S)
-            deleted = await asyncio.to_thread(self._storage.keep_pending, self._announced())
-            for handoff_id in deleted:
-                if (record := self._index.known(handoff_id)) is not None and not record.on_disk:
-                    self._index.forget(record)
-
-    def _announced(self) -> list[str]:
-        found = [self._index.known(each) for each in self._saves.pending]
-        return [record.id for record in found if record is not None and record.announced]
 
     def is_awaited(self, record: HandoffRecord) -> bool:
         """Return whether a request waits for a pending handoff."""

@@ -98,11 +98,6 @@ class SharedConnection:
         """Seconds by which the store's clock is ahead of this machine's; 0 if they about agree."""
         return self._ahead_s
 
-    @property
-    def usable(self) -> bool:
-        """Whether the store is asked now, since it did not just fail."""
-        return self._clock() >= self._resting_until
-
     def ask(self, operation: str, work: Callable[[Commands], Any]) -> Any:
         """Exchange something with the store.
 
