@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from baton.handoffs.planner import Planner
 from baton.handoffs.records.record import HandoffRecord, new_id
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.service import Handoffs
+from baton.handoffs.shared.storage import SharedStorage
 from baton.handoffs.sources import Sources
 from baton.images.placed_image import PlacedImage
 
@@ -161,6 +163,36 @@ async def test_what_another_machine_changes_while_it_is_pending_stays(
         found = await handoffs.get(record.id, "local")
         assert (found.state, found.label, len(found.tokens)) == (HandoffState.READY, "theirs", 64)
         assert handoffs.seconds_left(found) == pytest.approx(100, abs=5)
+
+
+async def test_a_long_push_is_reported_as_pending(
+    server: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = machine(tmp_path / "one", server.url)
+    record, pushed = one.handoffs.begin(ENGINE, "local"), threading.Event()
+    await one.quiet()
+    monkeypatch.setattr(SharedStorage, "share", lambda *_: pushed.wait(10))
+    one.entry(record.key)
+    one.handoffs.end(record, TransferRequest(), range(64))
+    await one.handoffs.settled(record, 5)
+    assert record.state is HandoffState.READY  # for requests of this machine
+    assert one.handoffs._announcements._announced() == [record.id]
+    pushed.set()
+    await one.quiet()
+    assert one.handoffs._announcements._announced() == []
+
+
+async def test_a_gateway_that_missed_more_removals_than_are_remembered_keeps_what_is_there(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    kept, removed = await one.leave(), await one.leave()
+    assert len((await two.handoffs.page("local", limit=9, after=None))[0]) == 2
+    await one.handoffs.delete(removed)
+    server.client.delete("baton:{i}:gone")
+    server.client.set("baton:{i}:floor", server.client.get("baton:{i}:seq"))
+    listed, _ = await two.handoffs.page("local", limit=9, after=None)
+    assert [each.id for each in listed] == [kept.id]
 
 
 async def test_a_failed_request_leaves_nothing_pending(server: StoreServer, tmp_path: Path) -> None:

@@ -96,6 +96,8 @@ class Handoffs:
             for task in tasks:
                 task.cancel()
             await asyncio.wait({*tasks, *self._background}, timeout=CLOSE_WITHIN_S)
+            self._fetches.close()
+            self._storage.close()
 
     @contextlib.asynccontextmanager
     async def settling(self) -> AsyncIterator[None]:
@@ -381,11 +383,13 @@ class Handoffs:
         """
         gone = self._index.with_translations(record)
         gone += [each for one in gone for each in self._index.relatives(one)]
+        removing = self._remove_all(gone)
         if self._storage.shared:  # it is deleted for all machines, or not at all
-            await asyncio.shield(self.begin_work(self._remove_all(gone)))
+            await asyncio.shield(self.begin_work(removing))
         for each in gone:
             self._index.forget(each)
-        await asyncio.shield(self.begin_work(self._remove_all(gone)))
+        if not self._storage.shared:
+            await asyncio.shield(self.begin_work(removing))
 
     async def _remove_all(self, records: Iterable[HandoffRecord]) -> None:
         for record in records:

@@ -46,7 +46,7 @@ class SharedStoreMetrics:
         self._seconds.labels(operation).observe(seconds)
         self._up.set(1)
 
-    def failed(self, _operation: str, kind: str) -> None:
+    def failed(self, kind: str) -> None:
         """Count an exchange that failed."""
         self._errors.labels(kind).inc()
         self._up.set(0)

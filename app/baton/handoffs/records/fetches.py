@@ -41,6 +41,10 @@ class Fetches:
         self._rate: float | None = None
         self._log = structlog.get_logger("baton.handoffs")
 
+    def close(self) -> None:
+        """Begin no more fetches; those under way end by their deadlines."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     async def bring(self, record: HandoffRecord, engine: Engine) -> None:
         """Copy a handoff's KV to this machine, unless it is here, or faster to compute.
 

@@ -57,6 +57,7 @@ class Saves:
         self._sync = sync
         self._pending: dict[str, asyncio.Event] = {}
         self._awaited: Counter[str] = Counter()
+        self._sharing: set[str] = set()
 
     def begin(self, record: HandoffRecord) -> None:
         """Note that a handoff is pending."""
@@ -64,8 +65,8 @@ class Saves:
 
     @property
     def pending(self) -> list[str]:
-        """Ids of the handoffs that are still pending."""
-        return list(self._pending)
+        """Ids of the handoffs that are still pending, here or for other machines."""
+        return [*self._pending, *(self._sharing - self._pending.keys())]
 
     def is_pending(self, record: HandoffRecord) -> bool:
         """Return whether a handoff is still pending."""
@@ -108,6 +109,7 @@ class Saves:
             await self._share(record)
             await self._write_record(record)
         finally:
+            self._sharing.discard(record.id)
             self._settle(record, HandoffState.READY)  # its token ids are known, with or without KV
             self._index.publish(record)
             if self._index.known(record.id) is None:  # deleted or expired: remove what was written since
@@ -122,6 +124,7 @@ class Saves:
                 await self._share(record)
                 await self._write_record(record)
         finally:
+            self._sharing.discard(record.id)
             self._settle(record, HandoffState.READY if record.bytes else HandoffState.FAILED)
             self._index.publish(record)
             if not record.bytes:
@@ -133,6 +136,7 @@ class Saves:
         """Copy a handoff's KV to where other machines find it; requests of this machine need not wait."""
         if not self._storage.shared or not record.bytes:
             return
+        self._sharing.add(record.id)
         if not record.image_data:
             self._settle(record, HandoffState.READY)
             self._index.publish(record)

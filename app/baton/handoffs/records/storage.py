@@ -39,6 +39,9 @@ class HandoffStorage:
         """Whether handoffs are in a shared store too, for gateways that do not share this folder."""
         return False
 
+    def close(self) -> None:
+        """Close the connections to a shared store."""
+
     def announce(self, record: HandoffRecord) -> None:
         """Let gateways of other machines know of a pending handoff."""
 

@@ -180,9 +180,9 @@ class SharedConnection:
 
     def _failed(self, operation: str, error: Exception) -> HandoffStoreUnavailable:
         if isinstance(error, OutOfMemoryError):
-            self._metrics.failed(operation, "full")
+            self._metrics.failed("full")
             return HandoffStoreUnavailable("The shared store of handoffs is at the limit of its memory.")
-        self._metrics.failed(operation, "timeout" if isinstance(error, TIMEOUTS) else "error")
+        self._metrics.failed("timeout" if isinstance(error, TIMEOUTS) else "error")
         with self._lock:
             self._failures += 1
             self._checked = False

@@ -63,7 +63,7 @@ class Room:
     automatic: bool = False
 
 
-class SharedFiles:
+class PoolFiles:
     """Writes, reads and removes files of the shared store. All calls block.
 
     Args:

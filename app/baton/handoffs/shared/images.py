@@ -12,8 +12,8 @@ import structlog
 from baton.errors import HandoffImagesLost, HandoffStoreUnavailable
 from baton.handoffs.records.image_store import placed_image
 from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.shared.files import Room, SharedFile, SharedFiles
-from baton.handoffs.shared.records import image_entry
+from baton.handoffs.shared.files import PoolFiles, Room, SharedFile
+from baton.handoffs.shared.records import image_entry, lifetime_ms
 from baton.images.placed_image import PlacedImage
 from baton_kv.stores.base import StoreError
 
@@ -27,20 +27,21 @@ class SharedImages:
         fetch_s: seconds in which the images of a handoff must have been fetched.
     """
 
-    def __init__(self, files: SharedFiles, budget: int, fetch_s: float) -> None:
+    def __init__(self, files: PoolFiles, budget: int, fetch_s: float) -> None:
         self._files = files
         self._budget = budget
         self._fetch_s = fetch_s
         self._log = structlog.get_logger("baton.handoffs")
 
     def save(self, record: HandoffRecord) -> bool:
-        lifetime = max(1, int((record.expires_at - time.time()) * 1000))
         files = [
             SharedFile(_name(record, digest), len(data), partial(_read_into, data))
             for digest, data in record.image_data.items()
         ]
         try:
-            self._files.push(image_entry(record), files, Room(self._budget, lifetime, evictable=False))
+            self._files.push(
+                image_entry(record), files, Room(self._budget, lifetime_ms(record), evictable=False)
+            )
         except (HandoffStoreUnavailable, StoreError) as error:
             self._log.warning("handoff_images_not_kept", reason=str(error))
             return False

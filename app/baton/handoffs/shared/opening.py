@@ -8,7 +8,7 @@ from pathlib import Path
 from baton.config.groups import HandoffSettings
 from baton.errors import SettingsError
 from baton.handoffs.shared.connection import SharedAddress, SharedConnection
-from baton.handoffs.shared.files import SharedFiles
+from baton.handoffs.shared.files import PoolFiles
 from baton.handoffs.shared.images import SharedImages
 from baton.handoffs.shared.records import SharedRecords
 from baton.handoffs.shared.storage import SharedStorage
@@ -34,18 +34,18 @@ def open_shared(
         SettingsError: a file is missing, the local store has another secret, or the shared store refuses this
             gateway. A shared store that does not answer is no reason: it is used once it does.
     """
-    connection = SharedConnection(address_of(settings), metrics)
+    address = address_of(settings)
+    connection = SharedConnection(address, metrics)
     connection.require_usable()
-    secret = address_of(settings).secret
     try:
-        install_secret(folder, secret)
+        install_secret(folder, address.secret)
     except (OSError, ValueError) as error:
         raise SettingsError(f"handoffs.store: {error}") from None
     budget = int(settings.shared_budget)
-    files = SharedFiles(connection, metrics)
+    files = PoolFiles(connection, metrics)
     records = SharedRecords(connection, files, budget)
     images = SharedImages(files, budget, settings.shared_fetch_s)
-    return SharedStorage(store, records, images, connection, files, records, budget, settings.shared_fetch_s)
+    return SharedStorage(store, records, images, connection, files, budget, settings.shared_fetch_s)
 
 
 def address_of(settings: HandoffSettings) -> SharedAddress:

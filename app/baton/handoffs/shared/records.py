@@ -10,6 +10,7 @@ Times are those of the store's clock, so gateways whose clocks differ agree on w
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from baton.handoffs.records.record import HandoffRecord, Usage
 from baton.handoffs.records.record_folder import ID
 from baton.handoffs.records.repository import Edit, News, RecordDeleted
 from baton.handoffs.shared.connection import Commands, SharedConnection
-from baton.handoffs.shared.files import SharedFiles
+from baton.handoffs.shared.files import PoolFiles
 from baton.handoffs.shared.scripts import CHANGE_RECORD, KEEP_PENDING, REMOVE_RECORD, WRITE_RECORD
 
 CHANGING = {"label", "pin", "bytes", "ttl_s", "expires_at", "revision", "audit", "state"}
@@ -50,13 +51,14 @@ class SharedRecords:
         budget: bytes that all handoffs may take in the shared store.
     """
 
-    def __init__(self, connection: SharedConnection, files: SharedFiles, budget: int) -> None:
+    def __init__(self, connection: SharedConnection, files: PoolFiles, budget: int) -> None:
         self._connection = connection
         self._files = files
         self._budget = budget
         self._usage: dict[str, Usage] = {}
         self._revisions: dict[str, int] = {}
         self._seen = 0
+        self._refreshing = threading.Lock()
         self._log = structlog.get_logger("baton.handoffs")
 
     def announce(self, record: HandoffRecord) -> None:
@@ -91,7 +93,7 @@ class SharedRecords:
         """Write a record whole, with what other gateways changed while it was pending."""
         for _ in range(TRIES):
             edit(record, lambda: self._others(record.id))
-            answer = self._write(record, _lifetime_ms(record), announced=record.announced)
+            answer = self._write(record, lifetime_ms(record), announced=record.announced)
             if answer != CHANGED:
                 return answer
             if (pending := self.read(record.id)) is None:
@@ -108,7 +110,7 @@ class SharedRecords:
             before = record.revision
             edit(record, lambda: self._others(handoff_id))
             record.revision = before + 1
-            lifetime, entries = _lifetime_ms(record), [record.key, image_entry(record)]
+            lifetime, entries = lifetime_ms(record), [record.key, image_entry(record)]
             changes = json.dumps(self._changes(record))
             arguments = [handoff_id, before, changes, record.revision, lifetime, *entries]
             answer = self._connection.run("record", CHANGE_RECORD, arguments)
@@ -153,13 +155,14 @@ class SharedRecords:
 
     def refresh(self) -> News:
         try:
-            return self._refresh()
+            with self._refreshing:
+                return self._refresh()
         except HandoffStoreUnavailable as error:
             self._log.warning("handoffs_not_listed", reason=error.message)
             return News()
 
     def size(self) -> int:
-        return sum(usage.non_kv_bytes for usage in self._usage.values())
+        return sum(usage.non_kv_bytes for usage in list(self._usage.values()))
 
     def remove(self, record: HandoffRecord) -> None:
         self._remove(record, "")
@@ -184,10 +187,11 @@ class SharedRecords:
 
     def _refresh(self) -> News:
         news, last = News(), self._seen
-        seq, floor, changed, gone = self._connection.batch("refresh", lambda pipe: self._ask_news(pipe, last))
+        seq, floor, changed, gone = self._ask_news(last)
+        if last and last < int(floor or 0):  # more was removed since than the store remembers
+            seq, _, changed, _ = self._ask_news(0)
+            gone = {each.encode() for each in list(self._usage)} - set(changed)
         listed = [each.decode() for each in changed]
-        if last < int(floor or 0):  # more was removed since than the store remembers
-            news.gone += [each for each in self._usage if each not in set(listed)]
         news.gone += [each.decode() for each in gone]
         for each in news.gone:
             self._forget(each)
@@ -196,16 +200,22 @@ class SharedRecords:
         self._seen = int(seq or 0)
         return news
 
-    def _ask_news(self, pipe: Commands, last: int) -> None:
+    def _ask_news(self, last: int) -> list[Any]:
+        """Ask what was changed and removed after a change.
+
+        Returns:
+            The numbers of the last change and of the last removal that is not remembered, the ids of the
+            records that were changed, and of those that were removed.
+        """
         own = self._connection.own_key
-        pipe.get(own("seq"))
-        pipe.get(own("floor"))
-        if last:
+
+        def fill(pipe: Commands) -> None:
+            pipe.get(own("seq"))
+            pipe.get(own("floor"))
             pipe.zrangebyscore(own("log"), f"({last}", "+inf")
             pipe.zrangebyscore(own("gone"), f"({last}", "+inf")
-        else:
-            pipe.zrangebyscore(own("log"), "-inf", "+inf")
-            pipe.zrangebyscore(own("gone"), "(0", "0")
+
+        return self._connection.batch("refresh", fill)
 
     def _read_new(self, ids: Sequence[str]) -> list[HandoffRecord]:
         """Read those of some records whose revision is not known here."""
@@ -224,7 +234,7 @@ class SharedRecords:
         read = [self._parsed(each, found) for each, found in zip(new, whole, strict=True)]
         return [record for record in read if record is not None]
 
-    def _write(self, record: HandoffRecord, lifetime_ms: int, *, announced: bool) -> int:
+    def _write(self, record: HandoffRecord, life: int, *, announced: bool) -> int:
         pending = str(record.revision) if announced else ""
         record.revision += 1
         body = json.loads(record.model_dump_json(by_alias=True, exclude=CHANGING))
@@ -237,7 +247,7 @@ class SharedRecords:
             whole,
             changes,
             record.revision,
-            lifetime_ms,
+            life,
             self._budget,
             pending,
         ]
@@ -289,5 +299,6 @@ class SharedRecords:
         return self._connection.own_key(f"r:{handoff_id}")
 
 
-def _lifetime_ms(record: HandoffRecord) -> int:
+def lifetime_ms(record: HandoffRecord) -> int:
+    """Return the milliseconds that a handoff lives from now on."""
     return max(1, int((record.expires_at - time.time()) * 1000))

@@ -23,11 +23,10 @@ from baton.handoffs.records.record import HandoffRecord, scope_of
 from baton.handoffs.records.repository import Edit
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.shared.connection import SharedConnection
-from baton.handoffs.shared.files import Room, SharedFile, SharedFiles
-from baton.handoffs.shared.records import SharedRecords
+from baton.handoffs.shared.files import PoolFiles, Room, SharedFile
+from baton.handoffs.shared.records import SharedRecords, lifetime_ms
 from baton_kv.entry_files import shared_keys
-from baton_kv.stores.base import Reader, StoreError
-from baton_kv.stores.base import SharedFiles as LocalShared
+from baton_kv.stores.base import Reader, SharedFiles, StoreError
 
 log = structlog.get_logger("baton.handoffs")
 
@@ -39,24 +38,29 @@ class SharedStorage(HandoffStorage):
     Attributes:
         connection: to the shared store.
         files: its files.
-        shared_records: its records, which are `records` too.
         budget: bytes that all handoffs may take there.
         fetch_s: seconds in which a handoff's KV must have been fetched.
     """
 
+    records: SharedRecords
     connection: SharedConnection
-    files: SharedFiles
-    shared_records: SharedRecords
+    files: PoolFiles
     budget: int
     fetch_s: float
-    shared: bool = True
+
+    @property
+    def shared(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.connection.close()
 
     def announce(self, record: HandoffRecord) -> None:
-        self.shared_records.announce(record)
+        self.records.announce(record)
 
     def keep_pending(self, ids: Sequence[str]) -> list[str]:
         try:
-            return self.shared_records.keep_pending(ids)
+            return self.records.keep_pending(ids)
         except HandoffStoreUnavailable:
             return []
 
@@ -67,8 +71,7 @@ class SharedStorage(HandoffStorage):
         self.images.save(record)
 
     def share(self, record: HandoffRecord) -> bool:
-        lifetime = max(1, int((record.expires_at - time.time()) * 1000))
-        room = Room(self.budget, lifetime, automatic=record.automatic)
+        room = Room(self.budget, lifetime_ms(record), automatic=record.automatic)
         try:
             with ExitStack() as stack:
                 self.files.push(record.key, self._local_files(record.key, stack), room)
@@ -98,7 +101,7 @@ class SharedStorage(HandoffStorage):
             if self.store.exists(name):
                 continue
             length, chunks = self.files.chunks(name, until)
-            shared = LocalShared(tuple(names[:index]), names[index - 1]) if index else LocalShared()
+            shared = SharedFiles(tuple(names[:index]), names[index - 1]) if index else SharedFiles()
             with contextlib.closing(chunks):
                 size += self.store.put(name, chunks, size=length, shared=shared)
         self.files.touch(record.key)
