@@ -156,6 +156,8 @@ async def test_what_another_machine_changes_while_it_is_pending_stays(
     await one.quiet()
     pending = await two.handoffs.get(record.id, "local")
     await two.handoffs.change(pending, {"label": "theirs", "ttl_s": 100})
+    seen = await one.handoffs.get(record.id, "local")  # before it is written whole
+    assert (seen.label, one.handoffs.seconds_left(seen)) == ("theirs", pytest.approx(100, abs=5))
     one.entry(record.key)
     one.handoffs.end(record, TransferRequest(), range(64))
     await one.quiet()

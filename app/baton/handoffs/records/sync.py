@@ -71,7 +71,22 @@ class IndexSync:
                 self.adopt(found)
         elif known.on_disk:
             self.update(known, await asyncio.to_thread(self._storage.reread, known))
+        elif known.announced:
+            self._update_unwritten(known, await asyncio.to_thread(self._storage.reread, known))
         return self._index.find(handoff_id)
+
+    def _update_unwritten(self, known: HandoffRecord, now: HandoffRecord | None) -> None:
+        """Update a record that is being saved here, and that other machines know as pending.
+
+        Args:
+            known: the record in the index.
+            now: the pending record, as others may have changed it; None: it was deleted.
+        """
+        if now is None:
+            self._index.forget(known)
+        elif now is not known and now.revision > known.revision:
+            known.label, known.ttl_s, known.expires_at = now.label, now.ttl_s, now.expires_at
+            self._index.expire_in(known, self.seconds_left(known))
 
     async def refresh(self) -> None:
         """Update the index with everything that other gateways over the store changed."""
