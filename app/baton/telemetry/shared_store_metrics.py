@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from baton.telemetry.series import SECONDS
@@ -37,9 +39,10 @@ class SharedStoreMetrics:
             self._bytes.labels(direction)
         self._up = Gauge(
             "baton_shared_store_up",
-            "1 after an exchange with the shared store that succeeded, 0 after one that failed.",
+            "1 after an exchange with the shared store that succeeded, 0 after one that failed, else NaN.",
             registry=registry,
         )
+        self._up.set(math.nan)
 
     def count(self, operation: str, seconds: float) -> None:
         """Count an exchange that succeeded."""
