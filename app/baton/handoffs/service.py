@@ -322,6 +322,12 @@ class Handoffs:
         """Return whether the engines of this machine find a handoff's KV, if it is stored at all."""
         return self._storage.is_here(record)
 
+    def fetch_s(self, record: HandoffRecord) -> float | None:
+        """Estimate how long fetching a handoff's KV takes; None: it is here, or that is not known."""
+        if not self._storage.shared or not record.bytes or self._storage.is_here(record):
+            return None
+        return self._fetches.seconds(record)
+
     async def bring(self, record: HandoffRecord, engine: Engine) -> None:
         """Copy a handoff's KV to this machine, if that is faster than computing it.
 

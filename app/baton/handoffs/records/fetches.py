@@ -21,6 +21,8 @@ NEWEST_SHARE = 0.3
 """Weight of the newest fetch in the estimate of the rate."""
 SMALL_BYTES = 1024 * 1024
 """Fetches of fewer bytes say nothing about the rate."""
+MEASURE_EVERY = 4
+"""Beside every so many requests that compute because it is faster, KV is fetched: the rate stays known."""
 
 
 class Fetches:
@@ -39,6 +41,7 @@ class Fetches:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="handoff-fetch")
         self._running: dict[str, asyncio.Future[None]] = {}
         self._rate: float | None = None
+        self._slower = 0
         self._log = structlog.get_logger("baton.handoffs")
 
     def close(self) -> None:
@@ -56,21 +59,32 @@ class Fetches:
             return
         if self._is_slower(record, engine):
             self._metrics.fetches.labels("slower").inc()
+            self._slower += 1
+            if self._slower % MEASURE_EVERY == 0:
+                self._begin(record)
             return
+        await asyncio.wait({self._begin(record)}, timeout=self._within_s)
+
+    def seconds(self, record: HandoffRecord) -> float | None:
+        """Estimate how long a fetch of a handoff's KV takes; None: nothing was measured yet."""
+        return None if self._rate is None else record.bytes / self._rate
+
+    def _begin(self, record: HandoffRecord) -> asyncio.Future[None]:
         running = self._running.get(record.id)
         if running is None:
             running = asyncio.ensure_future(self._fetch(record))
             self._running[record.id] = running
             running.add_done_callback(lambda _: self._running.pop(record.id, None))
-        await asyncio.wait({running}, timeout=self._within_s)
+        return running
 
     def _is_slower(self, record: HandoffRecord, engine: Engine) -> bool:
         """Return whether fetching and loading takes longer than computing, as far as that is known."""
         load_s = engine.throughput.load_s(record.bytes)
         prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)
-        if self._rate is None or prefill_s is None or record.latent_steps:
+        fetch_s = self.seconds(record)
+        if fetch_s is None or prefill_s is None or record.latent_steps:
             return False
-        return record.bytes / self._rate + (load_s or 0.0) > prefill_s
+        return fetch_s + (load_s or 0.0) > prefill_s
 
     async def _fetch(self, record: HandoffRecord) -> None:
         began = time.monotonic()

@@ -17,7 +17,8 @@ from functools import partial
 from typing import Any
 
 from baton.errors import HandoffStoreUnavailable
-from baton.handoffs.shared.connection import Commands, SharedConnection
+from baton.handoffs.shared.clients import Client
+from baton.handoffs.shared.connection import SharedConnection
 from baton.handoffs.shared.scripts import DROP, PIN, RESERVE
 from baton.telemetry.shared_store_metrics import SharedStoreMetrics
 from baton_kv.stores.base import MAX_SHARED, EntryMissing, StoreError, StoreFull
@@ -93,7 +94,7 @@ class PoolFiles:
         self._free(self._connection.run("reserve", RESERVE, [*head, *sizes]))
         try:
             for file in files:
-                self._write(file, room.lifetime_ms)
+                self.write(file, room.lifetime_ms)
             self._require_counted(files)
         except BaseException:
             with contextlib.suppress(
@@ -193,7 +194,7 @@ class PoolFiles:
             return
         keys = [self._connection.file_key(name.decode()) for name in names]
 
-        def fill(pipe: Commands) -> None:
+        def fill(pipe: Client) -> None:
             for key in keys:
                 pipe.unlink(key)
 
@@ -208,7 +209,7 @@ class PoolFiles:
         """
         keys = [self._connection.file_key(name.decode()) for name in names]
 
-        def fill(pipe: Commands) -> None:
+        def fill(pipe: Client) -> None:
             for key in keys:
                 pipe.pexpire(key, lifetime_ms, gt=True)
 
@@ -234,7 +235,13 @@ class PoolFiles:
         if answer[0] != 1:
             raise StoreFull("the shared store is full")
 
-    def _write(self, file: SharedFile, lifetime_ms: int) -> None:
+    def write(self, file: SharedFile, lifetime_ms: int) -> None:
+        """Write one file, if it is not there; nobody counts it or looks for room.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+            StoreError: the file could not be read.
+        """
         connection, key = self._connection, self._connection.file_key(file.name)
         if connection.ask("look", lambda client: client.exists(key)):
             connection.ask("extend", lambda client: client.pexpire(key, lifetime_ms, gt=True))
@@ -289,7 +296,7 @@ class PoolFiles:
         self._metrics.moved("fetch", size)
 
 
-def _add_chunks(aside: str, start: int, view: memoryview, size: int, pipe: Commands) -> None:
+def _add_chunks(aside: str, start: int, view: memoryview, size: int, pipe: Client) -> None:
     for at in range(0, len(view), CHUNK_BYTES):
         pipe.hset(aside, str((start + at) // CHUNK_BYTES), view[at : at + CHUNK_BYTES])
     if start == 0:
@@ -297,5 +304,5 @@ def _add_chunks(aside: str, start: int, view: memoryview, size: int, pipe: Comma
         pipe.pexpire(aside, WRITING_MS)
 
 
-def _get(key: str, fields: list[str], client: Commands) -> Any:
+def _get(key: str, fields: list[str], client: Client) -> Any:
     return client.hmget(key, fields)

@@ -131,6 +131,15 @@ local function make_room(scope, want, budget)
 end
 """
 
+CHECK = (
+    COMMON
+    + """
+-- ARGV: the proof that this gateway has the pool's secret. Returns the pool's proof, the version, s and us.
+call('SET', base .. 'proof', ARGV[1], 'NX')
+return {call('GET', base .. 'proof'), redis.REDIS_VERSION or '6', clock[1], clock[2]}
+"""
+)
+
 RESERVE = (
     COMMON
     + """
