@@ -47,6 +47,7 @@ async def test_handoffs_go_through_a_cluster_and_leave_nothing_in_it(name: str, 
         assert one.storage.files.total() == 0
 
 
+@pytest.mark.fault("C13")
 async def test_a_node_of_a_cluster_that_hangs_is_a_store_that_hangs(tmp_path: Path) -> None:
     if BINARIES["valkey"] is None:
         pytest.skip("no valkey-server is installed")
@@ -66,6 +67,7 @@ async def test_a_node_of_a_cluster_that_hangs_is_a_store_that_hangs(tmp_path: Pa
         assert (await reaches(two.handoffs, record, 20)).id == record.id
 
 
+@pytest.mark.fault("C13")
 @pytest.mark.parametrize("name", servers)
 async def test_the_replica_goes_on_when_sentinel_has_replaced_the_primary(name: str, tmp_path: Path) -> None:
     with store_with_sentinel(name, tmp_path) as (url, (primary, replica)):

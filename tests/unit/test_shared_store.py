@@ -304,6 +304,7 @@ async def test_unknown_is_not_said_while_the_store_is_down(tmp_path: Path) -> No
         assert await one.handoffs.get(later.id, "local") is later
 
 
+@pytest.mark.fault("C2")
 async def test_a_store_that_hangs_is_left_alone_after_three_deadlines(tmp_path: Path) -> None:
     with store_server("valkey", tmp_path) as server:
         one = machine(tmp_path / "one", server.url)
@@ -335,6 +336,7 @@ async def test_a_store_that_was_flushed_costs_a_prefill_and_no_more(tmp_path: Pa
         assert await gone(two.handoffs, found)
 
 
+@pytest.mark.fault("C5")
 async def test_a_slow_store_is_left_for_computing_and_taken_up_again_once_it_is_fast(tmp_path: Path) -> None:
     with (
         store_server("valkey", tmp_path) as server,
@@ -378,6 +380,7 @@ async def test_a_damaged_chunk_is_never_put_into_a_store(tmp_path: Path) -> None
         assert not list((tmp_path / "two/store/writing").iterdir())
 
 
+@pytest.mark.fault("C8")
 def test_gateways_with_another_secret_are_refused(tmp_path: Path) -> None:
     with store_server("valkey", tmp_path) as server:
         machine(tmp_path / "one", server.url)
@@ -390,6 +393,7 @@ def test_gateways_with_another_secret_are_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.fault("C8")
 def test_a_store_with_a_password_refuses_a_wrong_one(tmp_path: Path) -> None:
     with store_server("valkey", tmp_path, "--requirepass", "right") as server:
         (tmp_path / "password").write_text("wrong\n")
@@ -413,6 +417,7 @@ async def test_a_gateway_starts_without_the_store_and_uses_it_once_it_is_there(t
         assert not await gone(two.handoffs, record)
 
 
+@pytest.mark.fault("C7")
 async def test_gateways_whose_clocks_differ_agree_on_the_end_of_a_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

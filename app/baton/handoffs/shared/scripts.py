@@ -140,6 +140,12 @@ return {call('GET', base .. 'proof'), redis.REDIS_VERSION or '6', clock[1], cloc
 """
 )
 
+BEGIN_FILE = """
+-- KEYS: what a file is written to. ARGV: its bytes, those of a chunk, lifetime ms. It always has an end.
+redis.call('HSET', KEYS[1], 'n', ARGV[1], 'c', ARGV[2])
+return redis.call('PEXPIRE', KEYS[1], ARGV[3])
+"""
+
 RESERVE = (
     COMMON
     + """
