@@ -27,6 +27,7 @@ from baton_kv.stores.base import MAX_SHARED, EntryMissing, StoreError, StoreFull
 
 CHUNK_BYTES = 1024 * 1024
 CHUNKS_AT_ONCE = 4
+"""Chunks that are written in one exchange; they are read one by one, which a processor's caches favour."""
 BATCHES = 2
 """Exchanges of one file that are under way at once."""
 THREADS = 8
@@ -301,23 +302,21 @@ class PoolFiles:
             raise StoreFull("the shared store is full")
 
     def _read(self, name: str, size: int, chunk: int, until: float) -> Generator[bytes]:
-        """Yield a file's chunks; while the caller has some, the next ones are fetched."""
+        """Yield a file's chunks; while the caller has one, the next is fetched."""
         key, count = self._connection.file_key(name), -(-size // chunk)
         coming: deque[Future[Any]] = deque()
-        for first in range(0, count + CHUNKS_AT_ONCE, CHUNKS_AT_ONCE):
+        for index in range(count):
             if time.monotonic() > until:
                 raise StoreError("fetching from the shared store took too long")
-            fields = [str(index) for index in range(first, min(first + CHUNKS_AT_ONCE, count))]
-            if fields:
-                coming.append(self._threads.submit(self._connection.ask, "fetch", partial(_get, key, fields)))
-            if first == 0:
-                continue
-            for index, part in enumerate(coming.popleft().result(), first - CHUNKS_AT_ONCE):
-                if part is None:
-                    raise EntryMissing(name)  # expired, evicted or deleted meanwhile
-                if len(part) != min(chunk, size - index * chunk):
-                    raise StoreError("a chunk in the shared store has another length")
-                yield part
+            for ahead in range(index + len(coming), min(index + BATCHES, count)):
+                get = partial(_get, key, str(ahead))
+                coming.append(self._threads.submit(self._connection.ask, "fetch", get))
+            part = coming.popleft().result()
+            if part is None:
+                raise EntryMissing(name)  # expired, evicted or deleted meanwhile
+            if len(part) != min(chunk, size - index * chunk):
+                raise StoreError("a chunk in the shared store has another length")
+            yield part
         self._metrics.moved("fetch", size)
 
 
@@ -326,5 +325,5 @@ def _add_chunks(aside: str, start: int, view: memoryview, pipe: Client) -> None:
         pipe.hset(aside, str((start + at) // CHUNK_BYTES), view[at : at + CHUNK_BYTES])
 
 
-def _get(key: str, fields: list[str], client: Client) -> Any:
-    return client.hmget(key, fields)
+def _get(key: str, field: str, client: Client) -> Any:
+    return client.hget(key, field)
