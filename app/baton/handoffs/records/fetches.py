@@ -27,7 +27,7 @@ class Fetches:
     """The fetches of one gateway. Several requests for one handoff wait for one fetch.
 
     Args:
-        storage: the handoffs' KV, here and in the shared store.
+        storage: the handoffs' KV, here and elsewhere.
         metrics: where fetches are counted.
         within_s: seconds that one may take.
     """
@@ -38,7 +38,7 @@ class Fetches:
         self._within_s = within_s
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="handoff-fetch")
         self._running: dict[str, asyncio.Future[None]] = {}
-        self._rate: float | None = None
+        self._rates: dict[str, float] = {}
         self._log = structlog.get_logger("baton.handoffs")
 
     def close(self) -> None:
@@ -54,25 +54,26 @@ class Fetches:
         """
         if await asyncio.to_thread(self._storage.is_here, record):
             return
-        if self._is_slower(record, engine):
+        source = await asyncio.to_thread(self._storage.source_of, record)
+        if self._is_slower(record, engine, self._rates.get(source)):
             self._metrics.fetches.labels("slower").inc()
             return
         running = self._running.get(record.id)
         if running is None:
-            running = asyncio.ensure_future(self._fetch(record))
+            running = asyncio.ensure_future(self._fetch(record, source))
             self._running[record.id] = running
             running.add_done_callback(lambda _: self._running.pop(record.id, None))
         await asyncio.wait({running}, timeout=self._within_s)
 
-    def _is_slower(self, record: HandoffRecord, engine: Engine) -> bool:
+    def _is_slower(self, record: HandoffRecord, engine: Engine, rate: float | None) -> bool:
         """Return whether fetching and loading takes longer than computing, as far as that is known."""
         load_s = engine.throughput.load_s(record.bytes)
         prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)
-        if self._rate is None or prefill_s is None or record.latent_steps:
+        if rate is None or prefill_s is None or record.latent_steps:
             return False
-        return record.bytes / self._rate + (load_s or 0.0) > prefill_s
+        return record.bytes / rate + (load_s or 0.0) > prefill_s
 
-    async def _fetch(self, record: HandoffRecord) -> None:
+    async def _fetch(self, record: HandoffRecord, source: str) -> None:
         began = time.monotonic()
         try:
             size = await asyncio.get_running_loop().run_in_executor(
@@ -85,5 +86,5 @@ class Fetches:
         self._metrics.fetches.labels("fetched" if size else "missing").inc()
         if size >= SMALL_BYTES:
             rate = size / max(1e-6, time.monotonic() - began)
-            before = self._rate or rate
-            self._rate = before + NEWEST_SHARE * (rate - before)
+            before = self._rates.get(source, rate)
+            self._rates[source] = before + NEWEST_SHARE * (rate - before)
