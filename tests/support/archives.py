@@ -177,7 +177,9 @@ class ArchivedMachine(Machine):
         await super().quiet()
 
     def _archived(self) -> None:
+        deadline = time.monotonic() + 60
         while not self.storage.archiver.idle():
+            assert time.monotonic() < deadline
             time.sleep(0.01)
 
     def close(self) -> None:

@@ -63,9 +63,12 @@ class Archiver:
         )
 
     def write_later(self, record: HandoffRecord) -> None:
-        """Bring the archive up to date with a handoff."""
-        handoff_id, tenant = record.id, record.tenant
-        self.begin(handoff_id, lambda: self._write(handoff_id, tenant))
+        """Bring the archive up to date with a handoff.
+
+        Args:
+            record: the handoff as this gateway's index knows it; it is noted there when it is archived.
+        """
+        self.begin(record.id, lambda: self._write(record))
 
     def begin(self, name: str, job: Job) -> None:
         """Do something in the background, after what is under way for the same name."""
@@ -126,13 +129,15 @@ class Archiver:
                 self._later[name] = time.monotonic() + AGAIN_AFTER_S
             self._archive.metrics.waiting.set(len(self._jobs))
 
-    def _write(self, handoff_id: str, tenant: str) -> bool:
-        record = self._inner.find(handoff_id, tenant)
+    def _write(self, known: HandoffRecord) -> bool:
+        record = self._inner.find(known.id, known.tenant)
         if record is None or record.expires_at <= time.time():
             return True
         if not self._archive.write(self._inner, record):
             self._inner.remove(record)  # another gateway deleted it
-        elif not record.archived:
+            return True
+        known.archived = True
+        if not record.archived:
             self._inner.change(record, _mark)
         return True
 

@@ -67,11 +67,14 @@ class Archive:
             HandoffStoreUnavailable: the archive failed.
             Conflict: others change it all the time.
         """
+        written: list[str] = []
         for _ in range(TRIES):
-            _, there = self.records.current(record.tenant, record.id)
+            handoff, there = self.records.current(record.tenant, record.id)
             if there is not None and there.document.record is None:
+                self.records.release(handoff, written)
                 return False
             document = self._pushed(inner, record, there)
+            written = document.objects
             if there is not None and there.document.model_dump_json() == document.model_dump_json():
                 return True
             with contextlib.suppress(Conflict):

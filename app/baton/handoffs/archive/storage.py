@@ -106,7 +106,7 @@ class ArchivedStorage(StorageOver):
             return self._change_archived(record, edit)
         changed = self.inner.change(record, edit)
         if changed is not None and changed.on_disk and (changed.archived or self.archiver.wants(changed)):
-            self.archiver.write_later(changed)
+            self.archiver.write_later(record)
         return changed
 
     def _change_archived(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
@@ -161,7 +161,7 @@ class ArchivedStorage(StorageOver):
 
     def reread(self, record: HandoffRecord) -> HandoffRecord | None:
         found = self.inner.reread(record)
-        if not record.archived:
+        if not (found or record).archived:
             return found
         if found is None:  # evicted here, or by the shared store; or deleted
             there = self.archive.records.look_up(record.id, record.tenant)
