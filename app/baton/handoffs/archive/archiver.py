@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import structlog
 
-from baton.errors import HandoffStoreUnavailable
+from baton.errors import HandoffImagesLost, HandoffStoreUnavailable
 from baton.handoffs.archive.bucket import Conflict
 from baton.handoffs.archive.copies import Archive
 from baton.handoffs.archive.expiry import remove_expired
@@ -73,7 +73,11 @@ class Archiver:
     def begin(self, name: str, job: Job) -> None:
         """Do something in the background, after what is under way for the same name."""
         with self._lock:
-            if self._closed.is_set() or (name not in self._jobs and len(self._jobs) >= MAX_WAITING):
+            if self._closed.is_set():
+                return
+            if name not in self._jobs and len(self._jobs) >= MAX_WAITING:
+                self._archive.metrics.handoff("failed")
+                self._log.warning("handoff_not_archived", handoff=name, reason="too many are waiting")
                 return
             self._jobs[name] = job
             self._later.pop(name, None)
@@ -111,6 +115,9 @@ class Archiver:
         except (HandoffStoreUnavailable, StoreError, Conflict) as error:
             self._log.warning("handoff_not_archived", handoff=name, reason=str(error) or "changed by others")
             done = False
+        except HandoffImagesLost as error:  # they will not come back
+            self._log.warning("handoff_not_archived", handoff=name, reason=error.message)
+            done = True
         except Exception as error:  # noqa: BLE001  # the border of this thread: the next job may work
             self._log.error("handoff_not_archived", handoff=name, reason=f"{type(error).__name__}: {error}")
             done = False

@@ -125,6 +125,8 @@ class ArchivedStorage(StorageOver):
             raise HandoffStoreUnavailable(UNAVAILABLE) from None
         if changed is None:
             self.inner.remove(record)
+        else:
+            self.archiver.write_later(record)  # its KV may have been saved since
         return changed
 
     def find(self, handoff_id: str, tenant: str) -> HandoffRecord | None:
@@ -160,6 +162,8 @@ class ArchivedStorage(StorageOver):
         return None
 
     def reread(self, record: HandoffRecord) -> HandoffRecord | None:
+        if record.archived and not record.on_disk:  # this machine had no room for it
+            return self._up_to_date(record)
         found = self.inner.reread(record)
         if not (found or record).archived:
             return found

@@ -84,7 +84,7 @@ class IndexSync:
         if known is None:
             if (found := await asyncio.to_thread(self._storage.find, handoff_id, tenant)) is not None:
                 self.adopt(found)
-        elif known.on_disk:
+        elif known.on_disk or known.archived:
             self.update(known, await asyncio.to_thread(self._storage.reread, known))
         elif known.announced:
             self._update_unwritten(known, await asyncio.to_thread(self._storage.reread, known))
