@@ -27,7 +27,7 @@ from baton.handoffs.shared.connection import SharedConnection
 from baton.handoffs.shared.files import PoolFiles
 from baton.handoffs.shared.scripts import CHANGE_RECORD, KEEP_PENDING, REMOVE_RECORD, WRITE_RECORD
 
-CHANGING = {"label", "pin", "bytes", "ttl_s", "expires_at", "revision", "audit", "state"}
+CHANGING = {"label", "pin", "bytes", "ttl_s", "expires_at", "revision", "audit", "state", "archived"}
 """Fields of a record that may change after it was saved."""
 PENDING_MS = 15_000
 """A pending record whose gateway does not report for so long goes away."""
