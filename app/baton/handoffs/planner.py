@@ -55,12 +55,14 @@ class Decision:
 
     def public(self) -> dict[str, object]:
         """Return the fields of `handoff.source` that show the decision."""
-        fetch = {} if self.fetch_s is None else {"estimated_fetch_ms": _ms(self.fetch_s)}
-        return {
+        told: dict[str, object] = {
             "decision": self.choice.value,
             "estimated_load_ms": _ms(self.load_s),
             "estimated_prefill_ms": _ms(self.prefill_s),
-        } | fetch
+        }
+        if self.fetch_s is not None:
+            told["estimated_fetch_ms"] = _ms(self.fetch_s)
+        return told
 
 
 def _ms(seconds: float | None) -> float | None:

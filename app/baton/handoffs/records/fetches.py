@@ -90,7 +90,7 @@ class Fetches:
         return running
 
     def _seconds_if_slower(self, record: HandoffRecord, engine: Engine, rate: float | None) -> float | None:
-        """Return how long a fetch takes; None: computing takes longer, or that is not known."""
+        """Return how long a fetch takes, if computing is faster; None: it is not, or nobody knows."""
         load_s = engine.throughput.load_s(record.bytes)
         prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)
         if rate is None or prefill_s is None or record.latent_steps:

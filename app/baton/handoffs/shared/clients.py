@@ -57,7 +57,8 @@ def open_client(address: SharedAddress) -> Client:
             options["ssl_ca_certs"] = address.ca_file
         url = urlunsplit(urlsplit(address.url)._replace(scheme=scheme))
         if kind == "cluster":
-            return ValkeyCluster.from_url(url, cluster_error_retry_attempts=0, **options)
+            cluster: Client = ValkeyCluster  # untyped in the library
+            return cluster.from_url(url, cluster_error_retry_attempts=0, **options)
         return Valkey.from_url(url, **options)
     except ValueError as error:
         raise SettingsError(f"handoffs.shared: {error}") from None
@@ -85,7 +86,8 @@ def _named_by_sentinel(address: SharedAddress, *, tls: bool) -> Client:
         key: value for key, value in _options(address).items() if key.startswith("socket_") or key == "retry"
     }
     sentinels = [_host_and_port(each) for each in hosts.split(",")]
-    return Sentinel(sentinels, sentinel_kwargs=asked | trust, **options, **trust).master_for(name)
+    watch: Client = Sentinel  # untyped in the library
+    return watch(sentinels, sentinel_kwargs=asked | trust, **options, **trust).master_for(name)
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
