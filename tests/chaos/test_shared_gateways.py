@@ -50,6 +50,7 @@ def test_when_a_machine_is_lost_another_one_goes_on_from_its_handoffs(tmp_path: 
         def request(number: int) -> None:
             if number == BEFORE:
                 one.process.send_signal(signal.SIGKILL)
+                one.process.wait(10)
                 died[0] = time.monotonic()
                 killed_at.set()
             late = killed_at.is_set()
@@ -72,7 +73,6 @@ def test_when_a_machine_is_lost_another_one_goes_on_from_its_handoffs(tmp_path: 
             relayed = ask(front, "smollm2", OWN, handoff={"from": saved["id"]})  # type: ignore[arg-type]  # has a URL too
             for each in loading:
                 each.result()
-        one.process.wait(10)
         leftovers.assert_none()
         source = told(relayed)["source"]
         right = ids(ask(two, "smollm2", ids(relayed)[0]))[1]
