@@ -29,10 +29,11 @@ class HandoffSettings(Frozen):
     )
     shared: str | None = Field(
         None,
-        pattern=r"^(valkey|valkeys|redis|rediss|unix)://[^\s]+$",
+        pattern=r"^(unix|(valkeys?|rediss?)(\+cluster|\+sentinel)?)://[^\s]+$",
         repr=False,  # it may hold a password
         description="A Valkey or Redis server through which gateways on several machines share their "
         "handoffs: `valkey://HOST:PORT/DB`, or `valkeys://` for TLS, with `USER@` for an ACL user. "
+        "A cluster: `valkey+cluster://HOST:PORT`. Sentinel: `valkey+sentinel://HOST:PORT,HOST:PORT/NAME`. "
         "Unset: only gateways that share `store` share handoffs.",
     )
     shared_secret_file: Path | None = Field(

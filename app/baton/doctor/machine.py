@@ -20,6 +20,7 @@ from baton.config.settings import Settings, load_settings
 from baton.config.vllm_environment import environment_conflicts
 from baton.doctor.findings import Finding
 from baton.doctor.gpus import examine_gpus
+from baton.doctor.shared_store import examine_shared_store
 from baton.engines.cpu import read_processor
 from baton.engines.dtype import dtype_for
 from baton.engines.vllm_version import installed, installed_vllm, is_cpu_build
@@ -66,6 +67,7 @@ def examine(config: Path | None) -> list[Finding]:
         *_processor(settings),
         *([] if is_cpu_build() else examine_gpus(settings)),
         *_disk(settings),
+        *examine_shared_store(settings),
         *_models(settings),
         *_port("port", settings.host, settings.port, "--port"),
         *_metrics_port(settings),

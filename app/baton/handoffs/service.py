@@ -323,6 +323,10 @@ class Handoffs:
         """Return whether the engines of this machine find a handoff's KV, if it is stored at all."""
         return self._storage.is_here(record)
 
+    def skipped_fetch_s(self, record: HandoffRecord) -> float | None:
+        """Return how long a fetch would take that was slower than computing; None: there was none."""
+        return self._fetches.skipped_s(record)
+
     async def bring(self, record: HandoffRecord, engine: Engine) -> None:
         """Copy a handoff's KV to this machine, if that is faster than computing it.
 

@@ -53,6 +53,7 @@ class SharedStorage(HandoffStorage):
         return True
 
     def close(self) -> None:
+        self.files.close()
         self.connection.close()
 
     def announce(self, record: HandoffRecord) -> None:
