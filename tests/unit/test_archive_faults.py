@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -105,3 +108,43 @@ async def test_an_archive_that_dies_while_it_is_written_leaves_no_half_handoff(t
         assert one.storage.archiver.is_waiting(record.id)
         assert not (await one.handoffs.get(record.id, "local")).archived
         one.close()
+
+
+def test_a_gateway_ends_soon_although_the_archive_hangs(tmp_path: Path) -> None:
+    script = """
+import asyncio, sys, time
+from pathlib import Path
+from support.archives import Archive, archived_machine
+from support.shared_stores import ENGINE
+from baton.engines.kv_transfer import TransferRequest
+
+async def main():
+    archive = Archive(sys.argv[1], None, Path(sys.argv[2]))
+    one = archived_machine(Path(sys.argv[3]), archive, archive_rate=2**20)
+    async with one.handoffs.running():
+        record = one.handoffs.begin(ENGINE, "local", pin=True)
+        one.entry(record.key, 4000)
+        one.handoffs.end(record, TransferRequest(), range(64000))
+        await one.handoffs.settled(record, 5)
+        await asyncio.sleep(1)
+        print("hang", flush=True)
+        sys.stdin.readline()
+        await asyncio.sleep(1)
+asyncio.run(main())
+"""
+    with archive_server(tmp_path / "s3") as archive:
+        command = [sys.executable, "-c", script, archive.endpoint, archive.key_file, tmp_path / "one"]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        ) as gateway:
+            assert gateway.stdin is not None
+            assert gateway.stdout is not None
+            while "hang" not in gateway.stdout.readline():
+                assert gateway.poll() is None
+            with archive.stopped():
+                gateway.stdin.write("go on\n")
+                gateway.stdin.flush()
+                began = time.monotonic()
+                assert gateway.wait(60) == 0
+                assert time.monotonic() - began < 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +24,7 @@ from obstore.store import S3Store
 
 from baton.errors import HandoffStoreUnavailable, SettingsError
 from baton.telemetry.archive_metrics import ArchiveMetrics
+from baton_kv.stores.base import StoreError
 
 FAILURES = 3
 """After so many failures in a row the archive is left alone for a while."""
@@ -33,6 +35,7 @@ PART_S = 30.0
 PART_BYTES = 8 * 1024 * 1024
 PARTS_AT_ONCE = 2
 PART_TRIES = 2
+CLOSED_EVERY_S = 0.25
 UNAVAILABLE = "The archive of handoffs does not answer; try again shortly."
 REFUSALS = (PermissionDeniedError, UnauthenticatedError)
 Answer = TypeVar("Answer")
@@ -100,7 +103,12 @@ class Bucket:
         self._lock = threading.Lock()
         self._failures = 0
         self._resting_until = 0.0
+        self._closed = threading.Event()
         self._log = structlog.get_logger("baton.handoffs")
+
+    def close(self) -> None:
+        """Wait for no large object any longer."""
+        self._closed.set()
 
     def get(self, name: str, unless: str | None = None) -> Found | None:
         """Read a small object; None: there is none.
@@ -202,12 +210,13 @@ class Bucket:
 
         Raises:
             HandoffStoreUnavailable: the archive failed, or is left alone after failures.
+            StoreError: the gateway ends.
         """
 
         def work() -> None:
             self._large.put(name, parts, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
 
-        self._ask("upload", work)
+        self._ask("upload", lambda: self._apart(work))
 
     def part(self, name: str, start: int, stop: int) -> bytes:
         """Read some bytes of a large object, fewer at its end.
@@ -215,8 +224,9 @@ class Bucket:
         Raises:
             FileNotFoundError: there is no such object.
             HandoffStoreUnavailable: the archive failed, or is left alone after failures.
+            StoreError: the gateway ends.
         """
-        found = self._ask("part", lambda: _part(self._large, name, start, stop))
+        found = self._ask("part", lambda: self._apart(lambda: _part(self._large, name, start, stop)))
         if found is None:
             raise FileNotFoundError(name)
         return found
@@ -271,6 +281,26 @@ class Bucket:
             raise self._failed(operation, error) from None
         self._succeeded(operation, began)
         return answer
+
+    def _apart(self, work: Callable[[], Answer]) -> Answer:
+        """Do what may take long in a thread that nothing waits for when the gateway ends.
+
+        Raises:
+            StoreError: the gateway ends.
+        """
+        done: Future[Answer] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001  # raised where the answer is waited for
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="archive-request", daemon=True).start()
+        while not wait([done], CLOSED_EVERY_S).done:
+            if self._closed.is_set():
+                raise StoreError("the gateway ends")
+        return done.result()
 
     def _succeeded(self, operation: str, began: float) -> None:
         self._metrics.count(operation, self._clock() - began)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,7 @@ class ArchiveFiles:
     def close(self) -> None:
         """Read and write no more."""
         self._pace.closed.set()
+        self._bucket.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def push(self, file: LocalFile) -> ArchivedFile:
@@ -185,7 +186,7 @@ class ArchiveFiles:
 def _result(part: Future[bytes], until: float) -> bytes:
     try:
         return part.result(timeout=max(0.0, until - time.monotonic()))
-    except TimeoutError:
+    except (TimeoutError, CancelledError):
         raise StoreError("fetching from the archive took too long") from None
     except FileNotFoundError as error:
         raise Damaged(f"the archive has no file {error}") from None
