@@ -25,6 +25,7 @@ from baton.handoffs.ahead import JoinsAhead
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.save_rule import SaveRule
 from baton.handoffs.automatic.service import AutomaticHandoffs
+from baton.handoffs.forwarded import ForwardedHandoffs
 from baton.handoffs.planner import Planner
 from baton.handoffs.records.image_store import ImageStore
 from baton.handoffs.records.repository import HandoffRepository
@@ -191,6 +192,7 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
             audits,
         ),
         audits,
+        ForwardedHandoffs(handoffs.storage),
         StoredResponses(
             settings.responses,
             responses_of(settings),

@@ -83,6 +83,11 @@ class Handoffs:
         for record in storage.records.read_all():
             self._sync.adopt(record)
 
+    @property
+    def storage(self) -> HandoffStorage:
+        """What the handoffs have on disk and in a shared store."""
+        return self._storage
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Sweep while inside; at the end wait a moment for background work."""
