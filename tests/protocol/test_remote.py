@@ -183,10 +183,15 @@ def test_limits_of_tenants_hold_before_a_request_is_sent_on() -> None:
 
 def test_images_are_decoded_here_and_sent_on_without_names() -> None:
     with other_server() as server:
-        server.answer = lambda asked: JSONResponse({"object": "chat.completion", "model": "far", "choices": []})
+        server.answer = lambda asked: JSONResponse(
+            {"object": "chat.completion", "model": "far", "choices": []}
+        )
         near = remote(server.url, remote={"images": True})
         with run_near(near) as gateway, gateway.client() as client:
-            content = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": URL}, "uuid": "x"}]
+            content = [
+                {"type": "text", "text": "what?"},
+                {"type": "image_url", "image_url": {"url": URL}, "uuid": "x"},
+            ]
             body = {"model": "near", "messages": [{"role": "user", "content": content}]}
             assert client.post("/v1/chat/completions", json=body).status_code == 200
             sent = server.asked[-1].body["messages"][0]["content"]
@@ -199,7 +204,10 @@ def test_images_are_decoded_here_and_sent_on_without_names() -> None:
 
 
 def test_images_beside_a_prompt_go_to_another_gateway() -> None:
-    with both(FakeEngine("far", images=LOOKS), remote={"images": True}) as (here, there), here.client() as client:
+    with (
+        both(FakeEngine("far", images=LOOKS), remote={"images": True}) as (here, there),
+        here.client() as client,
+    ):
         answer = complete(client, prompt="a <image> b", images=[URL])
         assert answer.status_code == 200, answer.text
         (sent,) = there.engine("far").transfers
@@ -252,7 +260,9 @@ def test_a_client_that_leaves_takes_its_request_with_it(stream: bool) -> None:
 
 @pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_are_counted_for_the_tenant(pair: tuple[FakeGateway, FakeGateway], path: str, stream: bool) -> None:
+def test_tokens_are_counted_for_the_tenant(
+    pair: tuple[FakeGateway, FakeGateway], path: str, stream: bool
+) -> None:
     here, _ = pair
 
     def counted() -> float:
@@ -280,4 +290,9 @@ def test_an_unmodified_sdk_streams_through_both(pair: tuple[FakeGateway, FakeGat
     stream = client.chat.completions.create(
         model="near", messages=[{"role": "user", "content": "one two three"}], max_tokens=4, stream=True
     )
-    assert "".join(each.choices[0].delta.content or "" for each in stream).split() == ["one", "two", "three", "one"]
+    assert "".join(each.choices[0].delta.content or "" for each in stream).split() == [
+        "one",
+        "two",
+        "three",
+        "one",
+    ]

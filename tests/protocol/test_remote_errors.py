@@ -43,9 +43,25 @@ def asked(running: tuple[FakeGateway, OtherServer]) -> Iterator[tuple[httpx.Clie
 
 
 PASSED_ON = [
-    (400, {"message": "Too long.", "type": "invalid_request_error", "param": "prompt", "code": "context_length_exceeded"}),
+    (
+        400,
+        {
+            "message": "Too long.",
+            "type": "invalid_request_error",
+            "param": "prompt",
+            "code": "context_length_exceeded",
+        },
+    ),
     (400, {"message": "Bad.", "type": "BadRequestError", "param": None, "code": 400}),
-    (404, {"message": "No such handoff.", "type": "not_found_error", "param": None, "code": "handoff_not_found"}),
+    (
+        404,
+        {
+            "message": "No such handoff.",
+            "type": "not_found_error",
+            "param": None,
+            "code": "handoff_not_found",
+        },
+    ),
     (409, {"message": "Pending.", "type": "x", "param": None, "code": "handoff_pending", "more": {"a": 1}}),
     (413, {"message": "Too large.", "type": "x", "param": None, "code": "body_too_large"}),
     (422, {"message": "No.", "type": "x", "param": "a.b", "code": "unprocessable"}),
@@ -65,7 +81,9 @@ def test_a_refusal_is_passed_on_as_it_is_with_our_request_id(
 
 
 @pytest.mark.parametrize("status", [429, 503])
-@pytest.mark.parametrize(("header", "least", "most"), [("7", 7, 7), ("99999999", 3600, 3600), ("soon", 1, 1), (None, 1, 1)])
+@pytest.mark.parametrize(
+    ("header", "least", "most"), [("7", 7, 7), ("99999999", 3600, 3600), ("soon", 1, 1), (None, 1, 1)]
+)
 def test_a_server_that_is_busy_says_when_to_come_again(
     asked: tuple[httpx.Client, OtherServer], status: int, header: str | None, least: int, most: int
 ) -> None:
@@ -90,7 +108,9 @@ FAILURES: dict[str, Any] = {
     "an error without a shape": lambda _: PlainTextResponse("<html>", 400),
     "an internal error": lambda _: error(500, message="secret path /x", type="t", param=None, code="c"),
     "another 5xx": lambda _: PlainTextResponse("bad gateway", 502),
-    "a key that is refused": lambda _: error(401, message="wrong", type="t", param=None, code="invalid_api_key"),
+    "a key that is refused": lambda _: error(
+        401, message="wrong", type="t", param=None, code="invalid_api_key"
+    ),
     "a right that is missing": lambda _: error(403, message="wrong", type="t", param=None, code="c"),
     "a model that is gone": lambda _: error(404, message="none", type="t", param="model", code=404),
     "a redirect": lambda asked: RedirectResponse("http://127.0.0.1:1/", 307),
@@ -98,7 +118,9 @@ FAILURES: dict[str, Any] = {
     "no object": lambda _: JSONResponse([1]),
     "another kind of answer": lambda _: PlainTextResponse("hello"),
     "an empty answer": lambda _: Response(status_code=204),
-    "a compressed answer": lambda _: Response(b"x", headers={"content-encoding": "gzip"}, media_type="application/json"),
+    "a compressed answer": lambda _: Response(
+        b"x", headers={"content-encoding": "gzip"}, media_type="application/json"
+    ),
     "too much": lambda _: JSONResponse(completion("far", "x" * 70_000)),
     "a stream": lambda _: streamed(chunk("a"), DONE),
     "a length that is not kept": lambda _: _short(),
@@ -150,13 +172,19 @@ CUT: dict[str, tuple[Any, str]] = {
     "an event is no JSON": (b"data: {\n\n", "remote_failed"),
     "an event is no text": (b"data: \xff\xff\n\n", "remote_failed"),
     "an event never ends": (b"data: " + b"x" * 200_000, "remote_failed"),
-    "vLLM's error": (b'data: {"error": {"message": "It died.", "type": "t", "param": null, "code": 500}}\n\n', "500"),
+    "vLLM's error": (
+        b'data: {"error": {"message": "It died.", "type": "t", "param": null, "code": 500}}\n\n',
+        "500",
+    ),
     "a Baton's error": (
         b'event: error\ndata: {"error": {"message": "It died.", "type": "t", "param": null, '
         b'"code": "engine_restarting", "request_id": "theirs"}}\n\n',
         "engine_restarting",
     ),
-    "an error of OpenAI's responses": (b'event: error\ndata: {"type": "error", "code": "boom", "message": "It died."}\n\n', "boom"),
+    "an error of OpenAI's responses": (
+        b'event: error\ndata: {"type": "error", "code": "boom", "message": "It died."}\n\n',
+        "boom",
+    ),
 }
 
 
@@ -189,7 +217,15 @@ def test_a_failure_before_the_first_event_has_its_own_status(asked: tuple[httpx.
 @pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
 def test_events_may_come_in_any_pieces(asked: tuple[httpx.Client, OtherServer], cut: int, ends: str) -> None:
     client, server = asked
-    whole = b"\xef\xbb\xbf: a comment\n\n" + chunk("ä") + b": keep-alive\n\n" + b"id: 3\nretry: 1\n" + chunk("b") + USAGE + DONE
+    whole = (
+        b"\xef\xbb\xbf: a comment\n\n"
+        + chunk("ä")
+        + b": keep-alive\n\n"
+        + b"id: 3\nretry: 1\n"
+        + chunk("b")
+        + USAGE
+        + DONE
+    )
     whole = whole.replace(b"\n", ends.encode())
     server.answer = lambda _: streamed(*(whole[at : at + cut] for at in range(0, len(whole), cut)))
     told = [line[6:] for line in complete(client, stream=True).text.splitlines() if line.startswith("data: ")]
@@ -230,9 +266,12 @@ def test_outcomes_are_counted(running: tuple[FakeGateway, OtherServer]) -> None:
 
 def test_a_server_that_is_lost_and_comes_back(tmp_path: Any) -> None:
     """Requests meet 502 until the breaker opens, then 503 at once; health and metrics show it."""
-    with run_near(
-        remote(f"http://127.0.0.1:{free_port()}", remote={"failures": 2, "probe_s": 0.2})
-    ) as gateway, gateway.client() as client:
+    with (
+        run_near(
+            remote(f"http://127.0.0.1:{free_port()}", remote={"failures": 2, "probe_s": 0.2})
+        ) as gateway,
+        gateway.client() as client,
+    ):
         state = 'baton_engine_state{engine="near",state="unreachable"}'
         wait_for(lambda: gateway.fleet.states["near"].value == "unreachable", "it cannot be reached")
         refused = complete(client)

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from starlette.responses import JSONResponse
-from support.gateways import FakeGateway, run_fake
+from support.gateways import run_fake
 from support.remote_gateways import CARD, OtherServer, complete, other_server, remote, run_near, settings_of
 from support.wire import wait_for
 
@@ -72,20 +72,23 @@ def test_tenants_may_have_keys_of_their_own(server: OtherServer, tmp_path: Path)
     (folder / ".hidden").write_text("two words")
     (tmp_path / "common").write_text("of-all")
     settings, headers = keyed(tmp_path / "own", "acme", "beta")
-    near = remote(
-        server.url, tenants=True, remote={"keys_dir": folder, "key_file": tmp_path / "common"}
-    )
+    near = remote(server.url, tenants=True, remote={"keys_dir": folder, "key_file": tmp_path / "common"})
     with run_near(near, **settings) as gateway, gateway.client() as client:
         client.post("/v1/completions", json={"model": "near", "prompt": "a"}, headers=headers["acme"])
         acme = server.asked[-1]
         client.post("/v1/completions", json={"model": "near", "prompt": "a"}, headers=headers["beta"])
         beta = server.asked[-1]
-    assert (acme.headers["authorization"], beta.headers["authorization"]) == ("Bearer of-acme", "Bearer of-all")
+    assert (acme.headers["authorization"], beta.headers["authorization"]) == (
+        "Bearer of-acme",
+        "Bearer of-all",
+    )
     assert ("x-baton-handoff" in acme.headers, "cache_salt" in acme.body) == (False, False)
     assert beta.headers["x-baton-handoff"] == "off"
 
 
-def test_tenants_of_one_key_have_prefix_caches_of_their_own_in_vllm(server: OtherServer, tmp_path: Path) -> None:
+def test_tenants_of_one_key_have_prefix_caches_of_their_own_in_vllm(
+    server: OtherServer, tmp_path: Path
+) -> None:
     settings, headers = keyed(tmp_path, "acme", "beta")
     with run_near(remote(server.url, tenants=True), **settings) as gateway, gateway.client() as client:
         for tenant in ("acme", "acme", "beta"):
@@ -164,14 +167,28 @@ def certificate(
         )
     )
     if issuer is not None:
-        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))] if name == "right" else [x509.DNSName("other.example")]
+        names = (
+            [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+            if name == "right"
+            else [x509.DNSName("other.example")]
+        )
         built = built.add_extension(x509.SubjectAlternativeName(names), critical=False)
     else:
         usage = dict.fromkeys(
-            ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
+            (
+                "digital_signature",
+                "content_commitment",
+                "key_encipherment",
+                "data_encipherment",
+                "key_agreement",
+            ),
+            False,
         )
         built = built.add_extension(
-            x509.KeyUsage(**usage, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False), critical=True
+            x509.KeyUsage(
+                **usage, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False
+            ),
+            critical=True,
         )
     return built.sign(signer, hashes.SHA256()), key
 
@@ -238,7 +255,9 @@ def test_a_key_in_clear_is_warned_of(tmp_path: Path) -> None:
 
     (tmp_path / "key").write_text("k")
     urls = ("http://127.0.0.1:1", "http://10.0.0.1:1", "https://10.0.0.1:1")
-    engines = tuple(settings_of(url, f"e{index}", remote={"key_file": tmp_path / "key"}) for index, url in enumerate(urls))
+    engines = tuple(
+        settings_of(url, f"e{index}", remote={"key_file": tmp_path / "key"}) for index, url in enumerate(urls)
+    )
     with capture_logs() as logs:
         built = build_remote_engines(load_settings(engines=engines), tenants=False)
     assert len(built) == 3

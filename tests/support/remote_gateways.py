@@ -39,7 +39,9 @@ def remote(url: str, name: str = "near", *, tenants: bool = False, **more: Any) 
 def run_near(*engines: RemoteEngine | FakeEngine, **overrides: Any) -> Iterator[FakeGateway]:
     """A gateway with these engines, the settings of which it has too."""
     served = tuple(
-        engine._settings if isinstance(engine, RemoteEngine) else EngineSettings(name=engine.name, model="fake")
+        engine._settings
+        if isinstance(engine, RemoteEngine)
+        else EngineSettings(name=engine.name, model="fake")
         for engine in engines
     )
     with run_fake(*engines, **({"engines": served} | overrides)) as gateway:
@@ -52,9 +54,7 @@ def both(far: FakeEngine, **options: Any) -> Iterator[tuple[FakeGateway, FakeGat
     near_options = options.pop("near", {})
     with ExitStack() as stack:
         there = stack.enter_context(run_fake(far, **options.pop("far_settings", {})))
-        here = stack.enter_context(
-            run_near(remote(there.url, model=far.name, **options), **near_options)
-        )
+        here = stack.enter_context(run_near(remote(there.url, model=far.name, **options), **near_options))
         yield here, there
 
 
@@ -184,4 +184,6 @@ def error(status: int, headers: dict[str, str] | None = None, **fields: Any) -> 
 
 
 def complete(client: httpx.Client, **more: Any) -> httpx.Response:
-    return client.post("/v1/completions", json={"model": "near", "prompt": "one two three", "max_tokens": 4} | more)
+    return client.post(
+        "/v1/completions", json={"model": "near", "prompt": "one two three", "max_tokens": 4} | more
+    )
