@@ -230,23 +230,26 @@ def test_data_for_a_plugin_elsewhere_is_sent_on(asked: tuple[httpx.Client, Other
 
 
 def test_stored_responses_are_this_gateways_own(tmp_path: Path) -> None:
-    with run_fake(FakeEngine("far")) as there:
-        with run_near(remote(there.url), responses={"folder": tmp_path}) as here, here.client() as client:
-            first = client.post("/v1/responses", json={"model": "near", "input": "one"}).json()
-            body = {"model": "near", "input": "two", "previous_response_id": first["id"]}
-            second = client.post("/v1/responses", json=body | {"stream": True})
-            assert "response.completed" in second.text
-            sent = there.engine("far").bodies[-1]
-            assert len(sent["input"]) == 3
-            assert "previous_response_id" not in sent
-            shown = client.get(f"/v1/responses/{first['id']}").json()
-            assert shown["model"] == "near"
+    with (
+        run_fake(FakeEngine("far")) as there,
+        run_near(remote(there.url), responses={"folder": tmp_path}) as here,
+        here.client() as client,
+    ):
+        first = client.post("/v1/responses", json={"model": "near", "input": "one"}).json()
+        body = {"model": "near", "input": "two", "previous_response_id": first["id"]}
+        second = client.post("/v1/responses", json=body | {"stream": True})
+        assert "response.completed" in second.text
+        sent = there.engine("far").bodies[-1]
+        assert len(sent["input"]) == 3
+        assert "previous_response_id" not in sent
+        shown = client.get(f"/v1/responses/{first['id']}").json()
+        assert shown["model"] == "near"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_takes_its_request_with_it(stream: bool) -> None:
     slow = FakeEngine("far", behaviour=FakeBehaviour(token_seconds=0.05))
-    with both(slow) as (here, there):
+    with both(slow) as (here, _):
         engine = here.fleet.engines[0]
         connection = connect(here)
         connection.sendall(request({"model": "near", "max_tokens": 1000, "stream": stream}))

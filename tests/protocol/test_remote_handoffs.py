@@ -87,7 +87,7 @@ def test_the_header_and_all_conversations_work_too(pair: tuple[FakeGateway, Fake
 
 
 def test_a_context_is_computed_elsewhere_without_an_answer(pair: tuple[FakeGateway, FakeGateway]) -> None:
-    here, there = pair
+    here, _ = pair
     with here.client() as client:
         made = client.post("/v1/handoffs", json={"model": "near", "prompt": "11 12 13", "label": "mine"})
         assert made.status_code == 201, made.text
@@ -141,9 +141,9 @@ def test_a_gateway_over_another_store_gets_none(tmp_path: Path) -> None:
 
 
 def test_a_gateway_without_handoffs_gets_none(tmp_path: Path) -> None:
-    with run_fake(FakeEngine("far"), **over(tmp_path / "one")) as there:
-        with near_over(there.url, tmp_path / "one") as client:
-            assert "its engine has no `handoff = true`" in refused(client)
+    settings = over(tmp_path / "one")
+    with run_fake(FakeEngine("far"), **settings) as there, near_over(there.url, tmp_path / "one") as client:
+        assert "its engine has no `handoff = true`" in refused(client)
 
 
 def test_a_key_of_another_tenant_gets_none(tmp_path: Path) -> None:

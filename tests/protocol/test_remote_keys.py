@@ -41,18 +41,19 @@ def keyed(folder: Path, *tenants: str) -> tuple[dict[str, Any], dict[str, dict[s
 def test_the_key_of_the_file_is_sent_and_read_again(server: OtherServer, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(" first-key\n")
-    with run_near(remote(server.url, remote={"key_file": file, "probe_s": 0.1})) as gateway:
-        with gateway.client(headers={"Authorization": "Bearer of-the-client"}) as client:
-            assert complete(client).status_code == 200
-            assert server.asked[-1].headers["authorization"] == "Bearer first-key"
-            assert server.looks[0].headers["authorization"] == "Bearer first-key"
-            file.write_text("second-key")
-            wait_for(lambda: server.looks[-1].headers["authorization"].endswith("second-key"), "it was read")
-            file.unlink()
-            seen = len(server.looks)
-            wait_for(lambda: len(server.looks) > seen + 1, "it was looked at again")
-            complete(client)
-            assert server.asked[-1].headers["authorization"] == "Bearer second-key"
+    theirs = {"Authorization": "Bearer of-the-client"}
+    near = remote(server.url, remote={"key_file": file, "probe_s": 0.1})
+    with run_near(near) as gateway, gateway.client(headers=theirs) as client:
+        assert complete(client).status_code == 200
+        assert server.asked[-1].headers["authorization"] == "Bearer first-key"
+        assert server.looks[0].headers["authorization"] == "Bearer first-key"
+        file.write_text("second-key")
+        wait_for(lambda: server.looks[-1].headers["authorization"].endswith("second-key"), "it was read")
+        file.unlink()
+        seen = len(server.looks)
+        wait_for(lambda: len(server.looks) > seen + 1, "it was looked at again")
+        complete(client)
+        assert server.asked[-1].headers["authorization"] == "Bearer second-key"
 
 
 @pytest.mark.parametrize("content", [b"", b"two words", b"a\nb", b"\xff\xfe", "schlüssel".encode()])

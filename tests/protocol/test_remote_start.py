@@ -40,39 +40,41 @@ async def started(engine: RemoteEngine) -> EngineState:
 
 def test_a_server_that_is_down_at_the_start_is_used_once_it_answers() -> None:
     port = free_port()
-    with run_near(remote(f"http://127.0.0.1:{port}", remote=SOON), FakeEngine("own")) as gateway:
-        with gateway.client() as client:
-            assert client.get("/readyz").json() == {
-                "status": "degraded",
-                "engines": {"unreachable": 1, "ready": 1},
-            }
-            assert complete(client).json()["error"]["code"] == "engine_unavailable"
-            assert complete(client, model="own").status_code == 200
-            with run_fake(FakeEngine("far"), port=port):
-                wait_for(lambda: gateway.fleet.whole, "it was found")
-                assert complete(client).status_code == 200
-                assert client.get("/v1/models/near").json()["max_model_len"] == 8192
-                assert metric(gateway, 'baton_engine_up{engine="near"}') == 1
-            wait_for(lambda: not gateway.fleet.whole, "it was missed")
-            assert gateway.fleet.states["near"] is EngineState.UNREACHABLE
-            assert metric(gateway, 'baton_engine_restarts_total{engine="near",reason="died"}') == 0
+    near = remote(f"http://127.0.0.1:{port}", remote=SOON)
+    with run_near(near, FakeEngine("own")) as gateway, gateway.client() as client:
+        assert client.get("/readyz").json() == {
+            "status": "degraded",
+            "engines": {"unreachable": 1, "ready": 1},
+        }
+        assert complete(client).json()["error"]["code"] == "engine_unavailable"
+        assert complete(client, model="own").status_code == 200
+        with run_fake(FakeEngine("far"), port=port):
+            wait_for(lambda: gateway.fleet.whole, "it was found")
+            assert complete(client).status_code == 200
+            assert client.get("/v1/models/near").json()["max_model_len"] == 8192
+            assert metric(gateway, 'baton_engine_up{engine="near"}') == 1
+        wait_for(lambda: not gateway.fleet.whole, "it was missed")
+        assert gateway.fleet.states["near"] is EngineState.UNREACHABLE
+        assert metric(gateway, 'baton_engine_restarts_total{engine="near",reason="died"}') == 0
 
 
 def test_requests_open_the_breaker_before_the_next_look() -> None:
     """Until then each meets 502, and says that it was not sent."""
     port = free_port()
-    with run_near(
-        remote(f"http://127.0.0.1:{port}", remote=SOON | {"probe_s": 60, "failures": 3}), wait=True
-    ) as gateway:
-        with gateway.client() as client:
-            gateway.fleet.engines[0]._breaker.succeeded()  # type: ignore[attr-defined]  # as if it had answered
-            codes = []
-            while not codes or codes[-1][0] == 502:
-                answer = complete(client)
-                codes.append((answer.status_code, answer.json()["error"]["code"]))
-            assert set(codes[:-1]) == {(502, "remote_unreachable")}
-            assert codes[-1] == (503, "engine_unavailable")
-            assert 1 <= len(codes) - 1 <= 3
+    with (
+        run_near(
+            remote(f"http://127.0.0.1:{port}", remote=SOON | {"probe_s": 60, "failures": 3}), wait=True
+        ) as gateway,
+        gateway.client() as client,
+    ):
+        gateway.fleet.engines[0]._breaker.succeeded()  # type: ignore[attr-defined]  # as if it had answered
+        codes = []
+        while not codes or codes[-1][0] == 502:
+            answer = complete(client)
+            codes.append((answer.status_code, answer.json()["error"]["code"]))
+        assert set(codes[:-1]) == {(502, "remote_unreachable")}
+        assert codes[-1] == (503, "engine_unavailable")
+        assert 1 <= len(codes) - 1 <= 3
 
 
 def test_answers_of_whatever_kind_leave_the_breaker_closed() -> None:
