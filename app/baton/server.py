@@ -86,7 +86,7 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
         raise SettingsError(f"handoffs.store: {error}") from None
     except OSError as error:
         raise SettingsError(f"handoffs.store: {settings.handoff_store}: {error.strerror}") from None
-    automatic = any((engine.auto or settings.handoffs.auto) != "off" for engine in settings.engines)
+    automatic = any((engine.auto or settings.handoffs.auto) != "off" for engine in settings.own_engines)
     return Handoffs(settings.handoffs, storage, metrics.handoffs, automatic=automatic)
 
 

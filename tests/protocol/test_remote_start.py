@@ -274,6 +274,8 @@ def test_a_gateway_of_servers_elsewhere_alone_runs_without_vllm(tmp_path: Path) 
                     assert line, said
                     said += line
                 with httpx.Client(base_url=found[1], timeout=30) as client:
+                    for path in ("/v1/models", "/v1/plugins", "/openapi.json", "/metrics", "/readyz"):
+                        assert client.get(path).status_code == 200, path
                     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
                     answer = complete(client, structured_outputs={"json": schema})
                     assert answer.status_code == 200, answer.text

@@ -60,7 +60,7 @@ class TokenCount:
         context: where they are counted.
         prompt: prompt tokens so far.
         generated: generated tokens so far; until the server names them, the pieces of the answer.
-        told: whether the server has named them.
+        told: whether the server has named the generated ones.
     """
 
     context: RequestContext
@@ -75,8 +75,8 @@ class TokenCount:
             if isinstance(usage, dict):
                 prompt = _number(usage, "prompt_tokens", "input_tokens")
                 generated = _number(usage, "completion_tokens", "output_tokens")
-                self._set(prompt or self.prompt, generated or (self.generated if self.told else 0))
-                self.told = True
+                self._set(prompt or self.prompt, generated or self.generated)
+                self.told = self.told or generated > 0
 
     def piece(self) -> None:
         """Count one piece of an answer."""

@@ -40,13 +40,13 @@ MOST_HOPS = 4
 HANDOFF_HEADER = "X-Baton-Handoff"
 
 
-def headers_of(context: RequestContext | None, key: Key, *, apart: bool = False) -> dict[str, str]:
+def headers_of(context: RequestContext | None, key: Key, *, automatic: bool = True) -> dict[str, str]:
     """Return the headers of a request. None of the client's are among them but its trace context.
 
     Args:
         context: of the client's request; None: there is none.
         key: for the server.
-        apart: whether the server may load and save no handoffs by itself.
+        automatic: whether the server may load and save handoffs by itself.
     """
     headers = {"Accept": "application/json, text/event-stream", "Content-Type": "application/json"}
     if key.value is not None:
@@ -58,7 +58,7 @@ def headers_of(context: RequestContext | None, key: Key, *, apart: bool = False)
             headers["traceparent"] = context.traceparent
         if context.tracestate:
             headers["tracestate"] = context.tracestate
-    if apart:
+    if not automatic:
         headers[HANDOFF_HEADER] = "off"
     return headers
 

@@ -111,7 +111,8 @@ class RemoteServer:
         salted = apart and self._is_vllm and not self.is_gateway
         salt = self._salts.of(context.tenant) if salted else None
         content = body_of(operation, body, self._engine.model, salt)
-        headers = headers_of(context, key, apart=apart or not automatic)
+        off = operation in STREAMED and (apart or not automatic)
+        headers = headers_of(context, key, automatic=not off)
         streams = bool(body.get("stream")) and operation in STREAMED
         over = self._begun()
         try:
