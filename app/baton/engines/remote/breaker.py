@@ -21,6 +21,11 @@ class Breaker:
         """Whether the server cannot be reached."""
         return self._failed >= self._failures
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether the last connection failed."""
+        return self._failed > 0
+
     def failed(self) -> bool:
         """Count a connection that failed; returns whether that opened the breaker."""
         was_open = self.open

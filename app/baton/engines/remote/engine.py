@@ -45,6 +45,8 @@ ALL_IMAGES = 1_000_000
 """The server's own limit of images is not known here; `images.count` holds."""
 RETRY_S = 1.0
 """Seconds between two looks at a server that cannot be reached."""
+PAUSE_S = 0.05
+"""Seconds between two looks at least, however many requests fail meanwhile."""
 
 
 class RemoteEngine:
@@ -70,7 +72,8 @@ class RemoteEngine:
             settings, self._client, self._keys, self._breaker, metrics, self._doubt.set, tenants=tenants
         )
         self._state = EngineState.STOPPED
-        self._found = Look()
+        self._card: Json = {}
+        self._key_refused = False
         self._watch: asyncio.Task[None] | None = None
         self._throughput = Throughput()
         self._log = log.bind(engine=settings.name, url=settings.url)
@@ -132,10 +135,11 @@ class RemoteEngine:
         """Look at the server every so often, and soon after a request met something strange."""
         while True:
             probe_s = self._settings.remote.probe_s
-            wait_s = min(RETRY_S, probe_s) if self._breaker.open else probe_s
+            wait_s = min(RETRY_S, probe_s) if self._breaker.doubtful else probe_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._doubt.wait()
+            await asyncio.sleep(PAUSE_S)
             self._doubt.clear()
             try:
                 await self._look()
@@ -153,19 +157,19 @@ class RemoteEngine:
         """
         await asyncio.to_thread(self._keys.refresh)
         try:
-            self._found = await look(
-                self._client, self._settings.remote, self._keys.of_looks, self._settings.model
-            )
-            card = self._found.card or {}
+            found = await look(self._client, self._settings.remote, self._keys.of_looks, self._settings.model)
+            card = found.card or {}
             afresh = self._state is EngineState.STARTING or self._breaker.open
             await self._server.learn(is_vllm=card.get("owned_by") == "vllm", afresh=afresh)
         except BatonError as error:
             raise EngineUnavailable() from error
-        if self._found.key_refused:
+        if found.key_refused and not self._key_refused:
             self._log.error("remote_key_refused")
+        self._key_refused = found.key_refused
+        self._card = found.card or self._card
         if self._breaker.succeeded():
             self._log.info("remote_reachable")
-        return self._found
+        return found
 
     def stalled_s(self) -> float:
         return 0.0
@@ -240,9 +244,7 @@ class RemoteEngine:
         raise self._elsewhere()
 
     def cards(self) -> list[Json]:
-        told = {"object": "model", "created": int(time.time()), "owned_by": "baton"} | (
-            self._found.card or {}
-        )
+        told = {"object": "model", "created": int(time.time()), "owned_by": "baton"} | (self._card)
         return [{"id": name} | told for name in (self.name, *self.aliases)]
 
     async def call(

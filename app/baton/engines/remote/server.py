@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -79,6 +80,7 @@ class RemoteServer:
         self._names = Names(engine.model, engine.name)
         self._peer: Peer | None = None
         self._is_vllm = False
+        self._unknown = True
         self._log = structlog.get_logger("baton.engine").bind(engine=engine.name)
         self.active = 0
 
@@ -94,14 +96,14 @@ class RemoteServer:
             afresh: whether one that was no gateway is asked again.
         """
         self._is_vllm = is_vllm
-        if not (afresh or self.is_gateway):
+        if not (afresh or self._unknown or self.is_gateway):
             return
-        try:
+        self._unknown = True
+        with contextlib.suppress(BatonError):  # it is asked again at the next look
             self._peer = await ask_peer(
                 self._client, self._engine.remote, self._keys.of_looks, self._engine.model
             )
-        except BatonError:
-            self._peer = None
+            self._unknown = False
 
     async def send(
         self, operation: Operation, body: Json, context: RequestContext, *, automatic: bool
