@@ -20,7 +20,7 @@ TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve demo demo-vision test lint format docs docs-reference bench bench-handoff bench-automatic bench-joins bench-transfer bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
+.PHONY: help serve demo demo-vision test lint format docs docs-reference bench bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -64,6 +64,9 @@ bench-automatic: $(VENV)/.dev ## Measure what automatic handoffs save, and what 
 
 bench-joins: $(VENV)/.dev ## Measure what joins of handoffs cost, and what moved KV does to answers (twenty minutes)
 	$(BIN)/python bench/joins.py $(ARGS)
+
+bench-scale: $(VENV)/.dev ## Measure several gateways over one store, and Envoy before them (ten minutes)
+	$(BIN)/python bench/scale.py $(ARGS)
 
 bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory (seconds)
 	$(BIN)/python bench/transfer.py $(ARGS)

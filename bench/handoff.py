@@ -143,6 +143,7 @@ class Client:
     """Asks one gateway."""
 
     def __init__(self, url: str, **headers: str) -> None:
+        self.url = url
         self._http = httpx.AsyncClient(base_url=url, timeout=300, headers=headers)
 
     async def ask(self, model: str, tokens: str | list[int], **more: Any) -> tuple[dict[str, Any], float]:

@@ -22,6 +22,7 @@ from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import SettingsError
 from baton.handoffs.ahead import JoinsAhead
+from baton.handoffs.archive.opening import open_archived
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.save_rule import SaveRule
 from baton.handoffs.automatic.service import AutomaticHandoffs
@@ -82,6 +83,8 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
             storage: HandoffStorage = open_shared(settings.handoffs, store, folder, metrics.shared_store)
         else:
             storage = HandoffStorage(store, HandoffRepository(folder / RECORDS), ImageStore(folder / IMAGES))
+        if settings.handoffs.archive is not None:
+            storage = open_archived(settings.handoffs, storage, folder, metrics.archive)
     except StoreError as error:
         raise SettingsError(f"handoffs.store: {error}") from None
     except OSError as error:

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from baton_client.call import Call, Reply
 from baton_client.retries import Retries, retry_after
 
 BUSY = b'{"error": {"message": "The engine\'s queue is full.", "code": "engine_overloaded", "param": null}}'
+GATEWAY_LOST_BODY = b'{"error": {"message": "gone", "param": null, "code": "gateway_lost"}}'
 EMPTY = b'{"object": "list", "data": [], "has_more": false, "first_id": null, "last_id": null}'
 
 
@@ -39,6 +41,11 @@ def scripted(*answers: bytes, **options: Any) -> Iterator[tuple[Baton, list[byte
         with Baton(f"http://127.0.0.1:{listener.getsockname()[1]}", **options) as baton:
             yield baton, heard
         thread.join(5)
+
+
+GATEWAY_LOST_BODY = (
+    b'{"error": {"message": "gone", "type": "api_error", "param": null, "code": "gateway_lost"}}'
+)
 
 
 def request_from(connection: socket.socket) -> bytes:
@@ -103,10 +110,24 @@ def test_what_only_reads_is_sent_again_when_the_connection_is_lost(pauses: list[
     assert len(heard) == 2
 
 
-def test_a_chat_is_not_sent_again_when_it_may_have_been_heard(pauses: list[float]) -> None:
-    with scripted(b"") as (baton, heard), pytest.raises(ConnectionLost, match="No answer came"):
+@pytest.mark.parametrize("lost", [b"", answer(200, EMPTY)[:-10], answer(502, GATEWAY_LOST_BODY)])
+def test_a_call_whose_gateway_was_lost_is_sent_again(lost: bytes, pauses: list[float]) -> None:
+    with scripted(lost, answer(200, EMPTY)) as (baton, heard):
+        assert list(baton.handoffs.list()) == []
+    assert (len(heard), len(pauses)) == (2, 1)
+
+
+def test_a_chat_is_sent_again_as_often_as_was_set_and_then_told_as_lost(pauses: list[float]) -> None:
+    with scripted(b"", b"", b"") as (baton, heard), pytest.raises(ConnectionLost, match="No answer came"):
         baton.chat("a", "11")
-    assert (len(heard), pauses) == (1, [])
+    assert (len(heard), len(pauses)) == (3, 2)
+
+
+def test_another_502_is_not_a_lost_gateway(pauses: list[float]) -> None:
+    other = answer(502, b'{"error": {"code": "engine_failed"}}')
+    with scripted(other) as (baton, _), pytest.raises(ServerFailed):
+        list(baton.handoffs.list())
+    assert pauses == []
 
 
 def test_a_chat_that_never_left_is_sent_again(pauses: list[float]) -> None:
@@ -118,11 +139,11 @@ def test_a_chat_that_never_left_is_sent_again(pauses: list[float]) -> None:
     assert (len(pauses), caught.value.sent) == (2, False)
 
 
-def test_an_answer_that_broke_off_is_not_asked_for_again(pauses: list[float]) -> None:
+def test_an_answer_that_breaks_off_each_time_is_told(pauses: list[float]) -> None:
     half = answer(200, EMPTY)[:-10]
-    with scripted(half) as (baton, heard), pytest.raises(ConnectionLost, match="broke off"):
+    with scripted(half, half, half) as (baton, heard), pytest.raises(ConnectionLost, match="broke off"):
         list(baton.handoffs.list())
-    assert (len(heard), pauses) == (1, [])
+    assert (len(heard), len(pauses)) == (3, 2)
 
 
 def test_a_gateway_that_is_too_slow_is_not_asked_again(pauses: list[float]) -> None:
@@ -138,12 +159,14 @@ def test_a_gateway_that_is_too_slow_is_not_asked_again(pauses: list[float]) -> N
 
 
 @pytest.mark.parametrize(
-    ("sent", "answered", "method"), list(itertools.product((True, False), (True, False), ("GET", "POST")))
+    ("answered", "resend", "target"),
+    list(itertools.product((True, False), (True, False), (None, Path("answer.tif")))),
 )
-def test_the_rule_for_lost_connections(sent: bool, answered: bool, method: str) -> None:
-    lost = ConnectionLost("", sent=sent, answered=answered)
-    again = Retries().after_loss(Call(method, "/", lambda reply: reply), lost, 0) is not None
-    assert again == (not sent or (method == "GET" and not answered))
+def test_the_rule_for_lost_connections(answered: bool, resend: bool, target: Path | None) -> None:
+    lost = ConnectionLost("", answered=answered, resend=resend)
+    call = Call("POST", "/", lambda reply: reply, target=target)
+    again = Retries().after_loss(call, lost, 0) is not None
+    assert again == (resend and not (answered and target))
 
 
 def test_what_is_no_gateway_is_told_from_one(pauses: list[float]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from support.gateways import RealGateway
 from support.relays import ask, cached, ids, once_saved, told
+from support.shared_gateways import gateways_over
 from support.shared_stores import BINARIES, StoreServer, store_server
 
 pytestmark = [
@@ -17,7 +16,6 @@ pytestmark = [
     pytest.mark.skipif(BINARIES["valkey"] is None, reason="no valkey-server is installed"),
 ]
 DOCUMENT = " ".join(f"Chapter {number} tells of {number * 37 % 101} birds." for number in range(60))
-CONFIG = Path(__file__).with_name("shared_engines.toml")
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +28,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreServer]:
 def gateways(
     server: StoreServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[RealGateway, RealGateway]]:
-    secret = tmp_path_factory.mktemp("secret") / "secret"
-    secret.write_text("the secret that both of these gateways have")
-    with ExitStack() as stack:
-        made = []
-        for name in ("one", "two"):
-            folder = tmp_path_factory.mktemp(name)
-            config = folder / "baton.toml"
-            config.write_text(CONFIG.read_text().format(folder=folder, shared=server.url, secret=secret))
-            gateway = stack.enter_context(RealGateway(["--config", str(config)], folder))
-            gateway.wait_until_ready()  # one after the other: both start on the same cores
-            made.append(gateway)
-        yield made[0], made[1]
+    with gateways_over(server.url, tmp_path_factory.mktemp("gateways")) as (one, two):
+        yield one, two
 
 
 def test_b_on_another_machine_loads_what_a_computed_and_says_the_same(

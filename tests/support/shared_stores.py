@@ -96,6 +96,8 @@ def store_server(name: str, folder: Path, *options: str, port: int | None = None
             try:
                 client.ping()
                 break
+            except valkey.exceptions.AuthenticationError:  # it is there, and wants a password
+                break
             except (valkey.exceptions.ValkeyError, OSError):
                 time.sleep(0.02)
         yield StoreServer(f"valkey://127.0.0.1:{port}/0", process, client)

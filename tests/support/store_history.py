@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from baton.config.groups import HandoffSettings
 from baton.handoffs.records.changes import ChangeRules
@@ -127,7 +128,28 @@ class Records:
         self._files.refresh()
 
 
-def work(target: Entries | Records, log: Log, rng: random.Random) -> None:
+class Target(Protocol):
+    """What is worked on."""
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys to choose from."""
+        ...
+
+    def put(self, key: str, begun: Callable[[str], None]) -> str | None:
+        """Put a value and return it; None: nothing was put."""
+        ...
+
+    def get(self, key: str) -> str | None: ...
+
+    def delete(self, key: str) -> None: ...
+
+    def other(self, key: str) -> None:
+        """Do what changes no value."""
+        ...
+
+
+def work(target: Target, log: Log, rng: random.Random) -> None:
     """One operation after another, for ever."""
     while True:
         key, op = rng.choice(target.keys), rng.choices(("put", "get", "delete", "other"), (4, 8, 1, 1))[0]

@@ -211,3 +211,12 @@ def test_moves_are_measured_by_themselves() -> None:
     assert (report.loaded, report.moved, report.computed) == (900, 500, 100)
     watch.transferred([replace(moved, failure=TransferFailure.CORRUPT, seconds=90.0)])
     assert engine.throughput.move_s(1000) == pytest.approx(1.5), "a failed one moved nothing"
+
+
+def test_kv_of_another_machine_is_computed_where_fetching_it_takes_longer() -> None:
+    engine = engine_that_prefills(tokens_per_s=10_000)
+    engine.throughput.loaded(SIZE, 0.01)
+    slow, fast = (Planner().decide(engine, record(), fetch_s=fetch_s) for fetch_s in (0.2, 0.05))
+    assert (slow.choice, slow.limit, slow.public()["estimated_fetch_ms"]) == (Choice.RECOMPUTE, 0, 200.0)
+    assert fast.choice is Choice.LOAD
+    assert "estimated_fetch_ms" not in Planner().decide(engine, record()).public()

@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from support.noise import picture
 from support.shared_stores import BINARIES, ENGINE, Machine, StoreServer, machine, servers, store_server
+from support.tcp_proxy import tcp_proxy
 
 from baton.config.groups import HandoffSettings
+from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.errors import (
     HandoffImagesLost,
@@ -26,6 +29,7 @@ from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.save_rule import SaveRule
 from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.planner import Planner
+from baton.handoffs.records.fetches import MEASURE_EVERY
 from baton.handoffs.records.record import HandoffRecord, new_id
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.service import Handoffs
@@ -300,6 +304,7 @@ async def test_unknown_is_not_said_while_the_store_is_down(tmp_path: Path) -> No
         assert await one.handoffs.get(later.id, "local") is later
 
 
+@pytest.mark.fault("C2")
 async def test_a_store_that_hangs_is_left_alone_after_three_deadlines(tmp_path: Path) -> None:
     with store_server("valkey", tmp_path) as server:
         one = machine(tmp_path / "one", server.url)
@@ -331,6 +336,40 @@ async def test_a_store_that_was_flushed_costs_a_prefill_and_no_more(tmp_path: Pa
         assert await gone(two.handoffs, found)
 
 
+@pytest.mark.fault("C5")
+async def test_a_slow_store_is_left_for_computing_and_taken_up_again_once_it_is_fast(tmp_path: Path) -> None:
+    with (
+        store_server("valkey", tmp_path) as server,
+        tcp_proxy(urlsplit(server.url).port or 0) as proxy,
+    ):
+        slow = f"valkey://127.0.0.1:{proxy.port}/0"
+        one = machine(tmp_path / "one", server.url)
+        two = machine(tmp_path / "two", slow, shared_timeout_s=5)
+        engine = FakeEngine("a", supports_handoffs=True)
+        engine.throughput.prefilled(1000, 0.1)
+        left = [await one.leave(blocks=600) for _ in range(2 * MEASURE_EVERY + 2)]
+
+        async def brought(record: HandoffRecord) -> bool:
+            found = await two.handoffs.get(record.id, "local")
+            found.tokens = found.tokens[:1000]  # as long to compute as the engine was measured
+            await two.handoffs.bring(found, engine)
+            return two.handoffs.is_here(found)
+
+        proxy.delay_s = 0.1
+        first, *others = left
+        assert await brought(first)  # and its rate is measured
+        assert not any([await brought(each) for each in others[: MEASURE_EVERY - 1]])
+        proxy.delay_s = 0.0
+        await brought(others[MEASURE_EVERY - 1])  # beside it, KV is fetched, and measured
+        for _ in range(20):
+            others = [each for each in others if not two.handoffs.is_here(each)]
+            if await brought(others[-1]):
+                break
+            await asyncio.sleep(0.05)
+        else:
+            raise AssertionError("it was never fetched again")
+
+
 async def test_a_damaged_chunk_is_never_put_into_a_store(tmp_path: Path) -> None:
     with store_server("valkey", tmp_path) as server:
         one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
@@ -341,6 +380,7 @@ async def test_a_damaged_chunk_is_never_put_into_a_store(tmp_path: Path) -> None
         assert not list((tmp_path / "two/store/writing").iterdir())
 
 
+@pytest.mark.fault("C8")
 def test_gateways_with_another_secret_are_refused(tmp_path: Path) -> None:
     with store_server("valkey", tmp_path) as server:
         machine(tmp_path / "one", server.url)
@@ -353,6 +393,7 @@ def test_gateways_with_another_secret_are_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.fault("C8")
 def test_a_store_with_a_password_refuses_a_wrong_one(tmp_path: Path) -> None:
     with store_server("valkey", tmp_path, "--requirepass", "right") as server:
         (tmp_path / "password").write_text("wrong\n")
@@ -376,6 +417,7 @@ async def test_a_gateway_starts_without_the_store_and_uses_it_once_it_is_there(t
         assert not await gone(two.handoffs, record)
 
 
+@pytest.mark.fault("C7")
 async def test_gateways_whose_clocks_differ_agree_on_the_end_of_a_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

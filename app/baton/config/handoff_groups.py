@@ -29,10 +29,11 @@ class HandoffSettings(Frozen):
     )
     shared: str | None = Field(
         None,
-        pattern=r"^(valkey|valkeys|redis|rediss|unix)://[^\s]+$",
+        pattern=r"^(unix|(valkeys?|rediss?)(\+cluster|\+sentinel)?)://[^\s]+$",
         repr=False,  # it may hold a password
         description="A Valkey or Redis server through which gateways on several machines share their "
         "handoffs: `valkey://HOST:PORT/DB`, or `valkeys://` for TLS, with `USER@` for an ACL user. "
+        "A cluster: `valkey+cluster://HOST:PORT`. Sentinel: `valkey+sentinel://HOST:PORT,HOST:PORT/NAME`. "
         "Unset: only gateways that share `store` share handoffs.",
     )
     shared_secret_file: Path | None = Field(
@@ -66,6 +67,53 @@ class HandoffSettings(Frozen):
         le=600,
         description="Seconds in which a handoff must have been fetched from the shared store; then it is "
         "computed.",
+    )
+    archive: str | None = Field(
+        None,
+        pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.-]+)*/?$",
+        description="An S3 bucket, `s3://BUCKET/PREFIX`, in which pinned and long-lived handoffs are kept "
+        "too, so that they outlive this machine's store and the shared one. Needs `shared_secret_file`. "
+        "Unset: none.",
+    )
+    archive_after_s: int = Field(
+        86400,
+        ge=1,
+        le=365 * 86400,
+        description="Handoffs that live at least so many seconds are archived, beside those that are pinned.",
+    )
+    archive_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/]+/?$",
+        description="Address of an S3 service other than AWS's, such as `https://s3.example.org`. Unset: "
+        "`AWS_ENDPOINT_URL` in the environment, else AWS.",
+    )
+    archive_region: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9-]+$",
+        description="Region of the bucket. Unset: `AWS_REGION` in the environment, else `us-east-1`.",
+    )
+    archive_key_file: Path | None = Field(
+        None,
+        description="File with the id of an access key and its secret, each on a line. Unset: the `AWS_*` "
+        "variables of the environment, else the role of the container or the instance.",
+    )
+    archive_ca_file: Path | None = Field(
+        None, description="Certificates to trust for the archive. Unset: the system's."
+    )
+    archive_timeout_s: float = Field(
+        2.0, gt=0, le=60, description="Seconds that a look-up or a change in the archive may take."
+    )
+    archive_fetch_s: float = Field(
+        20.0,
+        gt=0,
+        le=600,
+        description="Seconds in which a handoff must have been fetched from the archive; then it is "
+        "computed.",
+    )
+    archive_rate: ByteSize | None = Field(
+        None,
+        ge=64 * 1024,
+        description="Bytes that the gateway writes to the archive in a second, at most. Unset: no limit.",
     )
     fsync: bool = Field(
         False,
@@ -136,6 +184,11 @@ class HandoffSettings(Frozen):
         le=1024,
         description="Most latent steps one request may ask for, of engines with `latent = true`.",
     )
+
+    @property
+    def fetch_s(self) -> float:
+        """Seconds in which a handoff must have been fetched from wherever it is."""
+        return max(self.shared_fetch_s, self.archive_fetch_s if self.archive is not None else 0.0)
 
     @property
     def whole_budget(self) -> int:

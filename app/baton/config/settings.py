@@ -121,6 +121,10 @@ class Settings(BaseSettings):
     def _gateways_that_share_have_a_secret(self) -> Settings:
         if self.handoffs.shared is not None and self.handoffs.shared_secret_file is None:
             raise ValueError("handoffs.shared: needs `handoffs.shared_secret_file`, the same on all machines")
+        if self.handoffs.archive is not None and self.handoffs.shared_secret_file is None:
+            raise ValueError(
+                "handoffs.archive: needs `handoffs.shared_secret_file`, the same on all machines"
+            )
         return self
 
     @model_validator(mode="after")
@@ -205,7 +209,8 @@ class Settings(BaseSettings):
             return self.handoffs.store
         memory = Path("/dev/shm")
         root = memory if memory.is_dir() else user_folder("XDG_CACHE_HOME", ".cache").expanduser()
-        pool = f"-{self.handoffs.shared_pool}" if self.handoffs.shared is not None else ""
+        elsewhere = self.handoffs.shared is not None or self.handoffs.archive is not None
+        pool = f"-{self.handoffs.shared_pool}" if elsewhere else ""
         return f"file:{root / f'baton-handoffs-{os.getuid()}{pool}'}"
 
     @property

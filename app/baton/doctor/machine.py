@@ -21,6 +21,7 @@ from baton.config.vllm_environment import environment_conflicts
 from baton.doctor.findings import Finding
 from baton.doctor.gpus import examine_gpus
 from baton.doctor.servers import examine_servers
+from baton.doctor.shared_store import examine_shared_store
 from baton.engines.cpu import read_processor
 from baton.engines.dtype import dtype_for
 from baton.engines.vllm_version import installed, installed_vllm, is_cpu_build
@@ -62,6 +63,7 @@ def examine(config: Path | None) -> list[Finding]:
         *_keys(settings),
         *(_own_engines(settings) if settings.own_engines else ()),
         *examine_servers(settings),
+        *examine_shared_store(settings),
         *_port("port", settings.host, settings.port, "--port"),
         *_metrics_port(settings),
     ]

@@ -39,12 +39,14 @@ class Decision:
         limit: most tokens to load; None: all.
         load_s: estimated seconds to load all of it; None: not measured yet.
         prefill_s: estimated seconds to prefill all of it; None: not measured yet.
+        fetch_s: estimated seconds to fetch it to this machine; None: it is here, or that is not known.
     """
 
     choice: Choice
     limit: int | None = None
     load_s: float | None = None
     prefill_s: float | None = None
+    fetch_s: float | None = None
 
     @property
     def loads(self) -> bool:
@@ -53,11 +55,14 @@ class Decision:
 
     def public(self) -> dict[str, object]:
         """Return the fields of `handoff.source` that show the decision."""
-        return {
+        told: dict[str, object] = {
             "decision": self.choice.value,
             "estimated_load_ms": _ms(self.load_s),
             "estimated_prefill_ms": _ms(self.prefill_s),
         }
+        if self.fetch_s is not None:
+            told["estimated_fetch_ms"] = _ms(self.fetch_s)
+        return told
 
 
 def _ms(seconds: float | None) -> float | None:
@@ -72,13 +77,20 @@ class Planner:
         self._computed: Counter[str] = Counter()
         self._tries: dict[str, tuple[int, int]] = {}
 
-    def decide(self, engine: Engine, record: HandoffRecord, tokens: int | None = None) -> Decision:
+    def decide(
+        self,
+        engine: Engine,
+        record: HandoffRecord,
+        tokens: int | None = None,
+        fetch_s: float | None = None,
+    ) -> Decision:
         """Decide whether an engine loads a handoff's KV or prefills it.
 
         Args:
             engine: the engine.
             record: the handoff.
             tokens: number of its first tokens that are of use; None: all.
+            fetch_s: seconds to fetch its KV, which was not fetched; None: it is here, or that is not known.
         """
         tokens = len(record.tokens) if tokens is None else tokens
         steps = record.latent_steps if tokens == len(record.tokens) else record.steps_within(tokens)
@@ -90,6 +102,8 @@ class Planner:
         latent = record.latent_steps > 0  # recomputed latent steps may differ
         if load_s is None or prefill_s is None or latent:
             return Decision(Choice.LOAD, None, load_s, prefill_s)
+        if fetch_s is not None and fetch_s + load_s > prefill_s:
+            return Decision(Choice.RECOMPUTE, 0, load_s, prefill_s, fetch_s)
         if load_s <= prefill_s:
             self._recomputed[engine.name] = 0
             return Decision(Choice.LOAD, None, load_s, prefill_s)

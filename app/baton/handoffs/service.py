@@ -76,12 +76,13 @@ class Handoffs:
         self._sweeper = Sweeper(self._index, storage, self._sync, self._budget, metrics, self.begin_work)
         self._saves = Saves(self._index, storage, self._budget, self._rules, self._sync)
         self._announcements = Announcements(self._index, storage, self._saves, self._sync)
-        self._fetches = Fetches(storage, metrics, settings.shared_fetch_s)
+        self._fetches = Fetches(storage, metrics, settings.fetch_s)
         self._background: set[asyncio.Task[Any]] = set()
         self._saving: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger("baton.handoffs")
-        for record in storage.records.read_all():
+        for record in (found := storage.records.read_all()):
             self._sync.adopt(record)
+        storage.begin_archiving(found)
 
     @property
     def storage(self) -> HandoffStorage:
@@ -102,7 +103,7 @@ class Handoffs:
                 task.cancel()
             await asyncio.wait({*tasks, *self._background}, timeout=CLOSE_WITHIN_S)
             self._fetches.close()
-            self._storage.close()
+            await asyncio.to_thread(self._storage.close)
 
     @contextlib.asynccontextmanager
     async def settling(self) -> AsyncIterator[None]:
@@ -220,7 +221,7 @@ class Handoffs:
             HandoffNotFound: the id is unknown, deleted, expired, or another tenant's; clients cannot tell
                 which.
         """
-        record = await self._sync.look_up(handoff_id)
+        record = await self._sync.look_up(handoff_id, tenant)
         if record is None or record.tenant != tenant or record.automatic:
             raise HandoffNotFound()
         await self._require_origin(record)
@@ -234,7 +235,7 @@ class Handoffs:
         """
         origin: HandoffRecord | None = record
         while origin is not None and origin.translated_from is not None:
-            origin = await self._sync.look_up(origin.translated_from)
+            origin = await self._sync.look_up(origin.translated_from, record.tenant)
         if origin is None:
             raise HandoffNotFound()
 
@@ -313,7 +314,7 @@ class Handoffs:
 
     def kv_gone(self, record: HandoffRecord) -> None:
         """Note that a handoff's KV cannot be used any more; an automatic one is removed."""
-        if self._storage.shared:
+        if self._storage.remote:
             self.begin_work(self._kv_gone(record))
         else:
             self._sweeper.kv_gone(record)
@@ -327,16 +328,20 @@ class Handoffs:
         """Return whether the engines of this machine find a handoff's KV, if it is stored at all."""
         return self._storage.is_here(record)
 
+    def skipped_fetch_s(self, record: HandoffRecord) -> float | None:
+        """Return how long a fetch would take that was slower than computing; None: there was none."""
+        return self._fetches.skipped_s(record)
+
     async def bring(self, record: HandoffRecord, engine: Engine) -> None:
         """Copy a handoff's KV to this machine, if that is faster than computing it.
 
-        Whatever the shared store does, the request goes on: what is not here is computed.
+        Whatever the shared store and the archive do, the request goes on: what is not here is computed.
 
         Args:
             record: the handoff.
             engine: the engine that is to load it.
         """
-        if self._storage.shared and record.bytes and record.weights == engine.weights:
+        if self._storage.remote and record.bytes and record.weights == engine.weights:
             await self._fetches.bring(record, engine)
             if not await asyncio.to_thread(self._storage.is_here, record):
                 self.kv_gone(record)
@@ -389,16 +394,17 @@ class Handoffs:
         gone = self._index.with_translations(record)
         gone += [each for one in gone for each in self._index.relatives(one)]
         removing = self._remove_all(gone)
-        if self._storage.shared:  # it is deleted for all machines, or not at all
+        if self._storage.remote:  # it is deleted for all machines, or not at all
             await asyncio.shield(self.begin_work(removing))
         for each in gone:
             self._index.forget(each)
-        if not self._storage.shared:
+        if not self._storage.remote:
             await asyncio.shield(self.begin_work(removing))
 
     async def _remove_all(self, records: Iterable[HandoffRecord]) -> None:
         for record in records:
-            await self._remove(record)
+            async with record.guard:  # so that nobody writes it again after this
+                await asyncio.to_thread(self._storage.delete, record)
 
     async def _remove(self, record: HandoffRecord) -> None:
         async with record.guard:  # so that nobody writes it again after this

@@ -275,7 +275,7 @@ class Sessions:
         if source is None:
             return None
         shared = shared_tokens(source.tokens, prompt.tokens) if prompt.tokens is not None else None
-        decision = self.planner.decide(engine, source, shared)
+        decision = self.planner.decide(engine, source, shared, self.handoffs.skipped_fetch_s(source))
         self.metrics.decisions.labels(decision.choice.value).inc()
         return decision
 

@@ -129,5 +129,5 @@ class Sweeper:
             self.evict_oldest(tenant)
 
     def _evict(self, record: HandoffRecord) -> None:
-        self._index.forget(record)
+        self._index.evict(record)
         self._begin_work(asyncio.to_thread(self._storage.remove, record))

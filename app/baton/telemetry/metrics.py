@@ -10,6 +10,7 @@ import platform
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from baton import __version__
+from baton.telemetry.archive_metrics import ArchiveMetrics
 from baton.telemetry.audit_metrics import AuditMetrics
 from baton.telemetry.image_metrics import ImageMetrics
 from baton.telemetry.pooling_metrics import PoolingMetrics
@@ -103,6 +104,7 @@ class GatewayMetrics(RequestMetrics):
         self.handoffs = HandoffMetrics(registry)
         self.audits = AuditMetrics(registry)
         self.shared_store = SharedStoreMetrics(registry)
+        self.archive = ArchiveMetrics(registry)
         self.responses = ResponseMetrics(registry)
         self.pooling = PoolingMetrics(registry)
         self.images = ImageMetrics(registry)
@@ -210,8 +212,9 @@ class HandoffMetrics:
         )
         self.fetches = Counter(
             "baton_handoff_fetches_total",
-            "Handoffs whose KV was needed and not on this machine: `fetched` from the shared store, "
-            "`missing` there, `failed`, or not fetched because computing is faster (`slower`).",
+            "Handoffs whose KV was needed and not on this machine: `fetched` from the shared store "
+            "or the archive, `missing` there, `failed`, or not fetched because computing is faster "
+            "(`slower`).",
             ("result",),
             registry=registry,
         )

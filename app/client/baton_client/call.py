@@ -18,8 +18,6 @@ from baton_client.values import Json, Progress
 T = TypeVar("T")
 Report: TypeAlias = Callable[[Progress], object]
 CHUNK_BYTES = 1 << 20
-SAFE = frozenset({"GET", "DELETE"})
-"""Methods of calls that may be sent twice."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +106,6 @@ class Call(Generic[T]):
     headers: Mapping[str, str] = field(default_factory=dict)
     target: Path | None = None
     report: Report | None = None
-
-    @property
-    def safe(self) -> bool:
-        """Whether it may be sent twice."""
-        return self.method in SAFE
 
 
 @dataclass(frozen=True)

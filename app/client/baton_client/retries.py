@@ -1,4 +1,8 @@
-"""Decide whether a call is sent again, and after how long."""
+"""Decide whether a call is sent again, and after how long.
+
+Each call of this client may be sent twice: a gateway that was lost while it answered has told nobody, and a
+handoff that it saved expires. What a second time costs is tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from baton_client.errors import ConnectionLost
 
 ALWAYS = frozenset({429, 503})
 """Statuses after which every call is sent again: the gateway did not work on it, or lost what it did."""
+GATEWAY_LOST = b'"gateway_lost"'
+"""The code with which our proxy answers 502 when the gateway that had the request is gone."""
 IF_ASKED = 409
 """A conflict passes only where the gateway sends `Retry-After` with it: a pending handoff."""
 
@@ -39,14 +45,15 @@ class Retries:
         """
         asked = retry_after(reply.headers)
         passing = reply.status in ALWAYS or (reply.status == IF_ASKED and asked is not None)
+        passing = passing or (reply.status == 502 and GATEWAY_LOST in reply.content)
         if not passing or attempt >= self.limit:
             return None
         return self._backoff(attempt) if asked is None else min(asked, self.longest_s)
 
     def after_loss(self, call: Call[Any], lost: ConnectionLost, attempt: int) -> float | None:
         """Return the seconds to wait before a call without a whole answer is sent again; None: it is not."""
-        harmless = not lost.sent or (call.safe and not lost.answered)
-        if not (lost.resend and harmless) or attempt >= self.limit:
+        half_written = lost.answered and call.target is not None
+        if not lost.resend or half_written or attempt >= self.limit:
             return None
         return self._backoff(attempt)
 

@@ -68,7 +68,7 @@ class Announcements:
         """
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
-            found = await self._sync.look_up(record.id)
+            found = await self._sync.look_up(record.id, record.tenant)
             if found is None or found.state is not HandoffState.PENDING:
                 return
             await asyncio.sleep(LOOK_EVERY_S)

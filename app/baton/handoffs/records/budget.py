@@ -76,6 +76,6 @@ class RecordBudget:
                     return False
             if (other := self._index.next_evictable(record)) is None:
                 return False
-            self._index.forget(other)
+            self._index.evict(other)
             await asyncio.to_thread(self._storage.remove, other)
         return True

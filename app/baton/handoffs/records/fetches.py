@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
@@ -19,15 +20,18 @@ THREADS = 4
 """Fetches at once; they are not the threads that files of this machine are read by."""
 NEWEST_SHARE = 0.3
 """Weight of the newest fetch in the estimate of the rate."""
+MAX_SKIPPED = 1000
 SMALL_BYTES = 1024 * 1024
 """Fetches of fewer bytes say nothing about the rate."""
+MEASURE_EVERY = 4
+"""Beside every so many requests that compute because it is faster, KV is fetched: the rate stays known."""
 
 
 class Fetches:
     """The fetches of one gateway. Several requests for one handoff wait for one fetch.
 
     Args:
-        storage: the handoffs' KV, here and in the shared store.
+        storage: the handoffs' KV, here and elsewhere.
         metrics: where fetches are counted.
         within_s: seconds that one may take.
     """
@@ -38,7 +42,9 @@ class Fetches:
         self._within_s = within_s
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="handoff-fetch")
         self._running: dict[str, asyncio.Future[None]] = {}
-        self._rate: float | None = None
+        self._rates: dict[str, float] = {}
+        self._slower = 0
+        self._skipped: OrderedDict[str, float] = OrderedDict()
         self._log = structlog.get_logger("baton.handoffs")
 
     def close(self) -> None:
@@ -52,27 +58,47 @@ class Fetches:
             record: the handoff.
             engine: the engine that is to load it.
         """
+        self._skipped.pop(record.id, None)
         if await asyncio.to_thread(self._storage.is_here, record):
             return
-        if self._is_slower(record, engine):
-            self._metrics.fetches.labels("slower").inc()
+        source = await asyncio.to_thread(self._storage.source_of, record)
+        seconds = self._seconds_if_slower(record, engine, self._rates.get(source))
+        if seconds is None:
+            await asyncio.wait({self._begin(record, source)}, timeout=self._within_s)
             return
+        self._metrics.fetches.labels("slower").inc()
+        self._note_skipped(record, seconds)
+        if self._slower % MEASURE_EVERY == 0:
+            self._begin(record, source)
+
+    def skipped_s(self, record: HandoffRecord) -> float | None:
+        """Return how long a fetch would take that was slower than computing; None: there was none."""
+        return self._skipped.get(record.id)
+
+    def _note_skipped(self, record: HandoffRecord, seconds: float) -> None:
+        self._slower += 1
+        self._skipped[record.id] = seconds
+        while len(self._skipped) > MAX_SKIPPED:
+            self._skipped.popitem(last=False)
+
+    def _begin(self, record: HandoffRecord, source: str) -> asyncio.Future[None]:
         running = self._running.get(record.id)
         if running is None:
-            running = asyncio.ensure_future(self._fetch(record))
+            running = asyncio.ensure_future(self._fetch(record, source))
             self._running[record.id] = running
             running.add_done_callback(lambda _: self._running.pop(record.id, None))
-        await asyncio.wait({running}, timeout=self._within_s)
+        return running
 
-    def _is_slower(self, record: HandoffRecord, engine: Engine) -> bool:
-        """Return whether fetching and loading takes longer than computing, as far as that is known."""
+    def _seconds_if_slower(self, record: HandoffRecord, engine: Engine, rate: float | None) -> float | None:
+        """Return how long a fetch takes, if computing is faster; None: it is not, or nobody knows."""
         load_s = engine.throughput.load_s(record.bytes)
         prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)
-        if self._rate is None or prefill_s is None or record.latent_steps:
-            return False
-        return record.bytes / self._rate + (load_s or 0.0) > prefill_s
+        if rate is None or prefill_s is None or record.latent_steps:
+            return None
+        fetch_s = record.bytes / rate
+        return fetch_s if fetch_s + (load_s or 0.0) > prefill_s else None
 
-    async def _fetch(self, record: HandoffRecord) -> None:
+    async def _fetch(self, record: HandoffRecord, source: str) -> None:
         began = time.monotonic()
         try:
             size = await asyncio.get_running_loop().run_in_executor(
@@ -85,5 +111,5 @@ class Fetches:
         self._metrics.fetches.labels("fetched" if size else "missing").inc()
         if size >= SMALL_BYTES:
             rate = size / max(1e-6, time.monotonic() - began)
-            before = self._rate or rate
-            self._rate = before + NEWEST_SHARE * (rate - before)
+            before = self._rates.get(source, rate)
+            self._rates[source] = before + NEWEST_SHARE * (rate - before)

@@ -157,6 +157,13 @@ class HandoffIndex:
             self._forgotten.popitem(last=False)
         self.drop(record)
 
+    def evict(self, record: HandoffRecord) -> None:
+        """Take a record out that was evicted here; an archived one may be looked up again."""
+        if record.archived:
+            self.drop(record)
+        else:
+            self.forget(record)
+
     def drop(self, record: HandoffRecord) -> None:
         """Take a record out; it may be added again from its file."""
         if self._records.pop(record.id, None) is None:

@@ -159,6 +159,7 @@ class HandoffRecord(BaseModel):
         translated_from: id of the handoff of other weights whose text it holds; None: it is no translation.
         exact: its KV is what the engine would compute of its tokens; not so if any was moved to its place.
         error: why the request that was to save it failed; None: it did not, or nobody knows. Not written.
+        archived: it was written to the archive, which is the last to know whether it exists.
         revision: number of times it was written; the greater of two is the later.
     """
 
@@ -188,6 +189,7 @@ class HandoffRecord(BaseModel):
     exact: bool = True
     translated_from: str | None = None
     error: str | None = None
+    archived: bool = False
     revision: int = 0
     _on_disk: bool = PrivateAttr(False)
     _announced: bool = PrivateAttr(False)

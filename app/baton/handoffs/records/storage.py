@@ -43,6 +43,11 @@ class HandoffStorage:
         """Whether handoffs are in a shared store too, for gateways that do not share this folder."""
         return False
 
+    @property
+    def remote(self) -> bool:
+        """Whether a handoff may be somewhere else than on this machine: in a shared store or an archive."""
+        return self.shared
+
     def proof(self, challenge: str) -> str | None:
         """Return what only gateways over this store can answer a challenge with; None: it is of no other use.
 
@@ -93,15 +98,26 @@ class HandoffStorage:
         """
         return 0
 
+    def source_of(self, _record: HandoffRecord) -> str:
+        """Return where a handoff's KV would be fetched from: the rates of the sources differ."""
+        return "shared"
+
+    def begin_archiving(self, _records: Sequence[HandoffRecord]) -> None:
+        """Archive what an earlier run of this gateway has not."""
+
     def stored_bytes(self, records: Sequence[HandoffRecord]) -> list[int]:
         """Return the sizes of several handoffs' KV, here or elsewhere; 0: it is not stored."""
         return [self.kv_bytes(record) for record in records]
 
-    def find(self, handoff_id: str) -> HandoffRecord | None:
+    def find(self, handoff_id: str, _tenant: str) -> HandoffRecord | None:
         """Read a record that another gateway over the same store, or an earlier run, may have written.
 
+        Args:
+            handoff_id: its id.
+            _tenant: who asks; an archive is asked for their handoffs alone.
+
         Raises:
-            HandoffStoreUnavailable: the shared store failed.
+            HandoffStoreUnavailable: the shared store or the archive failed.
         """
         return self.records.read(handoff_id)
 
@@ -226,6 +242,14 @@ class HandoffStorage:
             self.store.delete(record.key)
         except (OSError, StoreError) as error:
             log.warning("handoff_not_removed", reason=type(error).__name__)
+
+    def delete(self, record: HandoffRecord) -> None:
+        """Remove a handoff for good, wherever it is.
+
+        Raises:
+            HandoffStoreUnavailable: the shared store or the archive failed.
+        """
+        self.remove(record)
 
     def remove_expired(self, record: HandoffRecord) -> HandoffRecord | None:
         """Remove an expired handoff, unless another gateway has extended its lifetime.

@@ -10,7 +10,18 @@ from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import HandoffStorage
 
-CHANGEABLE = ("label", "pin", "bytes", "ttl_s", "expires_at", "revision", "stamp", "disk_bytes", "audit")
+CHANGEABLE = (
+    "label",
+    "pin",
+    "bytes",
+    "ttl_s",
+    "expires_at",
+    "revision",
+    "stamp",
+    "disk_bytes",
+    "audit",
+    "archived",
+)
 """Fields of a record that may change after it was saved."""
 
 
@@ -59,17 +70,21 @@ class IndexSync:
             if renewed:
                 self._index.expire_in(known, self.seconds_left(known))
 
-    async def look_up(self, handoff_id: str) -> HandoffRecord | None:
+    async def look_up(self, handoff_id: str, tenant: str) -> HandoffRecord | None:
         """Return a handoff as it is on disk now, unless it is unknown, deleted or expired.
+
+        Args:
+            handoff_id: its id.
+            tenant: who asks; one of another tenant may be returned all the same.
 
         Raises:
             HandoffStoreUnavailable: the shared store, which may know it, does not answer.
         """
         known = self._index.known(handoff_id)
         if known is None:
-            if (found := await asyncio.to_thread(self._storage.find, handoff_id)) is not None:
+            if (found := await asyncio.to_thread(self._storage.find, handoff_id, tenant)) is not None:
                 self.adopt(found)
-        elif known.on_disk:
+        elif known.on_disk or known.archived:
             self.update(known, await asyncio.to_thread(self._storage.reread, known))
         elif known.announced:
             self._update_unwritten(known, await asyncio.to_thread(self._storage.reread, known))
@@ -93,7 +108,7 @@ class IndexSync:
         news = await asyncio.to_thread(self._storage.refresh)
         for handoff_id in news.gone:
             if (gone := self._index.known(handoff_id)) is not None:
-                self._index.forget(gone)
+                self._index.evict(gone)
         for record in news.changed:
             if (known := self._index.known(record.id)) is None:
                 self.adopt(record)

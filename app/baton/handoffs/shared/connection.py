@@ -12,47 +12,44 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from valkey import Valkey
-from valkey.backoff import NoBackoff
-from valkey.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, ValkeyError
+from valkey import ValkeyCluster
+from valkey.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ValkeyClusterException,
+    ValkeyError,
+)
 from valkey.exceptions import TimeoutError as ValkeyTimeoutError
-from valkey.retry import Retry
 
 from baton.errors import HandoffStoreUnavailable, SettingsError
+from baton.handoffs.shared.clients import Client, SharedAddress, open_client
+from baton.handoffs.shared.scripts import CHECK
 from baton.telemetry.shared_store_metrics import SharedStoreMetrics
 
 FAILURES = 3
 """After so many failures in a row the store is left alone for a while."""
 REST_S = 5.0
-CONNECT_S = 0.5
 SKEW_S = 1.0
 """A clock that differs less from the store's is taken to be right."""
 LEAST_VERSION = 7
 TIMEOUTS = (TimeoutError, ValkeyTimeoutError)
 REFUSALS = (AuthenticationError, NoPermissionError)
-Commands = Any
-"""The client or a pipeline: their types are those of synchronous and asynchronous commands at once."""
+FAILURE_TYPES = (ValkeyError, ValkeyClusterException, OSError)
+"""What an exchange raises that failed; a cluster's exceptions are not the client library's other ones."""
 
 
 @dataclass(frozen=True)
-class SharedAddress:
-    """Where the shared store is, and how it is asked.
+class ServerMemory:
+    """How much memory a server may take.
 
     Attributes:
-        url: its address, as `valkey.from_url` takes it.
-        pool: what all keys begin with; gateways of one pool share their handoffs.
-        secret: the key of the digests of all KV, the same for all gateways of the pool.
-        password: sent at each connection; None: the address says it, or there is none.
-        timeout_s: seconds that one exchange may take.
-        ca_file: certificates to trust, for `valkeys://`; None: the system's.
+        most: bytes; 0: no limit.
+        policy: what it does when it is full: `maxmemory-policy`.
     """
 
-    url: str
-    pool: str
-    secret: bytes
-    password: str | None = None
-    timeout_s: float = 1.0
-    ca_file: str | None = None
+    most: int
+    policy: str
 
 
 class SharedConnection:
@@ -77,9 +74,11 @@ class SharedConnection:
         self._secret = address.secret
         self._metrics = metrics
         self._clock = clock
-        self._client: Commands = _client(address)
+        self._address = address
+        self._opened: Client | None = None
         self._scripts: dict[str, Any] = {}
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
         self._failures = 0
         self._resting_until = 0.0
         self._checked = False
@@ -99,7 +98,7 @@ class SharedConnection:
         """Seconds by which the store's clock is ahead of this machine's; 0 if they about agree."""
         return self._ahead_s
 
-    def ask(self, operation: str, work: Callable[[Commands], Any]) -> Any:
+    def ask(self, operation: str, work: Callable[[Client], Any]) -> Any:
         """Exchange something with the store.
 
         Args:
@@ -114,16 +113,16 @@ class SharedConnection:
         began = self._clock()
         try:
             if not self._checked:
-                self._check()
-            answer = work(self._client)
-        except (ValkeyError, OSError) as error:
+                self.check()
+            answer = work(self._client())
+        except FAILURE_TYPES as error:
             raise self._failed(operation, error) from None
         self._metrics.count(operation, self._clock() - began)
         with self._lock:
             self._failures = 0
         return answer
 
-    def batch(self, operation: str, fill: Callable[[Commands], object]) -> list[Any]:
+    def batch(self, operation: str, fill: Callable[[Client], object]) -> list[Any]:
         """Exchange several commands at once, which need not be one step; see `ask`.
 
         Args:
@@ -131,7 +130,7 @@ class SharedConnection:
             fill: adds the commands.
         """
 
-        def work(client: Commands) -> list[Any]:
+        def work(client: Client) -> list[Any]:
             pipe = client.pipeline(transaction=False)
             fill(pipe)
             return list(pipe.execute())
@@ -142,19 +141,13 @@ class SharedConnection:
     def run(self, operation: str, script: str, arguments: Sequence[Any]) -> Any:
         """Run one of the scripts; see `ask`."""
 
-        def work(client: Commands) -> Any:
-            known = self._scripts.get(script)
-            if known is None:
-                known = self._scripts[script] = client.register_script(script)
-            return known(keys=[self.base], args=list(arguments))
-
-        return self.ask(operation, work)
+        return self.ask(operation, lambda client: self._evaluate(client, script, arguments))
 
     def store_id(self) -> bytes:
         """Return the random number that tells the store from others, made at first use; see `ask`."""
         key, fresh = self.own_key("id"), secrets.token_hex(16)
 
-        def work(client: Commands) -> bytes:
+        def work(client: Client) -> bytes:
             client.set(key, fresh, nx=True)
             return bytes(client.get(key) or b"")
 
@@ -170,17 +163,26 @@ class SharedConnection:
             SettingsError: it refuses this gateway, is too old, or has gateways with another secret.
         """
         try:
-            self._check()
-        except (ValkeyError, OSError) as error:
-            if isinstance(error, REFUSALS):
+            self.check()
+        except FAILURE_TYPES as error:
+            if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):
                 raise SettingsError(f"handoffs.shared: the store refuses this gateway: {error}") from None
             self._log.warning("shared_store_unavailable", reason=type(error).__name__)
         except HandoffStoreUnavailable as error:
             raise SettingsError(f"handoffs.shared: {error.message}") from None
 
+    def memory(self) -> list[ServerMemory]:
+        """Return what each server of the store may take; see `ask`."""
+        found = self.ask(
+            "look", lambda client: client.execute_command("INFO", "memory", **_all_nodes(client))
+        )
+        each = found.values() if isinstance(next(iter(found.values())), dict) else [found]
+        return [ServerMemory(int(told["maxmemory"]), str(told["maxmemory_policy"])) for told in each]
+
     def close(self) -> None:
         """Close all connections."""
-        self._client.close()
+        if self._opened is not None:
+            self._opened.close()
 
     def _require_rested(self) -> None:
         with self._lock:
@@ -203,45 +205,47 @@ class SharedConnection:
         self._log.warning("shared_store_failed", operation=operation, reason=type(error).__name__)
         return HandoffStoreUnavailable(retry_after_s=round(REST_S))
 
-    def _check(self) -> None:
-        """Compare secret, version and clock with the store's."""
+    def check(self) -> str:
+        """Compare secret, version and clock with the store's.
+
+        Returns:
+            The version of the store.
+
+        Raises:
+            HandoffStoreUnavailable: gateways of the pool have another secret, or the store is too old.
+            ValkeyError: the store failed; so do the other types of `FAILURE_TYPES`.
+        """
         proof = hmac.new(
             self._secret, f"baton shared store {self._pool}".encode(), hashlib.sha256
         ).hexdigest()
-        key = self.own_key("proof")
-        client = self._client
-        found = client.get(key)
-        if found is None:
-            client.set(key, proof, nx=True)
-            found = client.get(key)
-        if found is None or not hmac.compare_digest(found, proof.encode()):
+        found, version, seconds, micros = self._evaluate(self._client(), CHECK, [proof])
+        if not hmac.compare_digest(found, proof.encode()):
             raise HandoffStoreUnavailable(
                 f"the gateways of the pool '{self._pool}' have another secret (handoffs.shared_secret_file)"
             )
-        seconds, micros = client.time()
-        ahead = seconds + micros / 1e6 - time.time()
-        self._ahead_s = ahead if abs(ahead) > SKEW_S else 0.0
-        version = str(client.info("server").get("redis_version", "0"))
+        version = version.decode()
         if int(version.partition(".")[0]) < LEAST_VERSION:
             raise HandoffStoreUnavailable(f"the store is version {version}; {LEAST_VERSION}.0 is the least")
+        ahead = int(seconds) + int(micros) / 1e6 - time.time()
+        self._ahead_s = ahead if abs(ahead) > SKEW_S else 0.0
         with self._lock:
             self._checked, self._failures, self._resting_until = True, 0, 0.0
+        return str(version)
+
+    def _client(self) -> Client:
+        """Return the client, made at its first use: a cluster must answer for it."""
+        with self._opening:
+            if self._opened is None:
+                self._opened = open_client(self._address)
+            return self._opened
+
+    def _evaluate(self, client: Client, script: str, arguments: Sequence[Any]) -> Any:
+        known = self._scripts.get(script)
+        if known is None:
+            known = self._scripts[script] = client.register_script(script)
+        return known(keys=[self.base], args=list(arguments))
 
 
-def _client(address: SharedAddress) -> Valkey:
-    more: dict[str, Any] = {}
-    if address.password is not None:
-        more["password"] = address.password
-    if address.ca_file is not None:
-        more["ssl_ca_certs"] = address.ca_file
-    try:
-        return Valkey.from_url(
-            address.url,
-            protocol=2,
-            socket_timeout=address.timeout_s,
-            socket_connect_timeout=min(CONNECT_S, address.timeout_s),
-            retry=Retry(NoBackoff(), 0),  # a deadline holds for all tries together
-            **more,
-        )
-    except ValueError as error:
-        raise SettingsError(f"handoffs.shared: {error}") from None
+def _all_nodes(client: Client) -> dict[str, Any]:
+    """Return the option that asks all servers of a cluster which hold keys."""
+    return {"target_nodes": client.PRIMARIES} if isinstance(client, ValkeyCluster) else {}

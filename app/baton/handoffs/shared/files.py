@@ -11,19 +11,26 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from baton.errors import HandoffStoreUnavailable
-from baton.handoffs.shared.connection import Commands, SharedConnection
-from baton.handoffs.shared.scripts import DROP, PIN, RESERVE
+from baton.handoffs.shared.clients import Client
+from baton.handoffs.shared.connection import SharedConnection
+from baton.handoffs.shared.scripts import BEGIN_FILE, DROP, PIN, RESERVE
 from baton.telemetry.shared_store_metrics import SharedStoreMetrics
 from baton_kv.stores.base import MAX_SHARED, EntryMissing, StoreError, StoreFull
 
 CHUNK_BYTES = 1024 * 1024
 CHUNKS_AT_ONCE = 4
+"""Chunks that are written in one exchange; they are read one by one, which a processor's caches favour."""
+BATCHES = 2
+"""Exchanges of one file that are under way at once."""
+THREADS = 8
 WRITING_MS = 60_000
 """What is written aside and not renamed goes by itself after so long."""
 MAX_FILE_BYTES = 1 << 40
@@ -74,6 +81,11 @@ class PoolFiles:
     def __init__(self, connection: SharedConnection, metrics: SharedStoreMetrics) -> None:
         self._connection = connection
         self._metrics = metrics
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="shared-store")
+
+    def close(self) -> None:
+        """Begin no more exchanges of files; those under way end by their deadlines."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def push(self, entry: str, files: Sequence[SharedFile], room: Room) -> None:
         """Write an entry's files, as a whole or not at all. Files that are there already are not written.
@@ -93,7 +105,7 @@ class PoolFiles:
         self._free(self._connection.run("reserve", RESERVE, [*head, *sizes]))
         try:
             for file in files:
-                self._write(file, room.lifetime_ms)
+                self.write(file, room.lifetime_ms)
             self._require_counted(files)
         except BaseException:
             with contextlib.suppress(
@@ -193,7 +205,7 @@ class PoolFiles:
             return
         keys = [self._connection.file_key(name.decode()) for name in names]
 
-        def fill(pipe: Commands) -> None:
+        def fill(pipe: Client) -> None:
             for key in keys:
                 pipe.unlink(key)
 
@@ -208,7 +220,7 @@ class PoolFiles:
         """
         keys = [self._connection.file_key(name.decode()) for name in names]
 
-        def fill(pipe: Commands) -> None:
+        def fill(pipe: Client) -> None:
             for key in keys:
                 pipe.pexpire(key, lifetime_ms, gt=True)
 
@@ -234,7 +246,13 @@ class PoolFiles:
         if answer[0] != 1:
             raise StoreFull("the shared store is full")
 
-    def _write(self, file: SharedFile, lifetime_ms: int) -> None:
+    def write(self, file: SharedFile, lifetime_ms: int) -> None:
+        """Write one file, if it is not there; nobody counts it or looks for room.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+            StoreError: the file could not be read.
+        """
         connection, key = self._connection, self._connection.file_key(file.name)
         if connection.ask("look", lambda client: client.exists(key)):
             connection.ask("extend", lambda client: client.pexpire(key, lifetime_ms, gt=True))
@@ -252,13 +270,23 @@ class PoolFiles:
         self._metrics.moved("push", file.size)
 
     def _write_chunks(self, aside: str, file: SharedFile) -> None:
-        buffer = bytearray(CHUNK_BYTES * CHUNKS_AT_ONCE)
-        for start in range(0, file.size, len(buffer)):
-            view = memoryview(buffer)[: min(len(buffer), file.size - start)]
-            if file.read_into(start, view) != len(view):
-                raise StoreError(f"{file.name} ends too early")
-
-            self._connection.batch("push", partial(_add_chunks, aside, start, view, file.size))
+        """Write a file's chunks; while some are on their way, the next ones are read."""
+        head = [file.size, CHUNK_BYTES, WRITING_MS]
+        self._connection.ask("push", lambda client: client.eval(BEGIN_FILE, 1, aside, *head))
+        sent: deque[Future[Any]] = deque()
+        try:
+            for start in range(0, file.size, CHUNK_BYTES * CHUNKS_AT_ONCE):
+                if len(sent) == BATCHES:
+                    sent.popleft().result()
+                data = memoryview(bytearray(min(CHUNK_BYTES * CHUNKS_AT_ONCE, file.size - start)))
+                if file.read_into(start, data) != len(data):
+                    raise StoreError(f"{file.name} ends too early")
+                add = partial(_add_chunks, aside, start, data)
+                sent.append(self._threads.submit(self._connection.batch, "push", add))
+            for each in sent:
+                each.result()
+        finally:
+            wait(sent)
 
     def _require_counted(self, files: Sequence[SharedFile]) -> None:
         """Remove files again that were evicted while they were written.
@@ -274,28 +302,28 @@ class PoolFiles:
             raise StoreFull("the shared store is full")
 
     def _read(self, name: str, size: int, chunk: int, until: float) -> Generator[bytes]:
+        """Yield a file's chunks; while the caller has one, the next is fetched."""
         key, count = self._connection.file_key(name), -(-size // chunk)
-        for first in range(0, count, CHUNKS_AT_ONCE):
+        coming: deque[Future[Any]] = deque()
+        for index in range(count):
             if time.monotonic() > until:
                 raise StoreError("fetching from the shared store took too long")
-            fields = [str(index) for index in range(first, min(first + CHUNKS_AT_ONCE, count))]
-            parts = self._connection.ask("fetch", partial(_get, key, fields))
-            for index, part in enumerate(parts, first):
-                if part is None:
-                    raise EntryMissing(name)  # expired, evicted or deleted meanwhile
-                if len(part) != min(chunk, size - index * chunk):
-                    raise StoreError("a chunk in the shared store has another length")
-                yield part
+            for ahead in range(index + len(coming), min(index + BATCHES, count)):
+                get = partial(_get, key, str(ahead))
+                coming.append(self._threads.submit(self._connection.ask, "fetch", get))
+            part = coming.popleft().result()
+            if part is None:
+                raise EntryMissing(name)  # expired, evicted or deleted meanwhile
+            if len(part) != min(chunk, size - index * chunk):
+                raise StoreError("a chunk in the shared store has another length")
+            yield part
         self._metrics.moved("fetch", size)
 
 
-def _add_chunks(aside: str, start: int, view: memoryview, size: int, pipe: Commands) -> None:
+def _add_chunks(aside: str, start: int, view: memoryview, pipe: Client) -> None:
     for at in range(0, len(view), CHUNK_BYTES):
         pipe.hset(aside, str((start + at) // CHUNK_BYTES), view[at : at + CHUNK_BYTES])
-    if start == 0:
-        pipe.hset(aside, mapping={"n": size, "c": CHUNK_BYTES})
-        pipe.pexpire(aside, WRITING_MS)
 
 
-def _get(key: str, fields: list[str], client: Commands) -> Any:
-    return client.hmget(key, fields)
+def _get(key: str, field: str, client: Client) -> Any:
+    return client.hget(key, field)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from baton.config.groups import HandoffSettings
 from baton.errors import SettingsError
-from baton.handoffs.shared.connection import SharedAddress, SharedConnection
+from baton.handoffs.shared.clients import SharedAddress
+from baton.handoffs.shared.connection import SharedConnection
 from baton.handoffs.shared.files import PoolFiles
 from baton.handoffs.shared.images import SharedImages
 from baton.handoffs.shared.records import SharedRecords

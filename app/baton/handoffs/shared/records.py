@@ -22,11 +22,12 @@ from baton.errors import HandoffStoreUnavailable
 from baton.handoffs.records.record import HandoffRecord, Usage
 from baton.handoffs.records.record_folder import ID
 from baton.handoffs.records.repository import Edit, News, RecordDeleted
-from baton.handoffs.shared.connection import Commands, SharedConnection
+from baton.handoffs.shared.clients import Client
+from baton.handoffs.shared.connection import SharedConnection
 from baton.handoffs.shared.files import PoolFiles
 from baton.handoffs.shared.scripts import CHANGE_RECORD, KEEP_PENDING, REMOVE_RECORD, WRITE_RECORD
 
-CHANGING = {"label", "pin", "bytes", "ttl_s", "expires_at", "revision", "audit", "state"}
+CHANGING = {"label", "pin", "bytes", "ttl_s", "expires_at", "revision", "audit", "state", "archived"}
 """Fields of a record that may change after it was saved."""
 PENDING_MS = 15_000
 """A pending record whose gateway does not report for so long goes away."""
@@ -209,7 +210,7 @@ class SharedRecords:
         """
         own = self._connection.own_key
 
-        def fill(pipe: Commands) -> None:
+        def fill(pipe: Client) -> None:
             pipe.get(own("seq"))
             pipe.get(own("floor"))
             pipe.zrangebyscore(own("log"), f"({last}", "+inf")

@@ -131,6 +131,21 @@ local function make_room(scope, want, budget)
 end
 """
 
+CHECK = (
+    COMMON
+    + """
+-- ARGV: the proof that this gateway has the pool's secret. Returns the pool's proof, the version, s and us.
+call('SET', base .. 'proof', ARGV[1], 'NX')
+return {call('GET', base .. 'proof'), redis.REDIS_VERSION or '6', clock[1], clock[2]}
+"""
+)
+
+BEGIN_FILE = """
+-- KEYS: what a file is written to. ARGV: its bytes, those of a chunk, lifetime ms. It always has an end.
+redis.call('HSET', KEYS[1], 'n', ARGV[1], 'c', ARGV[2])
+return redis.call('PEXPIRE', KEYS[1], ARGV[3])
+"""
+
 RESERVE = (
     COMMON
     + """

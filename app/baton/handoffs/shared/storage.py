@@ -59,6 +59,7 @@ class SharedStorage(HandoffStorage):
         return proof_of(self.secret(self.store.root), self.connection.store_id(), challenge)
 
     def close(self) -> None:
+        self.files.close()
         self.connection.close()
 
     def announce(self, record: HandoffRecord) -> None:

@@ -1,0 +1,172 @@
+"""Write handoffs to the archive in the background, and delete there what has expired."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import structlog
+
+from baton.errors import HandoffImagesLost, HandoffStoreUnavailable
+from baton.handoffs.archive.bucket import Conflict
+from baton.handoffs.archive.copies import Archive
+from baton.handoffs.archive.expiry import remove_expired
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.repository import OtherUsage
+from baton.handoffs.records.state import HandoffState
+from baton.handoffs.records.storage import HandoffStorage
+from baton_kv.stores.base import StoreError
+
+THREADS = 2
+"""Handoffs that are written at once."""
+AGAIN_AFTER_S = 30.0
+"""What could not be written is tried again this much later."""
+MAX_WAITING = 10_000
+EXPIRED_EVERY_S = 3600.0
+CLOSE_WITHIN_S = 2.0
+Job = Callable[[], bool]
+"""Returns whether it is done; if not, it is tried again later."""
+
+
+class Archiver:
+    """The background work of one gateway for the archive.
+
+    Args:
+        archive: the archive.
+        inner: this machine's storage, and perhaps the shared store's.
+        after_s: handoffs that live at least so long are archived.
+    """
+
+    def __init__(self, archive: Archive, inner: HandoffStorage, after_s: float) -> None:
+        self._archive = archive
+        self._inner = inner
+        self._after_s = after_s
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="archive-write")
+        self._lock = threading.Lock()
+        self._jobs: dict[str, Job] = {}
+        self._running: dict[str, Future[None]] = {}
+        self._later: dict[str, float] = {}
+        self._closed = threading.Event()
+        self._upkeep = threading.Thread(target=self._keep_up, name="archive-upkeep", daemon=True)
+        self._upkeep.start()
+        self._log = structlog.get_logger("baton.handoffs")
+
+    def wants(self, record: HandoffRecord) -> bool:
+        """Return whether a handoff belongs into the archive."""
+        return (
+            not record.automatic
+            and record.state is HandoffState.READY
+            and (record.pin or record.ttl_s >= self._after_s)
+        )
+
+    def write_later(self, record: HandoffRecord) -> None:
+        """Bring the archive up to date with a handoff.
+
+        Args:
+            record: the handoff as this gateway's index knows it; it is noted there when it is archived.
+        """
+        self.begin(record.id, lambda: self._write(record))
+
+    def begin(self, name: str, job: Job) -> None:
+        """Do something in the background, after what is under way for the same name."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            if name not in self._jobs and len(self._jobs) >= MAX_WAITING:
+                self._archive.metrics.handoff("failed")
+                self._log.warning("handoff_not_archived", handoff=name, reason="too many are waiting")
+                return
+            self._jobs[name] = job
+            self._later.pop(name, None)
+            if name not in self._running:
+                self._start(name)
+            self._archive.metrics.waiting.set(len(self._jobs))
+
+    def is_waiting(self, name: str) -> bool:
+        """Return whether something is to be done for a name."""
+        return name in self._jobs
+
+    def idle(self) -> bool:
+        """Return whether nothing is under way; what is tried again later is not."""
+        with self._lock:
+            return not self._running
+
+    def close(self) -> None:
+        """Begin nothing more, and give what is under way a moment."""
+        with self._lock:
+            self._closed.set()
+            running = list(self._running.values())
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        wait(running, CLOSE_WITHIN_S)
+        self._archive.files.close()
+        self._upkeep.join(CLOSE_WITHIN_S)
+
+    def _start(self, name: str) -> None:
+        self._running[name] = self._threads.submit(self._run, name)
+
+    def _run(self, name: str) -> None:
+        with self._lock:
+            job = self._jobs[name]
+        try:
+            done = job()
+        except (HandoffStoreUnavailable, StoreError, Conflict) as error:
+            self._log.warning("handoff_not_archived", handoff=name, reason=str(error) or "changed by others")
+            done = False
+        except HandoffImagesLost as error:  # they will not come back
+            self._log.warning("handoff_not_archived", handoff=name, reason=error.message)
+            done = True
+        except Exception as error:  # noqa: BLE001  # the border of this thread: the next job may work
+            self._log.error("handoff_not_archived", handoff=name, reason=f"{type(error).__name__}: {error}")
+            done = False
+        self._ended(name, job, done)
+
+    def _ended(self, name: str, job: Job, done: bool) -> None:
+        with self._lock:
+            self._running.pop(name, None)
+            if self._jobs.get(name) is not job:  # something newer came meanwhile
+                if not self._closed.is_set():
+                    self._start(name)
+            elif done:
+                del self._jobs[name]
+            else:
+                self._archive.metrics.handoff("failed")
+                self._later[name] = time.monotonic() + AGAIN_AFTER_S
+            self._archive.metrics.waiting.set(len(self._jobs))
+
+    def _write(self, known: HandoffRecord) -> bool:
+        record = self._inner.find(known.id, known.tenant)
+        if record is None or record.expires_at <= time.time():
+            return True
+        if not self._archive.write(self._inner, record):
+            self._inner.remove(record)  # another gateway deleted it
+            return True
+        known.archived = True
+        if not record.archived:
+            self._inner.change(record, _mark)
+        return True
+
+    def _keep_up(self) -> None:
+        """Try again what failed, and look for what has expired, until this is closed."""
+        next_expired = time.monotonic() + random.uniform(0.1, 1.0) * EXPIRED_EVERY_S
+        while not self._closed.wait(1.0):
+            now = time.monotonic()
+            with self._lock:
+                for name in [name for name, at in self._later.items() if at <= now]:
+                    del self._later[name]
+                    if name in self._jobs and name not in self._running:
+                        self._start(name)
+            if now >= next_expired:
+                next_expired = now + EXPIRED_EVERY_S
+                self.begin(" expired", self._remove_expired)
+
+    def _remove_expired(self) -> bool:
+        count = remove_expired(self._archive, self._closed.is_set)
+        self._log.info("archive_expired", handoffs=count)
+        return True
+
+
+def _mark(record: HandoffRecord, _others: OtherUsage) -> None:
+    record.archived = True

@@ -1,0 +1,334 @@
+"""Ask the archive's bucket, with a deadline for every request and a pause after failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import obstore
+import structlog
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotModifiedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store
+
+from baton.errors import HandoffStoreUnavailable, SettingsError
+from baton.telemetry.archive_metrics import ArchiveMetrics
+
+FAILURES = 3
+"""After so many failures in a row the archive is left alone for a while."""
+REST_S = 5.0
+CONNECT_S = 1.0
+PART_S = 30.0
+"""Seconds that one part of a file may take; a part has `PART_BYTES`."""
+PART_BYTES = 8 * 1024 * 1024
+PARTS_AT_ONCE = 2
+PART_TRIES = 2
+UNAVAILABLE = "The archive of handoffs does not answer; try again shortly."
+REFUSALS = (PermissionDeniedError, UnauthenticatedError)
+Answer = TypeVar("Answer")
+
+
+class Conflict(Exception):
+    """An object is not in the version that a change was made from."""
+
+
+class NotChanged(Exception):
+    """An object still is in the version that is known."""
+
+
+@dataclass(frozen=True)
+class BucketAddress:
+    """Where the archive is, and how it is asked.
+
+    Attributes:
+        bucket: name of the bucket.
+        prefix: what the names of all objects begin with.
+        endpoint: address of another service than AWS's; None: of the environment, else AWS's.
+        region: of the bucket; None: of the environment.
+        key: id and secret of an access key; None: of the environment, or of the machine's role.
+        certificates: to trust, as PEM; None: the system's.
+        timeout_s: seconds that a small request may take.
+    """
+
+    bucket: str
+    prefix: str = ""
+    endpoint: str | None = None
+    region: str | None = None
+    key: tuple[str, str] | None = None
+    certificates: bytes | None = None
+    timeout_s: float = 2.0
+
+
+class Found(NamedTuple):
+    """A small object.
+
+    Attributes:
+        data: its bytes.
+        version: names this version of it.
+    """
+
+    data: bytes
+    version: str
+
+
+class Bucket:
+    """The objects under one prefix of a bucket, for several threads. All calls block.
+
+    Args:
+        address: where the bucket is.
+        metrics: where requests are counted.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, address: BucketAddress, metrics: ArchiveMetrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._small = _client(address, address.timeout_s, retries=0)
+        self._large = _client(address, max(PART_S, address.timeout_s), retries=PART_TRIES - 1)
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._resting_until = 0.0
+        self._log = structlog.get_logger("baton.handoffs")
+
+    def get(self, name: str, unless: str | None = None) -> Found | None:
+        """Read a small object; None: there is none.
+
+        Args:
+            name: its name.
+            unless: a version that is known already.
+
+        Raises:
+            NotChanged: it still is that version.
+            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
+        """
+
+        def work() -> Found | None:
+            try:
+                found = self._small.get(name, options={"if_none_match": unless} if unless else {})
+                return Found(bytes(found.bytes()), found.meta["e_tag"] or "")
+            except FileNotFoundError:
+                return None
+            except NotModifiedError:
+                raise NotChanged() from None
+
+        return self._ask("get", work)
+
+    def put(self, name: str, data: bytes, over: str | None = None, *, new: bool = False) -> str:
+        """Write a small object; returns its version.
+
+        Args:
+            name: its name.
+            data: its bytes.
+            over: the version that it may replace; None: any.
+            new: there must be none under this name.
+
+        Raises:
+            Conflict: another version is there, or none.
+            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
+        """
+
+        def work() -> str:
+            mode: Any = "create" if new else {"e_tag": over} if over is not None else "overwrite"
+            try:
+                return self._small.put(name, data, mode=mode, use_multipart=False)["e_tag"] or ""
+            except (AlreadyExistsError, PreconditionError):
+                raise Conflict() from None
+            except FileNotFoundError:  # that is what some services answer where there is nothing to replace
+                if over is None:
+                    raise
+                raise Conflict() from None
+
+        return self._ask("put", work)
+
+    def head(self, name: str) -> tuple[int, float] | None:
+        """Return an object's size and age in seconds; None: there is none.
+
+        Raises:
+            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
+        """
+
+        def work() -> tuple[int, float] | None:
+            try:
+                found = self._small.head(name)
+            except FileNotFoundError:
+                return None
+            return found["size"], time.time() - found["last_modified"].timestamp()
+
+        return self._ask("head", work)
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if there is one.
+
+        Raises:
+            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
+        """
+
+        def work() -> None:
+            try:
+                self._small.delete(name)
+            except FileNotFoundError:
+                return
+
+        self._ask("delete", work)
+
+    def names(self, prefix: str) -> Iterator[str]:
+        """Return the names under a prefix, in order.
+
+        Raises:
+            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
+        """
+        listing = iter(self._small.list(prefix))
+        while (chunk := self._ask("list", lambda: next(listing, None))) is not None:
+            yield from (each["path"] for each in chunk)
+
+    def upload(self, name: str, parts: Iterable[bytes]) -> None:
+        """Write a large object, as a whole or not at all.
+
+        Args:
+            name: its name.
+            parts: its bytes; an exception of it ends the upload.
+
+        Raises:
+            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
+        """
+
+        def work() -> None:
+            self._large.put(name, parts, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
+
+        self._ask("upload", work)
+
+    def part(self, name: str, start: int, stop: int) -> bytes:
+        """Read some bytes of a large object, fewer at its end.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
+        """
+        found = self._ask("part", lambda: _part(self._large, name, start, stop))
+        if found is None:
+            raise FileNotFoundError(name)
+        return found
+
+    def require_usable(self, name: str, proof: bytes) -> None:
+        """Check at the start that the bucket may be used, and belongs to gateways with the same secret.
+
+        An archive that is down is no reason not to start: it is asked again later.
+
+        Args:
+            name: of an object that the first gateway writes.
+            proof: what it writes.
+
+        Raises:
+            SettingsError: it refuses this gateway, does not exist, or has gateways with another secret.
+        """
+        try:
+            self._small.put(name, proof, mode="create", use_multipart=False)
+            found: bytes | None = proof
+        except AlreadyExistsError:
+            found = self._proof(name)
+        except FileNotFoundError:
+            raise SettingsError("handoffs.archive: there is no such bucket") from None
+        except REFUSALS as error:
+            raise SettingsError(f"handoffs.archive: {_refusal(error)}") from None
+        except (BaseError, OSError) as error:
+            self._log.warning("archive_unavailable", reason=type(error).__name__)
+            return
+        if found is not None and found != proof:
+            raise SettingsError(
+                "handoffs.archive: it belongs to gateways with another secret (handoffs.shared_secret_file)"
+            )
+
+    def _proof(self, name: str) -> bytes | None:
+        try:
+            return bytes(self._small.get(name).bytes())
+        except REFUSALS as error:
+            raise SettingsError(f"handoffs.archive: {_refusal(error)}") from None
+        except (BaseError, OSError) as error:
+            self._log.warning("archive_unavailable", reason=type(error).__name__)
+            return None
+
+    def _ask(self, operation: str, work: Callable[[], Answer]) -> Answer:
+        self._require_rested()
+        began = self._clock()
+        try:
+            answer = work()
+        except (Conflict, NotChanged):
+            self._succeeded(operation, began)
+            raise
+        except (BaseError, OSError) as error:
+            raise self._failed(operation, error) from None
+        self._succeeded(operation, began)
+        return answer
+
+    def _succeeded(self, operation: str, began: float) -> None:
+        self._metrics.count(operation, self._clock() - began)
+        with self._lock:
+            self._failures, self._resting_until = 0, 0.0
+
+    def _require_rested(self) -> None:
+        with self._lock:
+            if self._clock() < self._resting_until:
+                self._metrics.not_used("resting")
+                raise HandoffStoreUnavailable(UNAVAILABLE, retry_after_s=round(REST_S))
+            if self._failures >= FAILURES:  # this request is the probe; others wait for how it ends
+                self._resting_until = self._clock() + REST_S
+
+    def _failed(self, operation: str, error: Exception) -> HandoffStoreUnavailable:
+        refused = isinstance(error, REFUSALS)
+        late = not refused and "error sending request" in str(error)  # obstore has no exception of its own
+        self._metrics.failed("refused" if refused else "timeout" if late else "error")
+        with self._lock:
+            self._failures += 1
+            if self._failures >= FAILURES:
+                self._resting_until = self._clock() + REST_S
+        reason = _refusal(error) if refused else type(error).__name__
+        self._log.warning("archive_failed", operation=operation, reason=reason)
+        return HandoffStoreUnavailable(UNAVAILABLE, retry_after_s=round(REST_S))
+
+
+def _part(store: S3Store, name: str, start: int, stop: int) -> bytes | None:
+    try:
+        return obstore.get_range(store, name, start=start, end=stop).to_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _refusal(error: Exception) -> str:
+    """Say that the service refused: its own text names the object and its host."""
+    return f"the service refuses these credentials ({type(error).__name__})"
+
+
+def _client(address: BucketAddress, timeout_s: float, retries: int) -> S3Store:
+    options: dict[str, Any] = {
+        "timeout": timedelta(seconds=timeout_s),
+        "connect_timeout": timedelta(seconds=min(CONNECT_S, timeout_s)),
+        "allow_http": address.endpoint is not None and address.endpoint.startswith("http://"),
+    }
+    if address.certificates is not None:
+        options["root_certificate"] = address.certificates
+    more: dict[str, Any] = {"endpoint": address.endpoint, "region": address.region}
+    if address.key is not None:
+        more["access_key_id"], more["secret_access_key"] = address.key
+    retry: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=timeout_s)}
+    try:
+        return S3Store(
+            address.bucket,
+            prefix=address.prefix or None,
+            client_options=options,  # type: ignore[arg-type]  # their dictionaries are typed by key
+            retry_config=retry,
+            **{name: value for name, value in more.items() if value is not None},
+        )
+    except (BaseError, ValueError) as error:
+        raise SettingsError(f"handoffs.archive: {error}") from None

@@ -1,0 +1,311 @@
+"""Put the archive behind a machine's storage: the last place where a handoff is looked for.
+
+With a shared store that one says what a handoff's label, pin and lifetime are, and the archive follows in the
+background. Without one the archive does: a change is made there first, and other machines see it some seconds
+later.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from baton.errors import HandoffImagesLost, HandoffPinsFull, HandoffStoreUnavailable
+from baton.handoffs.archive.archiver import Archiver
+from baton.handoffs.archive.bucket import UNAVAILABLE, Conflict, NotChanged
+from baton.handoffs.archive.copies import Archive, placed
+from baton.handoffs.archive.documents import Document, Tampered
+from baton.handoffs.archive.files import Damaged
+from baton.handoffs.archive.over import StorageOver
+from baton.handoffs.archive.records import Version
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.repository import Edit, OtherUsage
+from baton.images.placed_image import PlacedImage
+from baton_kv.stores.base import StoreError
+
+LOOK_AGAIN_S = 5.0
+"""Without a shared store, what other machines change in the archive is seen after so long, at most."""
+MAX_SEEN = 10_000
+CHANGING = ("label", "pin", "ttl_s", "expires_at", "audit")
+
+log = structlog.get_logger("baton.handoffs")
+
+
+class Seen:
+    """What this gateway knows of archived handoffs: their versions, and whose files are damaged."""
+
+    def __init__(self) -> None:
+        self._versions: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._damaged: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def note(self, handoff_id: str, tag: str) -> None:
+        """Note the version of a handoff's document."""
+        with self._lock:
+            self._versions[handoff_id] = tag, time.monotonic()
+            while len(self._versions) > MAX_SEEN:
+                self._versions.popitem(last=False)
+
+    def version(self, handoff_id: str) -> tuple[str | None, float]:
+        """Return the version that is known, and how many seconds ago it was current."""
+        tag, at = self._versions.get(handoff_id, (None, float("-inf")))
+        return tag, time.monotonic() - at
+
+    def note_damaged(self, handoff_id: str) -> None:
+        """Note that a handoff's KV cannot be fetched, now or later."""
+        with self._lock:
+            self._damaged[handoff_id] = None
+            while len(self._damaged) > MAX_SEEN:
+                self._damaged.popitem(last=False)
+
+    def is_damaged(self, handoff_id: str) -> bool:
+        """Return whether a handoff's KV cannot be fetched."""
+        return handoff_id in self._damaged
+
+
+@dataclass(frozen=True)
+class ArchivedStorage(StorageOver):
+    """A `HandoffStorage` whose pinned and long-lived handoffs outlive it.
+
+    Attributes:
+        archive: the archive.
+        archiver: writes to it in the background.
+        seen: what is known of its handoffs.
+    """
+
+    archive: Archive
+    archiver: Archiver
+    seen: Seen = field(default_factory=Seen)
+
+    @property
+    def remote(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.archiver.close()
+        self.inner.close()
+
+    def begin_archiving(self, records: Sequence[HandoffRecord]) -> None:
+        for record in records:
+            if not record.archived and self.archiver.wants(record):
+                self.archiver.write_later(record)
+
+    def create(self, record: HandoffRecord, edit: Edit) -> bool:
+        saved = self.inner.create(record, edit)
+        if saved and self.archiver.wants(record):
+            self.archiver.write_later(record)
+        return saved
+
+    def change(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
+        if record.archived and record.on_disk and not self.inner.shared:
+            return self._change_archived(record, edit)
+        changed = self.inner.change(record, edit)
+        if changed is not None and changed.on_disk and (changed.archived or self.archiver.wants(changed)):
+            self.archiver.write_later(record)
+        return changed
+
+    def _change_archived(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
+        """Change the archive's record, and this machine's to what is then there."""
+
+        def over(there: HandoffRecord) -> HandoffRecord | None:
+            def merged(mine: HandoffRecord, others: OtherUsage) -> None:
+                _take_over(mine, there)
+                edit(mine, others)
+
+            return self.inner.change(record, merged)
+
+        try:
+            changed = self.archive.change(record, over)
+        except Conflict:
+            raise HandoffStoreUnavailable(UNAVAILABLE) from None
+        if changed is None:
+            self.inner.remove(record)
+        else:
+            self.archiver.write_later(record)  # its KV may have been saved since
+        return changed
+
+    def find(self, handoff_id: str, tenant: str) -> HandoffRecord | None:
+        try:
+            found = self.inner.find(handoff_id, tenant)
+        except HandoffStoreUnavailable:
+            if (there := self.archive.records.look_up(handoff_id, tenant)) is None:
+                raise
+            return self._restored(there)
+        if found is not None:
+            return found
+        there = self.archive.records.look_up(handoff_id, tenant)
+        return self._restored(there) if there is not None else None
+
+    def _restored(self, there: Version) -> HandoffRecord | None:
+        """Write a record of the archive to this machine, or to the shared store; None: it was deleted now."""
+        record = there.document.record
+        assert record is not None
+        record.archived = True
+        record.prepare()
+        self.seen.note(record.id, there.tag)
+        record.on_disk = self.inner.create(record, _as_it_is)
+        self.archive.metrics.handoff("found")
+        try:
+            now = self.archive.records.read(self._name(record), unless=there.tag)
+        except NotChanged:
+            return record
+        except (Tampered, HandoffStoreUnavailable):
+            now = None
+        if now is not None and now.document.record is not None:
+            return record  # changed meanwhile: that is seen with the next look
+        self.inner.remove(record)
+        return None
+
+    def reread(self, record: HandoffRecord) -> HandoffRecord | None:
+        if record.archived and not record.on_disk:  # this machine had no room for it
+            return self._up_to_date(record)
+        found = self.inner.reread(record)
+        if not (found or record).archived:
+            return found
+        if found is None:  # evicted here, or by the shared store; or deleted
+            there = self.archive.records.look_up(record.id, record.tenant)
+            return self._restored(there) if there is not None else None
+        return found if self.inner.shared else self._up_to_date(found)
+
+    def _up_to_date(self, record: HandoffRecord) -> HandoffRecord | None:
+        """Return a record with what other machines changed in the archive; None: it was deleted there."""
+        tag, age = self.seen.version(record.id)
+        if age < LOOK_AGAIN_S:
+            return record
+        try:
+            there = self.archive.records.read(self._name(record), unless=tag)
+        except NotChanged:
+            assert tag is not None
+            self.seen.note(record.id, tag)
+            return record
+        except (Tampered, HandoffStoreUnavailable):  # it cannot be read now, but may exist
+            return record
+        if there is None or there.document.record is None:
+            self.inner.remove(record)
+            return None
+        told = there.document.record
+        self.seen.note(record.id, there.tag)
+        return self.inner.change(record, lambda mine, _others: _take_over(mine, told))
+
+    def source_of(self, record: HandoffRecord) -> str:
+        if self.inner.shared and any(self.inner.stored_bytes([record])):
+            return "shared"
+        return "archive"
+
+    def is_here(self, record: HandoffRecord) -> bool:
+        return self.store.exists(record.key)
+
+    def fetch(self, record: HandoffRecord, within_s: float) -> int:
+        began, failed = time.monotonic(), None
+        try:
+            size = self.inner.fetch(record, within_s)
+        except (StoreError, HandoffStoreUnavailable) as error:
+            size, failed = 0, error
+        if size or self.is_here(record):
+            return size
+        if not record.archived or (document := self._document(record)) is None or not document.files:
+            if failed is not None:
+                raise failed
+            return 0
+        try:
+            size = self.archive.fetch(self.store, document.files, within_s - (time.monotonic() - began))
+        except Damaged:
+            self.seen.note_damaged(record.id)
+            raise
+        self._settle(record)
+        return size
+
+    def _settle(self, record: HandoffRecord) -> None:
+        """Pin KV that was fetched from the archive, and let the shared store have it again."""
+        if self.inner.shared:
+            self.archiver.begin(f"share {record.id}", lambda: self.inner.share(record) or True)
+        if record.pin:
+            try:
+                self.inner.pin(record, True)
+            except (HandoffPinsFull, HandoffStoreUnavailable) as error:
+                log.warning("handoff_not_pinned", handoff=record.id, reason=error.message)
+
+    def stored_bytes(self, records: Sequence[HandoffRecord]) -> list[int]:
+        found = self.inner.stored_bytes(records)
+        return [
+            size or (record.bytes if record.archived and not self.seen.is_damaged(record.id) else 0)
+            for record, size in zip(records, found, strict=True)
+        ]
+
+    def read_images(self, record: HandoffRecord) -> list[PlacedImage]:
+        try:
+            return self.inner.read_images(record)
+        except HandoffImagesLost:
+            document = self._document(record) if record.archived else None
+            if document is None or not document.images:
+                raise
+        try:
+            found = self.archive.images(document)
+        except StoreError as error:
+            log.warning("handoff_image_unreadable", handoff=record.id, reason=str(error))
+            raise HandoffImagesLost() from None
+        images = placed(record, found)
+        copy = HandoffRecord.model_validate(record.model_dump())
+        copy.image_data.update(found)
+        self.inner.save_images(copy)
+        return images
+
+    def quarantine(self, record: HandoffRecord) -> None:
+        self.inner.quarantine(record)
+        self.seen.note_damaged(record.id)
+        if record.archived or self.archiver.is_waiting(record.id):
+
+            def without_kv() -> bool:
+                self.archive.records.release(*self.archive.without_kv(record))
+                return True
+
+            self.archiver.begin(record.id, without_kv)
+
+    def delete(self, record: HandoffRecord) -> None:
+        concerned = record.archived or self.archiver.wants(record) or self.archiver.is_waiting(record.id)
+        if not concerned or record.automatic:
+            self.inner.delete(record)
+            return
+        handoff, objects = self.archive.delete(record)
+        self.inner.delete(record)
+
+        def release() -> bool:
+            self.archive.records.release(handoff, objects)
+            return True
+
+        self.archiver.begin(record.id, release)  # in the place of a write that waits
+
+    def remove_expired(self, record: HandoffRecord) -> HandoffRecord | None:
+        if record.archived and not self.inner.shared:
+            try:
+                there = self.archive.records.look_up(record.id, record.tenant)
+            except HandoffStoreUnavailable:
+                there = None
+            told = there.document.record if there is not None else None
+            if told is not None and told.expires_at > record.expires_at:
+                return self.inner.change(record, lambda mine, _others: _take_over(mine, told))
+        return self.inner.remove_expired(record)
+
+    def _document(self, record: HandoffRecord) -> Document | None:
+        """Return the archive's document of a handoff, unless it was deleted or tampered with."""
+        _, found = self.archive.records.current(record.tenant, record.id)
+        return found.document if found is not None else None
+
+    def _name(self, record: HandoffRecord) -> str:
+        return self.archive.names.handoff(record.tenant, record.id)
+
+
+def _take_over(mine: HandoffRecord, there: HandoffRecord) -> None:
+    """Set what may change of a record to what it is in the archive."""
+    for name in CHANGING:
+        setattr(mine, name, getattr(there, name))
+    mine.archived = True
+
+
+def _as_it_is(_record: HandoffRecord, _others: OtherUsage) -> None:
+    """Change nothing."""

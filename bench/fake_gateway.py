@@ -1,0 +1,30 @@
+"""Serve an engine that computes nothing, to measure what stands before it: `fake_gateway.py PORT`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from baton.config.groups import EngineSettings
+from baton.config.settings import load_settings
+from baton.engines.fake.engine import FakeEngine
+from baton.engines.fleet import Fleet
+from baton.http.uvicorn_server import GatewayServer
+from baton.serve import listen
+from baton.server import create_app
+from baton.telemetry.logs import configure_logs
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    engine = FakeEngine("bench")
+    given = {"port": int(sys.argv[1]), "metrics": {"port": 0}, "log_level": "error"}
+    settings = load_settings(**given, engines=(EngineSettings(name=engine.name, model="fake"),))  # type: ignore[arg-type]  # values are validated
+    configure_logs("error", "json", sys.stderr)
+    with listen(settings.host, settings.port, "--port") as listener:
+        app = create_app(settings, Fleet([engine], supervision=settings.supervision))
+        asyncio.run(GatewayServer(app, settings, print).serve(sockets=[listener]))
+
+
+if __name__ == "__main__":
+    main()

