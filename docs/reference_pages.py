@@ -23,12 +23,13 @@ from pydantic_core import PydanticUndefined
 
 from baton import errors
 from baton.cli import app as command
-from baton.config.groups import EngineSettings, Frozen
+from baton.config.groups import EngineSettings, Frozen, RemoteSettings
 from baton.config.settings import Settings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.server import create_app
 from baton.telemetry.metrics import GatewayMetrics, TransferMetrics
+from baton.telemetry.remote_metrics import RemoteMetrics
 
 DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
@@ -62,6 +63,8 @@ def shown_default(field: FieldInfo) -> str:
     if field.default_factory is not None:
         return "`{}`" if field.annotation in (dict, dict[str, Any]) else "see below"
     default = field.default
+    if isinstance(default, Frozen):
+        return "see below"
     if default is PydanticUndefined:
         return ""
     if default is None:
@@ -116,6 +119,11 @@ def settings_page() -> str:
         more = sentence(field.description or "") + NOTES["settings"].get(name, "")
         prefix = f"{name}."
         parts += [heading, about, more, table(head, settings_rows(prefix, kind.model_fields))]
+        if name == "engines":
+            about = sentence((RemoteSettings.__doc__ or "").partition(": ")[2])
+            rows = settings_rows("engines.remote.", RemoteSettings.model_fields)
+            more = NOTES["settings"]["remote"].strip()
+            parts += ["## `[engines.remote]`", about[:1].upper() + about[1:], more, table(head, rows)]
     return page(
         "settings", "Settings", "## Of the whole gateway", table(head, settings_rows("", plain)), *parts
     )
@@ -156,6 +164,7 @@ def metric_rows() -> list[list[str]]:
     """Return one row for each `baton_*` series: name, labels, kind, and what it counts."""
     registry = GatewayMetrics().registry
     TransferMetrics(registry, "engine")
+    RemoteMetrics(registry, "engine")
     rows = []
     for collector in registry._collector_to_names:
         kind = type(collector).__name__

@@ -14,6 +14,7 @@ from types import FrameType
 
 import structlog
 import uvicorn
+from prometheus_client import REGISTRY
 
 from baton.admission.api_keys import keyring_for
 from baton.config.groups import EngineSettings
@@ -21,6 +22,7 @@ from baton.config.settings import Settings
 from baton.config.vllm_environment import apply_environment, environment_conflicts, runs_eager
 from baton.engines.fleet import UP, Fleet
 from baton.engines.process.orphan_reaper import MARK, OrphanReaper
+from baton.engines.remote.build import build_remote_engines
 from baton.engines.vllm_version import check_vllm, is_cpu_build
 from baton.errors import StartError
 from baton.http.uvicorn_server import GatewayServer, url_of
@@ -113,14 +115,17 @@ def listen_for_metrics(settings: Settings, *, keyed: bool) -> Iterator[socket.so
 def _build(
     settings: Settings, progress: PhaseProgress, output: EngineOutput, reaper: OrphanReaper, *, tenants: bool
 ) -> Fleet:
+    remote = build_remote_engines(settings, tenants=tenants)
+    if not settings.own_engines:  # then nothing here needs vLLM
+        return Fleet(remote, supervision=settings.supervision, shared_registries=(REGISTRY,))
     store = ModelStore(settings.models_folder)
     models = {}
-    for engine in settings.engines:
+    for engine in settings.own_engines:
         row = f"model {engine.model}"
         models[engine.name] = store.resolve(engine.model, partial(progress.phase, row))
         if engine.model in EMBEDDED:
             progress.done(row, "files verified")
-    offline = not any(_may_need_hub(engine) for engine in settings.engines)
+    offline = not any(_may_need_hub(engine) for engine in settings.own_engines)
     compiles = not (is_cpu_build() and runs_eager(settings))
     apply_environment(
         settings, offline=offline, compiles=compiles, marks={MARK: reaper.mark}, scratch=reaper.scratch
@@ -132,7 +137,7 @@ def _build(
     )  # imports vLLM for seconds, and needs the environment set above
 
     progress.done("vllm", "imported")
-    return build_fleet(settings, models, tenants=tenants, last_words=output.root_cause)
+    return build_fleet(settings, models, tenants=tenants, last_words=output.root_cause, remote=remote)
 
 
 HUB_ARGS = ("tokenizer", "hf_config_path", "speculative_config")

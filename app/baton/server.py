@@ -26,6 +26,7 @@ from baton.handoffs.archive.opening import open_archived
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.save_rule import SaveRule
 from baton.handoffs.automatic.service import AutomaticHandoffs
+from baton.handoffs.forwarded import ForwardedHandoffs
 from baton.handoffs.planner import Planner
 from baton.handoffs.records.image_store import ImageStore
 from baton.handoffs.records.repository import HandoffRepository
@@ -88,7 +89,7 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
         raise SettingsError(f"handoffs.store: {error}") from None
     except OSError as error:
         raise SettingsError(f"handoffs.store: {settings.handoff_store}: {error.strerror}") from None
-    automatic = any((engine.auto or settings.handoffs.auto) != "off" for engine in settings.engines)
+    automatic = any((engine.auto or settings.handoffs.auto) != "off" for engine in settings.own_engines)
     return Handoffs(settings.handoffs, storage, metrics.handoffs, automatic=automatic)
 
 
@@ -194,6 +195,7 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
             audits,
         ),
         audits,
+        ForwardedHandoffs(handoffs.storage),
         StoredResponses(
             settings.responses,
             responses_of(settings),

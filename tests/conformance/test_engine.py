@@ -12,6 +12,7 @@ import httpx
 import pytest
 from support import pictures
 from support.gateways import run_fake
+from support.remote_gateways import remote, run_near
 
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import Plugin
@@ -36,9 +37,14 @@ def fakes() -> list[FakeEngine]:
     ]
 
 
-@pytest.fixture(scope="module", params=["fake", pytest.param("vllm", marks=pytest.mark.engine)])
+@pytest.fixture(scope="module", params=["fake", "remote", pytest.param("vllm", marks=pytest.mark.engine)])
 def client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
-    if request.param == "fake":
+    if request.param == "remote":
+        with run_fake(*fakes()) as there:
+            engines = (remote(there.url, name, model=name) for name in there.fleet.names)
+            with run_near(*engines) as gateway, gateway.client() as client:
+                yield client
+    elif request.param == "fake":
         with (
             run_fake(*fakes()) as gateway,
             gateway.client() as client,
@@ -47,6 +53,14 @@ def client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     else:
         with request.getfixturevalue("real_gateway").client() as client:
             yield client
+
+
+@pytest.fixture
+def here(client: httpx.Client, request: pytest.FixtureRequest) -> httpx.Client:
+    """A client of engines that run in the gateway they are asked of."""
+    if request.node.callspec.params["client"] == "remote":
+        pytest.skip("ids, plugins and vLLM's metrics are the other gateway's")
+    return client
 
 
 def body(path: str, **more: object) -> dict[str, object]:
@@ -83,8 +97,8 @@ def streamed_text(path: str, response: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_answer_in_one_piece_has_text_and_our_request_id(client: httpx.Client, path: str) -> None:
-    response = client.post(path, json=body(path))
+def test_an_answer_in_one_piece_has_text_and_our_request_id(here: httpx.Client, path: str) -> None:
+    response = here.post(path, json=body(path))
     assert response.status_code == 200, response.text
     assert text_of(path, response.json())
     assert response.headers["x-request-id"] in response.json()["id"]
@@ -208,23 +222,23 @@ def test_requests_at_once_on_two_engines_are_each_answered(client: httpx.Client)
         assert f'"model": "{name}"' in response.text.replace('":"', '": "')
 
 
-def test_an_engine_s_metrics_carry_its_name(client: httpx.Client) -> None:
-    page = client.get("/metrics").text
+def test_an_engine_s_metrics_carry_its_name(here: httpx.Client) -> None:
+    page = here.get("/metrics").text
     for name in ("smollm2", "smollm2-fp32"):
         assert f'baton_engine_up{{engine="{name}"}} 1.0' in page
         assert f'vllm:generation_tokens_total{{engine="0",model_name="{name}"}}' in page
     assert page.count("# TYPE vllm:generation_tokens_total counter") == 1
 
 
-def test_a_plugins_model_takes_data_and_says_so(client: httpx.Client) -> None:
-    refused = client.post("/pooling", json={"model": "flood-tiny", "input": "where is the water?"})
+def test_a_plugins_model_takes_data_and_says_so(here: httpx.Client) -> None:
+    refused = here.post("/pooling", json={"model": "flood-tiny", "input": "where is the water?"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
     for path in ("/v1/embeddings", "/classify"):
-        refused = client.post(path, json={"model": "flood-tiny", "input": "x"})
+        refused = here.post(path, json={"model": "flood-tiny", "input": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "operation_unsupported")
     (row,) = [
         row
-        for row in client.get("/v1/plugins").json()["data"]
+        for row in here.get("/v1/plugins").json()["data"]
         if (row["group"], row["name"]) == ("vllm.io_processor_plugins", "baton_geo")
     ]
     assert row["engines"] == ["flood-tiny"]

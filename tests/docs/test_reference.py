@@ -14,10 +14,11 @@ from support.errors_tree import ANSWERED
 from support.gateways import run_fake
 
 from baton import errors
-from baton.config.groups import EngineSettings, Frozen
+from baton.config.groups import EngineSettings, Frozen, RemoteSettings
 from baton.config.settings import Settings
 from baton.engines.fake.engine import FakeEngine
 from baton.telemetry.metrics import GatewayMetrics, TransferMetrics
+from baton.telemetry.remote_metrics import RemoteMetrics
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -55,6 +56,9 @@ def settings_names() -> list[str]:
         annotation = EngineSettings if name == "engines" else field.annotation
         if isinstance(annotation, type) and issubclass(annotation, Frozen):
             names += [f"{name}.{key}" for key in annotation.model_fields]
+            names += (
+                [f"engines.remote.{key}" for key in RemoteSettings.model_fields] if name == "engines" else []
+            )
         else:
             names.append(name)
     return names
@@ -84,6 +88,7 @@ def test_every_error_code_is_documented_with_its_status(error: type) -> None:
 def test_every_metric_is_documented_with_its_labels() -> None:
     registry = GatewayMetrics().registry
     TransferMetrics(registry, "engine")
+    RemoteMetrics(registry, "engine")
     for collector in registry._collector_to_names:
         name = next(name for name in registry._collector_to_names[collector] if not name.endswith("_created"))
         labels = ", ".join(f"`{label}`" for label in collector._labelnames)
@@ -97,7 +102,7 @@ def test_every_metric_is_documented_with_its_labels() -> None:
 
 
 NAMED = {
-    "settings": {*Settings.model_fields},
+    "settings": {*Settings.model_fields, "remote"},
     "errors": {error.code for error in ANSWERED},
     "metrics": set(re.findall(r"^\| `(\w+)` \|", text("metrics"), re.MULTILINE)),
     "routes": set(re.findall(r"^\| `([^`]+)` \|", text("routes"), re.MULTILINE)),

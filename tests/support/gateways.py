@@ -30,6 +30,7 @@ from baton.config.groups import EngineSettings
 from baton.config.settings import Settings, load_settings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
+from baton.engines.port import Engine
 from baton.engines.process.processes import wait_until_gone
 from baton.engines.process.shared_memory import segments_of
 from baton.http.uvicorn_server import GatewayServer, url_of
@@ -84,7 +85,7 @@ def raw_status(url: str, method: str, target: str, headers: dict[str, str] | Non
 
 @contextmanager
 def run_fake(
-    *engines: FakeEngine, wait: bool = True, memory_reader: MemoryReader | None = None, **overrides: Any
+    *engines: Engine, wait: bool = True, memory_reader: MemoryReader | None = None, **overrides: Any
 ) -> Iterator[FakeGateway]:
     """A gateway in a thread, on a free port of 127.0.0.1."""
     served = tuple(EngineSettings(name=engine.name, model="fake") for engine in engines)

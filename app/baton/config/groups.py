@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, model_validator
 
 from baton.config.frozen import KIB, MIB, Frozen
 from baton.config.handoff_groups import AutomaticMode, HandoffSettings
+from baton.config.remote_groups import RemoteSettings, ServerUrl
 from baton.config.request_groups import ImageSettings, LimitSettings, ResponseSettings
 
 __all__ = [
     "CPU_KV_CACHE_BYTES", "MIB", "AdmissionSettings", "AuthSettings", "AutomaticMode", "EdgeSettings",
     "EngineSettings", "Frozen", "HandoffSettings", "ImageSettings", "LimitSettings", "MetricsSettings",
-    "PoolingSettings", "ResponseSettings", "SupervisionSettings",
+    "PoolingSettings", "RemoteSettings", "ResponseSettings", "SupervisionSettings",
 ]  # fmt: skip
 
 CPU_KV_CACHE_BYTES = 512 * MIB
@@ -31,8 +32,15 @@ HostName = Annotated[
 ]
 
 
+OF_OUR_OWN_ENGINES = (
+    "kv_cache_memory", "gpu_share", "auto", "translate", "latent", "io_processor", "classic_plugin", "args",
+    "serving",
+)  # fmt: skip
+"""Settings of an engine that runs here, which say nothing of another server."""
+
+
 class EngineSettings(Frozen):
-    """One `[[engines]]` table: one vLLM engine."""
+    """One `[[engines]]` table: one vLLM engine, or another server."""
 
     name: EngineName = Field(description="The word by which a request's `model` picks this engine.")
     aliases: tuple[EngineName, ...] = Field(
@@ -42,7 +50,16 @@ class EngineSettings(Frozen):
     )
     model: str = Field(
         min_length=1,
-        description="Where the weights are: an embedded model, a local folder, or a hub id.",
+        description="Where the weights are: an embedded model, a local folder, or a hub id. With `url`: the "
+        "model's name there, which is `name` unless set.",
+    )
+    url: ServerUrl | None = Field(
+        None,
+        description="Address of another server that answers this engine's requests: another Baton, `vllm "
+        "serve`, or any with OpenAI's API. Unset: vLLM runs here.",
+    )
+    remote: RemoteSettings = Field(
+        RemoteSettings(), description="How that server is asked; only with `url`. See below."
     )
     runner: Literal["generate", "pooling"] = Field(
         "generate",
@@ -63,7 +80,9 @@ class EngineSettings(Frozen):
         "Unset: engines on the same GPU share 0.92 of it equally; one alone takes vLLM's default.",
     )
     handoff: bool = Field(
-        False, description="Whether requests may leave their KV behind as a handoff, and start from one."
+        False,
+        description="Whether requests may leave their KV behind as a handoff, and start from one. With "
+        "`url`: where the server is a Baton over the same store.",
     )
     auto: AutomaticMode | None = Field(
         None,
@@ -98,6 +117,33 @@ class EngineSettings(Frozen):
         description="vLLM's serving options by their Python name: `chat_template`, "
         "`tool_call_parser`, `enable_auto_tool_choice`, `reasoning_parser`, ...",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _there_it_has_the_same_name(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("url") is not None and "model" not in given:
+            return given | {"model": given.get("name")}
+        return given
+
+    @model_validator(mode="after")
+    def _settings_are_of_its_kind(self) -> EngineSettings:
+        if self.url is None and self._given("remote"):
+            raise ValueError(f"engines '{self.name}': `remote` says how a server is asked: give its `url`")
+        given = [name for name in OF_OUR_OWN_ENGINES if self._given(name)]
+        if self.url is not None and given:
+            raise ValueError(
+                f"engines '{self.name}': `{given[0]}` is for engines that run here: leave it out, or `url`"
+            )
+        return self
+
+    def _given(self, name: str) -> bool:
+        default = type(self).model_fields[name].get_default(call_default_factory=True)
+        return bool(getattr(self, name) != default)
+
+    @property
+    def own(self) -> bool:
+        """Whether the engine runs here, and is no other server."""
+        return self.url is None
 
 
 class AuthSettings(Frozen):

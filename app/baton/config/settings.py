@@ -183,6 +183,11 @@ class Settings(BaseSettings):
         return self.model_copy(update={"engines": engines})
 
     @property
+    def own_engines(self) -> tuple[EngineSettings, ...]:
+        """Return the engines that run here; the others are servers elsewhere."""
+        return tuple(engine for engine in self.engines if engine.own)
+
+    @property
     def loopback(self) -> bool:
         """Return whether only this machine can reach the gateway."""
         return is_loopback(self.host)
@@ -305,12 +310,13 @@ def nearest(word: str, known: list[str]) -> str:
 
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
     """Return the keys of the table at `loc`: a group, an `[[engines]]` table, or the file itself."""
-    if not loc:
-        return list(Settings.model_fields)
-    kinds = [Settings.model_fields[str(loc[0])].annotation]
-    kinds += get_args(kinds[0])  # of a group that may be given several times
-    (group,) = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Frozen))
-    return list(group.model_fields)
+    fields = dict(Settings.model_fields)
+    for part in (part for part in loc if isinstance(part, str)):
+        kinds = [fields[part].annotation]
+        kinds += get_args(kinds[0])  # of a group that may be given several times
+        (group,) = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Frozen))
+        fields = group.model_fields
+    return list(fields)
 
 
 def _refuse_unknown_variables() -> None:

@@ -29,7 +29,7 @@ def allocator_remaps() -> bool:
 
 def runs_eager(settings: Settings) -> bool:
     """Return whether no engine compiles its model; on a CPU that is the default."""
-    return all(engine.args.get("enforce_eager", True) for engine in settings.engines)
+    return all(engine.args.get("enforce_eager", True) for engine in settings.own_engines)
 
 
 def cpu_threads(settings: Settings) -> str:
@@ -40,7 +40,7 @@ def cpu_threads(settings: Settings) -> str:
     """
     if settings.cpu_threads != "auto":
         return settings.cpu_threads
-    ranks = {int(engine.args.get("tensor_parallel_size") or 1) for engine in settings.engines}
+    ranks = {int(engine.args.get("tensor_parallel_size") or 1) for engine in settings.own_engines}
     if len(ranks) > 1:
         return "nobind"
     count, own = ranks.pop(), cores()

@@ -54,14 +54,14 @@ def _driver(gpu: Gpu) -> Finding:
 def _shares(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """Check that every engine's GPUs are there and have room for it."""
     try:
-        shares = gpu_shares(settings.engines)
+        shares = gpu_shares(settings.own_engines)
     except SettingsError as error:
         what, _, mend = error.message.rpartition(": ")
         yield Finding("gpu shares", what, True, mend)
         return
     by_id = _by_id(gpus)
     taken: defaultdict[str, float] = defaultdict(float)
-    for engine in settings.engines:
+    for engine in settings.own_engines:
         if missing := [gpu for gpu in gpus_of(engine) if gpu not in by_id]:
             mend = "correct args.device_ids or args.tensor_parallel_size"
             yield Finding(f"engine {engine.name}", f"there is no GPU {', '.join(missing)}", True, mend)
@@ -88,7 +88,7 @@ def _by_id(gpus: Sequence[Gpu]) -> dict[str, Gpu]:
 
 
 def _handoffs(settings: Settings) -> Iterator[Finding]:
-    engines = settings.with_allowed_handoffs(on_cpu=False).engines
+    engines = settings.with_allowed_handoffs(on_cpu=False).own_engines
     hand_over = [engine.name for engine in engines if engine.handoff]
     if not hand_over:
         return

@@ -20,6 +20,7 @@ from baton.config.settings import Settings, load_settings
 from baton.config.vllm_environment import environment_conflicts
 from baton.doctor.findings import Finding
 from baton.doctor.gpus import examine_gpus
+from baton.doctor.servers import examine_servers
 from baton.doctor.shared_store import examine_shared_store
 from baton.engines.cpu import read_processor
 from baton.engines.dtype import dtype_for
@@ -51,27 +52,41 @@ REINSTALL = (
 
 def examine(config: Path | None) -> list[Finding]:
     """Run all checks; those of the settings only if they can be read."""
-    findings = [*_python(), *_versions(), *_torchvision()]
     try:
         settings = load_settings(config)
     except OperatorError as error:
         mend = "correct the lines above; the settings page of the documentation lists every setting"
-        return [*findings, Finding("settings", error.message, True, mend)]
+        return [*_installed(needed=True), Finding("settings", error.message, True, mend)]
     return [
-        *findings,
+        *_installed(needed=bool(settings.own_engines)),
         Finding("settings", f"read; engines: {', '.join(engine.name for engine in settings.engines)}"),
         *_keys(settings),
-        *_environment(settings),
-        *_memory(settings),
-        *_cores(),
-        *_processor(settings),
-        *([] if is_cpu_build() else examine_gpus(settings)),
-        *_disk(settings),
+        *(_own_engines(settings) if settings.own_engines else ()),
+        *examine_servers(settings),
         *examine_shared_store(settings),
-        *_models(settings),
         *_port("port", settings.host, settings.port, "--port"),
         *_metrics_port(settings),
     ]
+
+
+def _installed(*, needed: bool) -> Iterator[Finding]:
+    """Check what is installed; vLLM is needed where an engine runs here."""
+    yield from _python()
+    yield from _versions(needed=needed)
+    if needed:
+        yield from _torchvision()
+
+
+def _own_engines(settings: Settings) -> Iterator[Finding]:
+    """Check what the engines that run here need."""
+    yield from _environment(settings)
+    yield from _memory(settings)
+    yield from _cores()
+    yield from _processor(settings)
+    if not is_cpu_build():
+        yield from examine_gpus(settings)
+    yield from _disk(settings)
+    yield from _models(settings)
 
 
 def _metrics_port(settings: Settings) -> Iterator[Finding]:
@@ -102,17 +117,17 @@ def _python() -> Iterator[Finding]:
     yield Finding("python", found, bad, "Baton needs Python 3.11 or newer" if bad else "")
 
 
-def _versions() -> Iterator[Finding]:
+def _versions(*, needed: bool) -> Iterator[Finding]:
     for distribution, floor in FLOORS.items():
         found = installed_vllm() if distribution == "vllm" else installed(distribution)
-        needed = ".".join(map(str, floor))
+        least = ".".join(map(str, floor))
         if found is None:
-            bad = distribution == "vllm"
-            mend = REINSTALL if bad else ""
-            yield Finding(distribution, "not installed", bad, mend)
+            bad = needed and distribution == "vllm"
+            text = "not installed" if needed else "not installed, and not needed"
+            yield Finding(distribution, text, bad, REINSTALL if bad else "")
             continue
         bad = _numbers(found) < floor or (distribution == "vllm" and _numbers(found)[:2] != floor)
-        text = f"{found} (needed: {needed}{'.x' if distribution == 'vllm' else ' or newer'})"
+        text = f"{found} (needed: {least}{'.x' if distribution == 'vllm' else ' or newer'})"
         yield Finding(distribution, text, bad, REINSTALL if bad else "")
 
 
@@ -142,11 +157,13 @@ def _environment(settings: Settings) -> Iterator[Finding]:
 
 def _memory(settings: Settings) -> Iterator[Finding]:
     available = psutil.virtual_memory().available
-    pools = sum(int(engine.kv_cache_memory or CPU_KV_CACHE_BYTES) for engine in settings.engines)
+    pools = sum(int(engine.kv_cache_memory or CPU_KV_CACHE_BYTES) for engine in settings.own_engines)
     pools = pools if is_cpu_build() else 0  # a GPU's pool is in its own memory
-    needed = len(settings.engines) * ENGINE_BYTES + pools
+    needed = len(settings.own_engines) * ENGINE_BYTES + pools
     bad = available < needed
-    text = f"{available / GIB:.1f} GiB free; {len(settings.engines)} small engine(s) take {needed / GIB:.1f}"
+    text = (
+        f"{available / GIB:.1f} GiB free; {len(settings.own_engines)} small engine(s) take {needed / GIB:.1f}"
+    )
     yield Finding("memory", text, bad, "free some, or give an engine less `kv_cache_memory`" if bad else "")
 
 
@@ -165,7 +182,7 @@ def _processor(settings: Settings) -> Iterator[Finding]:
     store, memory = ModelStore(settings.models_folder), MemoryReader().total()
     wide = [
         engine.name
-        for engine in settings.engines
+        for engine in settings.own_engines
         if dtype_for(engine, _weights(store, engine.model), processor, memory=memory)
     ]
     text = f"{processor}; dtype: as each model or its settings say"
@@ -192,7 +209,7 @@ def _disk(settings: Settings) -> Iterator[Finding]:
 
 def _models(settings: Settings) -> Iterator[Finding]:
     store = ModelStore(settings.models_folder)
-    for engine in settings.engines:
+    for engine in settings.own_engines:
         if engine.model in EMBEDDED:
             yield _embedded(store, EMBEDDED[engine.model])
         elif engine.model.startswith(("/", "./", "../", "~")):

@@ -1,4 +1,4 @@
-"""The port to an engine: the `Engine` protocol and its types. `vllm/` and `fake/` implement it."""
+"""The port to an engine: the `Engine` protocol and its types. `vllm/`, `remote/` and `fake/` implement it."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ class Operation(StrEnum):
 class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"
+    UNREACHABLE = "unreachable"
+    """A server elsewhere that does not answer; it is asked until it does."""
     RESTARTING = "restarting"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -59,11 +61,19 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True)
 class WholeReply:
-    """An answer in one piece, with the headers that describe its content."""
+    """An answer in one piece, with the headers that describe its content.
+
+    Attributes:
+        body: the answer.
+        media_type: of the body.
+        headers: that describe it.
+        status: HTTP status, which is 200 but for another server's 201 and 202.
+    """
 
     body: bytes
     media_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
+    status: int = 200
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,68 @@ class ImageInput:
 
 
 Reply = WholeReply | StreamReply
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What another gateway says of itself to one that sends it requests.
+
+    Attributes:
+        tenant: the tenant whose key the gateway was asked with.
+        proof: proof that it uses a certain store of handoffs; None: it uses none.
+        hands_over: whether its engine supports handoffs.
+    """
+
+    tenant: str
+    proof: str | None
+    hands_over: bool
+
+
+class Forwarding(Protocol):
+    """The server elsewhere that answers all requests of an engine."""
+
+    @property
+    def is_gateway(self) -> bool:
+        """Whether it is another Baton."""
+        ...
+
+    async def send(
+        self, operation: Operation, body: Json, context: RequestContext, *, automatic: bool
+    ) -> Reply:
+        """Send a request on, with its `handoff` field, and return the answer.
+
+        Args:
+            operation: the operation.
+            body: the client's body, without the fields that only the gateway may set.
+            context: ids and tenant of the request.
+            automatic: whether the other gateway may load and save handoffs by itself.
+
+        Raises:
+            BatonError: the server refused the request, failed, or cannot be reached.
+        """
+        ...
+
+    async def create_handoff(self, body: Json, context: RequestContext) -> WholeReply:
+        """Send the body of `POST /v1/handoffs` on.
+
+        Raises:
+            BatonError: see `send`.
+        """
+        ...
+
+    async def peer(self, challenge: str, context: RequestContext) -> Peer | None:
+        """Ask the server who it is; None: it is no gateway.
+
+        Args:
+            challenge: random hexadecimal digits that its proof is made for.
+            context: of the request for which it is asked; its tenant's key is used.
+
+        Raises:
+            BatonError: the server failed or cannot be reached.
+        """
+        ...
+
+
 Report = Callable[[str], None]
 """Called with the phase that a start is in, as a text for people."""
 
@@ -224,6 +296,11 @@ class Engine(Protocol):
     @property
     def images(self) -> ImageInput:
         """How the engine's model takes images."""
+        ...
+
+    @property
+    def forwarding(self) -> Forwarding | None:
+        """The server elsewhere that gets requests whole, with their handoffs; None: the engine runs here."""
         ...
 
     @property

@@ -66,7 +66,7 @@ class Supervisor:
     def state(self) -> EngineState:
         """The engine's state, but `restarting` while it is down and will be restarted."""
         state = self._engine.state
-        if self.given_up or state is EngineState.READY or not self._start_s:
+        if self.given_up or state in (EngineState.READY, EngineState.UNREACHABLE) or not self._start_s:
             return EngineState.FAILED if self.given_up else state
         return EngineState.RESTARTING
 
@@ -76,6 +76,10 @@ class Supervisor:
         if state is EngineState.STARTING:
             return EngineUnavailable(
                 f"The engine for '{name}' is still starting; try again shortly.", retry_after_s=5
+            )
+        if state is EngineState.UNREACHABLE:
+            return EngineUnavailable(
+                f"The server that answers for '{name}' cannot be reached; try again shortly.", retry_after_s=5
             )
         if state is EngineState.RESTARTING:
             left = self._start_s - (self._clock() - self._down_since) if self._down_since else self._start_s

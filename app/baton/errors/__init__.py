@@ -32,11 +32,14 @@
     │   ├── Unprocessable            422 unprocessable
     │   ├── HeadersTooLarge          431 headers_too_large
     │   ├── RateLimited              429 rate_limited            (retryable)
+    │   ├── RemoteRefusal            400 remote_refusal          (or another server's own status and code)
     │   └── PluginRefusal            400 plugin_refusal          (or the plugin's own status and code)
     ├── ServerError                  5xx: the gateway or an engine is at fault
     │   ├── InternalError            500 internal_error
     │   ├── GenerationFailed         500 generation_failed
     │   ├── PluginFailed             500 plugin_failed
+    │   ├── RemoteFailed             502 remote_failed         (in a stream: or another server's own code)
+    │   │   └── RemoteUnreachable    502 remote_unreachable
     │   ├── EngineOverloaded         503 engine_overloaded     (retryable)
     │   ├── EngineUnavailable        503 engine_unavailable    (retryable)
     │   │   └── EngineRestarting     503 engine_restarting     (retryable)
@@ -45,6 +48,8 @@
     │   ├── GatewayOverloaded        503 gateway_overloaded    (retryable)
     │   ├── HandoffStoreUnavailable  503 handoff_store_unavailable (retryable)
     │   ├── PluginBusy               503 plugin_busy           (retryable) or the plugin's own code
+    │   ├── RemoteBusy               503 remote_busy           (retryable) or 429, or another's own code
+    │   ├── RemoteTimeout            504 remote_timeout
     │   └── PluginTimeout            504 plugin_timeout
     └── OperatorError                not sent over HTTP: one paragraph on the terminal, and an exit code
         ├── SettingsError            exit 2
@@ -82,6 +87,7 @@ from baton.errors.client import (
     OriginNotAllowed,
     PluginRefusal,
     RateLimited,
+    RemoteRefusal,
     RequestTimeout,
     ResponseNotFound,
     TemplateUnsupported,
@@ -102,6 +108,10 @@ from baton.errors.server import (
     PluginBusy,
     PluginFailed,
     PluginTimeout,
+    RemoteBusy,
+    RemoteFailed,
+    RemoteTimeout,
+    RemoteUnreachable,
     ShuttingDown,
     TooManyConnections,
 )
@@ -145,6 +155,11 @@ __all__ = [
     "PluginRefusal",
     "PluginTimeout",
     "RateLimited",
+    "RemoteBusy",
+    "RemoteFailed",
+    "RemoteRefusal",
+    "RemoteTimeout",
+    "RemoteUnreachable",
     "RequestTimeout",
     "ResponseNotFound",
     "ServerError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -65,3 +66,9 @@ class OperatorError(BatonError):
     """Base of errors that the person who starts Baton has to fix."""
 
     exit_code: ClassVar[int] = 1
+
+
+def with_fields(body: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of an error with the fields of another server's; the request id stays ours."""
+    ours = body["error"]
+    return {"error": {**ours, **fields, "request_id": ours["request_id"]}}

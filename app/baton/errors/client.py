@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from baton.errors.base import ClientError
+from collections.abc import Mapping
+from typing import Any
+
+from baton.errors.base import ClientError, with_fields
 
 
 class InvalidJson(ClientError):
@@ -202,6 +205,33 @@ class RateLimited(ClientError):
     kind = "rate_limit_error"
     retryable = True
     default_message = "Too many requests; try again after the number of seconds in 'Retry-After'."
+
+
+class RemoteRefusal(ClientError):
+    """The server that the request was sent on to refuses it; the client gets that server's error.
+
+    Args:
+        message: the server's.
+        status: the server's.
+        fields: of the server's error.
+    """
+
+    code = "remote_refusal"
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        status: int | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status or self.status
+        self._fields = dict(fields or {})
+        self.code = str(self._fields.get("code") or self.code)
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        return with_fields(super().body(request_id), self._fields)
 
 
 class PluginRefusal(ClientError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from baton.errors.base import ServerError
+from collections.abc import Mapping
+from typing import Any
+
+from baton.errors.base import ServerError, with_fields
 
 
 class InternalError(ServerError):
@@ -61,6 +64,70 @@ class HandoffStoreUnavailable(ServerError):
     status = 503
     retryable = True
     default_message = "The shared store of handoffs does not answer; try again shortly."
+
+
+class RemoteFailed(ServerError):
+    """The server that the request was sent on to failed, answered what it should not, or cannot be reached.
+
+    Args:
+        message: what happened.
+        fields: of the error that the server sent within a stream, which the client gets.
+    """
+
+    code = "remote_failed"
+    status = 502
+    default_message = "The server that answers for this model failed on this request."
+
+    def __init__(self, message: str | None = None, *, fields: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self._fields = dict(fields or {})
+        self.code = str(self._fields.get("code") or self.code)
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        return with_fields(super().body(request_id), self._fields)
+
+
+class RemoteUnreachable(RemoteFailed):
+    code = "remote_unreachable"
+    default_message = "The server that answers for this model cannot be reached; it did not get the request."
+
+
+class RemoteTimeout(ServerError):
+    code = "remote_timeout"
+    status = 504
+    default_message = "The server that answers for this model took too long."
+
+
+class RemoteBusy(ServerError):
+    """The server that the request was sent on to has too much to do (503), or limits this gateway (429).
+
+    Args:
+        message: what happened.
+        status: 429 or 503.
+        retry_after_s: as the server says.
+        fields: of its error, which the client gets; empty: it sent none.
+    """
+
+    code = "remote_busy"
+    status = 503
+    retryable = True
+    default_message = "The server that answers for this model has too much to do; try again shortly."
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        status: int = 503,
+        retry_after_s: int | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.status = status
+        self._fields = dict(fields or {})
+        self.code = str(self._fields.get("code") or self.code)
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        return with_fields(super().body(request_id), self._fields)
 
 
 class PluginFailed(ServerError):

@@ -84,6 +84,11 @@ class Handoffs:
             self._sync.adopt(record)
         storage.begin_archiving(found)
 
+    @property
+    def storage(self) -> HandoffStorage:
+        """What the handoffs have on disk and in a shared store."""
+        return self._storage
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Sweep while inside; at the end wait a moment for background work."""

@@ -27,6 +27,7 @@ from baton.handoffs.options import (
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.session import Session
 from baton.handoffs.source import Source
+from baton.http.forwarding import prepare_forwarded
 from baton.http.request_body import in_a_thread, off_the_loop, read_json
 from baton.http.request_images import completed, take_images
 from baton.http.request_state import context_of, state_of
@@ -138,6 +139,11 @@ async def _respond(
         constraints = measure() if small else await in_a_thread(request, measure)
         await gateway.compiler.require(constraints, context.tenant)
     automatic = apply_header(body, request.headers.get(HEADER)) if operation in OPERATIONS else False
+    if (forwarding := engine.forwarding) is not None:
+        await prepare_forwarded(request, engine, forwarding, operation, body)
+        ticket = await take_place(request, engine)
+        reply = await forwarding.send(operation, body, context, automatic=automatic)
+        return await _response(request, gateway, ticket, reply, finish)
     options = take_options(body, engine, operation)
     images = await take_images(request, engine, operation, body)
     sources: list[HandoffRecord] = []
@@ -163,11 +169,18 @@ async def _respond(
     else:
         chooser = gateway.automatic.request(engine, operation, body, context.tenant) if automatic else None
         reply = await engine.call(operation, body, context, chooser=chooser)
+    return await _response(request, gateway, ticket, reply, finish)
+
+
+async def _response(
+    request: Request, gateway: Gateway, ticket: Ticket, reply: Reply, finish: Finish
+) -> Response:
+    """Return the response that an engine's reply becomes."""
     if not isinstance(reply, StreamReply):
         ticket.leave_engine()  # neither a slow reader nor what follows need hold it
     reply = await finish(reply)
     if not isinstance(reply, StreamReply):
-        return Response(reply.body, media_type=reply.media_type, headers=dict(reply.headers))
+        return Response(reply.body, reply.status, media_type=reply.media_type, headers=dict(reply.headers))
     seconds = gateway.settings.edge.keep_alive_s
     return await event_stream(
         reply.events, request.scope, gateway.metrics, reply.headers, keep_alive_s=seconds

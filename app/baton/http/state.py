@@ -13,6 +13,7 @@ from baton.engines.fleet import Fleet
 from baton.handoffs.ahead import JoinsAhead
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.service import AutomaticHandoffs
+from baton.handoffs.forwarded import ForwardedHandoffs
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
 from baton.handoffs.sources import Sources
@@ -41,6 +42,7 @@ class Gateway:
     ahead: JoinsAhead
     automatic: AutomaticHandoffs
     audits: Audits
+    forwarded: ForwardedHandoffs
     responses: StoredResponses
     pooling: Pooling
     drain: Drain

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 MAX_TRACESTATE = 512
+HOPS_HEADER = b"x-baton-hops"
+"""Header in which gateways count how often a request was sent on, so that none goes in a circle."""
 
 LOCAL_TENANT = "local"
 """The tenant of every request on a gateway without keys."""
@@ -29,6 +31,7 @@ class RequestContext:
         tenant: the owner of the API key; `local` on a gateway without keys.
         prompt_tokens: prompt tokens so far.
         generated_tokens: generated tokens so far.
+        hops: number of gateways that sent the request on before it came here.
         images: digests of the request's images, the only ones that its engine may get. None: vLLM names
             them itself.
     """
@@ -41,6 +44,7 @@ class RequestContext:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     images: frozenset[str] | None = frozenset()
+    hops: int = 0
 
 
 def new_request_id() -> str:
@@ -64,6 +68,8 @@ def context_from_headers(headers: list[tuple[bytes, bytes]], tenant: str = LOCAL
             context.client_request_id = text
         elif name == b"traceparent" and TRACEPARENT.fullmatch(text := value.decode("latin-1")):
             context.traceparent = text
+        elif name == HOPS_HEADER and value.isdigit() and len(value) <= 3:
+            context.hops = int(value)
         elif name == b"tracestate" and len(value) <= MAX_TRACESTATE:
             tracestate = value.decode("latin-1")
     if context.traceparent:

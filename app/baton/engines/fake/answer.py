@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from baton.engines.fake.prompt import MAX_MODEL_LEN, POOLING, STREAMS, prompt_words, token_id, token_limit
-from baton.engines.fake.shapes import CHUNK, KINDS, WHOLE, chat_chunk, deltas_of, event, response_event
+from baton.engines.fake.shapes import CHUNK, KINDS, WHOLE, begun, chat_chunk, deltas_of, ended, event
 from baton.engines.kv_transfer import TransferChooser, TransferRequest
 from baton.engines.port import EngineState, Json, Operation, WholeReply
 from baton.errors import ContextTooLong, EngineRestarting
@@ -115,19 +115,18 @@ class Answer:
         shape = CHUNK[self._operation]
         failure = self._engine.behaviour.stream_error
         said = 0
-        whole = self._operation is Operation.RESPONSES
         async for token in self._tokens():
             if failure is not None and said == self._engine.behaviour.stream_error_after:
                 raise failure
-            if whole and not said:
-                yield response_event(self, "", "response.created")
+            if not said and (first := begun(self)):
+                yield first
             said += 1
             if self.parsed is None:
                 yield shape(self, token)
         for delta in deltas_of(self.parsed) if self.parsed is not None else ():
             yield chat_chunk(self, delta)
-        if whole:
-            yield response_event(self, "".join(self._said), "response.completed")
+        if last := ended(self, "".join(self._said)):
+            yield last
         options = self._body.get("stream_options") or {}
         if self._operation in (Operation.COMPLETIONS, Operation.CHAT):
             if transfer := self._transfer_fields():
@@ -158,6 +157,11 @@ class Answer:
     def parsed(self) -> Json | None:
         """The message that `FakeBehaviour.parsed` puts in place of a chat's answer, if any."""
         return self._engine.behaviour.parsed if self._operation is Operation.CHAT else None
+
+    @property
+    def operation(self) -> Operation:
+        """The operation."""
+        return self._operation
 
     def usage(self) -> Json:
         """Return the answer's `usage` in OpenAI's shape."""

@@ -18,7 +18,17 @@ from prometheus_client import CollectorRegistry, Counter
 from baton.engines.fake.answer import Answer
 from baton.engines.fake.prompt import MAX_MODEL_LEN, POOLING, STREAMS, message_text, with_images
 from baton.engines.kv_transfer import TransferChooser, TransferRequest
-from baton.engines.port import EngineState, ImageInput, Json, Operation, Plugin, Reply, Report, StreamReply
+from baton.engines.port import (
+    EngineState,
+    Forwarding,
+    ImageInput,
+    Json,
+    Operation,
+    Plugin,
+    Reply,
+    Report,
+    StreamReply,
+)
 from baton.engines.throughput import Throughput
 from baton.errors import BatonError, OperationUnsupported, StartError
 from baton.images.client_image import ClientImage
@@ -71,6 +81,7 @@ class FakeEngine:
         pooling: whether it embeds instead of generating.
         supports_handoffs: whether handoffs are on; there is no KV, so they only carry tokens.
         plugin: the plugin that answers `/pooling`, if any.
+        forwarding: none, as the engine runs here.
         moves_unsupported: see `Engine.moves_unsupported`.
         translates: see `Engine.translates`.
         rosetta_pairs: see `Engine.rosetta_pairs`.
@@ -105,6 +116,7 @@ class FakeEngine:
     aliases: tuple[str, ...] = ()
     state: EngineState = EngineState.STARTING
     plugin: Plugin | None = None
+    forwarding: Forwarding | None = None
     throughput: Throughput = field(default_factory=Throughput)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     bodies: list[Json] = field(default_factory=list)

@@ -198,7 +198,29 @@ def _response_chunk(_answer: Answer, token: str) -> str:
     return event({"type": kind, "delta": token, "item_id": "msg_0"}, kind)
 
 
-def response_event(answer: Answer, text: str, name: str) -> str:
+def begun(answer: Answer) -> str:
+    """Write the event that a stream begins with; empty: it begins with its first token."""
+    if answer.operation is Operation.RESPONSES:
+        return _response_event(answer, "", "response.created")
+    if answer.operation is Operation.MESSAGES:
+        message = _whole_message(answer, "") | {"content": [], "stop_reason": None}
+        message["usage"] = message["usage"] | {"output_tokens": 0}
+        return event({"type": "message_start", "message": message}, "message_start")
+    return ""
+
+
+def ended(answer: Answer, text: str) -> str:
+    """Write the events that a stream ends with, those of completions and chats apart."""
+    if answer.operation is Operation.RESPONSES:
+        return _response_event(answer, text, "response.completed")
+    if answer.operation is Operation.MESSAGES:
+        usage = {"output_tokens": answer.usage()["completion_tokens"]}
+        delta = {"type": "message_delta", "delta": {"stop_reason": "max_tokens"}, "usage": usage}
+        return event(delta, "message_delta") + event({"type": "message_stop"}, "message_stop")
+    return ""
+
+
+def _response_event(answer: Answer, text: str, name: str) -> str:
     """Write an event that holds the whole response so far."""
     state = name.removeprefix("response.")
     response = _whole_response(answer, text) | {"status": "in_progress" if state == "created" else state}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -16,6 +16,7 @@ from baton.config.groups import EngineSettings
 from baton.config.settings import Settings
 from baton.engines.cpu import read_processor
 from baton.engines.fleet import Fleet
+from baton.engines.port import Engine
 from baton.engines.vllm.arguments import processor_dtype
 from baton.engines.vllm.command_line import settings_from_command_line
 from baton.engines.vllm.engine import VllmEngine
@@ -28,6 +29,7 @@ def build_fleet(
     *,
     tenants: bool,
     last_words: Callable[[], str | None],
+    remote: Sequence[Engine] = (),
 ) -> Fleet:
     """Build the engines of the settings, without starting them.
 
@@ -36,14 +38,15 @@ def build_fleet(
         models: path of each engine's weights, by the engine's name.
         tenants: whether several tenants share the engines, so that each gets a prefix cache of its own.
         last_words: returns the cause that a dead engine process printed, if one can be found.
+        remote: the engines that are servers elsewhere; they come last.
 
     Raises:
         SettingsError: the arguments or options of an engine are invalid.
     """
-    if latent := [engine.name for engine in settings.engines if engine.latent]:
+    if latent := [engine.name for engine in settings.own_engines if engine.latent]:
         most = settings.handoffs.latent_steps_max
         structlog.get_logger("baton.engine").info("latent_steps_allowed", engines=latent, most=most)
-    shares = {} if is_cpu_build() else gpu_shares(settings.engines)
+    shares = {} if is_cpu_build() else gpu_shares(settings.own_engines)
     salt = _tenant_salt() if tenants else lambda _tenant: None
     engines = [
         VllmEngine(
@@ -54,15 +57,15 @@ def build_fleet(
             gpu_share=shares.get(engine.name),
             last_words=last_words,
         )
-        for engine in settings.engines
+        for engine in settings.own_engines
     ]
     _log_dtypes(settings, models)
-    return Fleet(engines, supervision=settings.supervision, shared_registries=(REGISTRY,))
+    return Fleet([*engines, *remote], supervision=settings.supervision, shared_registries=(REGISTRY,))
 
 
 def _log_dtypes(settings: Settings, models: Mapping[str, str]) -> None:
     """Log which engines compute in float32 because the processor has no bfloat16 instructions."""
-    for engine in settings.engines:
+    for engine in settings.own_engines:
         if dtype := processor_dtype(engine, models[engine.name]):
             structlog.get_logger("baton.engine").info(
                 "dtype_chosen",

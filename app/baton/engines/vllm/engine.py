@@ -17,7 +17,16 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from baton.config.groups import EngineSettings
 from baton.engines.kv_transfer import TransferChooser, TransferRequest
-from baton.engines.port import EngineState, ImageInput, Json, Operation, Plugin, Reply, Report
+from baton.engines.port import (
+    EngineState,
+    Forwarding,
+    ImageInput,
+    Json,
+    Operation,
+    Plugin,
+    Reply,
+    Report,
+)
 from baton.engines.progress import Progress
 from baton.engines.throughput import Throughput
 from baton.engines.transfers import TransferWatch
@@ -170,6 +179,10 @@ class VllmEngine:
     @property
     def images(self) -> ImageInput:
         return self._images
+
+    @property
+    def forwarding(self) -> Forwarding | None:
+        return None
 
     @property
     def plugin(self) -> Plugin | None:

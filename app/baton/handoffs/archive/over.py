@@ -25,6 +25,9 @@ class StorageOver(HandoffStorage):
     def shared(self) -> bool:
         return self.inner.shared
 
+    def proof(self, challenge: str) -> str | None:
+        return self.inner.proof(challenge)
+
     def close(self) -> None:
         self.inner.close()
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
 from baton.handoffs.records.image_store import Images
 from baton.handoffs.records.record import HandoffRecord, is_handoff_key, scope_of
 from baton.handoffs.records.repository import Edit, News, Records
+from baton.handoffs.records.store_proof import proof_of
 from baton.images.placed_image import PlacedImage
+from baton_kv.secret import store_secret
 from baton_kv.stores.base import Store, StoreError
+from baton_kv.stores.file import FileStore
 
 ORPHANED_AFTER_S = 600.0
 """An entry without a record is removed this long after its last use."""
@@ -43,6 +47,29 @@ class HandoffStorage:
     def remote(self) -> bool:
         """Whether a handoff may be somewhere else than on this machine: in a shared store or an archive."""
         return self.shared
+
+    def proof(self, challenge: str) -> str | None:
+        """Return what only gateways over this store can answer a challenge with; None: it is of no other use.
+
+        Raises:
+            StoreError: the store cannot be read.
+            HandoffStoreUnavailable: the shared store failed.
+        """
+        if not isinstance(self.store, FileStore):
+            return None
+        return proof_of(self.secret(self.store.root), b"", challenge)
+
+    @staticmethod
+    def secret(root: Path) -> bytes:
+        """Return the secret of the store in a folder.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        try:
+            return store_secret(root)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"secret: {error}") from None
 
     def close(self) -> None:
         """Close the connections to a shared store."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -141,6 +142,17 @@ class SharedConnection:
         """Run one of the scripts; see `ask`."""
 
         return self.ask(operation, lambda client: self._evaluate(client, script, arguments))
+
+    def store_id(self) -> bytes:
+        """Return the random number that tells the store from others, made at first use; see `ask`."""
+        key, fresh = self.own_key("id"), secrets.token_hex(16)
+
+        def work(client: Client) -> bytes:
+            client.set(key, fresh, nx=True)
+            return bytes(client.get(key) or b"")
+
+        found: bytes = self.ask("look", work)
+        return found
 
     def require_usable(self) -> None:
         """Check at the start that the store answers, and that this gateway may use it.

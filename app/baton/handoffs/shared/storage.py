@@ -22,11 +22,13 @@ from baton.handoffs.records.changes import PINNED_SHARE
 from baton.handoffs.records.record import HandoffRecord, scope_of
 from baton.handoffs.records.repository import Edit
 from baton.handoffs.records.storage import HandoffStorage
+from baton.handoffs.records.store_proof import proof_of
 from baton.handoffs.shared.connection import SharedConnection
 from baton.handoffs.shared.files import PoolFiles, Room, SharedFile
 from baton.handoffs.shared.records import SharedRecords, lifetime_ms
 from baton_kv.entry_files import shared_keys
 from baton_kv.stores.base import Reader, SharedFiles, StoreError
+from baton_kv.stores.file import FileStore
 
 log = structlog.get_logger("baton.handoffs")
 
@@ -51,6 +53,10 @@ class SharedStorage(HandoffStorage):
     @property
     def shared(self) -> bool:
         return True
+
+    def proof(self, challenge: str) -> str | None:
+        assert isinstance(self.store, FileStore)
+        return proof_of(self.secret(self.store.root), self.connection.store_id(), challenge)
 
     def close(self) -> None:
         self.files.close()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from baton.http.routes import docs, forwarded, handoffs, health, models, plugins, pooling, responses
+from baton.http.routes import docs, forwarded, handoffs, health, models, peer, plugins, pooling, responses
 
 ROUTERS = (
     forwarded.router,
@@ -14,6 +14,7 @@ ROUTERS = (
     handoffs.router,
     models.router,
     plugins.router,
+    peer.router,
     health.router,
     docs.router,
 )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from baton.engines.port import Engine, Json, Operation
+from baton.engines.port import Engine, Forwarding, Json, Operation
 from baton.errors import InvalidRequest
 from baton.handoffs.joins.moving import require_movable
 from baton.handoffs.options import (
@@ -26,6 +26,7 @@ from baton.handoffs.options import (
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.session import ID_HEADER
+from baton.http.forwarding import prepare_forwarded
 from baton.http.pipeline import admit, check, take_place, unless_gone
 from baton.http.request_body import read_json
 from baton.http.request_images import take_images
@@ -52,11 +53,29 @@ async def create_handoff(request: Request) -> Response:
     require_steps_behind_text(options)
     engine = gateway.fleet.pick(options.model)
     require_handoffs(engine)
+    if (forwarding := engine.forwarding) is not None:
+        state_of(request.scope).model = engine.name
+        return await unless_gone(request, _forward(request, engine, forwarding, options, body))
     require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
     state_of(request.scope).model = engine.name
     shape = Operation.CHAT if options.messages is not None else Operation.COMPLETIONS
     images = await take_images(request, engine, shape, body)
     return await unless_gone(request, _create(request, gateway, engine, options, body, images))
+
+
+async def _forward(
+    request: Request, engine: Engine, forwarding: Forwarding, options: NewHandoff, body: Json
+) -> Response:
+    """Have the gateway elsewhere compute the context; the handoff is in the store of both."""
+    shape = Operation.CHAT if options.messages is not None else Operation.COMPLETIONS
+    await prepare_forwarded(request, engine, forwarding, shape, body, saves=True)
+    ticket = await take_place(request, engine)
+    reply = await forwarding.create_handoff(body, context_of(request))
+    ticket.leave_engine()
+    headers = dict(reply.headers)
+    if (made := headers.get(ID_HEADER.lower())) is not None:
+        headers["Location"] = f"/v1/handoffs/{made}"
+    return Response(reply.body, reply.status, headers, reply.media_type)
 
 
 async def _create(

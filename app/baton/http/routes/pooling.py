@@ -47,7 +47,8 @@ async def create_pooling(request: Request) -> Response:
     engine = gateway.fleet.pick(body.get("model"))
     runner = gateway.pooling.runner(engine)
     if runner is None:
-        _refuse_plugin_body(engine, body)
+        if engine.forwarding is None:
+            _refuse_plugin_body(engine, body)
         _refuse_follow_up(engine, body)
         return await operate(request, Operation.POOLING, body)
     state_of(request.scope).model = engine.name

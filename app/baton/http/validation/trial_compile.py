@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -77,7 +78,8 @@ class TrialCompiler:
     """
 
     def __init__(self, limits: LimitSettings, metrics: QueueMetrics) -> None:
-        self._seconds = limits.schema_s
+        installed = importlib.util.find_spec("xgrammar") is not None  # not beside servers elsewhere alone
+        self._seconds = limits.schema_s if installed else 0.0
         self._verdicts: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
         self._under_way: dict[bytes, asyncio.Lock] = {}
         places = QueueLimits(PLACES, waiting=WAITING, wait_s=WAIT_S)

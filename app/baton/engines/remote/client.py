@@ -1,0 +1,191 @@
+"""Ask a server elsewhere over HTTP: at its configured address alone, within limits of time and size."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Iterator, Mapping
+
+import httpx
+
+from baton import __version__
+from baton.config.groups import EngineSettings, RemoteSettings
+from baton.errors import RemoteFailed, RemoteTimeout, RemoteUnreachable, SettingsError
+
+IDLE_S = 2.0
+"""Idle connections are kept so long: servers close theirs after five seconds, which no request may meet."""
+CONNECTING = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+class Answer:
+    """An answer whose head has come. Close it, or read it to its end.
+
+    Args:
+        response: the answer.
+        settings: how long it may pause, and how long it may be.
+    """
+
+    def __init__(self, response: httpx.Response, settings: RemoteSettings) -> None:
+        self._response = response
+        self._settings = settings
+        self._bytes = response.aiter_raw()
+
+    @property
+    def status(self) -> int:
+        return self._response.status_code
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._response.headers
+
+    @property
+    def media_type(self) -> str:
+        """The media type without parameters, in lower case."""
+        return str(self._response.headers.get("content-type", "")).partition(";")[0].strip().lower()
+
+    @property
+    def ends_itself(self) -> bool:
+        """Whether its end can be told from a lost connection."""
+        return self._response.headers.get("transfer-encoding", "").lower() == "chunked" or (
+            "content-length" in self._response.headers
+        )
+
+    async def next(self, within_s: float | None = None) -> bytes | None:
+        """Return its next bytes; None: there are no more.
+
+        Raises:
+            RemoteFailed: the connection was lost.
+            RemoteTimeout: it paused too long.
+        """
+        with _translated():
+            async with asyncio.timeout(within_s or self._settings.silence_s):
+                return await anext(self._bytes, None)
+
+    async def read(self, most: int, *, cut: bool = False) -> bytes:
+        """Return its whole body, and close it.
+
+        Args:
+            most: bytes that it may have.
+            cut: whether a longer body is cut off.
+
+        Raises:
+            RemoteFailed: it is too long, or the connection was lost.
+            RemoteTimeout: it paused too long.
+        """
+        body = bytearray()
+        try:
+            while (part := await self.next()) is not None:
+                body += part
+                if len(body) > most:
+                    if cut:
+                        break
+                    raise RemoteFailed(
+                        "The answer of the server for this model is larger than this gateway takes "
+                        "(setting remote.answer_bytes)."
+                    )
+        finally:
+            await self.close()
+        return bytes(body[:most])
+
+    async def close(self) -> None:
+        """Close the connection, unless the body was read; then the next request may use it."""
+        await self._response.aclose()
+
+
+class RemoteClient:
+    """Connections to the server of one engine.
+
+    Redirects are not followed, proxies of the environment not used, cookies not kept.
+
+    Args:
+        engine: the engine's settings.
+
+    Raises:
+        SettingsError: the certificates cannot be read.
+    """
+
+    def __init__(self, engine: EngineSettings) -> None:
+        assert engine.url is not None
+        self._url = httpx.URL(engine.url)
+        self._settings = engine.remote
+        self._tls = _trust(engine)
+        self._transport: httpx.AsyncHTTPTransport | None = None
+
+    async def close(self) -> None:
+        """Close all connections."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.aclose()
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        content: bytes | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        within_s: float | None = None,
+    ) -> Answer:
+        """Send a request and return the answer once its head has come. A cancelled request is closed.
+
+        Args:
+            method: of the request.
+            path: below the configured address.
+            headers: of the request.
+            content: its body.
+            query: its query.
+            within_s: seconds until the answer begins; None: `answer_s`.
+
+        Raises:
+            RemoteUnreachable: there is no connection to the server.
+            RemoteFailed: the connection was lost.
+            RemoteTimeout: the answer did not begin in time.
+        """
+        url = self._url.copy_with(raw_path=(self._url.path.rstrip("/") + path).encode())
+        if query:
+            url = url.copy_merge_params(query)
+        own = {"User-Agent": f"baton/{__version__}", "Accept-Encoding": "identity"}
+        request = httpx.Request(method, url, headers={**own, **headers}, content=content)
+        connect_s = self._settings.connect_s
+        request.extensions["timeout"] = {"connect": connect_s, "write": self._settings.silence_s}
+        with _translated():
+            async with asyncio.timeout(within_s or self._settings.answer_s):
+                response = await self._connections().handle_async_request(request)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            await response.aclose()
+            raise RemoteFailed("The server that answers for this model sent a compressed answer.")
+        return Answer(response, self._settings)
+
+    def _connections(self) -> httpx.AsyncHTTPTransport:
+        if self._transport is None:
+            limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S)
+            self._transport = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False, limits=limits)
+        return self._transport
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Raise our errors for those of the connection."""
+    try:
+        yield
+    except CONNECTING as error:
+        raise RemoteUnreachable() from error
+    except (TimeoutError, httpx.TimeoutException) as error:
+        raise RemoteTimeout() from error
+    except (httpx.HTTPError, httpx.StreamError) as error:
+        raise RemoteFailed("The connection to the server that answers for this model was lost.") from error
+
+
+def _trust(engine: EngineSettings) -> ssl.SSLContext:
+    if engine.url is None or engine.url.startswith("http:"):
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # unused; an empty context is cheap
+    file = engine.remote.ca_file
+    try:
+        if file is None:
+            return httpx.create_ssl_context(trust_env=False)
+        return ssl.create_default_context(cafile=str(file.expanduser()))
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror or "holds no certificates"
+        raise SettingsError(f"engines '{engine.name}': remote.ca_file: {file}: {reason}") from None

@@ -1,0 +1,80 @@
+"""Translate the error that a server elsewhere answers with into one of ours, or pass it on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+
+from baton.engines.port import Json
+from baton.errors import BatonError, OperationUnsupported, RemoteBusy, RemoteFailed, RemoteRefusal
+
+ERROR_BYTES = 64 * 1024
+"""Most bytes of an error that are read."""
+LONGEST_WAIT_S = 3600
+BUSY = (429, 503)
+KEY_REFUSED = (401, 403, 407)
+NO_SUCH_ROUTE = (404, 405)
+
+
+def refusal(engine: str, status: int, headers: Mapping[str, str], body: bytes) -> BatonError:
+    """Return the error for an answer that is none.
+
+    Args:
+        engine: name of the engine.
+        status: of the answer.
+        headers: of the answer.
+        body: of the answer, as far as it was read.
+    """
+    fields = error_fields(body)
+    server = f"The server that answers for '{engine}'"
+    if status in BUSY:
+        wait_s = retry_after_s(headers.get("retry-after"))
+        return RemoteBusy(status=status, retry_after_s=wait_s, fields=_with_type(fields, status))
+    if status in KEY_REFUSED:
+        return RemoteFailed(f"{server} refuses this gateway's key.")
+    if not 400 <= status < 500:
+        return RemoteFailed(f"{server} failed (status {status}).")
+    if fields is None:
+        if status in NO_SUCH_ROUTE:
+            return OperationUnsupported(f"{server} does not support this operation.")
+        return RemoteFailed(f"{server} answered with status {status}, and no error that clients know.")
+    if status == 404 and (fields.get("param") == "model" or fields.get("code") == "model_not_found"):
+        return RemoteFailed(f"{server} does not serve the model that it is asked for.")
+    return RemoteRefusal(fields["message"], status=status, fields=fields)
+
+
+def _with_type(fields: Json | None, status: int) -> Json:
+    """Return the fields of an error; without any, those in which a 429 differs from a 503."""
+    return fields or ({"type": "rate_limit_error"} if status == 429 else {})
+
+
+def error_fields(body: bytes | str) -> Json | None:
+    """Return the `error` object of a body in OpenAI's or Anthropic's shape; None: it has another shape."""
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return fields_of(parsed)
+
+
+def fields_of(parsed: object) -> Json | None:
+    """Return the `error` object of a parsed body; None: it has none with a message."""
+    error = parsed.get("error") if isinstance(parsed, dict) else None
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        return error
+    return None
+
+
+def retry_after_s(value: str | None) -> int | None:
+    """Return the seconds that a `Retry-After` names, as a number or as a date; None: it names none."""
+    if value is None:
+        return None
+    try:
+        seconds = int(value) if value.strip().isdecimal() else parsedate_to_datetime(value).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return None
+    if not value.strip().isdecimal():
+        seconds -= time.time()
+    return max(1, min(LONGEST_WAIT_S, round(seconds)))

@@ -1,0 +1,142 @@
+"""Turn the answer of a server elsewhere into a reply: in one piece, or event by event."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+
+from baton.engines.port import Json, WholeReply
+from baton.engines.remote.answers import Names, StreamReader, TokenCount
+from baton.engines.remote.client import Answer
+from baton.engines.remote.server_events import EventSplitter
+from baton.errors import BatonError, RemoteFailed
+
+JSON = "application/json"
+BYTES = "application/octet-stream"
+"""Media type of packed embeddings."""
+EVENTS = "text/event-stream"
+PASSED_ON = ("metadata", "x-handoff-id")
+"""Headers of an answer that clients get: those of packed embeddings, and the id of a new handoff."""
+SMALL = 64 * 1024
+"""Bytes of an answer that are parsed on the event loop."""
+END_S = 1.0
+"""Seconds that a server gets to end a stream after its last event, so that its connection can be kept."""
+Over = Callable[[str], None]
+"""Called once with the outcome of a request."""
+
+
+def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers of an answer that clients get."""
+    return {name: headers[name] for name in PASSED_ON if name in headers}
+
+
+async def whole_reply(answer: Answer, most: int, names: Names, count: TokenCount) -> WholeReply:
+    """Read an answer in one piece.
+
+    Args:
+        answer: the answer, which is closed.
+        most: bytes that it may have.
+        names: of the model.
+        count: of the tokens.
+
+    Raises:
+        RemoteFailed: it is too long, no JSON object, or incomplete.
+    """
+    kind, headers, status = answer.media_type, passed_on(answer.headers), answer.status
+    if kind not in (JSON, BYTES):
+        await answer.close()
+        raise RemoteFailed("The server that answers for this model sent an answer of an unknown kind.")
+    body = await answer.read(most)
+    if kind == BYTES:
+        return WholeReply(body, BYTES, headers, status)
+
+    def read() -> tuple[Json, bytes]:
+        try:
+            parsed = json.loads(body)
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise RemoteFailed(
+                "The server that answers for this model sent an answer that is no JSON object."
+            )
+        return parsed, json.dumps(parsed).encode() if names.put(parsed) else body
+
+    parsed, told = read() if len(body) <= SMALL else await asyncio.to_thread(read)
+    count.read(parsed)
+    return WholeReply(told, JSON, headers, status)
+
+
+class RemoteEvents:
+    """The events of a streamed answer, each passed on when it has come.
+
+    Args:
+        answer: the answer; it is closed at the end, and by `aclose`.
+        reader: reads the events.
+        most: bytes that one event may have.
+        over: called at the end.
+    """
+
+    def __init__(self, answer: Answer, reader: StreamReader, most: int, over: Over) -> None:
+        self._answer = answer
+        self._reader = reader
+        self._splitter = EventSplitter(most)
+        self._ready: list[str] = []
+        self._failure: BatonError | None = None
+        self._over: Over | None = over
+
+    def __aiter__(self) -> RemoteEvents:
+        return self
+
+    async def __anext__(self) -> str:
+        try:
+            while not self._ready:
+                if self._failure is not None:
+                    raise self._failure
+                if self._reader.complete:
+                    await self._finish()
+                    raise StopAsyncIteration
+                await self._read()
+        except BatonError:
+            await self._end("failed")
+            raise
+        except asyncio.CancelledError:
+            await self._end("cancelled")
+            raise
+        told, self._ready = "".join(self._ready), []
+        return told
+
+    async def aclose(self) -> None:
+        """Close the connection; the server then drops the request."""
+        await self._end("answered" if self._reader.complete else "cancelled")
+
+    async def _read(self) -> None:
+        data = await self._answer.next()
+        if data is None:
+            if not (self._reader.may_just_end and self._answer.ends_itself):
+                raise RemoteFailed("The server that answers for this model ended its stream too early.")
+            self._reader.complete = True
+            return
+        try:
+            for event in self._splitter.feed(data):
+                if self._reader.complete:
+                    break
+                if told := self._reader.passed_on(event):
+                    self._ready.append(told)
+        except RemoteFailed as error:
+            self._failure = error  # raised once the events before it have been passed on
+
+    async def _finish(self) -> None:
+        """Wait for the end of a stream whose last event has come."""
+        try:
+            while await self._answer.next(END_S) is not None:
+                pass
+        except BatonError:
+            pass  # all of the answer is there
+        await self._end("answered")
+
+    async def _end(self, outcome: str) -> None:
+        over, self._over = self._over, None
+        if over is not None:
+            over(outcome)
+        await self._answer.close()
