@@ -58,6 +58,11 @@ EDITS = (
     Edit("statistics port", r"(listen stats\n +)bind \*:(\d+)\n", r"\1bind 127.0.0.1:\2\n"),
     Edit("admin socket", r"( stats socket \S+) mode 666 ", r"\1 mode 600 "),
     Edit("time for a head", r"\n( *)(timeout client \S+)\n", rf"\n\1\2\n\1timeout http-request {HEAD_S}s\n"),
+    Edit(
+        "clients' port",
+        r"(frontend http_frontend\n( +)bind \S+\n)",
+        r"\1\2http-response del-header server\n",
+    ),
     *(Edit(f"error {status}", rf"errorfile {status} \S+", _own_error(status)) for status in ERRORS),
 )
 STICKY = Edit("sessions", r"\n( *)(balance hdr\([^)]+\))\n", r"\n\1\2\n\1hash-type consistent\n")
