@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -25,7 +24,6 @@ import pytest
 from support.gateways import free_port
 
 TESTS = Path(__file__).parents[1]
-MARK = "TESTS_RAY_CLUSTER"
 NEED = os.environ.get("TESTS_NEED", "").split(",")
 with_ray = pytest.mark.skipif(
     find_spec("ray") is None and "ray" not in NEED, reason='Ray is not installed: pip install ".[ray]"'
@@ -56,7 +54,6 @@ class RayCluster:
     def __init__(self, log: Path, environment: dict[str, str]) -> None:
         self._log = log
         self._folder = Path(tempfile.mkdtemp(prefix="r-"))  # short: sockets lie in it
-        self._mark = secrets.token_hex(8)
         port, metrics, *closed, fallback = (free_port() for _ in range(5))
         self.url, self.metrics_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics}"
         self.closed = tuple(closed)
@@ -69,7 +66,6 @@ class RayCluster:
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(closed[1]),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
             **named,
-            MARK: self._mark,
             "PYTHONPATH": str(TESTS),
             "BATON_METRICS__PORT": str(metrics),
             **environment,
@@ -93,13 +89,15 @@ class RayCluster:
         """End it; no process of it may be left."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        started = psutil.Process(self._process.pid).children(recursive=True)
         try:
             self._process.stdin.close()
             self._process.wait(90)
         finally:
-            left = self.processes()
-            for process in left:
+            _gone, left = psutil.wait_procs(started, 10)
+            for process in (*left, self._process):
                 process.kill()
+            self._process.wait()
             self._process.stdout.close()
             self._stream.close()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -120,17 +118,6 @@ class RayCluster:
     def run(self, app: str, **arguments: Any) -> None:
         """Run an application with these arguments, or change the one that runs to them."""
         self.tell("run", app, arguments)
-
-    def processes(self) -> list[psutil.Process]:
-        """All processes of this cluster."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
 
     @property
     def log(self) -> str:
@@ -194,9 +181,23 @@ class Commands:
         found = serve.status().applications["baton"].deployments["gateway"].replica_states
         return found.get("RUNNING", 0)
 
+    def of_second(self) -> list[int]:
+        """The ids of the second node's processes."""
+        raylet = psutil.Process(self._raylet())
+        return [raylet.pid, *(child.pid for child in raylet.children(recursive=True))]
+
     def kill_second(self) -> None:
-        """Kill the second node, as a machine that loses its power."""
+        """Kill the second node's Ray at once; what its actors started is left to itself."""
+        raylet = psutil.Process(self._raylet())
+        victims = [raylet, *raylet.children()]
+        for victim in victims:
+            victim.kill()
+        psutil.wait_procs(victims[1:], 10)
         self._cluster.remove_node(self._second, allow_graceful=False)
+
+    def _raylet(self) -> int:
+        (raylet,) = self._second.all_processes["raylet"]
+        return int(raylet.process.pid)
 
     def end(self) -> None:
         import ray
