@@ -1,8 +1,9 @@
 """Start Ray Serve's HAProxy with its open ports closed: the command `baton-haproxy`.
 
-Ray Serve writes HAProxy's configuration itself and has no setting for what is changed here. It runs the program
-that `RAY_SERVE_HAPROXY_BINARY_PATH` names: this one, which edits the file that Ray Serve has just written, and
-becomes HAProxy. A file that is not as Ray Serve 2.60 writes it is refused, so that nothing is open unnoticed.
+Ray Serve writes HAProxy's configuration itself and has no setting for what is changed here. It runs the
+program that `RAY_SERVE_HAPROXY_BINARY_PATH` names: this one, which edits the file that Ray Serve has just
+written, and becomes HAProxy. A file that is not as Ray Serve 2.60 writes it is refused, so that nothing is
+open unnoticed.
 
 It runs at every change of the replicas, so it imports nothing that takes long.
 """
@@ -29,6 +30,8 @@ ERRORS = {
 }
 """Code and text of the errors that are HAProxy's own, by status. Ray Serve would make them all 500."""
 RETRY_AFTER_S = 1
+FOR_CLIENTS = ("http_frontend", "grpc_frontend")
+"""The frontends that clients may reach."""
 
 
 @dataclass(frozen=True)
@@ -65,21 +68,36 @@ EDITS = (
     ),
     *(Edit(f"error {status}", rf"errorfile {status} \S+", _own_error(status)) for status in ERRORS),
 )
+EDITED = "# edited by baton-haproxy\n"
 STICKY = Edit("sessions", r"\n( *)(balance hdr\([^)]+\))\n", r"\n\1\2\n\1hash-type consistent\n")
 """So that sessions stay where they are when another replica comes or goes; only where a header decides."""
 
 
 def edited(config: str) -> str:
-    """Return Ray Serve's configuration with the edits.
+    """Return Ray Serve's configuration with the edits; one that has them is left as it is.
 
     Raises:
         StartError: what is to be changed is not there.
     """
+    if config.startswith(EDITED):
+        return config
     for edit in EDITS:
         config, found = re.subn(edit.pattern, edit.by, config)
         if not found:
             raise StartError(f"baton-haproxy: Ray Serve's configuration has no {edit.what} as it is known")
-    return re.sub(STICKY.pattern, STICKY.by, config)
+    _refuse_open_ports(config)
+    return EDITED + re.sub(STICKY.pattern, STICKY.by, config)
+
+
+def _refuse_open_ports(config: str) -> None:
+    """Refuse a configuration that listens on other than loopback for anything but clients' requests."""
+    section = ""
+    for line in config.splitlines():
+        words = line.split()
+        if line[:1].isalpha():
+            section = words[-1]
+        elif words[:1] == ["bind"] and section not in FOR_CLIENTS and not words[1].startswith("127.0.0.1:"):
+            raise StartError(f"baton-haproxy: Ray Serve's configuration: {section} listens on {words[1]}")
 
 
 def binary() -> str:

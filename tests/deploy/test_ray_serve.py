@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import psutil
@@ -21,7 +20,9 @@ pytestmark = [with_ray, pytest.mark.timeout(240)]
 FAKE = "support.ray_replicas:fake"
 ENVIRONMENT = {
     "BATON_AUTH__ALLOW_UNAUTHENTICATED": "true",
-    "BATON_ENGINES": json.dumps([{"name": name, "model": "fake", "handoff": True} for name in ("alpha", "slow")]),
+    "BATON_ENGINES": json.dumps(
+        [{"name": name, "model": "fake", "handoff": True} for name in ("alpha", "slow")]
+    ),
     "BATON_RESPONSES__BUDGET": "0",
     "BATON_DRAIN_DELAY_S": "5",
     "BATON_DRAIN_TIMEOUT_S": "6",
@@ -53,12 +54,12 @@ def wait_for_both(cluster: RayCluster) -> None:
 def streamed(cluster: RayCluster, session: str, tokens: int) -> tuple[str, list[str]]:
     """The replica that answered, and the lines of a stream of so many tokens, ten a second."""
     body = {"model": "slow", "prompt": "a " * tokens, "max_tokens": tokens, "stream": True}
-    with cluster.client() as client:
-        with client.stream(
-            "POST", "/v1/completions", json=body, headers={"x-session-id": session}
-        ) as answer:
-            assert answer.status_code == 200, answer.read()
-            return answer.headers["x-replica"], [line for line in answer.iter_lines() if line]
+    with (
+        cluster.client() as client,
+        client.stream("POST", "/v1/completions", json=body, headers={"x-session-id": session}) as answer,
+    ):
+        assert answer.status_code == 200, answer.read()
+        return answer.headers["x-replica"], [line for line in answer.iter_lines() if line]
 
 
 def test_a_session_stays_on_one_replica_and_sessions_are_spread(cluster: RayCluster) -> None:

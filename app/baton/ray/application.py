@@ -7,10 +7,10 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from baton.config.settings import load_settings
+from baton.admission.api_keys import keyring_for
 from baton.ray.arguments import Arguments
 from baton.ray.metrics import MetricsPage
-from baton.ray.replica import GatewayReplica, drain_s
+from baton.ray.replica import GatewayReplica, drain_s, settings_of_node
 
 GATEWAY = "gateway"
 METRICS = "metrics"
@@ -28,7 +28,13 @@ def app(arguments: Arguments) -> serve.Application:
 
 
 def application(replica: type[GatewayReplica], arguments: Arguments) -> serve.Application:
-    """Return an application of these replicas."""
+    """Return an application of these replicas.
+
+    Raises:
+        SettingsError: the settings are wrong, or there are no API keys. Each replica would say so too, again
+            and again, as Ray Serve retries.
+    """
+    keyring_for(settings_of_node(arguments.config))
     page = serve.deployment(MetricsPage).options(
         name=METRICS, ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}, logging_config=QUIET
     )
@@ -37,7 +43,7 @@ def application(replica: type[GatewayReplica], arguments: Arguments) -> serve.Ap
 
 
 def _options(arguments: Arguments) -> dict[str, Any]:
-    settings = load_settings(arguments.config)
+    settings = settings_of_node(arguments.config)
     options: dict[str, Any] = {
         "name": GATEWAY,
         # The gateway's own queues refuse what is too much, by tenant; Ray Serve's limit is not to be met.

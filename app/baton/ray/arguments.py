@@ -13,11 +13,13 @@ class Arguments(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     config: Path | None = Field(
-        None, description="The settings file, at the same path on every node. Unset: what `BATON_CONFIG` names."
+        None,
+        description="The settings file, at the same path on every node. Unset: what `BATON_CONFIG` names.",
     )
     replicas: PositiveInt = Field(1, description="Number of replicas; with `max_replicas`, the fewest.")
     max_replicas: PositiveInt | None = Field(
-        None, description="Most replicas that Ray Serve starts by the gateways' queues. Unset: no autoscaling."
+        None,
+        description="Most replicas that Ray Serve starts by the gateways' queues. Unset: no autoscaling.",
     )
     target_load: PositiveFloat = Field(
         0.7, description="Load of a replica that autoscaling aims at; 1: its engine has no free place."

@@ -1,7 +1,7 @@
 """Notice that Ray Serve drains this replica, and end its last requests with an error that clients can read.
 
-Ray Serve calls no hook when it begins to drain: it waits for running requests, and kills the replica with those
-that take too long. But it answers the health checks of its HAProxy with `DRAINING` from then on, at the
+Ray Serve calls no hook when it begins to drain: it waits for running requests, and kills the replica with
+those that take too long. But it answers the health checks of its HAProxy with `DRAINING` from then on, at the
 replica's own address, so that is what is asked here.
 """
 
@@ -50,7 +50,7 @@ class DrainWatch:
 
     async def _run(self, address: str) -> None:
         async with httpx.AsyncClient(timeout=ASK_EVERY_S, trust_env=False) as client:
-            while not await _draining(client, address):
+            while not await _draining(client, address):  # noqa: ASYNC110  # it is not in this process's hands
                 await asyncio.sleep(ASK_EVERY_S)
         self._drain.begin()
         log.info("draining", timeout_s=self._cut_after_s)

@@ -1,7 +1,7 @@
 """Show the metrics of all replicas on one page, each series with the label `replica`.
 
-The replicas send their series to one small deployment, which serves the page at `metrics.host:metrics.port` of
-the head node, as a gateway does on its machine. No replica opens a port for it.
+The replicas send their series to one small deployment, which serves the page at `metrics.host:metrics.port`
+of the head node, as a gateway does on its machine. No replica opens a port for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MetricsPage:
         config: the settings file; None: as `load_settings`.
     """
 
-    async def __init__(self, config: Path | None) -> None:
+    def __init__(self, config: Path | None) -> None:
         settings = load_settings(config)
         configure_logs(settings.log_level, settings.log_format, sys.stderr, {"replica": "metrics"})
         self._sent: dict[str, tuple[float, list[Metric]]] = {}

@@ -1,7 +1,7 @@
 """Run one gateway as a replica of a Ray Serve deployment.
 
-Ray Serve has the sockets, the signals and the process's output; the gateway brings its app, its engines and the
-orphan reaper, which kills the engines' processes when the replica's process is killed.
+Ray Serve has the sockets, the signals and the process's output; the gateway brings its app, its engines and
+the orphan reaper, which kills the engines' processes when the replica's process is killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from baton.server import create_app
 from baton.telemetry.logs import configure_logs
 from baton.telemetry.progress import PhaseProgress
 
-EVERY_ADDRESS = "0.0.0.0"  # noqa: S104  # nothing is opened here: see `settings_of_node`
+EVERY_ADDRESS = "0.0.0.0"  # nothing is opened here: see `settings_of_node`
 
 
 def settings_of_node(config: Path | None) -> Settings:
@@ -65,7 +65,7 @@ class GatewayReplica:
         with PhaseProgress(sys.stderr) as progress:
             return prepare_fleet(settings, progress, reaper, tenants=tenants, last_words=lambda: None)
 
-    async def __serve_build_asgi_app__(self) -> ReplicaApp:  # noqa: PLW3201  # Ray Serve's name for it
+    async def __serve_build_asgi_app__(self) -> ReplicaApp:  # Ray Serve's name for it
         """Return the app once all engines have started; until then Ray Serve sends no request."""
         self._running = RunningApp(create_app(self._settings, self._fleet))
         await self._running.start()

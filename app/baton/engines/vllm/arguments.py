@@ -51,7 +51,8 @@ NOT_HONOURED = {
     "shutdown_timeout": "Baton lets running requests finish itself; set `drain_timeout_s`",
     "tokens_only": "Baton offers the routes with text; `/v1/completions` takes token ids too",
 }
-"""Engine arguments that only vLLM's own server acts on or that Baton cannot supervise, and what to use instead."""
+"""Engine arguments that only vLLM's own server acts on, or whose processes Baton cannot supervise, and what
+to use instead."""
 
 SERVING_OPTIONS = (
     "chat_template",
