@@ -26,7 +26,7 @@ from support.gateways import free_port
 TESTS = Path(__file__).parents[1]
 NEED = os.environ.get("TESTS_NEED", "").split(",")
 with_ray = pytest.mark.skipif(
-    find_spec("ray") is None and "ray" not in NEED, reason='Ray is not installed: pip install ".[ray]"'
+    find_spec("ray") is None and "ray" not in NEED, reason="Ray is not installed: make ray"
 )
 FOLDERS = {
     "CONFIG_FILE_LOC": "haproxy.cfg",
