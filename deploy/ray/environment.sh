@@ -4,6 +4,9 @@
 # Ray sends nothing home.
 export RAY_USAGE_STATS_ENABLED=0
 
+# Ray would start gateways and engines with less priority than everything else on the machine (nice 15).
+export RAY_worker_niceness=0
+
 # HAProxy shares requests out, and talks to the replicas itself.
 export RAY_SERVE_ENABLE_HA_PROXY=1
 # With its statistics, metrics and admin socket closed to others: see docs/how-to/ray-serve.md.

@@ -124,6 +124,14 @@ def test_a_client_that_leaves_ends_its_work(cluster: RayCluster) -> None:
     wait_for(disconnects, 20)
 
 
+def test_a_gateway_whose_engines_are_lost_is_replaced(cluster: RayCluster) -> None:
+    with cluster.client() as client:
+        client.get("/lose")
+        wait_for(lambda: cluster.tell("running") == 1, 60)
+        wait_for(lambda: cluster.tell("running") == 2, 60)
+    wait_for_both(cluster)
+
+
 def test_a_replica_that_is_scaled_away_loses_no_stream(cluster: RayCluster) -> None:
     """Short ones end whole, one that is too long ends with an error event; new requests go on meanwhile."""
     with ThreadPoolExecutor(20) as pool:

@@ -168,11 +168,9 @@ class Commands:
     def run(self, app: str, arguments: dict[str, Any]) -> None:
         from ray import serve
 
-        from baton.ray.arguments import Arguments
-
         module, _, name = app.partition(":")
         build = getattr(importlib.import_module(module), name)
-        serve.run(build(Arguments.model_validate(arguments)), name="baton")
+        serve.run(build(arguments), name="baton")
 
     def running(self) -> int:
         """The number of gateways that run, those that drain left out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,11 +12,12 @@ from baton.config.settings import Settings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.fleet import Fleet
 from baton.engines.process.orphan_reaper import OrphanReaper
-from baton.ray.application import application
-from baton.ray.arguments import Arguments
+from baton.ray.application import application, arguments_of
 from baton.ray.replica import GatewayReplica
 
 TOKEN_S = 0.1
+LOSE = "/lose"
+"""A request for this path lets the replica's engines be lost for good."""
 
 
 class NamedReplica(GatewayReplica):
@@ -32,6 +34,8 @@ class NamedReplica(GatewayReplica):
                     message["headers"] = [*message["headers"], *told]
                 await send(message)
 
+            if scope.get("path") == LOSE:
+                self._fleet.lost.set()
             await app(scope, receive, tell)
 
         return named
@@ -49,9 +53,9 @@ class FakeReplica(NamedReplica):
         return Fleet(engines, supervision=settings.supervision)
 
 
-def fake(arguments: Arguments) -> serve.Application:
-    return application(FakeReplica, arguments)
+def fake(given: dict[str, Any]) -> serve.Application:
+    return application(FakeReplica, arguments_of(given))
 
 
-def real(arguments: Arguments) -> serve.Application:
-    return application(NamedReplica, arguments)
+def real(given: dict[str, Any]) -> serve.Application:
+    return application(NamedReplica, arguments_of(given))

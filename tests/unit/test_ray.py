@@ -7,24 +7,26 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvicorn
+import yaml
 from prometheus_client import CollectorRegistry, Counter
-from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 from support.gateways import free_port
 from support.ray_cluster import with_ray
 
 from baton.admission.tenants import Admission, Ticket
 from baton.config.groups import AdmissionSettings
-from baton.errors import StartError
+from baton.errors import SettingsError, StartError
 from baton.http.middleware.drain import Drain
 from baton.telemetry.metrics import GatewayMetrics
 from baton.telemetry.page import labelled, page_of
 
+ROOT = Path(__file__).parents[2]
 WITHOUT_RAY = """
 import sys
 class NoRay:
@@ -91,14 +93,46 @@ def test_as_many_replicas_are_wanted_as_bring_the_load_to_its_target() -> None:
 
 @with_ray
 def test_arguments_are_checked() -> None:
+    from baton.ray.application import arguments_of
+
+    assert arguments_of({"replicas": "2", "gpus": "0.5"}).replicas == 2  # as a command line has them
+    for wrong, line in (
+        ({"replica": 2}, "^replica: Extra inputs"),
+        ({"replicas": 0}, "^replicas: Input should be greater than 0$"),
+        ({"replicas": 3, "max_replicas": 2}, "max_replicas: must be at least `replicas`, which is 3"),
+    ):
+        with pytest.raises(SettingsError, match=line):
+            arguments_of(wrong)
+
+
+@with_ray
+def test_the_page_and_the_shipped_file_have_the_arguments() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from baton.ray.application import arguments_of
     from baton.ray.arguments import Arguments
 
-    assert (
-        Arguments.model_validate({"replicas": "2", "gpus": "0.5"}).replicas == 2
-    )  # as a command line has them
-    for wrong in ({"replica": 2}, {"replicas": 0}, {"replicas": 3, "max_replicas": 2}):
-        with pytest.raises(ValidationError):
-            Arguments.model_validate(wrong)
+    page = (ROOT / "docs/how-to/ray-serve.md").read_text()
+    for name, field in Arguments.model_fields.items():
+        default = "" if field.default is None else f"{field.default} "
+        assert f"| `{name}` | {default}| {field.description} |" in page
+    file = yaml.safe_load((ROOT / "deploy/ray/serve.yaml").read_text())
+    (application,) = ServeDeploySchema.model_validate(file).applications
+    assert application.import_path == "baton.ray:app"
+    assert arguments_of(application.args).per_node == 1
+
+
+def test_the_shipped_environment_is_what_the_page_says() -> None:
+    script = f". {ROOT}/deploy/ray/environment.sh; env"
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = subprocess.run(
+        ["sh", "-c", script], env={"PATH": path}, capture_output=True, text=True, check=True
+    )
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert found["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert found["RAY_SERVE_HAPROXY_BINARY_PATH"] == str(Path(sys.executable).parent / "baton-haproxy")
+    seconds = found["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"]
+    assert f"drain_delay_s = {seconds}\n" in (ROOT / "docs/how-to/ray-serve.md").read_text()
 
 
 class Health:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidationError
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from baton.admission.api_keys import keyring_for
+from baton.errors import SettingsError
 from baton.ray.arguments import Arguments
 from baton.ray.metrics import MetricsPage
 from baton.ray.replica import GatewayReplica, drain_s, settings_of_node
@@ -22,9 +24,29 @@ QUIET = {"enable_access_log": False}
 """The gateway writes the access log itself."""
 
 
-def app(arguments: Arguments) -> serve.Application:
-    """Return the application that `serve run baton.ray:app` runs."""
-    return application(GatewayReplica, arguments)
+def app(given: dict[str, Any]) -> serve.Application:
+    """Return the application that `serve run baton.ray:app` runs.
+
+    Args:
+        given: the `KEY=VALUE` after it, or `args` of a file of Ray Serve's.
+
+    Raises:
+        SettingsError: an argument or a setting is wrong, or there are no API keys.
+    """
+    return application(GatewayReplica, arguments_of(given))
+
+
+def arguments_of(given: dict[str, Any]) -> Arguments:
+    """Check the arguments.
+
+    Raises:
+        SettingsError: one is wrong, or unknown.
+    """
+    try:
+        return Arguments.model_validate(given)
+    except ValidationError as error:
+        lines = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise SettingsError("\n".join(line.removeprefix(": ") for line in lines)) from None
 
 
 def application(replica: type[GatewayReplica], arguments: Arguments) -> serve.Application:
