@@ -20,7 +20,7 @@ TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve demo demo-vision test lint format docs docs-reference bench bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
+.PHONY: help serve demo demo-vision ray test lint format docs docs-reference bench bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,6 +36,9 @@ demo-vision: $(VENV)/.serve ## Watch a scene mapped, described and asked about (
 
 test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
 	$(BIN)/python -m pytest $(TWO_PROCESSES) -m "not chaos and not soak and not image" $(ARGS)
+
+ray: $(VENV)/.dev ## Install Ray Serve too, for its tests and for `serve run baton.ray:app` (300 MB)
+	@$(PIP_INSTALL) -r requirements-ray.lock
 
 lint: $(VENV)/.dev ## Format, lint, types, architecture
 	$(BIN)/ruff format --check .

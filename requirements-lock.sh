@@ -10,3 +10,6 @@ options="--quiet --generate-hashes --strip-extras --no-emit-index-url --no-emit-
 pip-compile $options $leave_out --extra cpu --extra geo -P 'websockets<17' -o requirements-cpu.lock pyproject.toml
 printf 'hatchling\neditables\n' | pip-compile $options $leave_out -c requirements-cpu.lock -o requirements-build.lock -
 pip-compile $options $leave_out --extra dev -c requirements-cpu.lock -o requirements-dev.lock pyproject.toml
+# Beside the others: who runs one gateway a machine needs none of it.
+pip-compile $options $leave_out --extra ray -c requirements-cpu.lock -c requirements-dev.lock -o requirements-ray.lock \
+  pyproject.toml

@@ -9,25 +9,19 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from types import FrameType
 
-import structlog
 import uvicorn
-from prometheus_client import REGISTRY
 
 from baton.admission.api_keys import keyring_for
 from baton.config.groups import EngineSettings
 from baton.config.settings import Settings
-from baton.config.vllm_environment import apply_environment, environment_conflicts, runs_eager
 from baton.engines.fleet import UP, Fleet
-from baton.engines.process.orphan_reaper import MARK, OrphanReaper
-from baton.engines.remote.build import build_remote_engines
-from baton.engines.vllm_version import check_vllm, is_cpu_build
+from baton.engines.process.orphan_reaper import OrphanReaper
 from baton.errors import StartError
 from baton.http.uvicorn_server import GatewayServer, url_of
-from baton.models.catalog import EMBEDDED, FLOOD_TINY
-from baton.models.store import ModelStore
+from baton.models.catalog import FLOOD_TINY
+from baton.prepare import prepare_fleet, refuse_conflicts, with_allowed_handoffs
 from baton.server import create_app
 from baton.telemetry.logs import EngineOutput, configure_logs
 from baton.telemetry.progress import PhaseProgress
@@ -44,8 +38,7 @@ def serve(settings: Settings) -> None:
     """
     signal.signal(signal.SIGTERM, stop_at_once)
     keyring = keyring_for(settings)
-    if conflicts := environment_conflicts():
-        raise StartError("\n".join(conflicts))
+    refuse_conflicts()
     with (
         listen(settings.host, settings.port, "--port") as listener,
         listen_for_metrics(settings, keyed=keyring is not None) as metrics_listener,
@@ -53,20 +46,12 @@ def serve(settings: Settings) -> None:
         OrphanReaper() as reaper,
     ):
         configure_logs(settings.log_level, settings.log_format, output.terminal)
-        settings = _with_allowed_handoffs(settings)
+        settings = with_allowed_handoffs(settings)
         with PhaseProgress(output.terminal) as progress:
-            fleet = _build(settings, progress, output, reaper, tenants=keyring is not None)
+            fleet = prepare_fleet(
+                settings, progress, reaper, tenants=keyring is not None, last_words=output.root_cause
+            )
             _run(settings, fleet, listener, metrics_listener, progress, keyed=keyring is not None)
-
-
-def _with_allowed_handoffs(settings: Settings) -> Settings:
-    allowed = settings.with_allowed_handoffs(on_cpu=is_cpu_build())
-    if allowed is not settings:
-        structlog.get_logger("baton").warning(
-            "handoffs_off",
-            reason="on GPUs they were never run; handoffs.unproven_devices = true allows them",
-        )
-    return allowed
 
 
 def stop_at_once(_number: int, _frame: FrameType | None) -> None:
@@ -110,43 +95,6 @@ def listen_for_metrics(settings: Settings, *, keyed: bool) -> Iterator[socket.so
         return
     with listen(settings.metrics.host, settings.metrics.port, "`metrics.port`") as listener:
         yield listener
-
-
-def _build(
-    settings: Settings, progress: PhaseProgress, output: EngineOutput, reaper: OrphanReaper, *, tenants: bool
-) -> Fleet:
-    remote = build_remote_engines(settings, tenants=tenants)
-    if not settings.own_engines:  # then nothing here needs vLLM
-        return Fleet(remote, supervision=settings.supervision, shared_registries=(REGISTRY,))
-    store = ModelStore(settings.models_folder)
-    models = {}
-    for engine in settings.own_engines:
-        row = f"model {engine.model}"
-        models[engine.name] = store.resolve(engine.model, partial(progress.phase, row))
-        if engine.model in EMBEDDED:
-            progress.done(row, "files verified")
-    offline = not any(_may_need_hub(engine) for engine in settings.own_engines)
-    compiles = not (is_cpu_build() and runs_eager(settings))
-    apply_environment(
-        settings, offline=offline, compiles=compiles, marks={MARK: reaper.mark}, scratch=reaper.scratch
-    )
-    check_vllm()
-    progress.phase("vllm", "importing")
-    from baton.engines.vllm.build_fleet import (
-        build_fleet,
-    )  # imports vLLM for seconds, and needs the environment set above
-
-    progress.done("vllm", "imported")
-    return build_fleet(settings, models, tenants=tenants, last_words=output.root_cause, remote=remote)
-
-
-HUB_ARGS = ("tokenizer", "hf_config_path", "speculative_config")
-"""Engine arguments that may name a repository of a model hub."""
-
-
-def _may_need_hub(engine: EngineSettings) -> bool:
-    local = engine.model in EMBEDDED or engine.model.startswith(("/", "./", "../", "~"))
-    return not local or any(engine.args.get(name) for name in HUB_ARGS)
 
 
 def _run(

@@ -292,7 +292,7 @@ async def _metrics_port(gateway: Gateway, listener: socket.socket | None) -> Asy
     if listener is None:
         yield
         return
-    server = MetricsServer(metrics.app_of(gateway), gateway)
+    server = MetricsServer(metrics.app_of(gateway), gateway.settings.edge, gateway.metrics)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="metrics-port")
     try:
         yield

@@ -171,6 +171,14 @@ class Admission:
         """
         await ticket.enter(self._queues[engine], tenant)
 
+    def load(self) -> float:
+        """Return how full the fullest engine is: requests that run or wait, by the places of one tenant.
+
+        1 means that all places are taken and nobody waits; above it requests wait.
+        """
+        places = self._settings.engine_requests
+        return max(((queue.running + queue.waiting) / places for queue in self._queues.values()), default=0.0)
+
     def _tenant(self, name: str) -> Tenant:
         known = self._tenants.get(name)
         if known is None:  # no more than there are keys, so none is ever dropped

@@ -150,9 +150,13 @@ class Fleet:
 
     def metrics_page(self) -> bytes:
         """Return the `/metrics` page: the gateway's series and every engine's."""
+        return self.merged_metrics().page()
+
+    def merged_metrics(self) -> MergedRegistry:
+        """Return the gateway's series and every engine's as one registry."""
         for name, current in self.states.items():
             self.metrics.engines.up.labels(name).set(current is EngineState.READY)
             for state in EngineState:
                 self.metrics.engines.state.labels(name, state.value).set(state is current)
         registries = (self.metrics.registry, *self._shared_registries)
-        return MergedRegistry((*registries, *(engine.registry for engine in self.engines))).page()
+        return MergedRegistry((*registries, *(engine.registry for engine in self.engines)))

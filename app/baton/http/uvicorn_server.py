@@ -15,11 +15,13 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
+from baton.config.groups import EdgeSettings
 from baton.config.settings import Settings
 from baton.errors import FleetLost, OperatorError, StartError
 from baton.http.middleware.drain import ERROR_WITHIN_S
 from baton.http.protocol import protocol_for
 from baton.http.state import Gateway
+from baton.telemetry.metrics import GatewayMetrics
 
 
 def url_of(listener: socket.socket) -> str:
@@ -28,10 +30,10 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _uvicorn_config(app: Any, gateway: Gateway, **options: Any) -> uvicorn.Config:
+def _uvicorn_config(app: Any, edge: EdgeSettings, metrics: GatewayMetrics, **options: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=protocol_for(gateway.settings.edge, gateway.metrics),
+        http=protocol_for(edge, metrics),
         ws="none",
         log_config=None,
         access_log=False,
@@ -46,11 +48,12 @@ class MetricsServer(uvicorn.Server):
 
     Args:
         app: the app that answers `/metrics`.
-        gateway: the gateway whose metrics it serves.
+        edge: limits of its connections.
+        metrics: where its connections are counted.
     """
 
-    def __init__(self, app: Any, gateway: Gateway) -> None:
-        super().__init__(_uvicorn_config(app, gateway))
+    def __init__(self, app: Any, edge: EdgeSettings, metrics: GatewayMetrics) -> None:
+        super().__init__(_uvicorn_config(app, edge, metrics))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -74,7 +77,8 @@ class GatewayServer(uvicorn.Server):
         super().__init__(
             _uvicorn_config(
                 app,
-                app.state.gateway,
+                settings.edge,
+                app.state.gateway.metrics,
                 lifespan="on",
                 timeout_graceful_shutdown=settings.drain_timeout_s + ceil(ERROR_WITHIN_S) + 1,
             )

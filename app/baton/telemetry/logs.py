@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import IO, Any, Literal, TextIO
 
 import structlog
@@ -40,10 +40,13 @@ READ_WITHIN_S = 5.0
 LogFormat = Literal["auto", "json", "console"]
 
 
-def configure_logs(level: str, log_format: LogFormat, stream: TextIO) -> None:
-    """Send every log line of this process to `stream`."""
+def configure_logs(
+    level: str, log_format: LogFormat, stream: TextIO, labels: Mapping[str, str] | None = None
+) -> None:
+    """Send every log line of this process to `stream`, each with these labels."""
     console = log_format == "console" or (log_format == "auto" and stream.isatty())
     shared: list[Any] = [
+        lambda _logger, _method, event: {**(labels or {}), **event},
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),

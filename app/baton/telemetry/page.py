@@ -27,11 +27,7 @@ class MergedRegistry:
     prefixes: tuple[str, ...] = ("baton_", "vllm:", "process_", "python_")
 
     def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for metric in self._wanted():
-            known = families.setdefault(metric.name, _empty_copy(metric))
-            known.samples.extend(metric.samples)
-        yield from families.values()
+        return _merged(self._wanted())
 
     def _wanted(self) -> Iterable[Metric]:
         for registry in self.registries:
@@ -42,6 +38,37 @@ class MergedRegistry:
     def page(self) -> bytes:
         """Return the page in Prometheus' text format."""
         return generate_latest(self)
+
+
+def labelled(families: Iterable[Metric], **labels: str) -> list[Metric]:
+    """Return copies of the families in which every sample has these labels too."""
+    copies = []
+    for family in families:
+        copy = _empty_copy(family)
+        copy.samples = [sample._replace(labels={**sample.labels, **labels}) for sample in family.samples]
+        copies.append(copy)
+    return copies
+
+
+def page_of(families: Iterable[Metric]) -> bytes:
+    """Return the page of these families, in Prometheus' text format; those of one name become one."""
+    return generate_latest(_Families(list(families)))
+
+
+@dataclass(frozen=True)
+class _Families:
+    families: list[Metric]
+
+    def collect(self) -> Iterator[Metric]:
+        return _merged(self.families)
+
+
+def _merged(families: Iterable[Metric]) -> Iterator[Metric]:
+    found: dict[str, Metric] = {}
+    for metric in families:
+        known = found.setdefault(metric.name, _empty_copy(metric))
+        known.samples.extend(metric.samples)
+    yield from found.values()
 
 
 def _empty_copy(metric: Metric) -> Metric:

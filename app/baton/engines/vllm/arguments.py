@@ -44,12 +44,15 @@ NOT_HONOURED = {
     "aggregate_engine_logging": "Baton logs no periodic statistics; read `/metrics`",
     "allowed_local_media_path": "Baton reads no local files for clients; send images as `data:` URLs",
     "allowed_media_domains": "Baton fetches images itself; set `images.allowed_hosts`",
+    "data_parallel_backend": "Baton starts no engine through Ray; scale by replicas of the gateway instead, "
+    "`serve run baton.ray:app replicas=N`",
     "data_parallel_multi_port_external_lb": "Baton serves all engines on one port",
     "enable_log_requests": "Baton writes one line for each request, without its texts",
     "shutdown_timeout": "Baton lets running requests finish itself; set `drain_timeout_s`",
     "tokens_only": "Baton offers the routes with text; `/v1/completions` takes token ids too",
 }
-"""Engine arguments that only vLLM's own server acts on, and what to use instead."""
+"""Engine arguments that only vLLM's own server acts on, or whose processes Baton cannot supervise, and what
+to use instead."""
 
 SERVING_OPTIONS = (
     "chat_template",
