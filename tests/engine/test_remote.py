@@ -16,6 +16,7 @@ import pytest
 from support.beside_vllm import VllmServer
 from support.gateways import RealGateway
 from support.relays import ask, cached, ids, once_saved, told
+from support.shared_gateways import CONFIG
 from support.shared_stores import BINARIES, store_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -34,10 +35,10 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealGat
     with ExitStack() as stack:
         server = stack.enter_context(store_server("valkey", tmp_path_factory.mktemp("valkey")))
         made: dict[str, RealGateway] = {}
-        for name, template in (("far", "shared_engines.toml"), ("near", "remote_engines.toml")):
+        for name, template in (("far", CONFIG), ("near", HERE / "remote_engines.toml")):
             folder = tmp_path_factory.mktemp(name)
             url = made["far"].url if made else ""
-            text = (HERE / template).read_text()
+            text = template.read_text()
             config = folder / "baton.toml"
             config.write_text(text.format(folder=folder, shared=server.url, secret=secret, url=url))
             made[name] = stack.enter_context(RealGateway(["--config", str(config)], folder))

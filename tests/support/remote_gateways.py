@@ -129,7 +129,7 @@ def other_server(**tls: Any) -> Iterator[OtherServer]:
     server = OtherServer()
     routes = [Route("/{path:path}", server.handle, methods=["GET", "POST"])]
     config = uvicorn.Config(
-        Starlette(routes=routes), host="127.0.0.1", port=0, log_level="critical", lifespan="off", **tls
+        Starlette(routes=routes), host="127.0.0.1", port=0, log_config=None, lifespan="off", **tls
     )
     running = uvicorn.Server(config)
     running.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # of older versions
