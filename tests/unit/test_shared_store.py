@@ -435,3 +435,12 @@ async def test_gateways_whose_clocks_differ_agree_on_the_end_of_a_life(
 
 def test_a_server_is_there_for_most_of_these_tests() -> None:
     assert BINARIES["valkey"]
+
+
+async def test_a_gateway_that_ends_keeps_what_it_could_not_push(tmp_path: Path) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one = machine(tmp_path / "one", server.url)
+        one.storage.files.close()
+        record = await one.leave()
+        assert one.handoffs.is_here(record)
+        assert not list(server.client.scan_iter("baton:f:*"))

@@ -6,6 +6,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -44,7 +45,8 @@ def examine_shared_store(settings: Settings) -> Iterator[Finding]:
         yield from _memory(connection, settings.handoffs)
         yield _clock(connection)
         yield _round_trip(connection)
-        yield _throughput(PoolFiles(connection, metrics))
+        with closing(PoolFiles(connection, metrics)) as files:
+            yield _throughput(files)
     except (BatonError, StoreError) as error:
         yield Finding(SUBJECT, str(error), True, "correct the setting, or the server's")
     except FAILURE_TYPES as error:

@@ -85,7 +85,7 @@ class PoolFiles:
 
     def close(self) -> None:
         """Begin no more exchanges of files; those under way end by their deadlines."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
     def push(self, entry: str, files: Sequence[SharedFile], room: Room) -> None:
         """Write an entry's files, as a whole or not at all. Files that are there already are not written.
@@ -282,11 +282,22 @@ class PoolFiles:
                 if file.read_into(start, data) != len(data):
                     raise StoreError(f"{file.name} ends too early")
                 add = partial(_add_chunks, aside, start, data)
-                sent.append(self._threads.submit(self._connection.batch, "push", add))
+                sent.append(self._begin(self._connection.batch, "push", add))
             for each in sent:
                 each.result()
         finally:
             wait(sent)
+
+    def _begin(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Begin an exchange beside the caller's other work.
+
+        Raises:
+            HandoffStoreUnavailable: the gateway ends.
+        """
+        try:
+            return self._threads.submit(work, *arguments)
+        except RuntimeError:  # closed
+            raise HandoffStoreUnavailable() from None
 
     def _require_counted(self, files: Sequence[SharedFile]) -> None:
         """Remove files again that were evicted while they were written.
@@ -310,7 +321,7 @@ class PoolFiles:
                 raise StoreError("fetching from the shared store took too long")
             for ahead in range(index + len(coming), min(index + BATCHES, count)):
                 get = partial(_get, key, str(ahead))
-                coming.append(self._threads.submit(self._connection.ask, "fetch", get))
+                coming.append(self._begin(self._connection.ask, "fetch", get))
             part = coming.popleft().result()
             if part is None:
                 raise EntryMissing(name)  # expired, evicted or deleted meanwhile
