@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from support.gateways import RealGateway
+from support.saves import LAST_TOKENS, SavedContexts, total_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 OFF = {"X-Baton-Handoff": "off"}
@@ -28,9 +28,8 @@ def gateway(relay_gateway: RealGateway) -> RealGateway:
 
 
 @pytest.fixture(scope="module")
-def records(relay_config: Path) -> Callable[[], int]:
-    folder = relay_config.parent / "store" / "records"
-    return lambda: len(list(folder.glob("*.json")))
+def contexts(relay_config: Path) -> SavedContexts:
+    return SavedContexts(relay_config.parent / "store")
 
 
 def post(
@@ -42,15 +41,13 @@ def post(
     return response
 
 
-def saved(records: Callable[[], int], work: Callable[[], Any]) -> Any:
-    """What the work returns, once one more handoff is saved."""
-    before, deadline = records(), time.monotonic() + 60
-    done = work()
-    while records() == before:
-        assert time.monotonic() < deadline, "nothing was saved"
-        time.sleep(0.05)
-    time.sleep(0.2)  # the index follows the file
-    return done
+def saved(contexts: SavedContexts, work: Callable[[], Any]) -> Any:
+    """What the work returns, once the context of its answer is saved."""
+    before = contexts.names()
+    answer = work()
+    tokens = total_tokens(answer)
+    contexts.wait_for(before, tokens - LAST_TOKENS, tokens)
+    return answer
 
 
 def chat(
@@ -68,7 +65,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def test_a_resent_conversation_is_prefilled_once_and_answered_as_without(
-    gateway: RealGateway, records: Callable[[], int]
+    gateway: RealGateway, contexts: SavedContexts
 ) -> None:
     history = [
         {"role": "system", "content": document("Canto")},
@@ -77,7 +74,7 @@ def test_a_resent_conversation_is_prefilled_once_and_answered_as_without(
     context = 0
     for turn in range(3):
         asked = list(history)
-        answer = saved(records, lambda: chat(gateway, asked))  # noqa: B023  # called at once
+        answer = saved(contexts, lambda: chat(gateway, asked))  # noqa: B023  # called at once
         prompt, said = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
         plain = chat(gateway, history, OFF)
         assert (plain["choices"][0]["token_ids"], cached(plain)) == (said, 0)
@@ -111,13 +108,13 @@ DIALECTS: dict[str, tuple[str, Callable[[str], dict[str, Any]], Callable[[dict[s
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_every_api_says_truly_what_was_not_prefilled(
-    gateway: RealGateway, records: Callable[[], int], dialect: str
+    gateway: RealGateway, contexts: SavedContexts, dialect: str
 ) -> None:
     path, body_of, cached_of = DIALECTS[dialect]
     body = body_of(document(dialect.title()))
     if dialect == "completions":  # a prompt of this length is saved when it comes again
         assert cached_of(post(gateway, path, body).json()["usage"]) == 0
-    first = saved(records, lambda: post(gateway, path, body)).json()
+    first = saved(contexts, lambda: post(gateway, path, body)).json()
     assert cached_of(first["usage"]) == 0
     again = post(gateway, path, body).json()
     prompt = again["usage"].get("prompt_tokens") or again["usage"]["input_tokens"]
@@ -126,10 +123,10 @@ def test_every_api_says_truly_what_was_not_prefilled(
     assert cached_of(post(gateway, path, body, OFF).json()["usage"]) == 0
 
 
-def test_a_stream_is_as_it_is_without(gateway: RealGateway, records: Callable[[], int]) -> None:
+def test_a_stream_is_as_it_is_without(gateway: RealGateway, contexts: SavedContexts) -> None:
     body = {"messages": [{"role": "user", "content": document("Ode")}], "max_tokens": 6, "stream": True}
     body["stream_options"] = {"include_usage": True}
-    first = saved(records, lambda: post(gateway, CHAT, body).text)
+    first = saved(contexts, lambda: post(gateway, CHAT, body)).text
     second = post(gateway, CHAT, body).text
     for text in (first, second):
         assert "handoff" not in text
@@ -151,10 +148,10 @@ def test_the_header_saves_and_names_handoffs_for_clients_that_set_no_fields(gate
 
 
 def test_several_answers_and_probabilities_of_the_prompt_are_whole(
-    gateway: RealGateway, records: Callable[[], int]
+    gateway: RealGateway, contexts: SavedContexts
 ) -> None:
     messages = [{"role": "user", "content": document("Song")}]
-    first = saved(records, lambda: chat(gateway, messages))
+    first = saved(contexts, lambda: chat(gateway, messages))
     several = chat(gateway, messages, n=2, temperature=1)
     assert [len(choice["token_ids"]) > 0 for choice in several["choices"]] == [True, True]
     assert cached(several) == len(first["prompt_token_ids"]) - 1
@@ -164,12 +161,12 @@ def test_several_answers_and_probabilities_of_the_prompt_are_whole(
 
 
 def test_damaged_kv_costs_only_its_reuse_and_the_usage_says_so(
-    gateway: RealGateway, records: Callable[[], int], relay_config: Path
+    gateway: RealGateway, contexts: SavedContexts, relay_config: Path
 ) -> None:
     entries = relay_config.parent / "store" / "entries"
     before = set(entries.rglob("*.kv"))
     messages = [{"role": "user", "content": document("Ballad")}]
-    first = saved(records, lambda: chat(gateway, messages))
+    first = saved(contexts, lambda: chat(gateway, messages))
     (path,) = set(entries.rglob("*.kv")) - before
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -180,11 +177,11 @@ def test_damaged_kv_costs_only_its_reuse_and_the_usage_says_so(
 
 
 def test_a_response_that_is_continued_by_its_id_is_not_prefilled_again(
-    gateway: RealGateway, records: Callable[[], int]
+    gateway: RealGateway, contexts: SavedContexts
 ) -> None:
     path = "/v1/responses"
     body = {"input": document("Epode"), "max_output_tokens": 8}
-    first = saved(records, lambda: post(gateway, path, body)).json()
+    first = saved(contexts, lambda: post(gateway, path, body)).json()
     new = {"input": "And then?", "max_output_tokens": 8}
     second = post(gateway, path, new | {"previous_response_id": first["id"]}).json()
     usage = second["usage"]

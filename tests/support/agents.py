@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -11,12 +10,15 @@ from pathlib import Path
 
 from baton.admission.api_keys import create_key
 from support.gateways import RealGateway, free_port
+from support.saves import SavedContexts
 
 CONFIG = Path(__file__).parents[1] / "engine" / "agent_engines.toml"
 AGENTS = ("langgraph", "anthropic", "openai_agents", "openai", "pydantic_ai")
 """Names of `examples/agent_NAME.py`; each name is a tenant, and NAME-other is another."""
 FEWEST = 0.9
 """Share of the unchanged prefix that must not be prefilled."""
+MOST_ANSWER = 200
+"""Most tokens of an answer of theirs."""
 Used = list[tuple[int, int]]
 """Of each of a turn's requests, the number of prompt tokens and of those that were cached."""
 
@@ -34,31 +36,16 @@ def agent_gateway(folder: Path) -> Iterator[RealGateway]:
         yield running
 
 
-def last_record(gateway: RealGateway) -> int:
-    """When the newest record was written: a superseded one goes when its successor has been there for a while."""
-    records = (gateway.output.parent / "store" / "records").glob("*.json")
-    return max((path.stat().st_mtime_ns for path in records), default=0)
-
-
-def wait_for_saves(gateway: RealGateway, before: int) -> int:
-    """Wait until something was saved, and nothing more has been for a moment."""
-    deadline, found, since = time.monotonic() + 60, before, time.monotonic()
-    while found == before or time.monotonic() < since + 0.5:
-        assert time.monotonic() < deadline, "nothing was saved"
-        time.sleep(0.05)
-        if (newest := last_record(gateway)) != found:
-            found, since = newest, time.monotonic()
-    return found
-
-
 async def conversation(name: str, gateway: RealGateway, turns: int, killed_after: int = 0) -> list[Used]:
     """Hold a conversation as the example does, with the gateway killed after one of its turns."""
     done: list[Used] = []
-    saved = last_record(gateway)
+    contexts = SavedContexts(gateway.output.parent / "store")
+    before = contexts.names()
     agent = import_module(f"examples.agent_{name}")
     async for used in agent.converse(f"{gateway.url}/v1", "smollm2", gateway.keys[name], turns):
         done.append(used)
-        saved = wait_for_saves(gateway, saved)
+        contexts.wait_for(before, used[-1][0], used[-1][0] + MOST_ANSWER)
+        before = contexts.names()
         if len(done) == killed_after:
             gateway.restart(signal.SIGKILL)
     return done
