@@ -50,6 +50,7 @@ def asked(running: tuple[FakeGateway, OtherServer]) -> Iterator[tuple[httpx.Clie
 # Clients
 
 
+@pytest.mark.fault("I11")
 @pytest.mark.parametrize("state", ["ä=1", "a=\xff", "a=\tb", "a=" + "x" * 600, "a=1\x7f"])
 def test_trace_state_of_any_bytes_fails_no_request(
     asked: tuple[httpx.Client, OtherServer], state: str
@@ -65,6 +66,7 @@ def test_trace_state_of_any_bytes_fails_no_request(
     assert "tracestate" not in server.asked[-1].headers or server.asked[-1].headers["tracestate"].isascii()
 
 
+@pytest.mark.fault("I11")
 @pytest.mark.parametrize(
     ("stream", "streams"),
     [("false", False), ("true", True), (1, True), (0, False), ("off", False), (None, False)],
@@ -96,6 +98,7 @@ def test_a_stream_that_is_neither_is_the_clients_fault(
 URLS = ("http://169.254.169.254/latest", "file:///etc/passwd")
 
 
+@pytest.mark.fault("I11")
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize(
     "kind", ["image_url", "video_url", "audio_url", "input_image", "input_file", "image", "video"]
@@ -124,6 +127,7 @@ def test_no_address_of_media_is_sent_on(running: Any, path: str, kind: str, url:
 # Servers
 
 
+@pytest.mark.fault("I8")
 @pytest.mark.parametrize("last", [b": more\n\n", chunk("never"), b"x" * 1000])
 def test_what_follows_the_last_event_holds_no_client(
     asked: tuple[httpx.Client, OtherServer], last: bytes
@@ -150,6 +154,7 @@ def test_what_follows_the_last_event_holds_no_client(
 HEADERS = ["é", "✓", "a b/../c", "x" * 5000, "../../x", "//evil.example"]
 
 
+@pytest.mark.fault("I8")
 @pytest.mark.parametrize("value", HEADERS)
 def test_headers_of_the_server_that_are_no_ids_are_dropped(
     asked: tuple[httpx.Client, OtherServer], value: str
@@ -167,6 +172,7 @@ def _with_raw(value: bytes) -> Response:
     return response
 
 
+@pytest.mark.fault("I8")
 @pytest.mark.parametrize("usage", [10**30, 10**400, -1, 1.5, True, "3"], ids=lambda usage: str(usage)[:6])
 @pytest.mark.parametrize("stream", [False, True])
 def test_usage_of_any_size_fails_no_request(
@@ -185,6 +191,7 @@ def test_usage_of_any_size_fails_no_request(
     assert counted < 10**9
 
 
+@pytest.mark.fault("I2")
 def test_an_answer_that_drips_is_a_504() -> None:
     """Each of its bytes came in time; the client waited for hours."""
     with (
@@ -200,6 +207,7 @@ def test_an_answer_that_drips_is_a_504() -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "remote_timeout")
 
 
+@pytest.mark.fault("I8")
 def test_texts_of_a_servers_refusals_are_scrubbed_as_those_of_vllm_here_are(
     asked: tuple[httpx.Client, OtherServer],
 ) -> None:
@@ -216,6 +224,7 @@ def test_texts_of_a_servers_refusals_are_scrubbed_as_those_of_vllm_here_are(
     assert (ours["message"], ours["more"]) == ("Use /v1/chat/completions.", 1)
 
 
+@pytest.mark.fault("I8")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failure_inside_vllm_is_not_told_in_a_stream_either(
     asked: tuple[httpx.Client, OtherServer], stream: bool
@@ -238,6 +247,7 @@ def test_a_failure_inside_vllm_is_not_told_in_a_stream_either(
     assert "error" in answer.text
 
 
+@pytest.mark.fault("I2")
 def test_a_list_of_models_that_never_ends_is_a_server_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -258,6 +268,7 @@ async def _dripping() -> AsyncIterator[bytes]:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.fault("I4")
 def test_a_gateway_that_fails_once_is_still_a_gateway() -> None:
     """One 502 of a proxy before it, at a look, and it was none for ever."""
     with other_server() as server:
@@ -274,6 +285,7 @@ def test_a_gateway_that_fails_once_is_still_a_gateway() -> None:
             assert near.forwarding.is_gateway
 
 
+@pytest.mark.fault("I6")
 def test_tenants_whose_files_hold_one_key_are_not_apart(tmp_path: Path) -> None:
     """The server takes them for one tenant, so neither's contexts may be kept there by themselves."""
     for name, key in {"acme": "one", "beta": "one", "gamma": "two", "delta": "common"}.items():
