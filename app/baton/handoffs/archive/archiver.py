@@ -49,6 +49,7 @@ class Archiver:
         self._jobs: dict[str, Job] = {}
         self._running: dict[str, Future[None]] = {}
         self._later: dict[str, float] = {}
+        self._wrong: set[str] = set()
         self._closed = threading.Event()
         self._upkeep = threading.Thread(target=self._keep_up, name="archive-upkeep", daemon=True)
         self._upkeep.start()
@@ -69,6 +70,12 @@ class Archiver:
             record: the handoff as this gateway's index knows it; it is noted there when it is archived.
         """
         self.begin(record.id, lambda: self._write(record))
+
+    def take_kv_out_later(self, record: HandoffRecord) -> None:
+        """Take the KV of a handoff, which was found to be wrong, out of the archive, whatever else is written."""
+        with self._lock:
+            self._wrong.add(record.id)
+        self.write_later(record)
 
     def begin(self, name: str, job: Job) -> None:
         """Do something in the background, after what is under way for the same name."""
@@ -137,6 +144,10 @@ class Archiver:
             self._archive.metrics.waiting.set(len(self._jobs))
 
     def _write(self, known: HandoffRecord) -> bool:
+        if known.id in self._wrong:
+            self._archive.records.release(*self._archive.without_kv(known))
+            with self._lock:
+                self._wrong.discard(known.id)
         record = self._inner.find(known.id, known.tenant)
         if record is None or record.expires_at <= time.time():
             return True

@@ -30,6 +30,8 @@ PART_BYTES = 8 * 1024 * 1024
 PARTS_AT_ONCE = 2
 PART_TRIES = 2
 CLOSED_EVERY_S = 0.25
+MAX_SMALL_BYTES = 64 * 1024 * 1024
+"""What gateways write as a small object is never larger."""
 PANIC = "PanicException"
 """What obstore raises, and does not export, where a service's answer makes no sense."""
 UNAVAILABLE = "The archive of handoffs does not answer; try again shortly."
@@ -106,7 +108,7 @@ class Bucket:
         self._closed.set()
 
     def get(self, name: str, unless: str | None = None) -> Found | None:
-        """Read a small object; None: there is none.
+        """Read a small object; None: there is none. One that is too large counts as empty.
 
         Args:
             name: its name.
@@ -120,7 +122,8 @@ class Bucket:
         def work() -> Found | None:
             try:
                 found = self._small.get(name, options={"if_none_match": unless} if unless else {})
-                return Found(bytes(found.bytes()), found.meta["e_tag"] or "")
+                small = found.meta["size"] <= MAX_SMALL_BYTES
+                return Found(bytes(found.bytes()) if small else b"", found.meta["e_tag"] or "")
             except FileNotFoundError as error:
                 _require_bucket(error)
                 return None

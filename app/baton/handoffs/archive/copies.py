@@ -70,7 +70,7 @@ class Archive:
         written: list[str] = []
         for _ in range(TRIES):
             handoff, there = self.records.current(record.tenant, record.id)
-            if there is not None and there.document.record is None:
+            if there is not None and there.deleted:
                 self.records.release(handoff, written)
                 return False
             document = self._pushed(inner, record, there)
@@ -186,10 +186,12 @@ class Archive:
 
         Raises:
             HandoffStoreUnavailable: the archive failed.
-            Conflict: others change it all the time.
+            Conflict: others change it all the time, or its document is damaged.
         """
         for _ in range(TRIES):
             _, there = self.records.current(record.tenant, record.id)
+            if there is not None and there.damaged:
+                break
             if there is None or there.document.record is None:
                 return None
             changed = edit(there.document.record)
@@ -212,7 +214,7 @@ class Archive:
         """
         handoff, there = self.records.current(record.tenant, record.id)
         document = there.document if there is not None else None
-        if document is None or document.record is not None:
+        if there is None or not there.deleted:
             self.records.bury(handoff, document)
             self.metrics.handoff("deleted")
         return handoff, document.objects if document is not None else []

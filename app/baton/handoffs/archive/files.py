@@ -22,7 +22,7 @@ PARTS_AHEAD = 4
 """Parts of a file that are read at once."""
 PIECE_BYTES = 1024 * 1024
 LEAST_RATE = 1024 * 1024
-"""An upload may take as long as it would at so many bytes a second, and `PATIENCE_S`."""
+"""An upload may take as long as it would at so many bytes a second, `PATIENCE_S`, and what the pace costs."""
 PATIENCE_S = 60.0
 ReadInto = Callable[[int, memoryview], int]
 """Fills a buffer from an offset of a file on; returns the number of bytes read."""
@@ -62,8 +62,8 @@ class Pace:
         self._next = 0.0
         self._lock = threading.Lock()
 
-    def wait(self, size: int) -> None:
-        """Wait until so many bytes may be written.
+    def wait(self, size: int) -> float:
+        """Wait until so many bytes may be written; returns the seconds that it took.
 
         Raises:
             StoreError: the gateway ends.
@@ -74,10 +74,7 @@ class Pace:
             self._next = at + (size / self._rate if self._rate is not None else 0.0)
         if self.closed.wait(at - now) or self.closed.is_set():
             raise StoreError("the gateway ends")
-
-    def within(self, size: int) -> float:
-        """Return the seconds in which so many bytes must have been written."""
-        return PATIENCE_S + size / min(LEAST_RATE, self._rate or LEAST_RATE)
+        return at - now
 
 
 class ArchiveFiles:
@@ -174,11 +171,11 @@ class ArchiveFiles:
                 each.cancel()
 
     def _paced(self, file: LocalFile, digest: blake3) -> Iterator[bytes]:
-        until = time.monotonic() + self._pace.within(file.size)
+        until = time.monotonic() + PATIENCE_S + file.size / LEAST_RATE
         for piece in _pieces(file):
             if time.monotonic() > until:
                 raise StoreError("writing to the archive took too long")
-            self._pace.wait(len(piece))
+            until += self._pace.wait(len(piece))
             digest.update(piece)
             yield piece
 

@@ -122,6 +122,7 @@ class ArchivedStorage(StorageOver):
         try:
             changed = self.archive.change(record, over)
         except Conflict:
+            self.archiver.write_later(record)  # which writes a damaged document once more
             raise HandoffStoreUnavailable(UNAVAILABLE) from None
         if changed is None:
             self.inner.remove(record)
@@ -259,12 +260,7 @@ class ArchivedStorage(StorageOver):
         self.inner.quarantine(record)
         self.seen.note_damaged(record.id)
         if record.archived or self.archiver.is_waiting(record.id):
-
-            def without_kv() -> bool:
-                self.archive.records.release(*self.archive.without_kv(record))
-                return True
-
-            self.archiver.begin(record.id, without_kv)
+            self.archiver.take_kv_out_later(record)
 
     def delete(self, record: HandoffRecord) -> None:
         concerned = record.archived or self.archiver.wants(record) or self.archiver.is_waiting(record.id)
