@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 from support.archives import WEED, Archive, ArchivedMachine, archive_server, archived_machine
 from support.s3_proxy import S3Proxy, s3_proxy
-from support.shared_stores import ENGINE, must_run
+from support.shared_stores import BINARIES, ENGINE, must_run, store_server
 
+from baton.engines.fake.engine import FakeEngine
+from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 from baton.handoffs.archive import bucket as archive_bucket
 from baton.handoffs.archive import files as archive_files
@@ -22,6 +25,7 @@ from baton.handoffs.archive.expiry import remove_expired
 from baton.handoffs.archive.files import LocalFile, Pace, reading
 from baton.handoffs.records.public import HandoffAudit
 from baton.handoffs.records.record import HandoffRecord
+from baton_kv.stores.base import StoreFull
 
 pytestmark = pytest.mark.skipif(
     WEED is None and "seaweedfs" not in must_run,
@@ -159,7 +163,9 @@ async def test_a_document_of_another_size_than_any_is_not_read(
     asked: list[int] = []
     unseal = two.storage.archive.names.unseal
     monkeypatch.setattr(
-        type(two.storage.archive.names), "unseal", lambda _, name, data: asked.append(len(data)) or unseal(name, data)
+        type(two.storage.archive.names),
+        "unseal",
+        lambda _, name, data: asked.append(len(data)) or unseal(name, data),
     )
     with pytest.raises(HandoffNotFound):
         await two.handoffs.get(record.id, "local")
@@ -265,3 +271,125 @@ async def test_no_thread_of_the_archive_dies_of_an_answer_that_makes_no_sense(si
     site.proxy.refuse = lambda _method, _path: None
     await written(one, record)
     assert record.archived
+
+
+async def test_a_change_while_the_handoff_is_being_written_is_not_lost(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = site.machine("one")
+    writing, go_on, write = threading.Event(), threading.Event(), one.storage.archive.records.write
+
+    def slow(*arguments: Any) -> str:
+        tag = write(*arguments)
+        writing.set()
+        go_on.wait(10)
+        return tag
+
+    monkeypatch.setattr(one.storage.archive.records, "write", slow)
+    record = one.handoffs.begin(ENGINE, "local", pin=True)
+    one.entry(record.key)
+    one.handoffs.end(record, TransferRequest(), range(64))
+    await asyncio.to_thread(writing.wait, 10)
+    await one.handoffs.change(record, {"label": "mine"})
+    go_on.set()
+    await one.quiet()
+    one.storage.seen._versions.clear()
+    for machine in (one, site.machine("two")):
+        assert (await machine.handoffs.get(record.id, "local")).label == "mine"
+
+
+async def test_a_change_that_was_refused_with_503_is_made_nowhere(site: Site) -> None:
+    one = site.machine("one", archive_after_s=100, ttl_s=1000)
+    record = await one.leave()
+    site.proxy.refuse = lambda method, path: (
+        (503, "SlowDown") if method == "PUT" and "/records/" in path else None
+    )
+    with pytest.raises(HandoffStoreUnavailable):
+        await one.handoffs.change(record, {"label": "lost", "pin": True})
+    site.proxy.refuse = lambda _method, _path: None
+    one.storage.archive.bucket._resting_until = 0.0
+    for machine in (one, site.machine("two")):
+        found = await machine.handoffs.get(record.id, "local")
+        assert (found.label, found.pin) == (None, False)
+    assert not any(one.store.pinned().values())
+
+
+async def test_what_another_machine_unpins_is_not_pinned_here(site: Site) -> None:
+    one, two = site.machine("one"), site.machine("two")
+    record = await one.leave(pin=True)
+    assert any(one.store.pinned().values())
+    await two.handoffs.change(await two.handoffs.get(record.id, "local"), {"pin": False})
+    one.storage.seen._versions.clear()
+    assert not (await one.handoffs.get(record.id, "local")).pin
+    assert not any(one.store.pinned().values())
+
+
+async def test_a_handoff_can_be_pinned_on_a_machine_that_has_not_fetched_it(site: Site) -> None:
+    one, two = (site.machine(name, archive_after_s=100, ttl_s=1000) for name in ("one", "two"))
+    record = await one.leave()
+    found = await two.handoffs.get(record.id, "local")
+    await two.handoffs.change(found, {"pin": True})
+    assert found.pin
+    await two.handoffs.bring(found, ENGINE)
+    assert any(two.store.pinned().values())
+    one.storage.seen._versions.clear()
+    assert (await one.handoffs.get(record.id, "local")).pin
+
+
+async def test_a_change_of_a_handoff_that_the_machine_has_no_room_for_is_kept(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = site.machine("one"), site.machine("two")
+    record = await one.leave(pin=True)
+
+    def full(_size: int) -> None:
+        raise StoreFull("full")
+
+    monkeypatch.setattr(two.store, "make_room", full)
+    found = await two.handoffs.get(record.id, "local")
+    assert not found.on_disk
+    await two.handoffs.change(found, {"label": "theirs"})
+    assert (await site.machine("three").handoffs.get(record.id, "local")).label == "theirs"
+    await two.handoffs.delete(found)
+    one.storage.seen._versions.clear()
+    with pytest.raises(HandoffNotFound):
+        await one.handoffs.get(record.id, "local")
+
+
+async def test_machines_that_restore_a_handoff_at_once_all_find_it(site: Site, tmp_path: Path) -> None:
+    if BINARIES["valkey"] is None:
+        pytest.skip("no valkey-server is installed")
+    (tmp_path / "valkey").mkdir()
+    with store_server("valkey", tmp_path / "valkey") as valkey:
+        one = site.machine("one", shared=valkey.url)
+        record = await one.leave(pin=True)
+        others = [site.machine(f"other {number}", shared=valkey.url) for number in range(4)]
+        for _ in range(5):
+            valkey.client.flushall()
+            for each in others:
+                if (known := each.handoffs._index.known(record.id)) is not None:
+                    each.handoffs._index.drop(known)
+            found = await asyncio.gather(*(each.handoffs.get(record.id, "local") for each in others))
+            assert {each.id for each in found} == {record.id}
+        for each in others:
+            each.close()
+
+
+async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_is_faster(site: Site) -> None:
+    one, two = site.machine("one"), site.machine("two", archive_fetch_s=1.0)
+    engine = FakeEngine("a", supports_handoffs=True)
+    engine.throughput.prefilled(1000, 0.1)
+    found = []
+    for record in [await one.leave(blocks=600, pin=True) for _ in range(2)]:
+        found.append(await two.handoffs.get(record.id, "local"))
+        found[-1].tokens = found[-1].tokens[:1000]  # as long to compute as the engine was measured
+    site.proxy.refuse = lambda _method, path: time.sleep(3.0) if "/files/" in path else None
+    waited = []
+    for each in found:
+        began = time.monotonic()
+        await two.handoffs.bring(each, engine)
+        waited.append(time.monotonic() - began)
+        assert not two.handoffs.is_here(each)
+    assert waited[0] > 0.9
+    assert waited[1] < 0.5
+    assert (two.handoffs.skipped_fetch_s(found[1]) or 0) > 1.0

@@ -12,7 +12,7 @@ import structlog
 
 from baton.errors import HandoffImagesLost, HandoffStoreUnavailable
 from baton.handoffs.archive.bucket import Conflict
-from baton.handoffs.archive.copies import Archive
+from baton.handoffs.archive.copies import TRIES, Archive
 from baton.handoffs.archive.expiry import remove_expired
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.repository import OtherUsage
@@ -72,7 +72,7 @@ class Archiver:
         self.begin(record.id, lambda: self._write(record))
 
     def take_kv_out_later(self, record: HandoffRecord) -> None:
-        """Take the KV of a handoff, which was found to be wrong, out of the archive, whatever else is written."""
+        """Take KV that was found to be wrong out of the archive, whatever else is to be written."""
         with self._lock:
             self._wrong.add(record.id)
         self.write_later(record)
@@ -148,16 +148,29 @@ class Archiver:
             self._archive.records.release(*self._archive.without_kv(known))
             with self._lock:
                 self._wrong.discard(known.id)
-        record = self._inner.find(known.id, known.tenant)
-        if record is None or record.expires_at <= time.time():
-            return True
-        if not self._archive.write(self._inner, record):
-            self._inner.remove(record)  # another gateway deleted it
-            return True
-        known.archived = True
-        if not record.archived:
-            self._inner.change(record, _mark)
-        return True
+        for _ in range(TRIES):
+            record = self._inner.find(known.id, known.tenant)
+            if record is None or record.expires_at <= time.time():
+                return True
+            if not self._archive.write(self._inner, record):
+                self._inner.remove(record)  # another gateway deleted it
+                return True
+            if record.archived or self._mark(record):
+                known.archived = True
+                return True
+        return False
+
+    def _mark(self, record: HandoffRecord) -> bool:
+        """Note on this machine that a handoff is archived; not if it is another than was written.
+
+        From then on it is changed in the archive first, so nothing may be missing there.
+        """
+
+        def mark(now: HandoffRecord, _others: OtherUsage) -> None:
+            now.archived = now.revision == record.revision
+
+        marked = self._inner.change(record, mark)
+        return marked is not None and marked.archived
 
     def _keep_up(self) -> None:
         """Try again what failed, and look for what has expired, until this is closed."""
@@ -177,7 +190,3 @@ class Archiver:
         count = remove_expired(self._archive, self._closed.is_set)
         self._log.info("archive_expired", handoffs=count)
         return True
-
-
-def _mark(record: HandoffRecord, _others: OtherUsage) -> None:
-    record.archived = True

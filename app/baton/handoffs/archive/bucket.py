@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -58,15 +58,17 @@ class BucketAddress:
         key: id and secret of an access key; None: of the environment, or of the machine's role.
         certificates: to trust, as PEM; None: the system's.
         timeout_s: seconds that a small request may take.
+        fetch_s: seconds in which a handoff must have been fetched; a part of it may take no longer.
     """
 
     bucket: str
     prefix: str = ""
     endpoint: str | None = None
     region: str | None = None
-    key: tuple[str, str] | None = None
+    key: tuple[str, str] | None = field(default=None, repr=False)
     certificates: bytes | None = None
     timeout_s: float = 2.0
+    fetch_s: float = 20.0
 
 
 class Found(NamedTuple):
@@ -97,6 +99,7 @@ class Bucket:
         self._clock = clock
         self._small = _client(address, address.timeout_s, retries=0)
         self._large = _client(address, max(PART_S, address.timeout_s), retries=PART_TRIES - 1)
+        self._parts = _client(address, min(PART_S, address.fetch_s), retries=0)
         self._lock = threading.Lock()
         self._failures = 0
         self._resting_until = 0.0
@@ -226,7 +229,7 @@ class Bucket:
             HandoffStoreUnavailable: the archive failed, or is left alone after failures.
             StoreError: the gateway ends.
         """
-        found = self._ask("part", lambda: self._apart(lambda: _part(self._large, name, start, stop)))
+        found = self._ask("part", lambda: self._apart(lambda: _part(self._parts, name, start, stop)))
         if found is None:
             raise FileNotFoundError(name)
         return found

@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from baton.handoffs.archive.bucket import PART_BYTES, Bucket
 from baton.handoffs.archive.documents import ArchivedFile, Names
+from baton.handoffs.records.storage import FetchCutOff
 from baton.telemetry.archive_metrics import ArchiveMetrics
 from baton_kv.stores.base import EntryMissing, StoreError
 
@@ -140,7 +141,7 @@ class ArchiveFiles:
 
         Raises:
             Damaged: by the iterator: there is no such file, or it is another.
-            StoreError: by the iterator: it took too long.
+            FetchCutOff: by the iterator: it took too long.
             HandoffStoreUnavailable: by the iterator: the archive failed.
         """
         digest, size = self._names.hasher(), 0
@@ -157,7 +158,7 @@ class ArchiveFiles:
     def _parts(self, file: ArchivedFile, until: float) -> Generator[bytes]:
         """Read a file's parts in order, some of them ahead."""
         waiting: deque[Future[bytes]] = deque()
-        starts = iter(range(0, file.size, PART_BYTES))
+        starts, got = iter(range(0, file.size, PART_BYTES)), 0
         try:
             while True:
                 while len(waiting) < PARTS_AHEAD and (start := next(starts, None)) is not None:
@@ -165,7 +166,9 @@ class ArchiveFiles:
                     waiting.append(self._readers.submit(self._bucket.part, file.name, start, stop))
                 if not waiting:
                     return
-                yield _result(waiting.popleft(), until)
+                part = _result(waiting.popleft(), until, got)
+                got += len(part)
+                yield part
         finally:
             for each in waiting:
                 each.cancel()
@@ -180,11 +183,11 @@ class ArchiveFiles:
             yield piece
 
 
-def _result(part: Future[bytes], until: float) -> bytes:
+def _result(part: Future[bytes], until: float, got: int) -> bytes:
     try:
         return part.result(timeout=max(0.0, until - time.monotonic()))
     except (TimeoutError, CancelledError):
-        raise StoreError("fetching from the archive took too long") from None
+        raise FetchCutOff("fetching from the archive took too long", got) from None
     except FileNotFoundError as error:
         raise Damaged(f"the archive has no file {error}") from None
 

@@ -78,6 +78,7 @@ def address_of(settings: HandoffSettings) -> BucketAddress:
         _key(settings.archive_key_file) if settings.archive_key_file is not None else None,
         _read("handoffs.archive_ca_file", authorities).encode() if authorities is not None else None,
         settings.archive_timeout_s,
+        settings.archive_fetch_s,
     )
 
 
