@@ -140,11 +140,31 @@ def test_the_other_server_gets_our_headers_alone(asked: tuple[httpx.Client, Othe
     sent = server.asked[-1].headers
     assert sent.keys() == {
         *("host", "user-agent", "accept", "accept-encoding", "content-type", "content-length"),
-        *("x-request-id", "x-baton-hops", "traceparent", "tracestate"),
+        *("x-request-id", "x-baton-hops", "traceparent", "tracestate", "x-session-id"),
     }
     assert (sent["x-request-id"], sent["traceparent"]) == (answer.headers["x-request-id"], trace)
     assert (sent["user-agent"].partition("/")[0], sent["accept-encoding"]) == ("baton", "identity")
     assert sent["host"] in server.url
+
+
+def test_a_session_is_passed_on_where_it_is_well_formed(asked: tuple[httpx.Client, OtherServer]) -> None:
+    """A proxy before the other server keeps a session on one gateway, as one before this gateway does."""
+    client, server = asked
+    told = {
+        "user:42/run-7@a.b~c+d=": "user:42/run-7@a.b~c+d=",
+        "x" * 128: "x" * 128,
+        "x" * 129: None,
+        "": None,
+        "two words": None,
+        "a,b": None,
+        'a"b': None,
+        "ä": None,
+    }
+    for given, sent_on in told.items():
+        headers = {"X-Session-Id": given.encode()}
+        answer = client.post("/v1/completions", json={"model": "near", "prompt": "a"}, headers=headers)  # type: ignore[arg-type]  # httpx takes bytes too
+        assert answer.status_code == 200
+        assert server.asked[-1].headers.get("x-session-id") == sent_on, given
 
 
 def test_headers_of_the_other_server_do_not_reach_clients(asked: tuple[httpx.Client, OtherServer]) -> None:
