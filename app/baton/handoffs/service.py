@@ -188,7 +188,7 @@ class Handoffs:
             self._index.expire_in(record, min(FAILED_FOR_S, record.ttl_s))
             self._saves.fail(record)
             if self._storage.shared:
-                self.begin_work(self._remove(record))
+                self.begin_work(self._retract(record))
             return
         record.add_images(transfer.images)
         finish = self._saves.finish_automatic if record.automatic else self._saves.finish
@@ -405,6 +405,11 @@ class Handoffs:
         for record in records:
             async with record.guard:  # so that nobody writes it again after this
                 await asyncio.to_thread(self._storage.delete, record)
+
+    async def _retract(self, record: HandoffRecord) -> None:
+        """Take back what other machines were told of a handoff whose request failed; here it is shown."""
+        await self._remove(record)
+        record.announced = False
 
     async def _remove(self, record: HandoffRecord) -> None:
         async with record.guard:  # so that nobody writes it again after this
