@@ -211,6 +211,7 @@ async def test_kv_that_was_found_wrong_leaves_the_archive_although_the_handoff_i
     assert [(await two.handoffs.get(each.id, "local")).bytes for each in (record, other)] == [0, 0]
 
 
+@pytest.mark.fault("C17")
 async def test_two_uploads_that_share_a_rate_both_end(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive_files, "PATIENCE_S", 0.5)
     monkeypatch.setattr(archive_files, "LEAST_RATE", 1024**3)
@@ -227,6 +228,7 @@ async def test_two_uploads_that_share_a_rate_both_end(site: Site, monkeypatch: p
     assert len(site.archive.names("files")) == 3
 
 
+@pytest.mark.fault("C24")
 async def test_what_another_version_wrote_is_left_to_it(site: Site) -> None:
     one = site.machine("one")
     record = await one.leave(pin=True, ttl_s=100)
@@ -239,6 +241,8 @@ async def test_what_another_version_wrote_is_left_to_it(site: Site) -> None:
     assert len(site.archive.names("files")) == 1
     with pytest.raises(HandoffStoreUnavailable):
         await one.handoffs.change(record, {"label": "mine"})
+    with pytest.raises(HandoffStoreUnavailable):
+        await site.machine("two").handoffs.get(record.id, "local")
     assert b"later version" in site.archive.read(name)
 
 
@@ -262,6 +266,7 @@ async def test_what_somebody_deleted_from_the_bucket_is_computed_or_gone(site: S
             await machine.handoffs.get(second.id, "local")
 
 
+@pytest.mark.fault("C18")
 async def test_no_thread_of_the_archive_dies_of_an_answer_that_makes_no_sense(site: Site) -> None:
     one = site.machine("one")
     site.proxy.refuse = lambda method, path: (200, "<Nothing/>") if "/files/" in path else None
@@ -273,6 +278,7 @@ async def test_no_thread_of_the_archive_dies_of_an_answer_that_makes_no_sense(si
     assert record.archived
 
 
+@pytest.mark.fault("C23")
 async def test_a_change_while_the_handoff_is_being_written_is_not_lost(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +304,7 @@ async def test_a_change_while_the_handoff_is_being_written_is_not_lost(
         assert (await machine.handoffs.get(record.id, "local")).label == "mine"
 
 
+@pytest.mark.fault("C23")
 async def test_a_change_that_was_refused_with_503_is_made_nowhere(site: Site) -> None:
     one = site.machine("one", archive_after_s=100, ttl_s=1000)
     record = await one.leave()
@@ -375,6 +382,7 @@ async def test_machines_that_restore_a_handoff_at_once_all_find_it(site: Site, t
             each.close()
 
 
+@pytest.mark.fault("C17")
 async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_is_faster(site: Site) -> None:
     one, two = site.machine("one"), site.machine("two", archive_fetch_s=1.0)
     engine = FakeEngine("a", supports_handoffs=True)

@@ -370,6 +370,7 @@ async def test_a_slow_store_is_left_for_computing_and_taken_up_again_once_it_is_
             raise AssertionError("it was never fetched again")
 
 
+@pytest.mark.fault("C5")
 async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_is_faster(
     tmp_path: Path,
 ) -> None:
