@@ -241,6 +241,28 @@ async def test_pins_hold_and_are_limited_over_machines(server: StoreServer, tmp_
     assert one.storage.files.sizes([pinned.key, other.key]) == [pytest.approx(300 * 4096, rel=0.1), 0]
 
 
+async def test_pins_of_the_shared_store_do_not_fill_a_smaller_machine(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    one = machine(tmp_path / "one", server.url, budget=2 * 1024 * 1024, shared_budget=64 * 1024 * 1024)
+    pinned = [await one.leave(blocks=60, pin=True) for _ in range(10)]
+    assert all(each.pin for each in pinned)
+    assert sum(one.store.pinned().values()) <= 1024 * 1024
+    for each in pinned:
+        assert one.storage.files.pin(each.key, True, 0) == 1  # there it is
+
+
+async def test_kv_that_is_on_its_machine_alone_is_pinned_within_its_budget(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    one = machine(tmp_path / "one", server.url, budget=2 * 1024 * 1024, shared_budget=1024 * 1024)
+    left = [await one.leave(blocks=290) for _ in range(3)]  # too large for the shared store
+    assert one.storage.files.sizes([each.key for each in left]) == [0, 0, 0]
+    with pytest.raises(HandoffPinsFull):
+        await one.handoffs.change(left[0], {"pin": True})
+    assert not one.store.pinned()
+
+
 async def test_an_automatic_handoff_of_another_machine_is_fetched_for_the_next_request(
     server: StoreServer, tmp_path: Path
 ) -> None:

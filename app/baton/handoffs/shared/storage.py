@@ -41,6 +41,7 @@ class SharedStorage(HandoffStorage):
         connection: to the shared store.
         files: its files.
         budget: bytes that all handoffs may take there.
+        budget_here: bytes that they may take on this machine.
         fetch_s: seconds in which a handoff's KV must have been fetched.
     """
 
@@ -48,6 +49,7 @@ class SharedStorage(HandoffStorage):
     connection: SharedConnection
     files: PoolFiles
     budget: int
+    budget_here: int
     fetch_s: float
 
     @property
@@ -129,7 +131,20 @@ class SharedStorage(HandoffStorage):
         answer = self.files.pin(record.key, pin, int(PINNED_SHARE * self.budget))
         if answer == 0:
             raise HandoffPinsFull()
+        if pin and not self._fits_here(record):
+            if answer == -1 and self.is_here(record):  # and nowhere else
+                raise HandoffPinsFull()
+            return True  # what is here is a copy
         return super().pin(record, pin)
+
+    def _fits_here(self, record: HandoffRecord) -> bool:
+        """Return whether KV is here and may be protected here too: a machine's store is often the smaller one."""
+        if not self.is_here(record):
+            return False
+        pinned = HandoffStorage.pinned_kv(self, record)
+        most = PINNED_SHARE * self.budget_here
+        mine = pinned.get(scope_of(record.tenant), 0)
+        return sum(pinned.values()) <= most and mine <= most / max(1, len(pinned))
 
     def pinned_kv(self, record: HandoffRecord) -> dict[str, int]:
         key = self.connection.own_key("pinned")
