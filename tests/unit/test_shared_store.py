@@ -28,7 +28,9 @@ from baton.errors import (
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.save_rule import SaveRule
 from baton.handoffs.automatic.service import AutomaticHandoffs
+from baton.handoffs import service
 from baton.handoffs.planner import Planner
+from baton.handoffs.records import saves
 from baton.handoffs.records.fetches import MEASURE_EVERY
 from baton.handoffs.records.record import HandoffRecord, new_id
 from baton.handoffs.records.state import HandoffState
@@ -466,3 +468,58 @@ async def test_a_gateway_that_ends_keeps_what_it_could_not_push(tmp_path: Path) 
         record = await one.leave()
         assert one.handoffs.is_here(record)
         assert not list(server.client.scan_iter("baton:f:*"))
+
+
+async def test_pushes_leave_threads_for_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one, over = machine(tmp_path / "one", server.url), threading.Event()
+        monkeypatch.setattr(SharedStorage, "share", lambda *_: over.wait(20))
+        for _ in range(50):
+            record = one.handoffs.begin(ENGINE, "local")
+            one.entry(record.key)
+            one.handoffs.end(record, TransferRequest(), range(64))
+        try:
+            while len(one.handoffs._saves._sharing) < 50:
+                await asyncio.sleep(0.01)
+            began = time.monotonic()
+            await asyncio.to_thread(one.handoffs.is_here, record)
+            assert time.monotonic() - began < 1
+        finally:
+            over.set()
+        await one.quiet()
+
+
+async def test_no_more_than_so_many_pushes_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+        over = threading.Event()
+        monkeypatch.setattr(SharedStorage, "share", lambda *_: over.wait(20))
+        monkeypatch.setattr(saves, "MAX_PUSHES", 2)
+        records = []
+        for _ in range(3):
+            records.append(one.handoffs.begin(ENGINE, "local"))
+            one.entry(records[-1].key)
+            one.handoffs.end(records[-1], TransferRequest(), range(64))
+        while not records[-1].on_disk:
+            await asyncio.sleep(0.01)
+        assert (await two.handoffs.get(records[-1].id, "local")).state is HandoffState.READY
+        over.set()
+        await one.quiet()
+
+
+async def test_a_gateway_that_ends_while_it_pushes_leaves_the_handoff_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+        over = threading.Event()
+        monkeypatch.setattr(SharedStorage, "share", lambda *_: over.wait(20))
+        monkeypatch.setattr(service, "CLOSE_WITHIN_S", 0.5)
+        async with one.handoffs.running(), one.handoffs.settling():
+            record = one.handoffs.begin(ENGINE, "local")
+            one.entry(record.key)
+            one.handoffs.end(record, TransferRequest(), range(64))
+            await one.handoffs.settled(record, 5)
+        found = await two.handoffs.get(record.id, "local")
+        assert (found.state, len(found.tokens)) == (HandoffState.READY, 64)
+        over.set()

@@ -102,6 +102,7 @@ class Handoffs:
             for task in tasks:
                 task.cancel()
             await asyncio.wait({*tasks, *self._background}, timeout=CLOSE_WITHIN_S)
+            self._saves.close()
             self._fetches.close()
             await asyncio.to_thread(self._storage.close)
 
@@ -113,6 +114,7 @@ class Handoffs:
         finally:
             if self._saving:
                 await asyncio.wait(self._saving, timeout=CLOSE_WITHIN_S)
+                await asyncio.wait({self.begin_work(self._saves.write_unshared())}, timeout=CLOSE_WITHIN_S)
 
     def begin(
         self,
