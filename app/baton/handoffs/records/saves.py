@@ -27,7 +27,7 @@ GIVEN_UP_AFTER_S = 120.0
 AUTOMATIC_WITHIN_S = 30.0
 """An automatic handoff whose KV is not saved by then is dropped."""
 PUSHES = 4
-"""Handoffs that are copied to other machines at once, in threads of their own: requests wait for none of them."""
+"""Handoffs that are copied to other machines at once, in threads that no request waits for."""
 MAX_PUSHES = 64
 """Of more, the KV is not copied: the store is slower than the engines, and other machines compute."""
 LOOK_EVERY_S = 0.25
@@ -164,7 +164,7 @@ class Saves:
             self._log.warning("handoff_not_shared", handoff=record.id, reason=type(error).__name__)
 
     async def write_unshared(self) -> None:
-        """Write the records of handoffs that are still being pushed, as the gateway ends: their KV is computed."""
+        """Write the records of handoffs that are still being pushed, as the gateway ends."""
         records = [self._index.known(each) for each in self._sharing]
         for record in records:
             if record is not None and not record.on_disk:

@@ -102,6 +102,10 @@ class SharedStorage(HandoffStorage):
     def is_here(self, record: HandoffRecord) -> bool:
         return self.store.exists(record.key)
 
+    def drop_copy(self, record: HandoffRecord) -> None:
+        if self.is_here(record):
+            super().quarantine(record)
+
     def fetch(self, record: HandoffRecord, within_s: float) -> int:
         until, size, names = time.monotonic() + min(within_s, self.fetch_s), 0, self.files.names(record.key)
         if not names or names[-1] != record.key:
@@ -113,7 +117,7 @@ class SharedStorage(HandoffStorage):
             shared = SharedFiles(tuple(names[:index]), names[index - 1]) if index else SharedFiles()
             with contextlib.closing(chunks):
                 size += self.store.put(name, chunks, size=length, shared=shared)
-        self.files.touch(record.key)
+        self.files.touch(record.key, automatic=record.automatic)
         return size
 
     def stored_bytes(self, records: Sequence[HandoffRecord]) -> list[int]:
@@ -138,7 +142,7 @@ class SharedStorage(HandoffStorage):
         return super().pin(record, pin)
 
     def _fits_here(self, record: HandoffRecord) -> bool:
-        """Return whether KV is here and may be protected here too: a machine's store is often the smaller one."""
+        """Return whether KV is here and may be protected here too: this store is often the smaller one."""
         if not self.is_here(record):
             return False
         pinned = HandoffStorage.pinned_kv(self, record)
