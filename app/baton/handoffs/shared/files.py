@@ -22,7 +22,7 @@ from baton.errors import HandoffStoreUnavailable
 from baton.handoffs.records.storage import FetchCutOff
 from baton.handoffs.shared.clients import Client
 from baton.handoffs.shared.connection import SharedConnection
-from baton.handoffs.shared.scripts import BEGIN_FILE, DROP, PIN, PLACE_FILE, RESERVE
+from baton.handoffs.shared.scripts import BEFORE_OTHERS_US, BEGIN_FILE, DROP, PIN, PLACE_FILE, RESERVE
 from baton.telemetry.shared_store_metrics import SharedStoreMetrics
 from baton_kv.stores.base import MAX_SHARED, EntryMissing, StoreError, StoreFull
 
@@ -173,10 +173,15 @@ class PoolFiles:
             raise StoreError("the shared store holds something else than a file")
         return size, self._read(name, size, chunk, until)
 
-    def touch(self, entry: str) -> None:
-        """Mark an entry as used now."""
+    def touch(self, entry: str, *, automatic: bool) -> None:
+        """Mark an entry as used now.
+
+        Args:
+            entry: key of the entry.
+            automatic: whether it is evicted before others all the same.
+        """
         key = self._connection.own_key(f"use:{entry.partition('/')[0]}")
-        now = int((time.time() + self._connection.ahead_s) * 1e6)
+        now = int((time.time() + self._connection.ahead_s) * 1e6) - automatic * BEFORE_OTHERS_US
         with contextlib.suppress(HandoffStoreUnavailable):
             self._connection.ask("touch", lambda client: client.zadd(key, {entry: now}, xx=True, gt=True))
 

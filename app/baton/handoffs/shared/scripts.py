@@ -19,6 +19,9 @@ A file's bytes are elsewhere, in a slot of their own: the script counts a file b
 frees one removes its bytes afterwards.
 """
 
+BEFORE_OTHERS_US = 4_000_000_000_000_000
+"""Automatic entries were used so much longer ago than others, for the choice of what is evicted."""
+
 COMMON = """
 local base = KEYS[1] .. ':'
 local freed = {1}
@@ -179,6 +182,7 @@ return 1
 
 RESERVE = (
     COMMON
+    + f"local before_others_us = {BEFORE_OTHERS_US}"
     + """
 -- ARGV: entry, evictable (1 or 0), automatic (1 or 0), budget, lifetime ms, then file and bytes, in order.
 -- Takes room for an entry. Returns {1, files that were freed...}, or {0}: it does not fit.
@@ -210,7 +214,7 @@ end
 call('HSET', base .. 'entry', entry, files)
 call('ZADD', base .. 'due', due, entry)
 if ARGV[2] == '1' then
-  call('ZADD', base .. 'use:' .. scope, now_us - number(ARGV[3]) * 4000000000000000, entry)
+  call('ZADD', base .. 'use:' .. scope, now_us - number(ARGV[3]) * before_others_us, entry)
 end
 return freed
 """
