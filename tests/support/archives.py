@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,8 +104,13 @@ def _ports(count: int) -> list[int]:
 
 
 @contextmanager
-def archive_server(folder: Path) -> Iterator[Archive]:
-    """Start SeaweedFS on loopback: it reports nothing to its makers, and its files go with the folder."""
+def archive_server(folder: Path, allowed: Sequence[str] = ()) -> Iterator[Archive]:
+    """Start SeaweedFS on loopback: it reports nothing to its makers, and its files go with the folder.
+
+    Args:
+        folder: where it keeps objects.
+        allowed: what a second key, `few`, may do in the bucket, such as `Read`.
+    """
     assert WEED is not None, "weed is missing"
     folder.mkdir(exist_ok=True)
     identity = {
@@ -113,8 +118,14 @@ def archive_server(folder: Path) -> Iterator[Archive]:
         "credentials": [{"accessKey": KEY, "secretKey": KEY_SECRET}],
         "actions": ["Admin", "Read", "Write", "List"],
     }
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    few = {
+        "name": "few",
+        "credentials": [{"accessKey": "AKIDFEW", "secretKey": KEY_SECRET}],
+        "actions": [f"{action}:{BUCKET}" for action in allowed],
+    }
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity, few]}))
     (folder / "key").write_text(f"{KEY}\n{KEY_SECRET}\n")
+    (folder / "few").write_text(f"AKIDFEW\n{KEY_SECRET}\n")
     endpoint = ""
     process: subprocess.Popen[bytes] | None = None
     for _ in range(3):  # a port may be taken by another process meanwhile
