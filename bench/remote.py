@@ -1,7 +1,7 @@
 """Measure what a request costs more through a gateway whose engine is another gateway.
 
-Asked in turn: the other gateway itself, one that sends requests on to it, and Envoy before it, as the least that
-a server in between costs. The engine computes nothing, so that all of the time is theirs.
+Asked in turn: the other gateway itself, one that sends requests on to it, and Envoy before it, as the least
+that a server in between costs. The engine computes nothing, so that all of the time is theirs.
 """
 
 from __future__ import annotations
