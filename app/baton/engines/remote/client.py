@@ -12,6 +12,7 @@ import httpx
 from baton import __version__
 from baton.config.groups import EngineSettings, RemoteSettings
 from baton.engines.remote.connections import Connection, Connections
+from baton.engines.remote.refusals import not_an_answer
 from baton.errors import RemoteFailed, RemoteTimeout, RemoteUnreachable, SettingsError
 
 CONNECTING = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
@@ -168,7 +169,7 @@ class RemoteClient:
         answer = Answer(response, connection, self._settings)
         if response.headers.get("content-encoding", "identity").lower() != "identity":
             await answer.close()
-            raise RemoteFailed("The server that answers for this model sent a compressed answer.")
+            raise not_an_answer("a compressed answer")
         return answer
 
 
