@@ -57,8 +57,8 @@ class HandoffObject(BaseModel):
         description="Id of the handoff of another model whose text it holds; `null`: it is no translation."
     )
     archived: bool = Field(
-        description="Whether it is in the archive, and so outlives this machine. What is pinned or lives long "
-        "is, some moments after it was saved; without an archive always `false`."
+        description="Whether it is in the archive, and so outlives this machine. What is pinned or lives "
+        "long is, some moments after it was saved; without an archive always `false`."
     )
     error: str | None = Field(description="Why it is `failed`, if it was joined ahead; else `null`.")
     audit: HandoffAudit | None = Field(
