@@ -437,3 +437,14 @@ async def test_the_log_holds_no_credentials_and_no_object(site: Site) -> None:
     for secret in ("AKID", "a-secret-of", "127.0.0.1", "records/", "files/"):
         assert secret not in said + str(raised.value)
     assert "secret" not in repr(one.storage.archive.bucket)
+
+
+async def test_pinned_handoffs_of_many_machines_leave_room_on_the_one_that_fetches_them(site: Site) -> None:
+    small = {"budget": 4 * 1024 * 1024}
+    left = [await site.machine(name, **small).leave(blocks=300, pin=True) for name in ("a", "b", "c", "d")]
+    last = site.machine("last", **small)
+    for record in left:
+        found = await last.handoffs.get(record.id, "local")
+        await last.handoffs.bring(found, ENGINE)
+        assert found.pin
+        assert last.store.pinned().total() <= 2 * 1024 * 1024

@@ -80,11 +80,14 @@ class ArchivedStorage(StorageOver):
     Attributes:
         archive: the archive.
         archiver: writes to it in the background.
+        pinned_most: bytes of KV that may be pinned on this machine; what is fetched above it is not, since the
+            archive has it.
         seen: what is known of its handoffs.
     """
 
     archive: Archive
     archiver: Archiver
+    pinned_most: int
     seen: Seen = field(default_factory=Seen)
 
     @property
@@ -243,7 +246,10 @@ class ArchivedStorage(StorageOver):
             self._pin(record, True)
 
     def _pin(self, record: HandoffRecord, pin: bool) -> None:
-        """Pin KV of this machine as the record says, or unpin it."""
+        """Pin KV of this machine as the record says and there is room, or unpin it."""
+        if pin and not self.inner.shared and sum(self.inner.pinned_kv(record).values()) > self.pinned_most:
+            log.info("handoff_not_pinned", handoff=record.id, reason="as much is pinned as may be")
+            return
         try:
             self.inner.pin(record, pin)
         except (HandoffPinsFull, HandoffStoreUnavailable) as error:
