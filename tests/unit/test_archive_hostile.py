@@ -297,8 +297,10 @@ async def test_a_change_while_the_handoff_is_being_written_is_not_lost(
     one.entry(record.key)
     one.handoffs.end(record, TransferRequest(), range(64))
     await asyncio.to_thread(writing.wait, 10)
-    await one.handoffs.change(record, {"label": "mine"})
+    changing = asyncio.ensure_future(one.handoffs.change(record, {"label": "mine"}))
+    await asyncio.sleep(0.3)
     go_on.set()
+    await changing
     await one.quiet()
     one.storage.seen._versions.clear()
     for machine in (one, site.machine("two")):

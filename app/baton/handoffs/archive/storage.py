@@ -80,8 +80,7 @@ class ArchivedStorage(StorageOver):
     Attributes:
         archive: the archive.
         archiver: writes to it in the background.
-        pinned_most: bytes of KV that may be pinned on this machine; what is fetched above it is not, since the
-            archive has it.
+        pinned_most: bytes of KV that may be pinned on this machine; the archive has what is fetched above it.
         seen: what is known of its handoffs.
     """
 
@@ -110,11 +109,11 @@ class ArchivedStorage(StorageOver):
         return saved
 
     def change(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
-        if record.archived and not self.inner.shared:
+        with self.archiver.guard(record.id):
+            there = record.archived and not self.inner.shared
+            changed = None if there else self.inner.change(record, edit)
+        if there or (changed is not None and changed.archived and not self.inner.shared):
             return self._change_archived(record, edit)
-        changed = self.inner.change(record, edit)
-        if changed is not None and changed.archived and not self.inner.shared:
-            return self._change_archived(record, edit)  # it was archived meanwhile
         if changed is not None and changed.on_disk and (changed.archived or self.archiver.wants(changed)):
             self.archiver.write_later(record)
         return changed
