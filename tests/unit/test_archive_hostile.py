@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from support.archives import WEED, Archive, ArchivedMachine, archive_server, archived_machine
 from support.s3_proxy import S3Proxy, s3_proxy
 from support.shared_stores import BINARIES, ENGINE, must_run, store_server
@@ -25,7 +26,7 @@ from baton.handoffs.archive.expiry import remove_expired
 from baton.handoffs.archive.files import LocalFile, Pace, reading
 from baton.handoffs.records.public import HandoffAudit
 from baton.handoffs.records.record import HandoffRecord
-from baton_kv.stores.base import StoreFull
+from baton_kv.stores.base import StoreError, StoreFull
 
 pytestmark = pytest.mark.skipif(
     WEED is None and "seaweedfs" not in must_run,
@@ -401,3 +402,38 @@ async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_
     assert waited[0] > 0.9
     assert waited[1] < 0.5
     assert (two.handoffs.skipped_fetch_s(found[1]) or 0) > 1.0
+
+
+async def test_a_file_that_cannot_be_read_here_is_no_failure_of_the_archive(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = site.machine("one")
+    files = one.storage.archive.files
+
+    def gone(_start: int, _view: memoryview) -> int:
+        return 0
+
+    def failing(_start: int, _view: memoryview) -> int:
+        raise StoreFull("the device failed")
+
+    for reader in (gone, failing):
+        for size in (1000, 20 * 1024 * 1024):
+            with pytest.raises(StoreError):
+                await asyncio.to_thread(files.push, LocalFile("a", "files/scope/a", size, reader))
+    assert site.archive.names("files") == []
+    assert one.storage.archive.bucket._failures == 0
+
+
+async def test_the_log_holds_no_credentials_and_no_object(site: Site) -> None:
+    one = site.machine("one")
+    body = "<Error><Code>SignatureDoesNotMatch</Code><AWSAccessKeyId>AKIDTESTSONLY</AWSAccessKeyId></Error>"
+    site.proxy.refuse = lambda _method, _path: (403, body)
+    with capture_logs() as logs:
+        with pytest.raises(HandoffStoreUnavailable) as raised:
+            await one.handoffs.get("x" * 32, "local")
+        await one.leave(pin=True)
+    said = str(logs)
+    assert "SignatureDoesNotMatch" in said
+    for secret in ("AKID", "a-secret-of", "127.0.0.1", "records/", "files/"):
+        assert secret not in said + str(raised.value)
+    assert "secret" not in repr(one.storage.archive.bucket)
