@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-MAX_TRACESTATE = 512
+TRACESTATE = re.compile(r"[\t\x20-\x7e]{1,512}")
 SESSION_ID = re.compile(r"[A-Za-z0-9._:/@+=~-]{1,128}")
 """What `X-Session-Id` may be to be sent on: whatever clients name sessions by, but no list and no quotes."""
 HOPS_HEADER = b"x-baton-hops"
@@ -76,8 +76,8 @@ def context_from_headers(headers: list[tuple[bytes, bytes]], tenant: str = LOCAL
             context.session_id = text
         elif name == HOPS_HEADER and value.isdigit() and len(value) <= 3:
             context.hops = int(value)
-        elif name == b"tracestate" and len(value) <= MAX_TRACESTATE:
-            tracestate = value.decode("latin-1")
+        elif name == b"tracestate" and TRACESTATE.fullmatch(text := value.decode("latin-1")):
+            tracestate = text
     if context.traceparent:
         context.tracestate = tracestate
     return context
