@@ -230,6 +230,7 @@ def test_a_share_of_a_gpu_is_vllm_s_own_argument_there_and_refused_on_a_cpu(
         ({"allowed_media_domains": []}, "images.allowed_hosts"),  # to vLLM: any
         ({"shutdown_timeout": 5}, "drain_timeout_s"),
         ({"data_parallel_backend": "ray"}, "args.data_parallel_backend: not supported: .* scale by replicas"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend: not supported: .* replicas"),
         ({"enable_log_requests": False, "shutdown_timeout": 0}, ""),  # what is so anyway
     ],
 )

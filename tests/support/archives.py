@@ -140,6 +140,7 @@ def archive_server(folder: Path, allowed: Sequence[str] = ()) -> Iterator[Archiv
     finally:
         process.kill()
         process.wait()
+        _remove_sockets(process)
 
 
 def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
@@ -149,13 +150,23 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     options = [f"-{name}={ports[2 * index]}" for index, name in enumerate(names)]
     options += [f"-{name}.grpc={ports[2 * index + 1]}" for index, name in enumerate(names)]
     command = [
-        WEED, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
+        WEED, f"-logdir={folder}", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
         "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={folder / 's3.json'}",
         "-volume.max=0", "-master.volumeSizeLimitMB=64", "-volume.minFreeSpacePercent=0", *options,
+        "-filer.localSocket=filer.sock", "-s3.localSocket=s3.sock",
     ]  # fmt: skip
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     return process, f"http://127.0.0.1:{ports[2 * names.index('s3.port')]}"
+
+
+def _remove_sockets(process: subprocess.Popen[bytes]) -> None:
+    """Remove those whose place cannot be set, and which a killed server leaves."""
+    for argument in map(str, process.args):  # type: ignore[arg-type]  # a list was given
+        name, _, port = argument.partition("=")
+        if name.endswith(".grpc"):
+            for left in Path("/tmp").glob(f"seaweedfs-*-grpc-{port}.sock"):  # its own place
+                left.unlink(missing_ok=True)
 
 
 def _answers(endpoint: str, process: subprocess.Popen[bytes]) -> bool:

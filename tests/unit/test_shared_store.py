@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,10 +25,12 @@ from baton.errors import (
     HandoffStoreUnavailable,
     SettingsError,
 )
+from baton.handoffs import service
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.save_rule import SaveRule
 from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.planner import Planner
+from baton.handoffs.records import saves
 from baton.handoffs.records.fetches import MEASURE_EVERY
 from baton.handoffs.records.record import HandoffRecord, new_id
 from baton.handoffs.records.state import HandoffState
@@ -46,6 +48,14 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreServ
 
 def audits_of(machine: Machine) -> Audits:
     return Audits(HandoffSettings(), machine.handoffs, machine.metrics.audits)
+
+
+async def becomes(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not become so")
 
 
 async def gone(handoffs: Handoffs, record: HandoffRecord) -> bool:
@@ -241,6 +251,28 @@ async def test_pins_hold_and_are_limited_over_machines(server: StoreServer, tmp_
     assert one.storage.files.sizes([pinned.key, other.key]) == [pytest.approx(300 * 4096, rel=0.1), 0]
 
 
+async def test_pins_of_the_shared_store_do_not_fill_a_smaller_machine(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    one = machine(tmp_path / "one", server.url, budget=2 * 1024 * 1024, shared_budget=64 * 1024 * 1024)
+    pinned = [await one.leave(blocks=60, pin=True) for _ in range(10)]
+    assert all(each.pin for each in pinned)
+    assert sum(one.store.pinned().values()) <= 1024 * 1024
+    for each in pinned:
+        assert one.storage.files.pin(each.key, True, 0) == 1  # there it is
+
+
+async def test_kv_that_is_on_its_machine_alone_is_pinned_within_its_budget(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    one = machine(tmp_path / "one", server.url, budget=2 * 1024 * 1024, shared_budget=1024 * 1024)
+    left = [await one.leave(blocks=290) for _ in range(3)]  # too large for the shared store
+    assert one.storage.files.sizes([each.key for each in left]) == [0, 0, 0]
+    with pytest.raises(HandoffPinsFull):
+        await one.handoffs.change(left[0], {"pin": True})
+    assert not one.store.pinned()
+
+
 async def test_an_automatic_handoff_of_another_machine_is_fetched_for_the_next_request(
     server: StoreServer, tmp_path: Path
 ) -> None:
@@ -262,6 +294,48 @@ async def test_an_automatic_handoff_of_another_machine_is_fetched_for_the_next_r
     assert automatic.find(ENGINE, "local", prompt) is None
     await two.quiet()
     assert two.handoffs._index.known(left.id) is None  # it hides no other one
+
+
+async def test_a_fetched_automatic_handoff_still_gives_way_to_others(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    budget = {"shared_budget": 4 * 1024 * 1024}
+    one, two = (machine(tmp_path / each, server.url, **budget) for each in ("one", "two"))
+    asked_for = await one.leave(blocks=300)
+    automatic = await one.leave(blocks=300, automatic=new_id(automatic=True))
+    await two.handoffs.page("local", limit=1, after=None)
+    await two.handoffs.bring(automatic, ENGINE)
+    assert two.handoffs.is_here(automatic)
+    await one.leave(blocks=600)
+    first, second = one.storage.files.sizes([asked_for.key, automatic.key])
+    assert (first > 0, second) == (True, 0)
+
+
+async def test_what_was_continued_elsewhere_a_moment_ago_is_deleted_too(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    record = await one.leave(blocks=8)
+    found = await two.handoffs.get(record.id, "local")
+    automatic = await one.leave(blocks=16, automatic=new_id(automatic=True))
+    await two.handoffs.delete(found)
+    assert one.storage.records.read(automatic.id) is None
+    assert not list(server.client.scan_iter("baton:f:*"))
+
+
+async def test_kv_that_one_machine_distrusts_is_used_on_none(server: StoreServer, tmp_path: Path) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    first = await one.leave(blocks=8)
+    second = await one.leave(blocks=16, after=first)
+    copies = [await two.handoffs.get(each.id, "local") for each in (first, second)]
+    for each in copies:
+        await two.handoffs.bring(each, ENGINE)
+        assert two.handoffs.is_here(each)
+    await one.handoffs.distrust(first, None)  # an audit found another answer
+    for each in copies:
+        again = await two.handoffs.get(each.id, "local")
+        await two.handoffs.bring(again, ENGINE)
+        assert not two.handoffs.is_here(again)
 
 
 async def test_images_go_along_once_for_all_and_are_verified(server: StoreServer, tmp_path: Path) -> None:
@@ -460,6 +534,21 @@ async def test_gateways_whose_clocks_differ_agree_on_the_end_of_a_life(
         assert one.handoffs.seconds_left(found) == pytest.approx(300, abs=10)
 
 
+async def test_a_clock_that_is_set_while_the_gateway_runs_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+        real, monotonic = time.time, time.monotonic
+        monkeypatch.setattr(time, "time", lambda: real() - 600)
+        two.handoffs._wall = two.handoffs._sync._wall = time.time
+        two.storage.connection._clock = lambda: monotonic() + 61  # a minute later
+        record = await two.leave(ttl_s=300)
+        monkeypatch.undo()
+        found = await one.handoffs.get(record.id, "local")
+        assert one.handoffs.seconds_left(found) == pytest.approx(300, abs=10)
+
+
 def test_a_server_is_there_for_most_of_these_tests() -> None:
     assert BINARIES["valkey"]
 
@@ -471,3 +560,57 @@ async def test_a_gateway_that_ends_keeps_what_it_could_not_push(tmp_path: Path) 
         record = await one.leave()
         assert one.handoffs.is_here(record)
         assert not list(server.client.scan_iter("baton:f:*"))
+
+
+async def test_pushes_leave_threads_for_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one, over = machine(tmp_path / "one", server.url), threading.Event()
+        monkeypatch.setattr(SharedStorage, "share", lambda *_: over.wait(20))
+        for _ in range(50):
+            record = one.handoffs.begin(ENGINE, "local")
+            one.entry(record.key)
+            one.handoffs.end(record, TransferRequest(), range(64))
+        try:
+            await becomes(lambda: len(one.handoffs._saves._sharing) == 50)
+            began = time.monotonic()
+            await asyncio.to_thread(one.handoffs.is_here, record)
+            assert time.monotonic() - began < 1
+        finally:
+            over.set()
+        await one.quiet()
+
+
+async def test_no_more_than_so_many_pushes_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+        over = threading.Event()
+        monkeypatch.setattr(SharedStorage, "share", lambda *_: over.wait(20))
+        monkeypatch.setattr(saves, "MAX_PUSHES", 2)
+        records = []
+        for _ in range(3):
+            records.append(one.handoffs.begin(ENGINE, "local"))
+            one.entry(records[-1].key)
+            one.handoffs.end(records[-1], TransferRequest(), range(64))
+        await becomes(lambda: any(each.on_disk for each in records))
+        (written,) = (each for each in records if each.on_disk)
+        assert (await two.handoffs.get(written.id, "local")).state is HandoffState.READY
+        over.set()
+        await one.quiet()
+
+
+async def test_a_gateway_that_ends_while_it_pushes_leaves_the_handoff_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+        over = threading.Event()
+        monkeypatch.setattr(SharedStorage, "share", lambda *_: over.wait(20))
+        monkeypatch.setattr(service, "CLOSE_WITHIN_S", 0.5)
+        async with one.handoffs.running(), one.handoffs.settling():
+            record = one.handoffs.begin(ENGINE, "local")
+            one.entry(record.key)
+            one.handoffs.end(record, TransferRequest(), range(64))
+            await one.handoffs.settled(record, 5)
+        found = await two.handoffs.get(record.id, "local")
+        assert (found.state, len(found.tokens)) == (HandoffState.READY, 64)
+        over.set()

@@ -101,7 +101,7 @@ def _throughput(files: PoolFiles) -> Finding:
     data = secrets.token_bytes(CHUNK_BYTES) * (TEST_BYTES // CHUNK_BYTES)
     name = f"doctor/{secrets.token_hex(8)}"
     began = time.perf_counter()
-    files.write(SharedFile(name, len(data), partial(_read_into, data)), lifetime_ms=60_000)
+    files.write(SharedFile(name, len(data), partial(_read_into, data)), 60_000, time.monotonic() + 60)
     written = time.perf_counter()
     _, chunks = files.chunks(name, time.monotonic() + 60)
     for index, chunk in enumerate(chunks):

@@ -16,6 +16,7 @@ from baton.engines.port import Engine
 from baton.errors import (
     BatonError,
     HandoffNotFound,
+    HandoffStoreUnavailable,
 )
 from baton.handoffs.records.announcements import Announcements
 from baton.handoffs.records.budget import RecordBudget
@@ -102,6 +103,7 @@ class Handoffs:
             for task in tasks:
                 task.cancel()
             await asyncio.wait({*tasks, *self._background}, timeout=CLOSE_WITHIN_S)
+            self._saves.close()
             self._fetches.close()
             await asyncio.to_thread(self._storage.close)
 
@@ -113,6 +115,7 @@ class Handoffs:
         finally:
             if self._saving:
                 await asyncio.wait(self._saving, timeout=CLOSE_WITHIN_S)
+                await asyncio.wait({self.begin_work(self._saves.write_unshared())}, timeout=CLOSE_WITHIN_S)
 
     def begin(
         self,
@@ -188,7 +191,7 @@ class Handoffs:
             self._index.expire_in(record, min(FAILED_FOR_S, record.ttl_s))
             self._saves.fail(record)
             if self._storage.shared:
-                self.begin_work(self._remove(record))
+                self.begin_work(self._retract(record))
             return
         record.add_images(transfer.images)
         finish = self._saves.finish_automatic if record.automatic else self._saves.finish
@@ -341,6 +344,8 @@ class Handoffs:
             record: the handoff.
             engine: the engine that is to load it.
         """
+        if self._storage.shared and record.on_disk and not (record.bytes or record.id in self._saves.pending):
+            await asyncio.to_thread(self._storage.drop_copy, record)
         if self._storage.remote and record.bytes and record.weights == engine.weights:
             await self._fetches.bring(record, engine)
             if not await asyncio.to_thread(self._storage.is_here, record):
@@ -366,8 +371,20 @@ class Handoffs:
         for each in [record, *self._index.beginning_like(record), *self._index.blended_from(record)]:
             await asyncio.to_thread(self._storage.quarantine, each)
             self.kv_gone(each)
+            if self._storage.shared and not each.automatic:  # other machines may have copies
+                await self._tell_kv_gone(each)
         if saved is not None:
             await asyncio.to_thread(self._storage.store.quarantine, saved)
+
+    async def _tell_kv_gone(self, record: HandoffRecord) -> None:
+        """Note in a record that its KV is not to be used; the shared store may be unavailable."""
+
+        def edit(changed: HandoffRecord, _others: OtherUsage) -> None:
+            changed.bytes = 0
+
+        with contextlib.suppress(HandoffStoreUnavailable):
+            async with record.guard:
+                self._sync.update(record, await asyncio.to_thread(self._storage.change, record, edit))
 
     async def note_audit(self, record: HandoffRecord, audit: HandoffAudit) -> None:
         """Note the result of an audit of a handoff's KV."""
@@ -391,6 +408,8 @@ class Handoffs:
         Raises:
             HandoffStoreUnavailable: the shared store failed; it is not deleted.
         """
+        if self._storage.shared:  # others may have continued it meanwhile
+            await self._sync.refresh()
         gone = self._index.with_translations(record)
         gone += [each for one in gone for each in self._index.relatives(one)]
         removing = self._remove_all(gone)
@@ -405,6 +424,11 @@ class Handoffs:
         for record in records:
             async with record.guard:  # so that nobody writes it again after this
                 await asyncio.to_thread(self._storage.delete, record)
+
+    async def _retract(self, record: HandoffRecord) -> None:
+        """Take back what other machines were told of a handoff whose request failed; here it is shown."""
+        await self._remove(record)
+        record.announced = False
 
     async def _remove(self, record: HandoffRecord) -> None:
         async with record.guard:  # so that nobody writes it again after this

@@ -54,6 +54,12 @@ NOT_HONOURED = {
 """Engine arguments that only vLLM's own server acts on, or whose processes Baton cannot supervise, and what
 to use instead."""
 
+RAY_EXECUTOR = (
+    'Baton starts no engine\'s workers through Ray: leave it unset, or set "mp"; on more machines scale by '
+    "replicas of the gateway, `serve run baton.ray:app replicas=N`"
+)
+"""Why Ray's `distributed_executor_backend` is refused: no gateway could end its workers."""
+
 SERVING_OPTIONS = (
     "chat_template",
     "chat_template_content_format",
@@ -160,6 +166,8 @@ def _check_names(settings: EngineSettings) -> None:
 
 def why_not_honoured(key: str, value: object) -> str | None:
     """Return why Baton cannot honour an engine argument; None: it can, or the value is vLLM's default."""
+    if key == "distributed_executor_backend":
+        return RAY_EXECUTOR if "ray" in str(value).lower() else None
     return NOT_HONOURED.get(key) if value != getattr(AsyncEngineArgs, key, None) else None
 
 

@@ -43,6 +43,9 @@ class StorageOver(HandoffStorage):
     def is_here(self, record: HandoffRecord) -> bool:
         return self.inner.is_here(record)
 
+    def drop_copy(self, record: HandoffRecord) -> None:
+        self.inner.drop_copy(record)
+
     def fetch(self, record: HandoffRecord, within_s: float) -> int:
         return self.inner.fetch(record, within_s)
 

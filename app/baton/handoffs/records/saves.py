@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
 
 from baton.engines.kv_transfer import TransferRequest
 from baton.handoffs.records.budget import RecordBudget
@@ -23,6 +26,10 @@ GIVEN_UP_AFTER_S = 120.0
 """KV that is not saved by then is not waited for."""
 AUTOMATIC_WITHIN_S = 30.0
 """An automatic handoff whose KV is not saved by then is dropped."""
+PUSHES = 4
+"""Handoffs that are copied to other machines at once, in threads that no request waits for."""
+MAX_PUSHES = 64
+"""Of more, the KV is not copied: the store is slower than the engines, and other machines compute."""
 LOOK_EVERY_S = 0.25
 """The engine reports the end of a save; the store is looked at too, in case that report was lost."""
 
@@ -58,6 +65,12 @@ class Saves:
         self._pending: dict[str, asyncio.Event] = {}
         self._awaited: Counter[str] = Counter()
         self._sharing: set[str] = set()
+        self._pushes = ThreadPoolExecutor(PUSHES, thread_name_prefix="handoff-push")
+        self._log = structlog.get_logger("baton.handoffs")
+
+    def close(self) -> None:
+        """Begin no more pushes; those under way end by their deadlines."""
+        self._pushes.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, record: HandoffRecord) -> None:
         """Note that a handoff is pending."""
@@ -136,11 +149,26 @@ class Saves:
         """Copy a handoff's KV to where other machines find it; requests of this machine need not wait."""
         if not self._storage.shared or not record.bytes:
             return
+        if len(self._sharing) >= MAX_PUSHES:
+            self._log.warning("handoff_not_shared", handoff=record.id, reason="too many are being pushed")
+            return
         self._sharing.add(record.id)
         if not record.image_data:
             self._settle(record, HandoffState.READY)
             self._index.publish(record)
-        await asyncio.to_thread(self._storage.share, record)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._pushes, self._storage.share, record)
+        except (RuntimeError, asyncio.CancelledError) as error:
+            if not self.closing:
+                raise
+            self._log.warning("handoff_not_shared", handoff=record.id, reason=type(error).__name__)
+
+    async def write_unshared(self) -> None:
+        """Write the records of handoffs that are still being pushed, as the gateway ends."""
+        records = [self._index.known(each) for each in self._sharing]
+        for record in records:
+            if record is not None and not record.on_disk:
+                await self._write_record(record)
 
     def _settle(self, record: HandoffRecord, state: HandoffState) -> None:
         record.state = state

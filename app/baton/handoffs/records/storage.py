@@ -113,6 +113,9 @@ class HandoffStorage:
         """Return whether engines of this machine find a handoff's KV, if it is stored at all."""
         return True
 
+    def drop_copy(self, _record: HandoffRecord) -> None:
+        """Move KV away that is here, where the record says that there is none: it led to another answer."""
+
     def fetch(self, _record: HandoffRecord, _within_s: float) -> int:
         """Copy a handoff's KV to this machine; returns the bytes that were copied.
 

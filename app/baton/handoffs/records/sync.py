@@ -103,12 +103,19 @@ class IndexSync:
             known.label, known.ttl_s, known.expires_at = now.label, now.ttl_s, now.expires_at
             self._index.expire_in(known, self.seconds_left(known))
 
+    async def _gone(self, known: HandoffRecord) -> None:
+        """Evict a record that is gone elsewhere; one that is being saved here may just have expired there."""
+        if known.on_disk or known.archived:
+            self._index.evict(known)
+        elif known.announced:
+            self._update_unwritten(known, await asyncio.to_thread(self._storage.reread, known))
+
     async def refresh(self) -> None:
         """Update the index with everything that other gateways over the store changed."""
         news = await asyncio.to_thread(self._storage.refresh)
         for handoff_id in news.gone:
             if (gone := self._index.known(handoff_id)) is not None:
-                self._index.evict(gone)
+                await self._gone(gone)
         for record in news.changed:
             if (known := self._index.known(record.id)) is None:
                 self.adopt(record)

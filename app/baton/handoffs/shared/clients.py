@@ -48,20 +48,35 @@ def open_client(address: SharedAddress) -> Client:
         SettingsError: the address cannot be read.
         ValkeyError: no node of the cluster answers.
     """
-    scheme, _, kind = urlsplit(address.url).scheme.partition("+")
     try:
+        scheme, _, kind = urlsplit(address.url).scheme.partition("+")
         if kind == "sentinel":
             return _named_by_sentinel(address, tls=scheme in {"valkeys", "rediss"})
         options = _options(address)
         if address.ca_file is not None:
             options["ssl_ca_certs"] = address.ca_file
-        url = urlunsplit(urlsplit(address.url)._replace(scheme=scheme))
+        url = _checked(address.url, scheme)
         if kind == "cluster":
             cluster: Client = ValkeyCluster  # untyped in the library
             return cluster.from_url(url, cluster_error_retry_attempts=0, **options)
         return Valkey.from_url(url, **options)
-    except ValueError as error:
-        raise SettingsError(f"handoffs.shared: {error}") from None
+    except ValueError:  # whose text may have a part of the password, where that has a `/`
+        raise SettingsError(
+            "handoffs.shared: the address cannot be read: in user and password write / ? # @ [ ] as "
+            "%2F %3F %23 %40 %5B %5D, or use `handoffs.shared_password_file`"
+        ) from None
+
+
+def _checked(url: str, scheme: str) -> str:
+    """Return an address with a scheme that the library knows, which takes what it cannot read for a default.
+
+    Raises:
+        ValueError: there is no host, or what stands for the database is no number.
+    """
+    parts = urlsplit(url)
+    if scheme != "unix" and not (parts.hostname and (parts.path.strip("/") or "0").isdecimal()):
+        raise ValueError("not HOST:PORT/DB")
+    return urlunsplit(parts._replace(scheme=scheme))
 
 
 def _named_by_sentinel(address: SharedAddress, *, tls: bool) -> Client:
@@ -69,11 +84,14 @@ def _named_by_sentinel(address: SharedAddress, *, tls: bool) -> Client:
 
     Raises:
         ValueError: the address cannot be read.
+        SettingsError: it names no primary.
     """
     parts = urlsplit(address.url)
     name = parts.path.strip("/")
     if not name:
-        raise ValueError("name the primary that Sentinel watches: valkey+sentinel://HOST:PORT/NAME")
+        raise SettingsError(
+            "handoffs.shared: name the primary that Sentinel watches: valkey+sentinel://HOST:PORT/NAME"
+        )
     user, _, hosts = parts.netloc.rpartition("@")
     username, _, password = user.partition(":")
     options = _options(address) | {"db": int(parse_qs(parts.query).get("db", ["0"])[0])}
@@ -93,7 +111,7 @@ def _named_by_sentinel(address: SharedAddress, *, tls: bool) -> Client:
 def _host_and_port(text: str) -> tuple[str, int]:
     parts = urlsplit(f"//{text}")
     if not parts.hostname:
-        raise ValueError(f"'{text}' is not HOST:PORT")
+        raise ValueError("not HOST:PORT")
     return parts.hostname, parts.port or SENTINEL_PORT
 
 

@@ -30,6 +30,8 @@ from baton.telemetry.shared_store_metrics import SharedStoreMetrics
 FAILURES = 3
 """After so many failures in a row the store is left alone for a while."""
 REST_S = 5.0
+CHECK_EVERY_S = 60.0
+"""So often the secret and the clock are compared again: a clock may be set while the gateway runs."""
 SKEW_S = 1.0
 """A clock that differs less from the store's is taken to be right."""
 LEAST_VERSION = 7
@@ -55,7 +57,8 @@ class ServerMemory:
 class SharedConnection:
     """A connection pool to the shared store, safe to use from several threads.
 
-    The first exchange, and the first after a failure, compares the secret with that of the other gateways.
+    The first exchange, the first after a failure, and one a minute compares the secret with that of the other
+    gateways, and the clocks.
 
     Args:
         address: where the store is.
@@ -82,6 +85,7 @@ class SharedConnection:
         self._failures = 0
         self._resting_until = 0.0
         self._checked = False
+        self._check_at = 0.0
         self._ahead_s = 0.0
         self._log = structlog.get_logger("baton.handoffs")
 
@@ -112,7 +116,7 @@ class SharedConnection:
         self._require_rested()
         began = self._clock()
         try:
-            if not self._checked:
+            if not self._checked or self._clock() >= self._check_at:
                 self.check()
             answer = work(self._client())
         except FAILURE_TYPES as error:
@@ -230,6 +234,7 @@ class SharedConnection:
         self._ahead_s = ahead if abs(ahead) > SKEW_S else 0.0
         with self._lock:
             self._checked, self._failures, self._resting_until = True, 0, 0.0
+            self._check_at = self._clock() + CHECK_EVERY_S
         return str(version)
 
     def _client(self) -> Client:

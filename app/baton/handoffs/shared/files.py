@@ -22,7 +22,7 @@ from baton.errors import HandoffStoreUnavailable
 from baton.handoffs.records.storage import FetchCutOff
 from baton.handoffs.shared.clients import Client
 from baton.handoffs.shared.connection import SharedConnection
-from baton.handoffs.shared.scripts import BEGIN_FILE, DROP, PIN, RESERVE
+from baton.handoffs.shared.scripts import BEFORE_OTHERS_US, BEGIN_FILE, DROP, PIN, PLACE_FILE, RESERVE
 from baton.telemetry.shared_store_metrics import SharedStoreMetrics
 from baton_kv.stores.base import MAX_SHARED, EntryMissing, StoreError, StoreFull
 
@@ -33,7 +33,9 @@ BATCHES = 2
 """Exchanges of one file that are under way at once."""
 THREADS = 8
 WRITING_MS = 60_000
-"""What is written aside and not renamed goes by itself after so long."""
+"""What is written aside goes by itself so long after its last chunk."""
+PUSH_WITHIN_S = 120.0
+"""An entry that is not written by then is given up, so that a slow store does not hold threads for long."""
 MAX_FILE_BYTES = 1 << 40
 ReadInto = Callable[[int, memoryview], int]
 """Fills a buffer from an offset of a file on; returns the number of bytes read."""
@@ -104,9 +106,10 @@ class PoolFiles:
         sizes = [part for file in files for part in (file.name, file.size)]
         head = [entry, int(room.evictable), int(room.automatic), room.budget, room.lifetime_ms]
         self._free(self._connection.run("reserve", RESERVE, [*head, *sizes]))
+        until = time.monotonic() + PUSH_WITHIN_S
         try:
             for file in files:
-                self.write(file, room.lifetime_ms)
+                self.write(file, room.lifetime_ms, until)
             self._require_counted(files)
         except BaseException:
             with contextlib.suppress(
@@ -170,10 +173,15 @@ class PoolFiles:
             raise StoreError("the shared store holds something else than a file")
         return size, self._read(name, size, chunk, until)
 
-    def touch(self, entry: str) -> None:
-        """Mark an entry as used now."""
+    def touch(self, entry: str, *, automatic: bool) -> None:
+        """Mark an entry as used now.
+
+        Args:
+            entry: key of the entry.
+            automatic: whether it is evicted before others all the same.
+        """
         key = self._connection.own_key(f"use:{entry.partition('/')[0]}")
-        now = int((time.time() + self._connection.ahead_s) * 1e6)
+        now = int((time.time() + self._connection.ahead_s) * 1e6) - automatic * BEFORE_OTHERS_US
         with contextlib.suppress(HandoffStoreUnavailable):
             self._connection.ask("touch", lambda client: client.zadd(key, {entry: now}, xx=True, gt=True))
 
@@ -248,30 +256,38 @@ class PoolFiles:
         if answer[0] != 1:
             raise StoreFull("the shared store is full")
 
-    def write(self, file: SharedFile, lifetime_ms: int) -> None:
+    def write(self, file: SharedFile, lifetime_ms: int, until: float) -> None:
         """Write one file, if it is not there; nobody counts it or looks for room.
+
+        Args:
+            file: the file.
+            lifetime_ms: milliseconds that it lives.
+            until: monotonic time by which it must be written.
 
         Raises:
             HandoffStoreUnavailable: the store failed.
-            StoreError: the file could not be read.
+            StoreError: the file could not be read, or took too long.
         """
         connection, key = self._connection, self._connection.file_key(file.name)
         if connection.ask("look", lambda client: client.exists(key)):
             connection.ask("extend", lambda client: client.pexpire(key, lifetime_ms, gt=True))
             return
         aside = f"{key}:{secrets.token_hex(8)}"
+        fields = 2 + -(-file.size // CHUNK_BYTES)
         try:
-            self._write_chunks(aside, file)
-            connection.ask("push", lambda client: client.pexpire(aside, lifetime_ms))
-            if not connection.ask("push", lambda client: client.renamenx(aside, key)):
-                connection.ask("push", lambda client: client.unlink(aside))  # another gateway was first
+            self._write_chunks(aside, file, until)
+            whole = connection.ask(
+                "push", lambda client: client.eval(PLACE_FILE, 2, aside, key, fields, lifetime_ms)
+            )
         except BaseException:
             with contextlib.suppress(HandoffStoreUnavailable):
                 connection.ask("unlink", lambda client: client.unlink(aside))
             raise
+        if not whole:
+            raise StoreError(f"a part of {file.name} expired while it was written")
         self._metrics.moved("push", file.size)
 
-    def _write_chunks(self, aside: str, file: SharedFile) -> None:
+    def _write_chunks(self, aside: str, file: SharedFile, until: float) -> None:
         """Write a file's chunks; while some are on their way, the next ones are read."""
         head = [file.size, CHUNK_BYTES, WRITING_MS]
         self._connection.ask("push", lambda client: client.eval(BEGIN_FILE, 1, aside, *head))
@@ -280,6 +296,8 @@ class PoolFiles:
             for start in range(0, file.size, CHUNK_BYTES * CHUNKS_AT_ONCE):
                 if len(sent) == BATCHES:
                     sent.popleft().result()
+                if time.monotonic() > until:
+                    raise StoreError("pushing to the shared store took too long")
                 data = memoryview(bytearray(min(CHUNK_BYTES * CHUNKS_AT_ONCE, file.size - start)))
                 if file.read_into(start, data) != len(data):
                     raise StoreError(f"{file.name} ends too early")
@@ -336,6 +354,7 @@ class PoolFiles:
 def _add_chunks(aside: str, start: int, view: memoryview, pipe: Client) -> None:
     for at in range(0, len(view), CHUNK_BYTES):
         pipe.hset(aside, str((start + at) // CHUNK_BYTES), view[at : at + CHUNK_BYTES])
+    pipe.pexpire(aside, WRITING_MS)  # also where it had expired, and is begun anew by these
 
 
 def _get(key: str, field: str, client: Client) -> Any:

@@ -46,7 +46,16 @@ def open_shared(
     files = PoolFiles(connection, metrics)
     records = SharedRecords(connection, files, budget)
     images = SharedImages(files, budget, settings.shared_fetch_s)
-    return SharedStorage(store, records, images, connection, files, budget, settings.shared_fetch_s)
+    return SharedStorage(
+        store,
+        records,
+        images,
+        connection,
+        files,
+        budget,
+        budget_here=int(settings.budget),
+        fetch_s=settings.shared_fetch_s,
+    )
 
 
 def address_of(settings: HandoffSettings) -> SharedAddress:

@@ -9,6 +9,7 @@ Times are those of the store's clock, so gateways whose clocks differ agree on w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -59,6 +60,8 @@ class SharedRecords:
         self._usage: dict[str, Usage] = {}
         self._revisions: dict[str, int] = {}
         self._seen = 0
+        self._store: bytes | None = None
+        self._reported = 0
         self._refreshing = threading.Lock()
         self._log = structlog.get_logger("baton.handoffs")
 
@@ -67,6 +70,7 @@ class SharedRecords:
         try:
             record.announced = self._write(record, PENDING_MS, announced=False) == WRITTEN
         except HandoffStoreUnavailable as error:
+            record.announced = True  # it may have been written all the same
             self._log.warning("handoff_not_shared", handoff=record.id, reason=error.message)
 
     def keep_pending(self, ids: Sequence[str]) -> list[str]:
@@ -75,13 +79,16 @@ class SharedRecords:
         Raises:
             HandoffStoreUnavailable: the store failed.
         """
-        found = self._connection.run("pending", KEEP_PENDING, [PENDING_MS, *ids])
-        return [each.decode() for each in found]
+        self._reported, *deleted = self._connection.run(
+            "pending", KEEP_PENDING, [PENDING_MS, self._reported, *ids]
+        )
+        return [each.decode() for each in deleted]
 
     def create(self, record: HandoffRecord, edit: Edit) -> bool:
         try:
             answer = self._create(record, edit)
         except HandoffStoreUnavailable as error:
+            record.announced = True  # it may have been written all the same
             self._log.warning("handoff_not_shared", handoff=record.id, reason=error.message)
             return False
         if answer == DELETED:
@@ -98,7 +105,7 @@ class SharedRecords:
             if answer != CHANGED:
                 return answer
             if (pending := self.read(record.id)) is None:
-                return DELETED
+                continue
             for name in CHANGED_WHILE_PENDING:
                 setattr(record, name, getattr(pending, name))
         raise HandoffStoreUnavailable()
@@ -138,10 +145,22 @@ class SharedRecords:
         try:
             revision = self._connection.ask("record", lambda client: client.hget(key, "rev"))
             if revision is None:
-                return None
+                unwritten = record.announced and not record.on_disk and not record.archived
+                return record if unwritten and not self._was_removed(record.id) else None
             return record if int(revision) == record.revision else self.read(record.id)
         except HandoffStoreUnavailable:  # it cannot be read now, but may exist
             return record
+
+    def _was_removed(self, handoff_id: str) -> bool:
+        """Return whether a record that is missing was removed, and did not expire as nobody reported it."""
+        own = self._connection.own_key
+
+        def fill(pipe: Client) -> None:
+            pipe.zscore(own("dead"), handoff_id)
+            pipe.get(own("lost"))
+
+        change, lost = self._connection.batch("record", fill)
+        return change is not None or int(lost or 0) > self._reported
 
     def exists(self, handoff_id: str) -> bool:
         key = self._key(handoff_id)
@@ -155,12 +174,13 @@ class SharedRecords:
         return sorted(self.refresh().changed, key=lambda record: record.created_at)
 
     def refresh(self) -> News:
+        news = News()
         try:
             with self._refreshing:
-                return self._refresh()
-        except HandoffStoreUnavailable as error:
+                self._refresh(news)
+        except HandoffStoreUnavailable as error:  # what was read by then is news all the same
             self._log.warning("handoffs_not_listed", reason=error.message)
-            return News()
+        return news
 
     def size(self) -> int:
         return sum(usage.non_kv_bytes for usage in list(self._usage.values()))
@@ -186,37 +206,49 @@ class SharedRecords:
         self._forget(record.id)
         return True
 
-    def _refresh(self) -> News:
-        news, last = News(), self._seen
-        seq, floor, changed, gone = self._ask_news(last)
-        if last and last < int(floor or 0):  # more was removed since than the store remembers
-            seq, _, changed, _ = self._ask_news(0)
+    def _refresh(self, news: News) -> None:
+        last = self._seen
+        store, seq, floor, changed, gone = self._ask_news(last)
+        if last and not self._goes_on(store, int(seq or 0), int(floor or 0)):
+            store, seq, _, changed, _ = self._ask_news(0)
             gone = {each.encode() for each in list(self._usage)} - set(changed)
-        listed = [each.decode() for each in changed]
         news.gone += [each.decode() for each in gone]
         for each in news.gone:
             self._forget(each)
+        listed = [each.decode() for each in changed]
         for first in range(0, len(listed), READ_AT_ONCE):
             news.changed += self._read_new(listed[first : first + READ_AT_ONCE])
-        self._seen = int(seq or 0)
-        return news
+        self._seen, self._store = int(seq or 0), store
+
+    def _goes_on(self, store: bytes | None, seq: int, floor: int) -> bool:
+        """Return whether the changes since the last look are all that is new.
+
+        Not if more was removed since than the store remembers, and not if the store was emptied or is an
+        older copy of itself: then it counts its changes from a lower number.
+        """
+        return store == self._store and floor <= self._seen <= seq
 
     def _ask_news(self, last: int) -> list[Any]:
         """Ask what was changed and removed after a change.
 
         Returns:
-            The numbers of the last change and of the last removal that is not remembered, the ids of the
-            records that were changed, and of those that were removed.
+            The id of the store, the numbers of the last change and of the last removal that is not
+            remembered, the ids of the records that were changed, and of those that were removed.
         """
         own = self._connection.own_key
 
         def fill(pipe: Client) -> None:
+            pipe.get(own("id"))
             pipe.get(own("seq"))
             pipe.get(own("floor"))
             pipe.zrangebyscore(own("log"), f"({last}", "+inf")
             pipe.zrangebyscore(own("gone"), f"({last}", "+inf")
 
-        return self._connection.batch("refresh", fill)
+        found = self._connection.batch("refresh", fill)
+        if found[0] is None:
+            with contextlib.suppress(HandoffStoreUnavailable):  # it may be full
+                found[0] = self._connection.store_id()
+        return found
 
     def _read_new(self, ids: Sequence[str]) -> list[HandoffRecord]:
         """Read those of some records whose revision is not known here."""
@@ -251,6 +283,7 @@ class SharedRecords:
             life,
             self._budget,
             pending,
+            self._reported,
         ]
         answer = self._connection.run("record", WRITE_RECORD, arguments)
         self._files.unlink(answer[1:])

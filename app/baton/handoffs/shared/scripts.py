@@ -12,10 +12,15 @@ All of their keys begin with `BASE`, whose braces keep them in one slot of a clu
     seq      string  number of the last change         log     zset    record -> number of its last change
     gone     zset    removed record -> number of that change, the last 10,000
     floor    string  number of the last removal that `gone` has lost
+    dead     zset    record that was removed, not just expired -> number of that change, the last 10,000
+    lost     string  number of the last such change that `dead` has lost
 
 A file's bytes are elsewhere, in a slot of their own: the script counts a file before it is written, and who
 frees one removes its bytes afterwards.
 """
+
+BEFORE_OTHERS_US = 4_000_000_000_000_000
+"""Automatic entries were used so much longer ago than others, for the choice of what is evicted."""
 
 COMMON = """
 local base = KEYS[1] .. ':'
@@ -73,6 +78,21 @@ local function next_change()
   return call('INCR', base .. 'seq')
 end
 
+local function remember(name, lost, id, change)
+  call('ZADD', base .. name, change, id)
+  local extra = call('ZCARD', base .. name) - 10000
+  if extra > 0 then
+    local cut = call('ZRANGE', base .. name, extra - 1, extra - 1, 'WITHSCORES')
+    call('SET', base .. lost, cut[2])
+    call('ZREMRANGEBYRANK', base .. name, 0, extra - 1)
+  end
+end
+
+-- Whether a record that is missing was removed by somebody, after a change or at any time that is remembered.
+local function was_removed(id, change)
+  return call('ZSCORE', base .. 'dead', id) or number(call('GET', base .. 'lost')) > number(change)
+end
+
 local function forget(id)
   local line = call('HGET', base .. 'rec', id)
   if line then
@@ -84,14 +104,13 @@ local function forget(id)
   call('ZREM', base .. 'ends', id)
   call('ZREM', base .. 'log', id)
   call('DEL', base .. 'r:' .. id)
-  call('ZADD', base .. 'gone', next_change(), id)
-  local extra = call('ZCARD', base .. 'gone') - 10000
-  if extra > 0 then
-    local cut = call('ZRANGE', base .. 'gone', extra - 1, extra - 1, 'WITHSCORES')
-    call('SET', base .. 'floor', cut[2])
-    call('ZREMRANGEBYRANK', base .. 'gone', 0, extra - 1)
-  end
+  remember('gone', 'floor', id, next_change())
   return line ~= false
+end
+
+local function is_pending(id)
+  local changes = call('HGET', base .. 'r:' .. id, 'changes')
+  return changes and cjson.decode(changes).state == 'pending'
 end
 
 local function purge()
@@ -146,8 +165,24 @@ redis.call('HSET', KEYS[1], 'n', ARGV[1], 'c', ARGV[2])
 return redis.call('PEXPIRE', KEYS[1], ARGV[3])
 """
 
+PLACE_FILE = """
+-- KEYS: what a file was written to, and its place. ARGV: fields of a whole file, lifetime ms.
+-- Returns 1: it is there, also if another gateway was first, 0: a part of it has expired.
+if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[1]) then
+  redis.call('UNLINK', KEYS[1])
+  return 0
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+if redis.call('RENAMENX', KEYS[1], KEYS[2]) == 0 then
+  redis.call('UNLINK', KEYS[1])
+  redis.call('PEXPIRE', KEYS[2], ARGV[2], 'GT')
+end
+return 1
+"""
+
 RESERVE = (
     COMMON
+    + f"local before_others_us = {BEFORE_OTHERS_US}"
     + """
 -- ARGV: entry, evictable (1 or 0), automatic (1 or 0), budget, lifetime ms, then file and bytes, in order.
 -- Takes room for an entry. Returns {1, files that were freed...}, or {0}: it does not fit.
@@ -179,7 +214,7 @@ end
 call('HSET', base .. 'entry', entry, files)
 call('ZADD', base .. 'due', due, entry)
 if ARGV[2] == '1' then
-  call('ZADD', base .. 'use:' .. scope, now_us - number(ARGV[3]) * 4000000000000000, entry)
+  call('ZADD', base .. 'use:' .. scope, now_us - number(ARGV[3]) * before_others_us, entry)
 end
 return freed
 """
@@ -228,15 +263,16 @@ return 1
 WRITE_RECORD = (
     COMMON
     + """
--- ARGV: id, scope, body, changes, revision, lifetime ms, budget, revision of the pending record or ''.
+-- ARGV: id, scope, body, changes, revision, lifetime ms, budget, revision of the pending record or '',
+-- change at which the gateway reported last that it is pending.
 -- Returns {1, files that were freed...}, {0}: no room, {2}: the pending one has changed, {-1}: was deleted.
 purge()
 local id, scope = ARGV[1], ARGV[2]
 local key = base .. 'r:' .. id
 if ARGV[8] ~= '' then
   local revision = call('HGET', key, 'rev')
-  if not revision then return {-1} end
-  if revision ~= ARGV[8] then return {2} end
+  if not revision and was_removed(id, ARGV[9]) then return {-1} end
+  if revision and revision ~= ARGV[8] then return {2} end
 end
 local line, bytes = call('HGET', base .. 'rec', id), #ARGV[3] + #ARGV[4]
 local more = bytes - (line and number(string.match(line, ' (%d+)$')) or 0)
@@ -290,6 +326,7 @@ if ARGV[2] ~= '' then
   if revision and revision ~= ARGV[2] then return {0} end
 end
 forget(ARGV[1])
+remember('dead', 'lost', ARGV[1], call('GET', base .. 'seq'))
 for at = 3, #ARGV do drop(ARGV[at]) end
 return freed
 """
@@ -298,15 +335,18 @@ return freed
 KEEP_PENDING = (
     COMMON
     + """
--- ARGV: lifetime ms, ids. Lets pending records live on. Returns the ids of those that were deleted.
-local deleted = {}
-for at = 2, #ARGV do
-  if call('PEXPIRE', base .. 'r:' .. ARGV[at], ARGV[1]) == 0 then
-    deleted[#deleted + 1] = ARGV[at]
-  else
-    call('ZADD', base .. 'ends', now_ms + number(ARGV[1]), ARGV[at])
+-- ARGV: lifetime ms, change at the gateway's last report, ids. Lets pending records live on; those that have
+-- been saved meanwhile keep the lives they have. Returns the last change, then the ids of the deleted ones.
+local told = {number(call('GET', base .. 'seq'))}
+for at = 3, #ARGV do
+  local id = ARGV[at]
+  if is_pending(id) then
+    call('PEXPIRE', base .. 'r:' .. id, ARGV[1])
+    call('ZADD', base .. 'ends', now_ms + number(ARGV[1]), id)
+  elseif call('EXISTS', base .. 'r:' .. id) == 0 and was_removed(id, ARGV[2]) then
+    told[#told + 1] = id
   end
 end
-return deleted
+return told
 """
 )

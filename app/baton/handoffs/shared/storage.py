@@ -41,6 +41,7 @@ class SharedStorage(HandoffStorage):
         connection: to the shared store.
         files: its files.
         budget: bytes that all handoffs may take there.
+        budget_here: bytes that they may take on this machine.
         fetch_s: seconds in which a handoff's KV must have been fetched.
     """
 
@@ -48,6 +49,7 @@ class SharedStorage(HandoffStorage):
     connection: SharedConnection
     files: PoolFiles
     budget: int
+    budget_here: int
     fetch_s: float
 
     @property
@@ -100,6 +102,10 @@ class SharedStorage(HandoffStorage):
     def is_here(self, record: HandoffRecord) -> bool:
         return self.store.exists(record.key)
 
+    def drop_copy(self, record: HandoffRecord) -> None:
+        if self.is_here(record):
+            super().quarantine(record)
+
     def fetch(self, record: HandoffRecord, within_s: float) -> int:
         until, size, names = time.monotonic() + min(within_s, self.fetch_s), 0, self.files.names(record.key)
         if not names or names[-1] != record.key:
@@ -111,7 +117,7 @@ class SharedStorage(HandoffStorage):
             shared = SharedFiles(tuple(names[:index]), names[index - 1]) if index else SharedFiles()
             with contextlib.closing(chunks), counting(size):
                 size += self.store.put(name, chunks, size=length, shared=shared)
-        self.files.touch(record.key)
+        self.files.touch(record.key, automatic=record.automatic)
         return size
 
     def stored_bytes(self, records: Sequence[HandoffRecord]) -> list[int]:
@@ -129,7 +135,20 @@ class SharedStorage(HandoffStorage):
         answer = self.files.pin(record.key, pin, int(PINNED_SHARE * self.budget))
         if answer == 0:
             raise HandoffPinsFull()
+        if pin and not self._fits_here(record):
+            if answer == -1 and self.is_here(record):  # and nowhere else
+                raise HandoffPinsFull()
+            return True  # what is here is a copy
         return super().pin(record, pin)
+
+    def _fits_here(self, record: HandoffRecord) -> bool:
+        """Return whether KV is here and may be protected here too: this store is often the smaller one."""
+        if not self.is_here(record):
+            return False
+        pinned = HandoffStorage.pinned_kv(self, record)
+        most = PINNED_SHARE * self.budget_here
+        mine = pinned.get(scope_of(record.tenant), 0)
+        return sum(pinned.values()) <= most and mine <= most / max(1, len(pinned))
 
     def pinned_kv(self, record: HandoffRecord) -> dict[str, int]:
         key = self.connection.own_key("pinned")
