@@ -68,7 +68,7 @@ bench-automatic: $(VENV)/.dev ## Measure what automatic handoffs save, and what 
 bench-joins: $(VENV)/.dev ## Measure what joins of handoffs cost, and what moved KV does to answers (twenty minutes)
 	$(BIN)/python bench/joins.py $(ARGS)
 
-bench-scale: $(VENV)/.dev ## Measure several gateways over one store, and Envoy before them (ten minutes)
+bench-scale: $(VENV)/.dev ## Measure several gateways over one store, Envoy before them, and one before another (ten minutes)
 	$(BIN)/python bench/scale.py $(ARGS)
 
 bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory (seconds)

@@ -23,13 +23,14 @@ class Seen:
     wall: float = 0.0
     requests: int = 0
     tokens: int = 0
+    took: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
         """The round in figures: per second, and milliseconds."""
         found = {"requests/s": self.requests / self.wall, "tokens/s": self.tokens / self.wall}
-        for name, values in (("TTFT", self.first), ("inter-token", self.gaps)):
+        for name, values in (("request", self.took), ("TTFT", self.first), ("inter-token", self.gaps)):
             if len(values) > 2:
                 found[f"{name} p50 ms"] = statistics.median(values) * 1000
                 found[f"{name} p99 ms"] = statistics.quantiles(values, n=100)[98] * 1000
@@ -71,10 +72,11 @@ async def whole_round(url: str, *, clients: int, requests: int, tokens: int) -> 
 
     async def client(session: aiohttp.ClientSession) -> None:
         for number in numbers:
-            sent = body | {"prompt": f"{number}: {PROMPT}"}
+            sent, sent_at = body | {"prompt": f"{number}: {PROMPT}"}, time.perf_counter()
             async with session.post(f"{url}/v1/completions", json=sent) as answer:
                 answer.raise_for_status()
                 seen.tokens += (await answer.json())["usage"]["completion_tokens"]
+            seen.took.append(time.perf_counter() - sent_at)
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         began = time.perf_counter()

@@ -4,6 +4,7 @@
 `first`: B's first token on another machine's gateway, beside computing it and loading it where A ran.
 `front`: requests a second through Envoy, and through Ray Serve where it is installed, over one gateway and
 two, with an engine that computes nothing.
+`remote`: what a request costs more through a gateway that sends it on to another (`bench/remote.py`).
 What is compared alternates in one run; printed are medians and ratios. All runs on one machine, so that two
 gateways share the cores that one has.
 """
@@ -34,6 +35,7 @@ from fronts import envoy_before, serve_before
 from handoff import Client, Rows, medians, prompt, said, table
 from load import stream_round, whole_round
 from prometheus_client import CollectorRegistry
+from remote import remote_part
 from servers import Server, free_port, machine
 
 from baton.handoffs.shared.clients import SharedAddress
@@ -46,6 +48,7 @@ from baton_kv.stores.file import FileStore
 MIB = 1024 * 1024
 PIECE = 1 << 20
 OWN_TOKENS = 16
+PARTS = ("store", "first", "front", "remote")
 CONFIG = """
 [handoffs]
 auto = "off"
@@ -270,9 +273,7 @@ async def front_part(rounds: int, clients: int, requests: int) -> None:
 def main() -> None:
     """Measure, and print Markdown for docs/results/several-gateways.md."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--parts", nargs="+", choices=("store", "first", "front"), default=["store", "first", "front"]
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=[45, 166], help="MiB of an entry")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 6000], help="tokens of A")
@@ -286,6 +287,8 @@ def main() -> None:
         asyncio.run(first_part(options.rounds, options.lengths))
     if "front" in options.parts:
         asyncio.run(front_part(options.rounds, options.clients, options.requests))
+    if "remote" in options.parts:
+        asyncio.run(remote_part(options.rounds, options.clients, options.requests))
 
 
 if __name__ == "__main__":

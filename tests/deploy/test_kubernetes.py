@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -246,10 +247,36 @@ def test_what_the_chart_makes_is_valid(values: dict[str, Any]) -> None:
 
 
 @with_helm
+def test_engines_elsewhere_get_their_keys_and_a_way_out() -> None:
+    """By the values that the README shows; without them nothing is mounted, and nothing kept from leaving."""
+    readme = (DEPLOY / "helm/README.md").read_text()
+    values = yaml.safe_load(readme.partition("```yaml\n")[2].partition("```")[0])
+    found = rendered(values)
+    check(found)
+    spec = pod(found)
+    (volume,) = (each for each in spec["volumes"] if each["name"] == "remote")
+    assert volume["secret"]["secretName"] == "baton-remote"
+    mounts = {each["name"]: each["mountPath"] for each in spec["containers"][0]["volumeMounts"]}
+    (engine,) = tomllib.loads(of(found, "ConfigMap")["data"]["baton.toml"])["engines"]
+    assert engine["remote"]["key_file"].startswith(f"{mounts['remote']}/")
+    policy = of(found, "NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    dns, rule = policy["egress"]
+    assert {(each["port"], each["protocol"]) for each in dns["ports"]} == {(53, "UDP"), (53, "TCP")}
+    assert rule == values["networkPolicy"]["egress"][0]
+    plain = rendered()
+    assert of(plain, "NetworkPolicy")["spec"]["policyTypes"] == ["Ingress"]
+    assert "remote" not in {each["name"] for each in pod(plain)["volumes"]}
+
+
+@with_helm
 @pytest.mark.parametrize(
     "values",
     [
         {"replicas": 2},
+        {"networkPolicy": {"egress": [{}]}},
+        {"networkPolicy": {"egress": [{"from": []}]}},
+        {"remote": {"key": "a"}},
         {"replica": 2},
         {"shared": {"url": "redis:6379"}},
         {"shared": {"budget": "4 gigs"}},

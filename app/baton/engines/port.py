@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.engines.kv_transfer import TransferChooser, TransferRequest
 from baton.engines.throughput import Throughput
+from baton.errors import OperationUnsupported
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
@@ -47,6 +48,11 @@ class Operation(StrEnum):
             Operation.TOKENIZE,
             Operation.DETOKENIZE,
         }
+
+
+def unsupported(engine: str, operation: Operation) -> OperationUnsupported:
+    """Return the refusal of an operation that an engine's model is not made for."""
+    return OperationUnsupported(f"The model '{engine}' does not support {operation.value}.")
 
 
 class EngineState(StrEnum):

@@ -28,9 +28,10 @@ from baton.engines.port import (
     Reply,
     Report,
     StreamReply,
+    unsupported,
 )
 from baton.engines.throughput import Throughput
-from baton.errors import BatonError, OperationUnsupported, StartError
+from baton.errors import BatonError, StartError
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
@@ -213,11 +214,9 @@ class FakeEngine:
         if self.behaviour.call_error is not None:
             raise self.behaviour.call_error
         embeds = operation in POOLING
-        if embeds and self.plugin is not None:
-            raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
         tokens_only = operation in (Operation.TOKENIZE, Operation.DETOKENIZE)
-        if not tokens_only and embeds is not self.pooling:
-            raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
+        if (embeds and self.plugin is not None) or (not tokens_only and embeds is not self.pooling):
+            raise unsupported(self.name, operation)
         answer = Answer(self, operation, body, context, transfer, chooser)
         if body.get("stream") and operation in STREAMS:
             return StreamReply(answer.events())

@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from baton.engines.port import Json, Operation
-from baton.engines.remote.refusals import fields_of, of_the_server_itself, shown
+from baton.engines.remote.refusals import fields_of, not_an_answer, of_the_server_itself, shown
 from baton.engines.remote.server_events import ServerEvent
 from baton.errors import RemoteFailed
 from baton.telemetry.ids import RequestContext
@@ -137,7 +137,7 @@ class StreamReader:
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
-            raise RemoteFailed("The server that answers for this model sent an event that is no JSON object.")
+            raise not_an_answer("an event that is no JSON object")
         self._refuse_error(event, parsed)
         kind = parsed.get("type") or event.name
         self.complete = self.complete or kind in LAST_EVENTS[self.operation]

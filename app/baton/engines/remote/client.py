@@ -11,10 +11,10 @@ import httpx
 
 from baton import __version__
 from baton.config.groups import EngineSettings, RemoteSettings
+from baton.engines.remote.connections import Connection, Connections
+from baton.engines.remote.refusals import not_an_answer
 from baton.errors import RemoteFailed, RemoteTimeout, RemoteUnreachable, SettingsError
 
-IDLE_S = 2.0
-"""Idle connections are kept so long: servers close theirs after five seconds, which no request may meet."""
 CONNECTING = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
@@ -23,11 +23,13 @@ class Answer:
 
     Args:
         response: the answer.
+        connection: that it comes over.
         settings: how long it may pause, and how long it may be.
     """
 
-    def __init__(self, response: httpx.Response, settings: RemoteSettings) -> None:
+    def __init__(self, response: httpx.Response, connection: Connection, settings: RemoteSettings) -> None:
         self._response = response
+        self._connection: Connection | None = connection
         self._settings = settings
         self._bytes = response.aiter_raw()
 
@@ -93,7 +95,15 @@ class Answer:
 
     async def close(self) -> None:
         """Close the connection, unless the body was read; then the next request may use it."""
-        await self._response.aclose()
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return  # it may be another request's by now
+        try:
+            await self._response.aclose()
+        except BaseException:
+            await connection.drop()
+            raise
+        await connection.give_back()
 
 
 class RemoteClient:
@@ -112,14 +122,11 @@ class RemoteClient:
         assert engine.url is not None
         self._url = httpx.URL(engine.url)
         self._settings = engine.remote
-        self._tls = _trust(engine)
-        self._transport: httpx.AsyncHTTPTransport | None = None
+        self._connections = Connections(_trust(engine))
 
     async def close(self) -> None:
         """Close all connections."""
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            await transport.aclose()
+        await self._connections.close()
 
     async def ask(
         self,
@@ -151,19 +158,19 @@ class RemoteClient:
         request = httpx.Request(method, url, headers={**own, **headers}, content=content)
         connect_s = self._settings.connect_s
         request.extensions["timeout"] = {"connect": connect_s, "write": self._settings.silence_s}
-        with _translated():
-            async with asyncio.timeout(self._settings.answer_s):
-                response = await self._connections().handle_async_request(request)
+        connection = self._connections.take()
+        try:
+            with _translated():
+                async with asyncio.timeout(self._settings.answer_s):
+                    response = await connection.transport.handle_async_request(request)
+        except BaseException:
+            await connection.drop()
+            raise
+        answer = Answer(response, connection, self._settings)
         if response.headers.get("content-encoding", "identity").lower() != "identity":
-            await response.aclose()
-            raise RemoteFailed("The server that answers for this model sent a compressed answer.")
-        return Answer(response, self._settings)
-
-    def _connections(self) -> httpx.AsyncHTTPTransport:
-        if self._transport is None:
-            limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S)
-            self._transport = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False, limits=limits)
-        return self._transport
+            await answer.close()
+            raise not_an_answer("a compressed answer")
+        return answer
 
 
 @contextlib.contextmanager

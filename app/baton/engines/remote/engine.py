@@ -16,6 +16,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from baton.config.groups import EngineSettings
+from baton.engines.configured import ConfiguredEngine
 from baton.engines.kv_transfer import TransferChooser, TransferRequest
 from baton.engines.port import (
     EngineState,
@@ -32,7 +33,6 @@ from baton.engines.remote.client import RemoteClient
 from baton.engines.remote.keys import RemoteKeys
 from baton.engines.remote.probe import Look, look
 from baton.engines.remote.server import RemoteServer
-from baton.engines.throughput import Throughput
 from baton.errors import BatonError, EngineUnavailable, OperationUnsupported
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
@@ -49,7 +49,7 @@ PAUSE_S = 0.05
 """Seconds between two looks at least, however many requests fail meanwhile."""
 
 
-class RemoteEngine:
+class RemoteEngine(ConfiguredEngine):
     """An engine whose requests another server answers.
 
     Args:
@@ -61,7 +61,7 @@ class RemoteEngine:
     """
 
     def __init__(self, settings: EngineSettings, *, tenants: bool) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._keys = RemoteKeys(settings)
         self._breaker = Breaker(settings.remote.failures)
         self._registry = CollectorRegistry()
@@ -75,16 +75,7 @@ class RemoteEngine:
         self._card: Json = {}
         self._key_refused = False
         self._watch: asyncio.Task[None] | None = None
-        self._throughput = Throughput()
         self._log = log.bind(engine=settings.name, url=settings.url)
-
-    @property
-    def name(self) -> str:
-        return self._settings.name
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        return self._settings.aliases
 
     @property
     def state(self) -> EngineState:
@@ -190,10 +181,6 @@ class RemoteEngine:
         return 0.0
 
     @property
-    def supports_handoffs(self) -> bool:
-        return self._settings.handoff
-
-    @property
     def moves_unsupported(self) -> str | None:
         return "it runs elsewhere"
 
@@ -217,10 +204,6 @@ class RemoteEngine:
     def weights(self) -> str:
         """No identity that an engine here could have, so that none takes it for its equal."""
         return f"elsewhere:{self.name}"
-
-    @property
-    def throughput(self) -> Throughput:
-        return self._throughput
 
     @property
     def images(self) -> ImageInput:

@@ -23,6 +23,11 @@ KEY_REFUSED = (401, 403, 407)
 NO_SUCH_ROUTE = (404, 405)
 
 
+def not_an_answer(what: str) -> RemoteFailed:
+    """Return the error for what is no answer, or no whole one: "an event that is no text", for example."""
+    return RemoteFailed(f"The server that answers for this model sent {what}.")
+
+
 def refusal(engine: str, status: int, headers: Mapping[str, str], body: bytes) -> BatonError:
     """Return the error for an answer that is none.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from baton.engines.port import Json, WholeReply
 from baton.engines.remote.answers import Names, StreamReader, TokenCount
 from baton.engines.remote.client import Answer
+from baton.engines.remote.refusals import not_an_answer
 from baton.engines.remote.server_events import EventSplitter
 from baton.errors import BatonError, RemoteFailed
 
@@ -51,7 +52,7 @@ async def whole_reply(answer: Answer, most: int, names: Names, count: TokenCount
     kind, headers, status = answer.media_type, passed_on(answer.headers), answer.status
     if kind not in (JSON, BYTES):
         await answer.close()
-        raise RemoteFailed("The server that answers for this model sent an answer of an unknown kind.")
+        raise not_an_answer("an answer of an unknown kind")
     body = await answer.read(most)
     if kind == BYTES:
         return WholeReply(body, BYTES, headers, status)
@@ -62,9 +63,7 @@ async def whole_reply(answer: Answer, most: int, names: Names, count: TokenCount
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
-            raise RemoteFailed(
-                "The server that answers for this model sent an answer that is no JSON object."
-            )
+            raise not_an_answer("an answer that is no JSON object")
         return parsed, json.dumps(parsed).encode() if names.put(parsed) else body
 
     parsed, told = read() if len(body) <= SMALL else await asyncio.to_thread(read)

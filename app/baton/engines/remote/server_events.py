@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.errors import RemoteFailed
+from baton.engines.remote.refusals import not_an_answer
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -57,7 +57,7 @@ class EventSplitter:
                 events.append(event)
         self._searched = len(self._rest)
         if len(self._rest) > self._most:
-            raise RemoteFailed("The server that answers for this model sent an event that is too long.")
+            raise not_an_answer("an event that is too long")
         return events
 
     def _with_line_feeds(self, data: bytes) -> bytes:
@@ -81,7 +81,7 @@ def _event(block: bytes) -> ServerEvent | None:
     try:
         lines = block.decode().split("\n")
     except UnicodeDecodeError:
-        raise RemoteFailed("The server that answers for this model sent an event that is no text.") from None
+        raise not_an_answer("an event that is no text") from None
     name, data = "", []
     for line in lines:
         field, _, value = line.partition(":")

@@ -16,6 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from baton.config.groups import EngineSettings
+from baton.engines.configured import ConfiguredEngine
 from baton.engines.kv_transfer import TransferChooser, TransferRequest
 from baton.engines.port import (
     EngineState,
@@ -26,9 +27,9 @@ from baton.engines.port import (
     Plugin,
     Reply,
     Report,
+    unsupported,
 )
 from baton.engines.progress import Progress
-from baton.engines.throughput import Throughput
 from baton.engines.transfers import TransferWatch
 from baton.engines.vllm import arguments, handlers
 from baton.engines.vllm.arguments import MOVES_EXTENSION
@@ -47,7 +48,6 @@ from baton.engines.vllm.series import EngineSeries, StepListeners
 from baton.engines.warm_up import WARM_UPS, prefill
 from baton.errors import (
     EngineUnavailable,
-    OperationUnsupported,
     PluginFailed,
     StartError,
 )
@@ -80,7 +80,7 @@ class Running:
     special_tokens: frozenset[int]
 
 
-class VllmEngine:
+class VllmEngine(ConfiguredEngine):
     """An engine that vLLM runs.
 
     Args:
@@ -102,7 +102,7 @@ class VllmEngine:
         gpu_share: float | None = None,
         last_words: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._args = arguments.engine_args(settings, model, transfer, gpu_share=gpu_share)
         self._placeholder = arguments.placeholder_of(self._args) if settings.latent else None
         self._rosetta_pairs = arguments.rosetta_pairs(self._args, settings.name)
@@ -118,21 +118,12 @@ class VllmEngine:
         self._opened = AsyncExitStack()  # what the stop closes, also after half a start
         self._images = ImageInput()  # these and the cards stay as they were while the engine restarts
         self._weights = identity(model)
-        self._throughput = Throughput()
         self._transfers = TransferMetrics(self._series.registry, settings.name)
         self._watch = TransferWatch(self._throughput, self._transfers)
         self._cards: list[Json] = []
         self._moves_unsupported: str | None = NO_HANDOFFS
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
         self._translator = ReplyTranslator(self._log)
-
-    @property
-    def name(self) -> str:
-        return self._settings.name
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        return self._settings.aliases
 
     @property
     def registry(self) -> CollectorRegistry:
@@ -143,10 +134,6 @@ class VllmEngine:
         if self._state is EngineState.READY and self._running is not None and self._running.client.errored:
             return EngineState.FAILED
         return self._state
-
-    @property
-    def supports_handoffs(self) -> bool:
-        return self._settings.handoff
 
     @property
     def moves_unsupported(self) -> str | None:
@@ -171,10 +158,6 @@ class VllmEngine:
     @property
     def weights(self) -> str:
         return self._weights
-
-    @property
-    def throughput(self) -> Throughput:
-        return self._throughput
 
     @property
     def images(self) -> ImageInput:
@@ -364,7 +347,7 @@ class VllmEngine:
         serving = self._require_running().serving
         method = serving.method(operation)
         if method is None:
-            raise OperationUnsupported(f"The model '{self.name}' does not support {operation.value}.")
+            raise unsupported(self.name, operation)
         alone = transfer is not None and transfer.computed  # its KV is for nobody else
         apart = transfer.salt if transfer is not None else None
         call = Call(
