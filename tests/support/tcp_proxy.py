@@ -105,9 +105,10 @@ def tcp_proxy(target: int, tls: ssl.SSLContext | None = None) -> Iterator[TcpPro
         ready.set()
         await over.wait()
         server.close()
-        while proxy._open:
+        while left := asyncio.all_tasks() - {asyncio.current_task()}:  # also of what was accepted just now
             proxy.end_all()
-            await asyncio.sleep(0.02)
+            await asyncio.wait(left, timeout=0.02)
+        await asyncio.sleep(0.02)  # their sockets are closed with the next round of the loop
 
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),), daemon=True)
     thread.start()

@@ -87,6 +87,7 @@ async def test_a_pinned_handoff_outlives_its_machine_bit_for_bit(
     found = await two.handoffs.get(first.id, "local")
     assert (found.state, found.label, found.pin) == (HandoffState.READY, "the first", True)
     assert list(found.tokens) == list(first.tokens)
+    assert [each.id for each in (await two.handoffs.page("local", limit=9, after=None))[0]] == [first.id]
     assert not two.handoffs.is_here(found)
     await two.handoffs.bring(found, ENGINE)
     assert two.read(found.key) == kv
@@ -96,15 +97,16 @@ async def test_a_pinned_handoff_outlives_its_machine_bit_for_bit(
 
 async def test_only_pinned_and_long_lived_handoffs_are_archived(machines: Machines, archive: Archive) -> None:
     one = machines("one", ttl_s=1000, archive_after_s=500)
-    await one.leave(ttl_s=100)
+    short = await one.leave(ttl_s=100)
     assert archive.names("records") == []
+    assert short.public()["archived"] is False
     await one.leave(ttl_s=500)
     later = await one.leave(ttl_s=100)
     assert len(archive.names("records")) == 1
     await one.handoffs.change(later, {"pin": True})
     await one.quiet()
     assert len(archive.names("records")) == 2
-    assert (await one.handoffs.get(later.id, "local")).archived
+    assert (await one.handoffs.get(later.id, "local")).public()["archived"] is True
 
 
 async def test_the_bucket_names_no_tenant_and_no_handoff_and_another_tenant_finds_nothing(

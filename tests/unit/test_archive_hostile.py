@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from support.archives import WEED, Archive, ArchivedMachine, archive_server, archived_machine
 from support.s3_proxy import S3Proxy, s3_proxy
 from support.shared_stores import BINARIES, ENGINE, must_run, store_server
@@ -25,7 +26,7 @@ from baton.handoffs.archive.expiry import remove_expired
 from baton.handoffs.archive.files import LocalFile, Pace, reading
 from baton.handoffs.records.public import HandoffAudit
 from baton.handoffs.records.record import HandoffRecord
-from baton_kv.stores.base import StoreFull
+from baton_kv.stores.base import StoreError, StoreFull
 
 pytestmark = pytest.mark.skipif(
     WEED is None and "seaweedfs" not in must_run,
@@ -296,8 +297,10 @@ async def test_a_change_while_the_handoff_is_being_written_is_not_lost(
     one.entry(record.key)
     one.handoffs.end(record, TransferRequest(), range(64))
     await asyncio.to_thread(writing.wait, 10)
-    await one.handoffs.change(record, {"label": "mine"})
+    changing = asyncio.ensure_future(one.handoffs.change(record, {"label": "mine"}))
+    await asyncio.sleep(0.3)
     go_on.set()
+    await changing
     await one.quiet()
     one.storage.seen._versions.clear()
     for machine in (one, site.machine("two")):
@@ -401,3 +404,49 @@ async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_
     assert waited[0] > 0.9
     assert waited[1] < 0.5
     assert (two.handoffs.skipped_fetch_s(found[1]) or 0) > 1.0
+
+
+async def test_a_file_that_cannot_be_read_here_is_no_failure_of_the_archive(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = site.machine("one")
+    files = one.storage.archive.files
+
+    def gone(_start: int, _view: memoryview) -> int:
+        return 0
+
+    def failing(_start: int, _view: memoryview) -> int:
+        raise StoreFull("the device failed")
+
+    for reader in (gone, failing):
+        for size in (1000, 20 * 1024 * 1024):
+            with pytest.raises(StoreError):
+                await asyncio.to_thread(files.push, LocalFile("a", "files/scope/a", size, reader))
+    assert site.archive.names("files") == []
+    assert one.storage.archive.bucket._failures == 0
+
+
+async def test_the_log_holds_no_credentials_and_no_object(site: Site) -> None:
+    one = site.machine("one")
+    body = "<Error><Code>SignatureDoesNotMatch</Code><AWSAccessKeyId>AKIDTESTSONLY</AWSAccessKeyId></Error>"
+    site.proxy.refuse = lambda _method, _path: (403, body)
+    with capture_logs() as logs:
+        with pytest.raises(HandoffStoreUnavailable) as raised:
+            await one.handoffs.get("x" * 32, "local")
+        await one.leave(pin=True)
+    said = str(logs)
+    assert "SignatureDoesNotMatch" in said
+    for secret in ("AKID", "a-secret-of", "127.0.0.1", "records/", "files/"):
+        assert secret not in said + str(raised.value)
+    assert "secret" not in repr(one.storage.archive.bucket)
+
+
+async def test_pinned_handoffs_of_many_machines_leave_room_on_the_one_that_fetches_them(site: Site) -> None:
+    small = {"budget": 4 * 1024 * 1024}
+    left = [await site.machine(name, **small).leave(blocks=300, pin=True) for name in ("a", "b", "c", "d")]
+    last = site.machine("last", **small)
+    for record in left:
+        found = await last.handoffs.get(record.id, "local")
+        await last.handoffs.bring(found, ENGINE)
+        assert found.pin
+        assert last.store.pinned().total() <= 2 * 1024 * 1024

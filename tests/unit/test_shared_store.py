@@ -591,8 +591,9 @@ async def test_no_more_than_so_many_pushes_wait(tmp_path: Path, monkeypatch: pyt
             records.append(one.handoffs.begin(ENGINE, "local"))
             one.entry(records[-1].key)
             one.handoffs.end(records[-1], TransferRequest(), range(64))
-        await becomes(lambda: records[-1].on_disk)
-        assert (await two.handoffs.get(records[-1].id, "local")).state is HandoffState.READY
+        await becomes(lambda: any(each.on_disk for each in records))
+        (written,) = (each for each in records if each.on_disk)
+        assert (await two.handoffs.get(written.id, "local")).state is HandoffState.READY
         over.set()
         await one.quiet()
 

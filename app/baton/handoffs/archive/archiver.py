@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 
 import structlog
 
 from baton.errors import HandoffImagesLost, HandoffStoreUnavailable
 from baton.handoffs.archive.bucket import Conflict
-from baton.handoffs.archive.copies import TRIES, Archive
+from baton.handoffs.archive.copies import TRIES, Archive, Outcome
 from baton.handoffs.archive.expiry import remove_expired
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.repository import OtherUsage
@@ -27,6 +28,7 @@ AGAIN_AFTER_S = 30.0
 MAX_WAITING = 10_000
 EXPIRED_EVERY_S = 3600.0
 CLOSE_WITHIN_S = 2.0
+GUARDS = 64
 Job = Callable[[], bool]
 """Returns whether it is done; if not, it is tried again later."""
 
@@ -50,6 +52,7 @@ class Archiver:
         self._running: dict[str, Future[None]] = {}
         self._later: dict[str, float] = {}
         self._wrong: set[str] = set()
+        self._guards = [threading.Lock() for _ in range(GUARDS)]
         self._closed = threading.Event()
         self._upkeep = threading.Thread(target=self._keep_up, name="archive-upkeep", daemon=True)
         self._upkeep.start()
@@ -91,6 +94,10 @@ class Archiver:
             if name not in self._running:
                 self._start(name)
             self._archive.metrics.waiting.set(len(self._jobs))
+
+    def guard(self, handoff_id: str) -> threading.Lock:
+        """Return the lock that is held while a handoff is changed here, or its document is written."""
+        return self._guards[hash(handoff_id) % len(self._guards)]
 
     def is_waiting(self, name: str) -> bool:
         """Return whether something is to be done for a name."""
@@ -152,13 +159,28 @@ class Archiver:
             record = self._inner.find(known.id, known.tenant)
             if record is None or record.expires_at <= time.time():
                 return True
-            if not self._archive.write(self._inner, record):
+            outcome = self._archive.write(self._inner, record, partial(self._commit, known, record))
+            if outcome is Outcome.DELETED:
                 self._inner.remove(record)  # another gateway deleted it
                 return True
-            if record.archived or self._mark(record):
-                known.archived = True
+            if outcome is Outcome.WRITTEN and known.archived:
                 return True
         return False
+
+    def _commit(self, known: HandoffRecord, record: HandoffRecord, write: Callable[[], object]) -> bool:
+        """Write a document, and note that the handoff is archived; not if it was changed since it was read.
+
+        From then on other machines may change it in the archive, and this one may no more do so without.
+        """
+        with self.guard(record.id):
+            if not self._inner.shared:
+                now = self._inner.find(record.id, record.tenant)
+                if now is None or now.revision != record.revision:
+                    return False
+            write()
+            if record.archived or self._mark(record):
+                known.archived = True
+        return True
 
     def _mark(self, record: HandoffRecord) -> bool:
         """Note on this machine that a handoff is archived; not if it is another than was written.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 import structlog
@@ -30,6 +31,18 @@ from baton_kv.stores.base import Reader, SharedFiles, Store
 
 TRIES = 20
 """Most times that a change is made again because another gateway was first."""
+
+
+class Outcome(Enum):
+    """What became of a handoff that was to be written."""
+
+    WRITTEN = "written"
+    CHANGED = "it was changed on this machine meanwhile"
+    DELETED = "it was deleted in the archive"
+
+
+Commit = Callable[[Callable[[], object]], bool]
+"""Calls what writes the document, unless the handoff was changed here meanwhile; returns whether it did."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +65,13 @@ class Archive:
     metrics: ArchiveMetrics
     fetch_s: float
 
-    def write(self, inner: HandoffStorage, record: HandoffRecord) -> bool:
+    def write(self, inner: HandoffStorage, record: HandoffRecord, commit: Commit) -> Outcome:
         """Bring the archive up to date with a handoff of this machine.
 
         Args:
             inner: this machine's storage, and perhaps the shared store's.
             record: the handoff as it is there.
-
-        Returns:
-            Whether it is in the archive now; not so if it was deleted there.
+            commit: the last step.
 
         Raises:
             StoreError: a file cannot be read, took too long, or the gateway ends.
@@ -72,16 +83,18 @@ class Archive:
             handoff, there = self.records.current(record.tenant, record.id)
             if there is not None and there.deleted:
                 self.records.release(handoff, written)
-                return False
+                return Outcome.DELETED
             document = self._pushed(inner, record, there)
             written = document.objects
             if there is not None and there.document.model_dump_json() == document.model_dump_json():
-                return True
+                return Outcome.WRITTEN if commit(lambda: None) else Outcome.CHANGED
+            tag = there.tag if there is not None else None
             with contextlib.suppress(Conflict):
-                self.records.write(document, there.tag if there is not None else None)
+                if not commit(partial(self.records.write, document, tag)):
+                    return Outcome.CHANGED
                 self._push_again_what_went(inner, document)
                 self.metrics.handoff("written")
-                return True
+                return Outcome.WRITTEN
         raise Conflict()
 
     def _pushed(self, inner: HandoffStorage, record: HandoffRecord, there: Version | None) -> Document:

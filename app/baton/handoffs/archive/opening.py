@@ -14,6 +14,7 @@ from baton.handoffs.archive.documents import PROOF, Names
 from baton.handoffs.archive.files import ArchiveFiles, Pace
 from baton.handoffs.archive.records import ArchiveRecords
 from baton.handoffs.archive.storage import ArchivedStorage
+from baton.handoffs.records.changes import PINNED_SHARE
 from baton.handoffs.records.storage import HandoffStorage
 from baton.telemetry.archive_metrics import ArchiveMetrics
 from baton_kv.secret import install_secret
@@ -42,7 +43,8 @@ def open_archived(
     except (OSError, ValueError) as error:
         raise SettingsError(f"handoffs.store: {error}") from None
     archiver = Archiver(archive, inner, settings.archive_after_s)
-    return ArchivedStorage(inner.store, inner.records, inner.images, inner, archive, archiver)
+    most = int(PINNED_SHARE * settings.whole_budget)
+    return ArchivedStorage(inner.store, inner.records, inner.images, inner, archive, archiver, most)
 
 
 def archive_of(settings: HandoffSettings, metrics: ArchiveMetrics) -> Archive:

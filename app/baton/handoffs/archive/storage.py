@@ -80,11 +80,13 @@ class ArchivedStorage(StorageOver):
     Attributes:
         archive: the archive.
         archiver: writes to it in the background.
+        pinned_most: bytes of KV that may be pinned on this machine; the archive has what is fetched above it.
         seen: what is known of its handoffs.
     """
 
     archive: Archive
     archiver: Archiver
+    pinned_most: int
     seen: Seen = field(default_factory=Seen)
 
     @property
@@ -107,11 +109,11 @@ class ArchivedStorage(StorageOver):
         return saved
 
     def change(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
-        if record.archived and not self.inner.shared:
+        with self.archiver.guard(record.id):
+            there = record.archived and not self.inner.shared
+            changed = None if there else self.inner.change(record, edit)
+        if there or (changed is not None and changed.archived and not self.inner.shared):
             return self._change_archived(record, edit)
-        changed = self.inner.change(record, edit)
-        if changed is not None and changed.archived and not self.inner.shared:
-            return self._change_archived(record, edit)  # it was archived meanwhile
         if changed is not None and changed.on_disk and (changed.archived or self.archiver.wants(changed)):
             self.archiver.write_later(record)
         return changed
@@ -243,7 +245,10 @@ class ArchivedStorage(StorageOver):
             self._pin(record, True)
 
     def _pin(self, record: HandoffRecord, pin: bool) -> None:
-        """Pin KV of this machine as the record says, or unpin it."""
+        """Pin KV of this machine as the record says and there is room, or unpin it."""
+        if pin and not self.inner.shared and sum(self.inner.pinned_kv(record).values()) > self.pinned_most:
+            log.info("handoff_not_pinned", handoff=record.id, reason="as much is pinned as may be")
+            return
         try:
             self.inner.pin(record, pin)
         except (HandoffPinsFull, HandoffStoreUnavailable) as error:
