@@ -400,8 +400,7 @@ async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_
         began = time.monotonic()
         await two.handoffs.bring(each, engine)
         waited.append(time.monotonic() - began)
-        while two.handoffs._fetches._running:
-            await asyncio.sleep(0.01)
+        await asyncio.gather(*two.handoffs._fetches._running.values())
         assert not two.handoffs.is_here(each)
     assert waited[0] > 0.9
     assert waited[1] < 0.5
