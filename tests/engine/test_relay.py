@@ -9,10 +9,9 @@ from typing import Any
 import openai
 import pytest
 from support.gateways import RealGateway
-from support.relays import ask, cached, ids, nothing_automatic, once_saved, told
+from support.relays import DOCUMENT, ask, cached, ids, nothing_automatic, once_saved, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-DOCUMENT = " ".join(f"Chapter {number} tells of {number * 37 % 101} birds." for number in range(60))
 QUESTIONS = [" The first bird", " In the end", " Question: how many birds? Answer:", " x"]
 
 

@@ -1,4 +1,7 @@
-"""Two gateways with stores of their own, as on two machines, share handoffs through a real Valkey."""
+"""Two gateways with stores of their own, as on two machines, share handoffs through a real Valkey.
+
+The second has an engine that the first answers for, too.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.gateways import RealGateway
-from support.relays import ask, cached, ids, once_saved, told
+from support.relays import DOCUMENT, Served, ask, ids, once_saved, relay_there_and_back, told
 from support.shared_gateways import gateways_over
 from support.shared_stores import BINARIES, StoreServer, store_server
 
@@ -15,7 +18,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(BINARIES["valkey"] is None, reason="no valkey-server is installed"),
 ]
-DOCUMENT = " ".join(f"Chapter {number} tells of {number * 37 % 101} birds." for number in range(60))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreServer]:
 def gateways(
     server: StoreServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[RealGateway, RealGateway]]:
-    with gateways_over(server.url, tmp_path_factory.mktemp("gateways")) as (one, two):
+    folder = tmp_path_factory.mktemp("gateways")
+    with gateways_over(server.url, folder, elsewhere=True) as (one, two):
         yield one, two
 
 
@@ -36,19 +39,26 @@ def test_b_on_another_machine_loads_what_a_computed_and_says_the_same(
     gateways: tuple[RealGateway, RealGateway],
 ) -> None:
     one, two = gateways
-    saved = once_saved(one, told(ask(one, "smollm2", DOCUMENT, handoff={"save": True})))
-    relayed = ask(two, "smollm2", " In the end", handoff={"from": saved["id"], "save": True})
-    prompt, said = ids(relayed)
-    source = told(relayed)["source"]
-    assert (source["outcome"], source["loaded_tokens"]) == ("loaded", saved["tokens"] - 1)
-    assert cached(relayed) == saved["tokens"] - 1
-    plain = ask(one, "smollm2", prompt)
-    assert (said, cached(plain)) == (ids(plain)[1], 0)
-    # and back: what continues it shares its file, of which the first machine has the beginning
-    longer = once_saved(two, told(relayed))
-    again = ask(one, "smollm2", " The first bird", handoff={"from": longer["id"]})
-    assert told(again)["source"]["outcome"] == "loaded"
-    assert ids(again)[1] == ids(ask(one, "smollm2", ids(again)[0]))[1]
+    relay_there_and_back(Served(one, "smollm2"), Served(two, "smollm2"))
+
+
+def test_an_engine_elsewhere_loads_what_one_here_computed_and_says_the_same(
+    gateways: tuple[RealGateway, RealGateway],
+) -> None:
+    """The second gateway sends requests for `there` on to the first."""
+    _, two = gateways
+    relayed = relay_there_and_back(Served(two, "smollm2"), Served(two, "there"))
+    assert relayed.model == told(relayed)["model"] == "there"
+
+
+def test_a_context_computed_elsewhere_is_loaded_here(gateways: tuple[RealGateway, RealGateway]) -> None:
+    _, two = gateways
+    with two.client() as client:
+        made = client.post("/v1/handoffs", json={"model": "there", "prompt": DOCUMENT + " It ends."})
+    assert made.status_code in (201, 202), made.text
+    saved = once_saved(two, made.json())
+    answer = ask(two, "smollm2", " In the end", handoff={"from": saved["id"]})
+    assert told(answer)["source"]["outcome"] == "loaded"
 
 
 def test_what_another_machine_deletes_is_gone(gateways: tuple[RealGateway, RealGateway]) -> None:

@@ -123,12 +123,22 @@ FAILURES: dict[str, Any] = {
     ),
     "too much": lambda _: JSONResponse(completion("far", "x" * 70_000)),
     "a stream": lambda _: streamed(chunk("a"), DONE),
-    "a length that is not kept": lambda _: _short(),
 }
 
 
 def _short() -> Response:
     return Response(b'{"a": 1}', headers={"content-length": "100"}, media_type="application/json")
+
+
+def test_an_answer_that_is_lost_midway_may_be_asked_for_again(
+    asked: tuple[httpx.Client, OtherServer],
+) -> None:
+    client, server = asked
+    server.answer = lambda _: _short()
+    answer = complete(client)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "remote_lost")
+    assert answer.headers["Retry-After"] == "1"
+    assert len(server.asked) == 1, "it was sent once"
 
 
 @pytest.mark.fault("I8")
@@ -168,7 +178,7 @@ def test_an_answer_that_does_not_begin_in_time_is_a_504(asked: tuple[httpx.Clien
 
 
 CUT: dict[str, tuple[Any, str]] = {
-    "the connection breaks": (RuntimeError("cut"), "remote_failed"),
+    "the connection breaks": (RuntimeError("cut"), "remote_lost"),
     "it ends without the last event": (b"", "remote_failed"),
     "it pauses for too long": (5.0, "remote_timeout"),
     "an event is no JSON": (b"data: {\n\n", "remote_failed"),
@@ -212,9 +222,13 @@ def test_a_stream_that_fails_ends_with_one_error_event(
 @pytest.mark.fault("I8")
 def test_a_failure_before_the_first_event_has_its_own_status(asked: tuple[httpx.Client, OtherServer]) -> None:
     client, server = asked
-    for part in (b"", RuntimeError("cut"), b'data: {"error": {"message": "No."}}\n\n'):
+    for part, status in (
+        (b"", 502),
+        (RuntimeError("cut"), 503),
+        (b'data: {"error": {"message": "No."}}\n\n', 502),
+    ):
         server.answer = lambda _, part=part: streamed(part)
-        assert complete(client, stream=True).status_code == 502
+        assert complete(client, stream=True).status_code == status
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 7, 64])
@@ -270,7 +284,7 @@ def test_outcomes_are_counted(running: tuple[FakeGateway, OtherServer]) -> None:
 
 @pytest.mark.fault("I4")
 def test_a_server_that_is_lost_and_comes_back(tmp_path: Any) -> None:
-    """Requests meet 502 until the breaker opens, then 503 at once; health and metrics show it."""
+    """Once the breaker is open requests get 503 at once; health and metrics show it."""
     with (
         run_near(
             remote(f"http://127.0.0.1:{free_port()}", remote={"failures": 2, "probe_s": 0.2})

@@ -181,6 +181,13 @@ def test_a_key_of_another_tenant_gets_none(tmp_path: Path) -> None:
                 assert (stolen.status_code, stolen.json()["error"]["code"]) == (404, "handoff_not_found")
                 assert complete(beta, handoff={"save": True}).status_code == 200
                 assert beta.get(f"/v1/handoffs/{saved['id']}").status_code == 404
+                # Beta has just been trusted; with another key in its file it is not.
+                (tmp_path / "theirs" / "beta").write_text(keys["acme"])
+                near._keys.refresh()
+                seen = len(far.bodies)
+                assert "belongs to another tenant" in refused(beta)
+                assert complete(beta, handoff={"from": saved["id"]}).status_code == 400
+                assert len(far.bodies) == seen
 
 
 @pytest.mark.fault("I6")

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import openai
 
 from support.gateways import RealGateway
+
+DOCUMENT = " ".join(f"Chapter {number} tells of {number * 37 % 101} birds." for number in range(60))
+"""A context of A's, of several blocks of KV."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """One engine that a relay goes over: the gateway that is asked, and its name there."""
+
+    gateway: RealGateway
+    model: str
+
+    def ask(self, prompt: str | list[int], **more: Any) -> openai.types.Completion:
+        return ask(self.gateway, self.model, prompt, **more)
+
+    def once_saved(self, answer: openai.types.Completion) -> dict[str, Any]:
+        return once_saved(self.gateway, told(answer))
 
 
 def ask(gateway: RealGateway, model: str, prompt: str | list[int], **more: Any) -> openai.types.Completion:
@@ -51,3 +69,24 @@ def once_saved(gateway: RealGateway, handoff: dict[str, Any], within_s: float = 
             time.sleep(0.05)
             handoff = client.get(f"/v1/handoffs/{handoff['id']}").json()
     return handoff
+
+
+def relay_there_and_back(here: Served, there: Served) -> openai.types.Completion:
+    """A here, B there, and back: each loads what the other computed, and says what computing it says.
+
+    Returns B's answer.
+    """
+    saved = here.once_saved(here.ask(DOCUMENT, handoff={"save": True}))
+    relayed = there.ask(" In the end", handoff={"from": saved["id"], "save": True})
+    prompt, said = ids(relayed)
+    source = told(relayed)["source"]
+    assert (source["outcome"], source["loaded_tokens"]) == ("loaded", saved["tokens"] - 1)
+    assert cached(relayed) == saved["tokens"] - 1
+    plain = here.ask(prompt)
+    assert (said, cached(plain)) == (ids(plain)[1], 0)
+    # What continues it shares its file, of which the first machine has the beginning.
+    longer = there.once_saved(relayed)
+    again = here.ask(" The first bird", handoff={"from": longer["id"]})
+    assert told(again)["source"]["outcome"] == "loaded"
+    assert ids(again)[1] == ids(here.ask(ids(again)[0]))[1]
+    return relayed

@@ -9,26 +9,40 @@ from pathlib import Path
 from support.gateways import RealGateway
 
 CONFIG = Path(__file__).with_name("shared_engines.toml")
+ELSEWHERE = """
+[[engines]]
+name = "there"
+model = "smollm2"
+url = "{url}"
+handoff = true
+"""
+"""An engine that another gateway answers for."""
 
 
 @contextmanager
-def gateways_over(url: str, folder: Path, more: str = "") -> Iterator[list[RealGateway]]:
+def gateways_over(
+    url: str, folder: Path, more: str = "", *, elsewhere: bool = False
+) -> Iterator[list[RealGateway]]:
     """Start two gateways, one after the other, since both use the same cores.
 
     Args:
         url: address of the shared store.
         folder: for their stores and logs.
         more: settings at the top of their files.
+        elsewhere: whether the second has an engine `there` too, which the first answers for.
     """
     secret = folder / "secret"
     secret.write_text("the secret that both of these gateways have")
     with ExitStack() as stack:
-        made = []
+        made: list[RealGateway] = []
         for name in ("one", "two"):
             place = folder / name
             place.mkdir()
             config = place / "baton.toml"
-            config.write_text(more + CONFIG.read_text().format(folder=place, shared=url, secret=secret))
+            text = CONFIG.read_text().format(folder=place, shared=url, secret=secret)
+            if elsewhere and made:
+                text += ELSEWHERE.format(url=made[0].url)
+            config.write_text(more + text)
             gateway = stack.enter_context(RealGateway(["--config", str(config)], place))
             gateway.wait_until_ready()
             made.append(gateway)

@@ -154,6 +154,10 @@ class Forwarding(Protocol):
         """Whether it is another Baton."""
         ...
 
+    def key_id(self, tenant: str) -> str:
+        """Return what differs for each key that a tenant's requests may be sent with, without showing it."""
+        ...
+
     async def send(
         self, operation: Operation, body: Json, context: RequestContext, *, automatic: bool
     ) -> Reply:

@@ -39,7 +39,8 @@
     │   ├── GenerationFailed         500 generation_failed
     │   ├── PluginFailed             500 plugin_failed
     │   ├── RemoteFailed             502 remote_failed         (in a stream: or another server's own code)
-    │   │   └── RemoteUnreachable    502 remote_unreachable
+    │   │   ├── RemoteLost           503 remote_lost         (retryable)
+    │   │   └── RemoteUnreachable    503 remote_unreachable  (retryable)
     │   ├── EngineOverloaded         503 engine_overloaded     (retryable)
     │   ├── EngineUnavailable        503 engine_unavailable    (retryable)
     │   │   └── EngineRestarting     503 engine_restarting     (retryable)
@@ -110,6 +111,7 @@ from baton.errors.server import (
     PluginTimeout,
     RemoteBusy,
     RemoteFailed,
+    RemoteLost,
     RemoteTimeout,
     RemoteUnreachable,
     ShuttingDown,
@@ -157,6 +159,7 @@ __all__ = [
     "RateLimited",
     "RemoteBusy",
     "RemoteFailed",
+    "RemoteLost",
     "RemoteRefusal",
     "RemoteTimeout",
     "RemoteUnreachable",

@@ -89,7 +89,21 @@ class RemoteFailed(ServerError):
 
 class RemoteUnreachable(RemoteFailed):
     code = "remote_unreachable"
-    default_message = "The server that answers for this model cannot be reached; it did not get the request."
+    status = 503
+    retryable = True
+    default_message = (
+        "The server that answers for this model cannot be reached; it did not get the request, try again."
+    )
+
+
+class RemoteLost(RemoteFailed):
+    code = "remote_lost"
+    status = 503
+    retryable = True
+    default_message = (
+        "The connection to the server that answers for this model was lost while it worked on this request; "
+        "try again."
+    )
 
 
 class RemoteTimeout(ServerError):

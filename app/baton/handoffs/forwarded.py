@@ -28,11 +28,12 @@ class ForwardedHandoffs:
 
     Attributes:
         storage: the store.
-        proved: until when an engine's gateway is trusted with a tenant's handoffs, by monotonic seconds.
+        proved: until when an engine's gateway is trusted with a tenant's handoffs sent with a certain key, by
+            monotonic seconds.
     """
 
     storage: HandoffStorage
-    proved: dict[tuple[str, str], float] = field(default_factory=dict)
+    proved: dict[tuple[str, str, str], float] = field(default_factory=dict)
 
     async def require(self, engine: Engine, forwarding: Forwarding, context: RequestContext) -> None:
         """Refuse a handoff that the other gateway would look up elsewhere, or for another tenant.
@@ -42,7 +43,7 @@ class ForwardedHandoffs:
             BatonError: the other gateway failed or cannot be reached.
         """
         require_handoffs(engine)
-        known = (engine.name, context.tenant)
+        known = (engine.name, context.tenant, forwarding.key_id(context.tenant))
         if self.proved.get(known, 0.0) > time.monotonic():
             return
         reason = await self._reason(forwarding, context)

@@ -13,7 +13,7 @@ from baton import __version__
 from baton.config.groups import EngineSettings, RemoteSettings
 from baton.engines.remote.connections import Connection, Connections
 from baton.engines.remote.refusals import not_an_answer
-from baton.errors import RemoteFailed, RemoteTimeout, RemoteUnreachable, SettingsError
+from baton.errors import RemoteFailed, RemoteLost, RemoteTimeout, RemoteUnreachable, SettingsError
 
 CONNECTING = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
@@ -57,7 +57,7 @@ class Answer:
         """Return its next bytes; None: there are no more.
 
         Raises:
-            RemoteFailed: the connection was lost.
+            RemoteLost: the connection was lost.
             RemoteTimeout: it paused too long.
         """
         with _translated():
@@ -72,7 +72,8 @@ class Answer:
             cut: whether a longer body is cut off.
 
         Raises:
-            RemoteFailed: it is too long, or the connection was lost.
+            RemoteFailed: it is too long.
+            RemoteLost: the connection was lost.
             RemoteTimeout: it paused too long, or takes longer than `answer_s` as a whole.
         """
         try:
@@ -148,7 +149,8 @@ class RemoteClient:
 
         Raises:
             RemoteUnreachable: there is no connection to the server.
-            RemoteFailed: the connection was lost.
+            RemoteFailed: the answer is compressed.
+            RemoteLost: the connection was lost.
             RemoteTimeout: the answer did not begin in time.
         """
         url = self._url.copy_with(raw_path=self._url.raw_path.rstrip(b"/") + path.encode())
@@ -183,7 +185,7 @@ def _translated() -> Iterator[None]:
     except (TimeoutError, httpx.TimeoutException) as error:
         raise RemoteTimeout() from error
     except (httpx.HTTPError, httpx.StreamError) as error:
-        raise RemoteFailed("The connection to the server that answers for this model was lost.") from error
+        raise RemoteLost() from error
 
 
 def _trust(engine: EngineSettings) -> ssl.SSLContext:

@@ -103,6 +103,11 @@ class RemoteServer:
             self._peer = await ask_peer(self._client, self._engine, self._keys.of_looks)
             self._unknown = False
 
+    def key_id(self, tenant: str) -> str:
+        return self._salts.of(
+            self._keys.of(tenant).value or ""
+        )  # made like a salt: it tells nothing of the key
+
     async def send(
         self, operation: Operation, body: Json, context: RequestContext, *, automatic: bool
     ) -> Reply:
