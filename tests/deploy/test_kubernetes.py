@@ -25,6 +25,7 @@ CHART = DEPLOY / "helm/baton"
 REPLICAS = DEPLOY / "kubernetes-replicas"
 CRDS = Path(__file__).parent / "crds"
 SHARED = {"shared": {"url": "valkey://valkey:6379"}, "replicas": 3}
+ARCHIVED = {"archive": {"url": "s3://bucket/baton", "region": "eu-central-1", "keySecret": "baton-s3"}}
 MONITORED = {"serviceMonitor": {"enabled": True, "labels": {"release": "x"}}}
 NEED = os.environ.get("TESTS_NEED", "").split(",")
 with_helm = pytest.mark.skipif(
@@ -48,8 +49,8 @@ def rendered(values: dict[str, Any] | None = None, name: str = "baton") -> list[
     return [one for text in texts for one in yaml.safe_load_all(text) if one]
 
 
-def kustomized() -> list[Document]:
-    command = ["kubectl", "kustomize", str(REPLICAS)]
+def kustomized(folder: Path = REPLICAS) -> list[Document]:
+    command = ["kubectl", "kustomize", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [one for one in yaml.safe_load_all(done.stdout) if one]
@@ -107,6 +108,17 @@ def check_shared(spec: Document) -> None:
             assert value.rpartition("/")[0] in mounted
 
 
+def secrets(spec: Document) -> dict[str, str]:
+    """The secrets of a pod by where they are mounted; each file that a setting names is in one of them."""
+    mounts = {each["name"]: each["mountPath"] for each in spec["containers"][0]["volumeMounts"]}
+    found = {
+        each["secret"]["secretName"]: mounts[each["name"]] for each in spec["volumes"] if "secret" in each
+    }
+    files = [value for name, value in environment(spec).items() if name.endswith("_FILE")]
+    assert {value.rpartition("/")[0] for value in files} <= set(found.values())
+    return found
+
+
 # kustomize
 
 
@@ -118,6 +130,19 @@ def test_the_overlay_is_valid() -> None:
     for name in ("baton", "baton-envoy", "baton-valkey"):
         check_restricted(pod(found, name))
     check_shared(pod(found))
+
+
+@with_kubectl
+def test_the_overlay_with_an_archive_is_valid(tmp_path: Path) -> None:
+    shutil.copytree(REPLICAS, tmp_path / "replicas")
+    shutil.copytree(REPLICAS.with_name("kubernetes"), tmp_path / "kubernetes")
+    overlay = tmp_path / "replicas/kustomization.yaml"
+    overlay.write_text(overlay.read_text().replace("patches:", "patches:\n  - path: archive.yaml", 1))
+    found = kustomized(overlay.parent)
+    check(found)
+    assert secrets(pod(found)) == {"baton-shared": "/etc/baton-shared", "baton-s3": "/etc/baton-archive"}
+    assert set(environment(pod(found))) <= set(variables())
+    assert environment(pod(kustomized())).items() <= environment(pod(found)).items()
 
 
 @with_kubectl
@@ -200,6 +225,8 @@ def test_the_chart_has_nothing_that_helm_s_linter_finds() -> None:
         {},
         SHARED,
         MONITORED,
+        ARCHIVED,
+        SHARED | ARCHIVED | {"serviceAccount": "mine"},
         SHARED | MONITORED | {"service": {"type": "LoadBalancer"}},
         {"replicas": 2, "service": {"clientIPAffinity": True}},
         {"tolerations": [{"key": "gpu", "operator": "Exists"}], "nodeSelector": {"a": "b"}, "affinity": {}},
@@ -226,6 +253,8 @@ def test_what_the_chart_makes_is_valid(values: dict[str, Any]) -> None:
         {"replica": 2},
         {"shared": {"url": "redis:6379"}},
         {"shared": {"budget": "4 gigs"}},
+        {"archive": {"url": "bucket/baton"}},
+        {"archive": {"endpoint": "s3.example.org"}},
         {"drain": {"engines": 1}},
         {"image": {"tag": ""}},
     ],
@@ -270,6 +299,26 @@ def test_the_chart_s_settings_are_settings_and_its_grace_is_enough(
 def test_replicas_over_one_store_have_its_settings() -> None:
     check_shared(pod(rendered(SHARED)))
     assert "BATON_HANDOFFS__SHARED" not in environment(pod(rendered()))
+
+
+@with_helm
+def test_an_archive_has_its_settings_and_its_secrets_with_and_without_a_shared_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = {"baton-shared": "/etc/baton-shared"}
+    for values in (ARCHIVED, SHARED | ARCHIVED):
+        assert secrets(pod(rendered(values))) == shared | {"baton-s3": "/etc/baton-archive"}
+    role = {"archive": {"url": "s3://bucket/baton", "endpoint": "http://minio:9000", "after": 3600}}
+    spec = pod(rendered(role | {"serviceAccount": "mine"}))
+    assert (secrets(spec), spec["serviceAccountName"]) == (shared, "mine")
+    assert "serviceAccountName" not in pod(rendered())
+    assert not any("ARCHIVE" in name for name in environment(pod(rendered(SHARED))))
+    (tmp_path / "baton.toml").write_text(of(rendered(role), "ConfigMap")["data"]["baton.toml"])
+    for name, value in environment(spec).items():
+        monkeypatch.setenv(name, value)
+    handoffs = load_settings(tmp_path / "baton.toml").handoffs
+    assert (handoffs.archive, handoffs.archive_after_s) == ("s3://bucket/baton", 3600)
+    assert (handoffs.archive_endpoint, handoffs.archive_key_file) == ("http://minio:9000", None)
 
 
 @with_helm

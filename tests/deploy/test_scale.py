@@ -69,6 +69,23 @@ def test_the_compose_file_is_one() -> None:
     subprocess.run(command, check=True)
 
 
+def test_the_archive_s_compose_file_fits_the_other() -> None:
+    path = COMPOSE.with_name("compose.archive.yaml")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", path]
+    subprocess.run(command, check=True)
+    for name, service in file(path)["services"].items():
+        before = services()[name]
+        environment = before["environment"] | service["environment"]
+        assert set(service["environment"]) <= set(variables())
+        assert (
+            set(before["secrets"]) < set(service["secrets"]) == {*before["secrets"], *file(path)["secrets"]}
+        )
+        files = {value for key, value in environment.items() if key.endswith("_FILE")}
+        assert files == {f"/run/secrets/{secret}" for secret in service["secrets"]}
+    assert set(file(path)["services"]) == {"gateway-1", "gateway-2"}
+    assert all(secret["file"].startswith("./secrets/") for secret in file(path)["secrets"].values())
+
+
 def test_envoy_sends_to_the_gateways_of_the_compose_file() -> None:
     for name in BALANCED:
         found = endpoints(file(DEPLOY / "compose/envoy.yaml"), name)

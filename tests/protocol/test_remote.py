@@ -119,6 +119,7 @@ def test_the_models_are_listed_with_what_the_other_gateway_knows_of_them(
         assert complete(client, model="far").json()["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.fault("I11")
 def test_the_other_server_gets_our_headers_alone(asked: tuple[httpx.Client, OtherServer]) -> None:
     client, server = asked
     trace = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
@@ -140,23 +141,46 @@ def test_the_other_server_gets_our_headers_alone(asked: tuple[httpx.Client, Othe
     sent = server.asked[-1].headers
     assert sent.keys() == {
         *("host", "user-agent", "accept", "accept-encoding", "content-type", "content-length"),
-        *("x-request-id", "x-baton-hops", "traceparent", "tracestate"),
+        *("x-request-id", "x-baton-hops", "traceparent", "tracestate", "x-session-id"),
     }
     assert (sent["x-request-id"], sent["traceparent"]) == (answer.headers["x-request-id"], trace)
     assert (sent["user-agent"].partition("/")[0], sent["accept-encoding"]) == ("baton", "identity")
     assert sent["host"] in server.url
 
 
+def test_a_session_is_passed_on_where_it_is_well_formed(asked: tuple[httpx.Client, OtherServer]) -> None:
+    """A proxy before the other server keeps a session on one gateway, as one before this gateway does."""
+    client, server = asked
+    told = {
+        "user:42/run-7@a.b~c+d=": "user:42/run-7@a.b~c+d=",
+        "x" * 128: "x" * 128,
+        "x" * 129: None,
+        "": None,
+        "two words": None,
+        "a,b": None,
+        'a"b': None,
+        "ä": None,
+    }
+    for given, sent_on in told.items():
+        headers = {"X-Session-Id": given.encode()}
+        answer = client.post("/v1/completions", json={"model": "near", "prompt": "a"}, headers=headers)  # type: ignore[arg-type]  # httpx takes bytes too
+        assert answer.status_code == 200
+        assert server.asked[-1].headers.get("x-session-id") == sent_on, given
+
+
 def test_headers_of_the_other_server_do_not_reach_clients(asked: tuple[httpx.Client, OtherServer]) -> None:
     client, server = asked
     headers = {"Set-Cookie": "a=b", "X-Envoy-Upstream": "1", "Server": "theirs", "X-Request-Id": "theirs"}
-    server.answer = lambda _: JSONResponse(completion("far", "a"), headers=headers | {"X-Handoff-Id": "h"})
+    server.answer = lambda _: JSONResponse(
+        completion("far", "a"), headers=headers | {"X-Handoff-Id": "h" * 16}
+    )
     answer = complete(client)
     assert not {"set-cookie", "x-envoy-upstream"} & answer.headers.keys()
     assert answer.headers.get_list("x-request-id") != ["theirs"]
-    assert answer.headers["x-handoff-id"] == "h"
+    assert answer.headers["x-handoff-id"] == "h" * 16
 
 
+@pytest.mark.fault("I11")
 def test_the_gateways_own_checks_hold(asked: tuple[httpx.Client, OtherServer]) -> None:
     client, server = asked
     fields = {"cache_salt": "mine", "kv_transfer_params": {"a": 1}, "priority": -1, "vllm_xargs": {"a": 1}}
@@ -246,6 +270,7 @@ def test_stored_responses_are_this_gateways_own(tmp_path: Path) -> None:
         assert shown["model"] == "near"
 
 
+@pytest.mark.fault("I10")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_takes_its_request_with_it(stream: bool) -> None:
     slow = FakeEngine("far", behaviour=FakeBehaviour(token_seconds=0.05))
@@ -277,6 +302,7 @@ def test_tokens_are_counted_for_the_tenant(
     wait_for(lambda: counted() == before + 4, "four tokens were counted")
 
 
+@pytest.mark.fault("I11")
 def test_gateways_that_name_each_other_end_the_circle() -> None:
     port = free_port()
     circle = remote(f"http://127.0.0.1:{port}", model="near", remote={"probe_s": 0.1})

@@ -131,6 +131,7 @@ def _short() -> Response:
     return Response(b'{"a": 1}', headers={"content-length": "100"}, media_type="application/json")
 
 
+@pytest.mark.fault("I8")
 @pytest.mark.parametrize("name", FAILURES)
 def test_what_is_no_answer_is_a_502(asked: tuple[httpx.Client, OtherServer], name: str) -> None:
     client, server = asked
@@ -150,6 +151,7 @@ def test_an_operation_that_the_server_does_not_know_is_unsupported(
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "operation_unsupported")
 
 
+@pytest.mark.fault("I2")
 def test_an_answer_that_does_not_begin_in_time_is_a_504(asked: tuple[httpx.Client, OtherServer]) -> None:
     client, server = asked
 
@@ -188,6 +190,7 @@ CUT: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.fault("I8")
 @pytest.mark.parametrize("name", CUT)
 def test_a_stream_that_fails_ends_with_one_error_event(
     asked: tuple[httpx.Client, OtherServer], name: str
@@ -206,6 +209,7 @@ def test_a_stream_that_fails_ends_with_one_error_event(
     assert "[DONE]" not in answer.text
 
 
+@pytest.mark.fault("I8")
 def test_a_failure_before_the_first_event_has_its_own_status(asked: tuple[httpx.Client, OtherServer]) -> None:
     client, server = asked
     for part in (b"", RuntimeError("cut"), b'data: {"error": {"message": "No."}}\n\n'):
@@ -264,6 +268,7 @@ def test_outcomes_are_counted(running: tuple[FakeGateway, OtherServer]) -> None:
     assert gateway.fleet.engines[0].active == 0
 
 
+@pytest.mark.fault("I4")
 def test_a_server_that_is_lost_and_comes_back(tmp_path: Any) -> None:
     """Requests meet 502 until the breaker opens, then 503 at once; health and metrics show it."""
     with (

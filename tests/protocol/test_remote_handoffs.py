@@ -116,6 +116,7 @@ def test_without_the_setting_no_handoff_is_sent_on(pair: tuple[FakeGateway, Fake
         assert "does not support handoffs" in refused(client)
 
 
+@pytest.mark.fault("I9")
 def test_a_server_that_is_no_gateway_gets_none(tmp_path: Path) -> None:
     with other_server() as server:
         with near_over(server.url, tmp_path / "a") as client:
@@ -132,6 +133,7 @@ def near_over(url: str, store: Path) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.mark.fault("I6")
 def test_a_gateway_over_another_store_gets_none(tmp_path: Path) -> None:
     far = far_engine()
     with run_fake(far, **over(tmp_path / "theirs")) as there:
@@ -146,6 +148,7 @@ def test_a_gateway_without_handoffs_gets_none(tmp_path: Path) -> None:
         assert "its engine has no `handoff = true`" in refused(client)
 
 
+@pytest.mark.fault("I6")
 def test_a_key_of_another_tenant_gets_none(tmp_path: Path) -> None:
     """The other gateway would keep the handoffs of one under the name of another."""
     file = tmp_path / "keys.json"
@@ -180,6 +183,7 @@ def test_a_key_of_another_tenant_gets_none(tmp_path: Path) -> None:
                 assert beta.get(f"/v1/handoffs/{saved['id']}").status_code == 404
 
 
+@pytest.mark.fault("I6")
 @pytest.mark.skipif(BINARIES["valkey"] is None, reason="no valkey-server is installed")
 def test_gateways_of_two_machines_share_through_a_server(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret that both machines of the test have")

@@ -87,6 +87,7 @@ def test_tenants_may_have_keys_of_their_own(server: OtherServer, tmp_path: Path)
     assert beta.headers["x-baton-handoff"] == "off"
 
 
+@pytest.mark.fault("I6")
 def test_tenants_of_one_key_have_prefix_caches_of_their_own_in_vllm(
     server: OtherServer, tmp_path: Path
 ) -> None:
@@ -107,6 +108,7 @@ def test_other_servers_get_no_field_that_they_may_not_know(server: OtherServer, 
     assert server.asked[-1].body == {"model": "far", "prompt": "a"}
 
 
+@pytest.mark.fault("I6")
 def test_the_tenant_whose_key_it_is_keeps_its_automatic_handoffs(tmp_path: Path) -> None:
     there, theirs = keyed(tmp_path / "there", "acme")
     here, ours = keyed(tmp_path / "here", "acme", "beta")
@@ -124,6 +126,7 @@ def test_the_tenant_whose_key_it_is_keeps_its_automatic_handoffs(tmp_path: Path)
             assert len(far.transfers) == 1
 
 
+@pytest.mark.fault("I5")
 def test_a_key_that_is_refused_ends_the_start(tmp_path: Path) -> None:
     there, _ = keyed(tmp_path, "acme")
     with run_fake(FakeEngine("far"), **there) as other, pytest.raises(StartError) as raised:
@@ -224,6 +227,7 @@ def test_a_server_with_a_certificate_of_a_private_authority_is_trusted_by_its_fi
             assert server.url.startswith("https://")
 
 
+@pytest.mark.fault("I5")
 @pytest.mark.parametrize(
     ("served", "trusted"), [("right", "another.pem"), ("wrong", "ca.pem"), ("right", None)]
 )

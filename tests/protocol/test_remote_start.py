@@ -38,6 +38,7 @@ async def started(engine: RemoteEngine) -> EngineState:
         await engine.stop()
 
 
+@pytest.mark.fault("I4")
 def test_a_server_that_is_down_at_the_start_is_used_once_it_answers() -> None:
     port = free_port()
     near = remote(f"http://127.0.0.1:{port}", remote=SOON)
@@ -58,6 +59,7 @@ def test_a_server_that_is_down_at_the_start_is_used_once_it_answers() -> None:
         assert metric(gateway, 'baton_engine_restarts_total{engine="near",reason="died"}') == 0
 
 
+@pytest.mark.fault("I4")
 def test_requests_open_the_breaker_before_the_next_look() -> None:
     """Until then each meets 502, and says that it was not sent."""
     port = free_port()
@@ -77,6 +79,7 @@ def test_requests_open_the_breaker_before_the_next_look() -> None:
         assert 1 <= len(codes) - 1 <= 3
 
 
+@pytest.mark.fault("I4")
 def test_answers_of_whatever_kind_leave_the_breaker_closed() -> None:
     """A client whose requests the server fails on cannot take the engine from others."""
     with other_server() as server, run_near(remote(server.url, remote={"failures": 2})) as gateway:
@@ -94,6 +97,7 @@ def test_a_server_that_drops_every_connection_is_found_out() -> None:
         wait_for(lambda: gateway.fleet.states["near"] is EngineState.READY, "it has none, but answers")
 
 
+@pytest.mark.fault("I4")
 def test_a_breaker_opens_after_failures_in_a_row() -> None:
     breaker = Breaker(2)
     assert not breaker.failed()
@@ -104,6 +108,7 @@ def test_a_breaker_opens_after_failures_in_a_row() -> None:
     assert not breaker.open
 
 
+@pytest.mark.fault("I7")
 def test_a_model_that_the_server_does_not_have_ends_the_start_with_those_it_has() -> None:
     with other_server() as server, pytest.raises(StartError) as raised:
         asyncio.run(started(remote(server.url, model="wrong")))
@@ -130,6 +135,7 @@ def test_a_server_without_a_list_of_models_is_taken_at_its_word(name: str) -> No
             assert asyncio.run(started(remote(server.url))) is EngineState.READY
 
 
+@pytest.mark.fault("I1")
 def test_a_gateway_that_dies_midway_ends_its_streams_with_an_error() -> None:
     far = FakeEngine("far", behaviour=FakeBehaviour(token_seconds=0.05))
     with (

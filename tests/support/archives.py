@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,8 +104,13 @@ def _ports(count: int) -> list[int]:
 
 
 @contextmanager
-def archive_server(folder: Path) -> Iterator[Archive]:
-    """Start SeaweedFS on loopback: it reports nothing to its makers, and its files go with the folder."""
+def archive_server(folder: Path, allowed: Sequence[str] = ()) -> Iterator[Archive]:
+    """Start SeaweedFS on loopback: it reports nothing to its makers, and its files go with the folder.
+
+    Args:
+        folder: where it keeps objects.
+        allowed: what a second key, `few`, may do in the bucket, such as `Read`.
+    """
     assert WEED is not None, "weed is missing"
     folder.mkdir(exist_ok=True)
     identity = {
@@ -113,8 +118,14 @@ def archive_server(folder: Path) -> Iterator[Archive]:
         "credentials": [{"accessKey": KEY, "secretKey": KEY_SECRET}],
         "actions": ["Admin", "Read", "Write", "List"],
     }
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    few = {
+        "name": "few",
+        "credentials": [{"accessKey": "AKIDFEW", "secretKey": KEY_SECRET}],
+        "actions": [f"{action}:{BUCKET}" for action in allowed],
+    }
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity, few]}))
     (folder / "key").write_text(f"{KEY}\n{KEY_SECRET}\n")
+    (folder / "few").write_text(f"AKIDFEW\n{KEY_SECRET}\n")
     endpoint = ""
     process: subprocess.Popen[bytes] | None = None
     for _ in range(3):  # a port may be taken by another process meanwhile
@@ -129,6 +140,7 @@ def archive_server(folder: Path) -> Iterator[Archive]:
     finally:
         process.kill()
         process.wait()
+        _remove_sockets(process)
 
 
 def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
@@ -138,13 +150,23 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     options = [f"-{name}={ports[2 * index]}" for index, name in enumerate(names)]
     options += [f"-{name}.grpc={ports[2 * index + 1]}" for index, name in enumerate(names)]
     command = [
-        WEED, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
+        WEED, f"-logdir={folder}", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
         "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={folder / 's3.json'}",
         "-volume.max=0", "-master.volumeSizeLimitMB=64", "-volume.minFreeSpacePercent=0", *options,
+        "-filer.localSocket=filer.sock", "-s3.localSocket=s3.sock",
     ]  # fmt: skip
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     return process, f"http://127.0.0.1:{ports[2 * names.index('s3.port')]}"
+
+
+def _remove_sockets(process: subprocess.Popen[bytes]) -> None:
+    """Remove those whose place cannot be set, and which a killed server leaves."""
+    for argument in map(str, process.args):  # type: ignore[arg-type]  # a list was given
+        name, _, port = argument.partition("=")
+        if name.endswith(".grpc"):
+            for left in Path("/tmp").glob(f"seaweedfs-*-grpc-{port}.sock"):  # its own place
+                left.unlink(missing_ok=True)
 
 
 def _answers(endpoint: str, process: subprocess.Popen[bytes]) -> bool:

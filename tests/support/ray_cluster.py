@@ -60,7 +60,7 @@ class RayCluster:
         named = {f"RAY_SERVE_HAPROXY_{key}": str(self._folder / value) for key, value in FOLDERS.items()}
         self._environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "BATON_"))},
-            **_shipped(),
+            **shipped_environment(),
             "RAY_TMPDIR": str(self._folder),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(closed[0]),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(closed[1]),
@@ -132,7 +132,7 @@ class RayCluster:
         return httpx.Client(base_url=self.url, **({"timeout": 60} | options))
 
 
-def _shipped() -> dict[str, str]:
+def shipped_environment() -> dict[str, str]:
     """The environment that `deploy/ray/environment.sh` makes."""
     file = TESTS.parent / "deploy/ray/environment.sh"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

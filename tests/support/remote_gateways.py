@@ -81,6 +81,7 @@ class OtherServer:
         url: where it answers.
         answer: makes the answer to each `POST`; a test replaces it.
         models: answer to `/v1/models`; None: there is no such route.
+        peer: answer to `/v1/peer`; by default it has no such route.
         asked: the requests so far, but those for `/v1/models` and `/v1/peer`.
         looks: the requests for `/v1/models` so far.
     """
@@ -88,6 +89,7 @@ class OtherServer:
     url: str = ""
     answer: Answering = lambda asked: JSONResponse(completion(asked.body["model"], "hello"))
     models: Callable[[], Response] = lambda: JSONResponse({"object": "list", "data": [CARD]})
+    peer: Callable[[], Response] = lambda: JSONResponse({"detail": "Not Found"}, 404)
     asked: list[Asked] = field(default_factory=list)
     looks: list[Asked] = field(default_factory=list)
 
@@ -104,7 +106,7 @@ class OtherServer:
             self.looks.append(asked)
             return self.models()
         if request.method == "GET":
-            return JSONResponse({"detail": "Not Found"}, 404)
+            return self.peer()
         self.asked.append(asked)
         answer = self.answer(asked)
         if asyncio.iscoroutine(answer):

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.fault("C16")
 async def test_an_archive_that_hangs_is_left_alone_after_three_deadlines_and_then_used_again(
     tmp_path: Path,
 ) -> None:
@@ -59,6 +60,7 @@ async def test_an_archive_that_hangs_is_left_alone_after_three_deadlines_and_the
         two.close()
 
 
+@pytest.mark.fault("C16")
 async def test_what_could_not_be_archived_is_when_the_archive_is_back(tmp_path: Path) -> None:
     with archive_server(tmp_path / "s3") as archive:
         one = archived_machine(tmp_path / "one", archive)
@@ -77,6 +79,7 @@ async def test_what_could_not_be_archived_is_when_the_archive_is_back(tmp_path: 
         one.close()
 
 
+@pytest.mark.fault("C16")
 async def test_a_dead_archive_costs_nothing_but_what_it_alone_has(tmp_path: Path) -> None:
     with archive_server(tmp_path / "s3") as archive:
         one, two = archived_machine(tmp_path / "one", archive), archived_machine(tmp_path / "two", archive)
@@ -95,6 +98,7 @@ async def test_a_dead_archive_costs_nothing_but_what_it_alone_has(tmp_path: Path
             machine.close()
 
 
+@pytest.mark.fault("C22")
 async def test_an_archive_that_dies_while_it_is_written_leaves_no_half_handoff(tmp_path: Path) -> None:
     with archive_server(tmp_path / "s3") as archive:
         one = archived_machine(tmp_path / "one", archive, archive_rate=1024 * 1024)
@@ -110,6 +114,7 @@ async def test_an_archive_that_dies_while_it_is_written_leaves_no_half_handoff(t
         one.close()
 
 
+@pytest.mark.fault("C16")
 def test_a_gateway_ends_soon_although_the_archive_hangs(tmp_path: Path) -> None:
     script = """
 import asyncio, sys, time

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.ray_cluster import with_ray
+from support.ray_cluster import shipped_environment, with_ray
 
 from baton import haproxy
 from baton.config.settings import load_settings
@@ -29,11 +29,8 @@ api._generate_config_file_internal()
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """The file as the installed Ray Serve writes it."""
-    environment = os.environ | {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "hdr(x-session-id)",
-    }
+    """The file as the installed Ray Serve writes it, with what is shipped for it."""
+    environment = os.environ | shipped_environment()
     command = [sys.executable, "-c", WRITE, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -57,6 +54,7 @@ def test_what_ray_serve_leaves_open_is_closed(written: Path) -> None:
     assert "mode 666" not in after
     assert "errorfile" not in after
     assert "hash-type consistent" in after
+    assert "hard-stop-after 3600s" in after, "a stream that runs while replicas come or go"
     assert f"timeout http-request {load_settings().edge.header_s:g}s" in after
 
 

@@ -444,6 +444,33 @@ async def test_a_slow_store_is_left_for_computing_and_taken_up_again_once_it_is_
             raise AssertionError("it was never fetched again")
 
 
+@pytest.mark.fault("C5")
+async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_is_faster(
+    tmp_path: Path,
+) -> None:
+    with (
+        store_server("valkey", tmp_path) as server,
+        tcp_proxy(urlsplit(server.url).port or 0) as proxy,
+    ):
+        slow = f"valkey://127.0.0.1:{proxy.port}/0"
+        one = machine(tmp_path / "one", server.url)
+        two = machine(tmp_path / "two", slow, shared_timeout_s=5, shared_fetch_s=0.5)
+        engine = FakeEngine("a", supports_handoffs=True)
+        engine.throughput.prefilled(1000, 0.1)
+        waited = []
+        for record in [await one.leave(blocks=1200) for _ in range(2)]:
+            found = await two.handoffs.get(record.id, "local")
+            found.tokens = found.tokens[:1000]  # as long to compute as the engine was measured
+            proxy.delay_s = 0.02
+            began = time.monotonic()
+            await two.handoffs.bring(found, engine)
+            waited.append(time.monotonic() - began)
+            proxy.delay_s = 0.0
+            assert not two.handoffs.is_here(found)
+        assert waited[0] > 0.45
+        assert waited[1] < 0.4
+
+
 async def test_a_damaged_chunk_is_never_put_into_a_store(tmp_path: Path) -> None:
     with store_server("valkey", tmp_path) as server:
         one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)

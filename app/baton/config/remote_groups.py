@@ -62,7 +62,7 @@ class RemoteSettings(Frozen):
         gt=0,
         le=86400,
         description="Seconds until an answer must have begun, which in one piece is when all of it has been "
-        "computed; then 504.",
+        "computed, and as many until the rest of such an answer is there; then 504.",
     )
     silence_s: float = Field(
         300.0, gt=0, le=86400, description="Seconds an answer may pause once it has begun; then 504."

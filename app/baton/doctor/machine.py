@@ -18,6 +18,7 @@ from baton.config.environment import cores
 from baton.config.groups import CPU_KV_CACHE_BYTES
 from baton.config.settings import Settings, load_settings
 from baton.config.vllm_environment import environment_conflicts
+from baton.doctor.archive import examine_archive
 from baton.doctor.findings import Finding
 from baton.doctor.gpus import examine_gpus
 from baton.doctor.servers import examine_servers
@@ -64,6 +65,7 @@ def examine(config: Path | None) -> list[Finding]:
         *(_own_engines(settings) if settings.own_engines else ()),
         *examine_servers(settings),
         *examine_shared_store(settings),
+        *examine_archive(settings),
         *_port("port", settings.host, settings.port, "--port"),
         *_metrics_port(settings),
     ]

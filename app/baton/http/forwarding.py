@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
 
 from baton.engines.port import Engine, Forwarding, Operation
-from baton.errors import OperationUnsupported
+from baton.errors import InvalidRequest, OperationUnsupported
 from baton.handoffs.options import OPERATIONS
 from baton.http.request_images import take_images
 from baton.http.request_state import context_of
 from baton.http.state import gateway_of
 from baton.images.client_image import ClientImage
+
+BOOLEAN = TypeAdapter(bool)
 
 
 async def prepare_forwarded(
@@ -42,6 +45,7 @@ async def prepare_forwarded(
     Raises:
         BatonError: the request may not be sent on, or holds images that are not taken.
     """
+    _settle_stream(body)
     if not _is_for_a_plugin(operation, body):
         images = await take_images(request, engine, operation, body)
         _put_back(images, engine, forwarding, operation, body)
@@ -55,6 +59,20 @@ async def prepare_forwarded(
             param="handoff",
         )
     await gateway_of(request).forwarded.require(engine, forwarding, context_of(request))
+
+
+def _settle_stream(body: dict[str, Any]) -> None:
+    """Make `stream` true or false: vLLM takes "off" for false, and other servers may take it for true.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    if (value := body.get("stream")) is None:
+        return
+    try:
+        body["stream"] = BOOLEAN.validate_python(value)
+    except ValidationError:
+        raise InvalidRequest("'stream' must be true or false.", param="stream") from None
 
 
 def _is_for_a_plugin(operation: Operation, body: dict[str, Any]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
 from typing import TypeVar
 
 from baton.engines.port import Json, Reply, StreamReply, WholeReply
@@ -23,7 +22,7 @@ WITH_ANSWER = ("response.created", "response.in_progress", "response.failed", *L
 async def stored(responses: StoredResponses, request: ResponseRequest, reply: Reply) -> Reply:
     """Return an engine's reply, which is stored before the client has all of it."""
     if isinstance(reply, StreamReply):
-        return StreamReply(_stream(responses, request, reply.events), reply.headers)
+        return StreamReply(_StoredEvents(responses, request, reply.events), reply.headers)
     size = len(reply.body)
     body = await _small_or_in_a_thread(size, lambda: json.loads(reply.body))
     body = await responses.keep(request, body)
@@ -31,13 +30,34 @@ async def stored(responses: StoredResponses, request: ResponseRequest, reply: Re
     return WholeReply(told, reply.media_type, reply.headers)
 
 
-async def _stream(
-    responses: StoredResponses, request: ResponseRequest, events: AsyncIterator[str]
-) -> AsyncIterator[str]:
-    async with aclosing(events) as rest:  # type: ignore[type-var]  # engines hand out generators
-        async for several in rest:
-            told = [await _event(responses, request, event) for event in _events(several)]
-            yield "".join(told)
+class _StoredEvents:
+    """The events of a streamed answer, which is stored with its last one.
+
+    No generator: closing one that was never read would not close the engine's stream.
+
+    Args:
+        responses: where it is stored.
+        request: what it answers.
+        events: the engine's.
+    """
+
+    def __init__(
+        self, responses: StoredResponses, request: ResponseRequest, events: AsyncIterator[str]
+    ) -> None:
+        self._responses = responses
+        self._request = request
+        self._engine_events = events
+
+    def __aiter__(self) -> _StoredEvents:
+        return self
+
+    async def __anext__(self) -> str:
+        several = _events(await anext(self._engine_events))
+        return "".join([await _event(self._responses, self._request, event) for event in several])
+
+    async def aclose(self) -> None:
+        """Close the engine's stream; the engine then drops the request."""
+        await self._engine_events.aclose()  # type: ignore[attr-defined]  # all engines' have it
 
 
 async def _event(responses: StoredResponses, request: ResponseRequest, event: str) -> str:

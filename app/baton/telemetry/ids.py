@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-MAX_TRACESTATE = 512
+TRACESTATE = re.compile(r"[\t\x20-\x7e]{1,512}")
+SESSION_ID = re.compile(r"[A-Za-z0-9._:/@+=~-]{1,128}")
+"""What `X-Session-Id` may be to be sent on: whatever clients name sessions by, but no list and no quotes."""
 HOPS_HEADER = b"x-baton-hops"
 """Header in which gateways count how often a request was sent on, so that none goes in a circle."""
 
@@ -32,6 +34,7 @@ class RequestContext:
         prompt_tokens: prompt tokens so far.
         generated_tokens: generated tokens so far.
         hops: number of gateways that sent the request on before it came here.
+        session_id: the `X-Session-Id` header, by which proxies choose a gateway, if it is well formed.
         images: digests of the request's images, the only ones that its engine may get. None: vLLM names
             them itself.
     """
@@ -45,6 +48,7 @@ class RequestContext:
     generated_tokens: int = 0
     images: frozenset[str] | None = frozenset()
     hops: int = 0
+    session_id: str | None = None
 
 
 def new_request_id() -> str:
@@ -68,10 +72,12 @@ def context_from_headers(headers: list[tuple[bytes, bytes]], tenant: str = LOCAL
             context.client_request_id = text
         elif name == b"traceparent" and TRACEPARENT.fullmatch(text := value.decode("latin-1")):
             context.traceparent = text
+        elif name == b"x-session-id" and SESSION_ID.fullmatch(text := value.decode("latin-1")):
+            context.session_id = text
         elif name == HOPS_HEADER and value.isdigit() and len(value) <= 3:
             context.hops = int(value)
-        elif name == b"tracestate" and len(value) <= MAX_TRACESTATE:
-            tracestate = value.decode("latin-1")
+        elif name == b"tracestate" and TRACESTATE.fullmatch(text := value.decode("latin-1")):
+            tracestate = text
     if context.traceparent:
         context.tracestate = tracestate
     return context

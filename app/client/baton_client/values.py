@@ -30,6 +30,7 @@ class Handoff:
         label: the text that the client gave it.
         exact: whether its KV is what the engine would compute; False if any was moved to its place.
         translated_from: id of the handoff of another model whose text it holds; None: it is no translation.
+        archived: whether it is in the gateway's archive, and so outlives its machine.
     """
 
     id: str
@@ -47,11 +48,12 @@ class Handoff:
     label: str | None
     exact: bool = True
     translated_from: str | None = None
+    archived: bool = False
 
     @classmethod
     def of(cls, row: Json) -> Handoff:
         """Read a handoff object of the API; fields that are unknown here are ignored."""
-        newer = ("parents", "exact", "translated_from")
+        newer = ("parents", "exact", "translated_from", "archived")
         fields = {name: row[name] for name in cls.__dataclass_fields__ if name in row or name not in newer}
         parents = row.get("parents", [row["parent"]] if row["parent"] else [])  # older gateways have one
         return cls(**fields | {"parents": tuple(parents)})

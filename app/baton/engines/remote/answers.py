@@ -6,11 +6,15 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
+
 from baton.engines.port import Json, Operation
-from baton.engines.remote.refusals import fields_of
+from baton.engines.remote.refusals import fields_of, of_the_server_itself, shown
 from baton.engines.remote.server_events import ServerEvent
 from baton.errors import RemoteFailed
 from baton.telemetry.ids import RequestContext
+
+log = structlog.get_logger("baton.engine")
 
 DONE = "[DONE]"
 WITH_USAGE = (Operation.COMPLETIONS, Operation.CHAT)
@@ -22,6 +26,8 @@ LAST_EVENTS = {
     Operation.MESSAGES: ("message_stop",),
 }
 """What the last event of a whole stream holds."""
+MOST_TOKENS = 10**9
+"""Tokens of one request above which a server's number is taken for none."""
 OF_TEXT = ("response.output_text.delta", "content_block_delta")
 """Types of events with a piece of the answer, about one token each."""
 
@@ -91,7 +97,7 @@ class TokenCount:
 
 def _number(usage: Json, *names: str) -> int:
     values = (usage.get(name) for name in names)
-    return next((value for value in values if type(value) is int and value >= 0), 0)
+    return next((value for value in values if type(value) is int and 0 <= value <= MOST_TOKENS), 0)
 
 
 @dataclass
@@ -145,9 +151,13 @@ class StreamReader:
         fields = fields_of(parsed)
         if fields is None and event.name == "error":  # of OpenAI's responses: not below `error`
             known: Json = {key: parsed[key] for key in ("message", "code", "param") if key in parsed}
-            fields = known if isinstance(known.get("message"), str) else {}
-        if fields is not None:
-            raise RemoteFailed(fields=fields)
+            fields = shown(known) if isinstance(known.get("message"), str) else {}
+        if fields is None:
+            return
+        log.error("remote_stream_failed", engine=self.names.here, cause=str(fields.get("message"))[:300])
+        if of_the_server_itself(fields):
+            del fields["message"]  # as with an answer in one piece, ours is told
+        raise RemoteFailed(fields=fields)
 
     def _count(self, parsed: Json, kind: Any) -> None:
         self.count.read(parsed)

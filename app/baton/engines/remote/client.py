@@ -51,7 +51,7 @@ class Answer:
             "content-length" in self._response.headers
         )
 
-    async def next(self, within_s: float | None = None) -> bytes | None:
+    async def next(self) -> bytes | None:
         """Return its next bytes; None: there are no more.
 
         Raises:
@@ -59,7 +59,7 @@ class Answer:
             RemoteTimeout: it paused too long.
         """
         with _translated():
-            async with asyncio.timeout(within_s or self._settings.silence_s):
+            async with asyncio.timeout(self._settings.silence_s):
                 return await anext(self._bytes, None)
 
     async def read(self, most: int, *, cut: bool = False) -> bytes:
@@ -71,21 +71,24 @@ class Answer:
 
         Raises:
             RemoteFailed: it is too long, or the connection was lost.
-            RemoteTimeout: it paused too long.
+            RemoteTimeout: it paused too long, or takes longer than `answer_s` as a whole.
         """
-        body = bytearray()
         try:
-            while (part := await self.next()) is not None:
-                body += part
-                if len(body) > most:
-                    if cut:
-                        break
-                    raise RemoteFailed(
-                        "The answer of the server for this model is larger than this gateway takes "
-                        "(setting remote.answer_bytes)."
-                    )
+            with _translated():
+                async with asyncio.timeout(self._settings.answer_s):
+                    return await self._read(most, cut=cut)
         finally:
             await self.close()
+
+    async def _read(self, most: int, *, cut: bool) -> bytes:
+        body = bytearray()
+        while len(body) <= most and (part := await self.next()) is not None:
+            body += part
+        if len(body) > most and not cut:
+            raise RemoteFailed(
+                "The answer of the server for this model is larger than this gateway takes "
+                "(setting remote.answer_bytes)."
+            )
         return bytes(body[:most])
 
     async def close(self) -> None:
@@ -126,7 +129,6 @@ class RemoteClient:
         content: bytes | None = None,
         *,
         query: Mapping[str, str] | None = None,
-        within_s: float | None = None,
     ) -> Answer:
         """Send a request and return the answer once its head has come. A cancelled request is closed.
 
@@ -136,14 +138,13 @@ class RemoteClient:
             headers: of the request.
             content: its body.
             query: its query.
-            within_s: seconds until the answer begins; None: `answer_s`.
 
         Raises:
             RemoteUnreachable: there is no connection to the server.
             RemoteFailed: the connection was lost.
             RemoteTimeout: the answer did not begin in time.
         """
-        url = self._url.copy_with(raw_path=(self._url.path.rstrip("/") + path).encode())
+        url = self._url.copy_with(raw_path=self._url.raw_path.rstrip(b"/") + path.encode())
         if query:
             url = url.copy_merge_params(query)
         own = {"User-Agent": f"baton/{__version__}", "Accept-Encoding": "identity"}
@@ -151,9 +152,9 @@ class RemoteClient:
         connect_s = self._settings.connect_s
         request.extensions["timeout"] = {"connect": connect_s, "write": self._settings.silence_s}
         with _translated():
-            async with asyncio.timeout(within_s or self._settings.answer_s):
+            async with asyncio.timeout(self._settings.answer_s):
                 response = await self._connections().handle_async_request(request)
-        if response.headers.get("content-encoding", "identity") != "identity":
+        if response.headers.get("content-encoding", "identity").lower() != "identity":
             await response.aclose()
             raise RemoteFailed("The server that answers for this model sent a compressed answer.")
         return Answer(response, self._settings)

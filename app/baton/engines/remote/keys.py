@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,12 +42,12 @@ class RemoteKeys:
     def __init__(self, engine: EngineSettings) -> None:
         self._engine = engine.name
         self._file, self._folder = engine.remote.key_file, engine.remote.keys_dir
-        self._common, self._own = self._read()
+        self._common, self._own, self._several = self._read()
 
     def of(self, tenant: str) -> Key:
         """Return the key for a tenant's requests."""
         own = self._own.get(tenant)
-        return Key(self._common, own=False) if own is None else Key(own, own=True)
+        return Key(self._common, own=False) if own is None else Key(own, own=own not in self._several)
 
     @property
     def of_looks(self) -> Key:
@@ -61,19 +62,22 @@ class RemoteKeys:
     def refresh(self) -> None:
         """Read the files again; what cannot be read leaves the keys as they are. Blocks."""
         try:
-            self._common, self._own = self._read()
+            self._common, self._own, self._several = self._read()
         except SettingsError as error:
             structlog.get_logger("baton.engine").warning("remote_keys_not_read", reason=error.message)
 
-    def _read(self) -> tuple[str | None, dict[str, str]]:
+    def _read(self) -> tuple[str | None, dict[str, str], frozenset[str]]:
+        """Return the common key, those of tenants, and those among them that are not one tenant's alone."""
         common = self._key("key_file", self._file) if self._file is not None else None
         if self._folder is None:
-            return common, {}
+            return common, {}, frozenset()
         try:
             files = [each for each in self._folder.expanduser().iterdir() if _names_a_tenant(each)]
         except OSError as error:
             raise self._wrong("keys_dir", self._folder, error.strerror or "cannot be read") from None
-        return common, {file.name: self._key("keys_dir", file) for file in files}
+        own = {file.name: self._key("keys_dir", file) for file in files}
+        uses = Counter([*own.values(), *([common] if common is not None else [])])
+        return common, own, frozenset(key for key, times in uses.items() if times > 1)
 
     def _key(self, setting: str, file: Path) -> str:
         try:

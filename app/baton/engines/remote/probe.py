@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton.config.groups import RemoteSettings
+from baton.config.groups import EngineSettings, RemoteSettings
 from baton.engines.port import Json, Peer
-from baton.engines.remote.client import RemoteClient
+from baton.engines.remote.client import Answer, RemoteClient
 from baton.engines.remote.keys import Key
-from baton.engines.remote.refusals import ERROR_BYTES, refusal
+from baton.engines.remote.refusals import BUSY, ERROR_BYTES, KEY_REFUSED, refusal
 from baton.engines.remote.requests import MODELS, PEER, headers_of
-from baton.errors import RemoteFailed, StartError
+from baton.errors import RemoteFailed, RemoteTimeout, StartError
 from baton.telemetry.ids import RequestContext
 
 LIST_BYTES = 4 * 1024 * 1024
@@ -59,8 +61,7 @@ async def look(client: RemoteClient, settings: RemoteSettings, key: Key, model: 
         RemoteFailed: it failed, or cannot be reached.
         RemoteTimeout: it did not answer in time.
     """
-    answer = await client.ask("GET", MODELS, headers_of(None, key), within_s=settings.connect_s + ANSWER_S)
-    body = await answer.read(LIST_BYTES)
+    answer, body = await _got(client, settings, MODELS, headers_of(None, key), LIST_BYTES)
     if answer.status in (401, 403):
         return Look(key_refused=True)
     if answer.status >= 500:
@@ -79,11 +80,32 @@ def _listed(body: bytes, model: str) -> Look:
     return Look(card=shown, models=tuple(cards))
 
 
-async def ask_peer(
+async def _got(
     client: RemoteClient,
     settings: RemoteSettings,
+    path: str,
+    headers: Mapping[str, str],
+    most: int,
+    *,
+    query: Mapping[str, str] | None = None,
+) -> tuple[Answer, bytes]:
+    """Return an answer and its body, both within the seconds of a look.
+
+    Raises:
+        BatonError: the server failed, or cannot be reached.
+    """
+    try:
+        async with asyncio.timeout(settings.connect_s + ANSWER_S):
+            answer = await client.ask("GET", path, headers, query=query)
+            return answer, await answer.read(most)
+    except TimeoutError as error:
+        raise RemoteTimeout() from error
+
+
+async def ask_peer(
+    client: RemoteClient,
+    engine: EngineSettings,
     key: Key,
-    model: str,
     challenge: str | None = None,
     context: RequestContext | None = None,
 ) -> Peer | None:
@@ -91,25 +113,19 @@ async def ask_peer(
 
     Args:
         client: its connections.
-        settings: how long it may take.
+        engine: which is asked about.
         key: says for which tenant.
-        model: whose engine is asked about.
         challenge: what its proof is made for; None: no matter.
         context: of the client's request; None: there is none.
 
     Raises:
-        BatonError: it failed, or cannot be reached.
+        BatonError: it failed, refuses the key or cannot be reached, so that this is not known.
     """
-    answer = await client.ask(
-        "GET",
-        PEER,
-        headers_of(context, key),
-        query={"challenge": challenge or secrets.token_hex(16), "model": model},
-        within_s=settings.connect_s + ANSWER_S,
-    )
-    body = await answer.read(ERROR_BYTES, cut=True)
-    if answer.status in (429, 503):
-        raise refusal(model, answer.status, answer.headers, body)
+    query = {"challenge": challenge or secrets.token_hex(16), "model": engine.model}
+    headers = headers_of(context, key)
+    answer, body = await _got(client, engine.remote, PEER, headers, ERROR_BYTES, query=query)
+    if answer.status in (*BUSY, *KEY_REFUSED) or answer.status >= 500:
+        raise refusal(engine.name, answer.status, answer.headers, body)
     return _peer(body) if answer.status == 200 else None
 
 

@@ -8,10 +8,15 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 
 from baton.engines.port import Json
+from baton.engines.scrub import scrub
 from baton.errors import BatonError, OperationUnsupported, RemoteBusy, RemoteFailed, RemoteRefusal
 
 ERROR_BYTES = 64 * 1024
 """Most bytes of an error that are read."""
+LONGEST_CODE = 64
+"""Characters of an error's code, which our log holds too."""
+SHOWN = ("message", "type", "param", "code")
+"""Fields of an error that clients see; of a Baton's they see all."""
 LONGEST_WAIT_S = 3600
 BUSY = (429, 503)
 KEY_REFUSED = (401, 403, 407)
@@ -63,8 +68,26 @@ def fields_of(parsed: object) -> Json | None:
     """Return the `error` object of a parsed body; None: it has none with a message."""
     error = parsed.get("error") if isinstance(parsed, dict) else None
     if isinstance(error, dict) and isinstance(error.get("message"), str):
-        return error
+        return shown(error)
     return None
+
+
+def shown(error: Json) -> Json:
+    """Return the fields of an error that clients may see, and a code that is one.
+
+    A Baton has scrubbed its messages already, and its errors alone name a request.
+    """
+    fields = error if "request_id" in error else {name: error[name] for name in SHOWN if name in error}
+    if fields is not error:
+        fields["message"] = scrub(error["message"])
+    code = fields.get("code")
+    is_code = isinstance(code, str | int) and len(str(code)) <= LONGEST_CODE
+    return fields if is_code or "code" not in fields else fields | {"code": None}
+
+
+def of_the_server_itself(fields: Json) -> bool:
+    """Return whether an error within a stream is of the server's inside, as vLLM says with a number."""
+    return type(code := fields.get("code")) is int and code >= 500
 
 
 def retry_after_s(value: str | None) -> int | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 from collections.abc import Callable, Mapping
 
 from baton.engines.port import Json, WholeReply
@@ -16,8 +18,11 @@ JSON = "application/json"
 BYTES = "application/octet-stream"
 """Media type of packed embeddings."""
 EVENTS = "text/event-stream"
-PASSED_ON = ("metadata", "x-handoff-id")
-"""Headers of an answer that clients get: those of packed embeddings, and the id of a new handoff."""
+PASSED_ON = {
+    "metadata": re.compile(r"[\x20-\x7e]+"),
+    "x-handoff-id": re.compile(r"[A-Za-z0-9_-]{16,64}"),
+}
+"""Headers of an answer that clients get, and their form: those of packed embeddings, and a handoff's id."""
 SMALL = 64 * 1024
 """Bytes of an answer that are parsed on the event loop."""
 END_S = 1.0
@@ -28,7 +33,7 @@ Over = Callable[[str], None]
 
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers of an answer that clients get."""
-    return {name: headers[name] for name in PASSED_ON if name in headers}
+    return {name: headers[name] for name, form in PASSED_ON.items() if form.fullmatch(headers.get(name, ""))}
 
 
 async def whole_reply(answer: Answer, most: int, names: Names, count: TokenCount) -> WholeReply:
@@ -127,12 +132,11 @@ class RemoteEvents:
             self._failure = error  # raised once the events before it have been passed on
 
     async def _finish(self) -> None:
-        """Wait for the end of a stream whose last event has come."""
-        try:
-            while await self._answer.next(END_S) is not None:
-                pass
-        except BatonError:
-            pass  # all of the answer is there
+        """Wait a moment for the end of a stream whose last event has come, whatever else the server sends."""
+        with contextlib.suppress(BatonError, TimeoutError):  # all of the answer is there
+            async with asyncio.timeout(END_S):
+                while await self._answer.next() is not None:
+                    pass
         await self._end("answered")
 
     async def _end(self, outcome: str) -> None:

@@ -41,7 +41,7 @@ HANDOFF_HEADER = "X-Baton-Handoff"
 
 
 def headers_of(context: RequestContext | None, key: Key, *, automatic: bool = True) -> dict[str, str]:
-    """Return the headers of a request. None of the client's are among them but its trace context.
+    """Return the headers of a request. None of the client's are among them but its trace context and session.
 
     Args:
         context: of the client's request; None: there is none.
@@ -54,6 +54,8 @@ def headers_of(context: RequestContext | None, key: Key, *, automatic: bool = Tr
     if context is not None:
         headers["X-Request-Id"] = context.request_id
         headers[HOPS_HEADER.decode()] = str(context.hops + 1)
+        if context.session_id is not None:  # a proxy before the server keeps the session on one gateway
+            headers["X-Session-Id"] = context.session_id
         if context.traceparent:
             headers["traceparent"] = context.traceparent
         if context.tracestate:

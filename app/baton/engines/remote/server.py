@@ -100,9 +100,7 @@ class RemoteServer:
             return
         self._unknown = True
         with contextlib.suppress(BatonError):  # it is asked again at the next look
-            self._peer = await ask_peer(
-                self._client, self._engine.remote, self._keys.of_looks, self._engine.model
-            )
+            self._peer = await ask_peer(self._client, self._engine, self._keys.of_looks)
             self._unknown = False
 
     async def send(
@@ -148,7 +146,7 @@ class RemoteServer:
 
     async def peer(self, challenge: str, context: RequestContext) -> Peer | None:
         key = self._keys.of(context.tenant)
-        return await ask_peer(self._client, self._engine.remote, key, self._engine.model, challenge, context)
+        return await ask_peer(self._client, self._engine, key, challenge, context)
 
     @property
     def _most(self) -> int:

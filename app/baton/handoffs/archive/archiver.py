@@ -12,7 +12,7 @@ import structlog
 
 from baton.errors import HandoffImagesLost, HandoffStoreUnavailable
 from baton.handoffs.archive.bucket import Conflict
-from baton.handoffs.archive.copies import Archive
+from baton.handoffs.archive.copies import TRIES, Archive
 from baton.handoffs.archive.expiry import remove_expired
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.repository import OtherUsage
@@ -49,6 +49,7 @@ class Archiver:
         self._jobs: dict[str, Job] = {}
         self._running: dict[str, Future[None]] = {}
         self._later: dict[str, float] = {}
+        self._wrong: set[str] = set()
         self._closed = threading.Event()
         self._upkeep = threading.Thread(target=self._keep_up, name="archive-upkeep", daemon=True)
         self._upkeep.start()
@@ -69,6 +70,12 @@ class Archiver:
             record: the handoff as this gateway's index knows it; it is noted there when it is archived.
         """
         self.begin(record.id, lambda: self._write(record))
+
+    def take_kv_out_later(self, record: HandoffRecord) -> None:
+        """Take KV that was found to be wrong out of the archive, whatever else is to be written."""
+        with self._lock:
+            self._wrong.add(record.id)
+        self.write_later(record)
 
     def begin(self, name: str, job: Job) -> None:
         """Do something in the background, after what is under way for the same name."""
@@ -137,16 +144,33 @@ class Archiver:
             self._archive.metrics.waiting.set(len(self._jobs))
 
     def _write(self, known: HandoffRecord) -> bool:
-        record = self._inner.find(known.id, known.tenant)
-        if record is None or record.expires_at <= time.time():
-            return True
-        if not self._archive.write(self._inner, record):
-            self._inner.remove(record)  # another gateway deleted it
-            return True
-        known.archived = True
-        if not record.archived:
-            self._inner.change(record, _mark)
-        return True
+        if known.id in self._wrong:
+            self._archive.records.release(*self._archive.without_kv(known))
+            with self._lock:
+                self._wrong.discard(known.id)
+        for _ in range(TRIES):
+            record = self._inner.find(known.id, known.tenant)
+            if record is None or record.expires_at <= time.time():
+                return True
+            if not self._archive.write(self._inner, record):
+                self._inner.remove(record)  # another gateway deleted it
+                return True
+            if record.archived or self._mark(record):
+                known.archived = True
+                return True
+        return False
+
+    def _mark(self, record: HandoffRecord) -> bool:
+        """Note on this machine that a handoff is archived; not if it is another than was written.
+
+        From then on it is changed in the archive first, so nothing may be missing there.
+        """
+
+        def mark(now: HandoffRecord, _others: OtherUsage) -> None:
+            now.archived = now.revision == record.revision
+
+        marked = self._inner.change(record, mark)
+        return marked is not None and marked.archived
 
     def _keep_up(self) -> None:
         """Try again what failed, and look for what has expired, until this is closed."""
@@ -166,7 +190,3 @@ class Archiver:
         count = remove_expired(self._archive, self._closed.is_set)
         self._log.info("archive_expired", handoffs=count)
         return True
-
-
-def _mark(record: HandoffRecord, _others: OtherUsage) -> None:
-    record.archived = True

@@ -6,23 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import obstore
 import structlog
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    NotModifiedError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
+from obstore.exceptions import AlreadyExistsError, BaseError, NotModifiedError, PreconditionError
 from obstore.store import S3Store
 
 from baton.errors import HandoffStoreUnavailable, SettingsError
+from baton.handoffs.archive.reasons import REFUSALS, is_no_bucket, kind_of, reason_of
 from baton.telemetry.archive_metrics import ArchiveMetrics
 from baton_kv.stores.base import StoreError
 
@@ -36,8 +30,11 @@ PART_BYTES = 8 * 1024 * 1024
 PARTS_AT_ONCE = 2
 PART_TRIES = 2
 CLOSED_EVERY_S = 0.25
+MAX_SMALL_BYTES = 64 * 1024 * 1024
+"""What gateways write as a small object is never larger."""
+PANIC = "PanicException"
+"""What obstore raises, and does not export, where a service's answer makes no sense."""
 UNAVAILABLE = "The archive of handoffs does not answer; try again shortly."
-REFUSALS = (PermissionDeniedError, UnauthenticatedError)
 Answer = TypeVar("Answer")
 
 
@@ -61,15 +58,17 @@ class BucketAddress:
         key: id and secret of an access key; None: of the environment, or of the machine's role.
         certificates: to trust, as PEM; None: the system's.
         timeout_s: seconds that a small request may take.
+        fetch_s: seconds in which a handoff must have been fetched; a part of it may take no longer.
     """
 
     bucket: str
     prefix: str = ""
     endpoint: str | None = None
     region: str | None = None
-    key: tuple[str, str] | None = None
+    key: tuple[str, str] | None = field(default=None, repr=False)
     certificates: bytes | None = None
     timeout_s: float = 2.0
+    fetch_s: float = 20.0
 
 
 class Found(NamedTuple):
@@ -100,6 +99,7 @@ class Bucket:
         self._clock = clock
         self._small = _client(address, address.timeout_s, retries=0)
         self._large = _client(address, max(PART_S, address.timeout_s), retries=PART_TRIES - 1)
+        self._parts = _client(address, min(PART_S, address.fetch_s), retries=0)
         self._lock = threading.Lock()
         self._failures = 0
         self._resting_until = 0.0
@@ -111,7 +111,7 @@ class Bucket:
         self._closed.set()
 
     def get(self, name: str, unless: str | None = None) -> Found | None:
-        """Read a small object; None: there is none.
+        """Read a small object; None: there is none. One that is too large counts as empty.
 
         Args:
             name: its name.
@@ -125,8 +125,10 @@ class Bucket:
         def work() -> Found | None:
             try:
                 found = self._small.get(name, options={"if_none_match": unless} if unless else {})
-                return Found(bytes(found.bytes()), found.meta["e_tag"] or "")
-            except FileNotFoundError:
+                small = found.meta["size"] <= MAX_SMALL_BYTES
+                return Found(bytes(found.bytes()) if small else b"", found.meta["e_tag"] or "")
+            except FileNotFoundError as error:
+                _require_bucket(error)
                 return None
             except NotModifiedError:
                 raise NotChanged() from None
@@ -153,10 +155,10 @@ class Bucket:
                 return self._small.put(name, data, mode=mode, use_multipart=False)["e_tag"] or ""
             except (AlreadyExistsError, PreconditionError):
                 raise Conflict() from None
-            except FileNotFoundError:  # that is what some services answer where there is nothing to replace
-                if over is None:
+            except FileNotFoundError as error:
+                if over is None or is_no_bucket(error):
                     raise
-                raise Conflict() from None
+                raise Conflict() from None  # that is what some services say where there is nothing to replace
 
         return self._ask("put", work)
 
@@ -170,7 +172,8 @@ class Bucket:
         def work() -> tuple[int, float] | None:
             try:
                 found = self._small.head(name)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                _require_bucket(error)
                 return None
             return found["size"], time.time() - found["last_modified"].timestamp()
 
@@ -186,8 +189,8 @@ class Bucket:
         def work() -> None:
             try:
                 self._small.delete(name)
-            except FileNotFoundError:
-                return
+            except FileNotFoundError as error:
+                _require_bucket(error)
 
         self._ask("delete", work)
 
@@ -226,7 +229,7 @@ class Bucket:
             HandoffStoreUnavailable: the archive failed, or is left alone after failures.
             StoreError: the gateway ends.
         """
-        found = self._ask("part", lambda: self._apart(lambda: _part(self._large, name, start, stop)))
+        found = self._ask("part", lambda: self._apart(lambda: _part(self._parts, name, start, stop)))
         if found is None:
             raise FileNotFoundError(name)
         return found
@@ -251,9 +254,9 @@ class Bucket:
         except FileNotFoundError:
             raise SettingsError("handoffs.archive: there is no such bucket") from None
         except REFUSALS as error:
-            raise SettingsError(f"handoffs.archive: {_refusal(error)}") from None
+            raise SettingsError(f"handoffs.archive: {reason_of(error)}") from None
         except (BaseError, OSError) as error:
-            self._log.warning("archive_unavailable", reason=type(error).__name__)
+            self._log.warning("archive_unavailable", reason=reason_of(error))
             return
         if found is not None and found != proof:
             raise SettingsError(
@@ -264,9 +267,9 @@ class Bucket:
         try:
             return bytes(self._small.get(name).bytes())
         except REFUSALS as error:
-            raise SettingsError(f"handoffs.archive: {_refusal(error)}") from None
+            raise SettingsError(f"handoffs.archive: {reason_of(error)}") from None
         except (BaseError, OSError) as error:
-            self._log.warning("archive_unavailable", reason=type(error).__name__)
+            self._log.warning("archive_unavailable", reason=reason_of(error))
             return None
 
     def _ask(self, operation: str, work: Callable[[], Answer]) -> Answer:
@@ -278,7 +281,11 @@ class Bucket:
             self._succeeded(operation, began)
             raise
         except (BaseError, OSError) as error:
-            raise self._failed(operation, error) from None
+            raise self._failed(operation, error) from error
+        except BaseException as error:
+            if type(error).__name__ != PANIC:
+                raise
+            raise self._failed(operation, error) from error
         self._succeeded(operation, began)
         return answer
 
@@ -315,29 +322,28 @@ class Bucket:
             if self._failures >= FAILURES:  # this request is the probe; others wait for how it ends
                 self._resting_until = self._clock() + REST_S
 
-    def _failed(self, operation: str, error: Exception) -> HandoffStoreUnavailable:
-        refused = isinstance(error, REFUSALS)
-        late = not refused and "error sending request" in str(error)  # obstore has no exception of its own
-        self._metrics.failed("refused" if refused else "timeout" if late else "error")
+    def _failed(self, operation: str, error: BaseException) -> HandoffStoreUnavailable:
+        self._metrics.failed(kind_of(error))
         with self._lock:
             self._failures += 1
             if self._failures >= FAILURES:
                 self._resting_until = self._clock() + REST_S
-        reason = _refusal(error) if refused else type(error).__name__
-        self._log.warning("archive_failed", operation=operation, reason=reason)
+        self._log.warning("archive_failed", operation=operation, reason=reason_of(error))
         return HandoffStoreUnavailable(UNAVAILABLE, retry_after_s=round(REST_S))
 
 
 def _part(store: S3Store, name: str, start: int, stop: int) -> bytes | None:
     try:
         return obstore.get_range(store, name, start=start, end=stop).to_bytes()
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        _require_bucket(error)
         return None
 
 
-def _refusal(error: Exception) -> str:
-    """Say that the service refused: its own text names the object and its host."""
-    return f"the service refuses these credentials ({type(error).__name__})"
+def _require_bucket(error: FileNotFoundError) -> None:
+    """Let pass that an object is missing, but not the bucket: nobody knows what was in it."""
+    if is_no_bucket(error):
+        raise error
 
 
 def _client(address: BucketAddress, timeout_s: float, retries: int) -> S3Store:

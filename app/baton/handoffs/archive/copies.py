@@ -22,7 +22,7 @@ from baton.handoffs.archive.files import ArchiveFiles, LocalFile, reading
 from baton.handoffs.archive.records import ArchiveRecords, Version
 from baton.handoffs.records.image_store import placed_image
 from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.storage import HandoffStorage
+from baton.handoffs.records.storage import HandoffStorage, counting
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.archive_metrics import ArchiveMetrics
 from baton_kv.entry_files import seal_of, shared_keys
@@ -70,7 +70,7 @@ class Archive:
         written: list[str] = []
         for _ in range(TRIES):
             handoff, there = self.records.current(record.tenant, record.id)
-            if there is not None and there.document.record is None:
+            if there is not None and there.deleted:
                 self.records.release(handoff, written)
                 return False
             document = self._pushed(inner, record, there)
@@ -151,7 +151,8 @@ class Archive:
 
         Raises:
             Damaged: a file is missing, or is not what was written.
-            StoreError: it took too long, or does not fit.
+            FetchCutOff: it took too long.
+            StoreError: it does not fit.
             HandoffStoreUnavailable: the archive failed.
         """
         until, size = time.monotonic() + min(within_s, self.fetch_s), 0
@@ -160,7 +161,7 @@ class Archive:
             if store.exists(file.key):
                 continue
             shared = SharedFiles(tuple(keys[:index]), keys[index - 1]) if index else SharedFiles()
-            with contextlib.closing(self.files.chunks(file, until)) as chunks:
+            with contextlib.closing(self.files.chunks(file, until)) as chunks, counting(size):
                 size += store.put(file.key, chunks, size=file.size, shared=shared)
         return size
 
@@ -186,10 +187,12 @@ class Archive:
 
         Raises:
             HandoffStoreUnavailable: the archive failed.
-            Conflict: others change it all the time.
+            Conflict: others change it all the time, or its document is damaged.
         """
         for _ in range(TRIES):
             _, there = self.records.current(record.tenant, record.id)
+            if there is not None and there.damaged:
+                break
             if there is None or there.document.record is None:
                 return None
             changed = edit(there.document.record)
@@ -212,7 +215,7 @@ class Archive:
         """
         handoff, there = self.records.current(record.tenant, record.id)
         document = there.document if there is not None else None
-        if document is None or document.record is not None:
+        if there is None or not there.deleted:
             self.records.bury(handoff, document)
             self.metrics.handoff("deleted")
         return handoff, document.objects if document is not None else []

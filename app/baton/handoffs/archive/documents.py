@@ -27,7 +27,20 @@ NAME_LENGTH = 40
 
 
 class Tampered(Exception):
-    """A document is not what a gateway with this secret wrote under this name."""
+    """A document is not what a gateway with this secret wrote under this name.
+
+    Args:
+        name: of its object.
+        tag: names the version of it.
+    """
+
+    def __init__(self, name: str, tag: str = "") -> None:
+        super().__init__(name)
+        self.tag = tag
+
+
+class OtherVersion(Tampered):
+    """A gateway of another version of Baton wrote a document, and this one cannot read it."""
 
 
 class ArchivedFile(BaseModel):
@@ -160,16 +173,16 @@ def due_name(handoff: str, at: float) -> str:
     return f"{DUE}{int(at) + 1:012d}/{handoff.replace('/', '.')}"
 
 
-def parsed(body: bytes) -> Document:
-    """Return the document that a sealed body says.
+def parsed(name: str, body: bytes) -> Document:
+    """Return the document that a sealed body under a name says.
 
     Raises:
-        Tampered: another version wrote it.
+        OtherVersion: it cannot be read.
     """
     try:
         return Document.model_validate_json(body)
     except ValidationError:
-        raise Tampered("another version") from None
+        raise OtherVersion(name) from None
 
 
 def end_of(due: str) -> tuple[int, str]:

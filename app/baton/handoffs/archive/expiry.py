@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from baton.handoffs.archive.bucket import Bucket, Conflict
 from baton.handoffs.archive.copies import Archive
-from baton.handoffs.archive.documents import DUE, Due, Tampered, end_of, record_name
+from baton.handoffs.archive.documents import DUE, Due, OtherVersion, Tampered, end_of, record_name
 from baton.handoffs.archive.records import DELETED_FOR_S
 
 MARGIN_S = 60.0
@@ -48,6 +48,8 @@ def _end(archive: Archive, bucket: Bucket, due: str, handoff: str, now: float) -
     objects = _objects(archive, bucket, due)
     try:
         found = archive.records.read(handoff)
+    except OtherVersion:  # that one deletes it
+        return 0
     except Tampered:
         bucket.delete(record_name(handoff))
         found = None

@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from baton.handoffs.archive.bucket import PART_BYTES, Bucket
 from baton.handoffs.archive.documents import ArchivedFile, Names
+from baton.handoffs.records.storage import FetchCutOff
 from baton.telemetry.archive_metrics import ArchiveMetrics
 from baton_kv.stores.base import EntryMissing, StoreError
 
@@ -22,7 +23,7 @@ PARTS_AHEAD = 4
 """Parts of a file that are read at once."""
 PIECE_BYTES = 1024 * 1024
 LEAST_RATE = 1024 * 1024
-"""An upload may take as long as it would at so many bytes a second, and `PATIENCE_S`."""
+"""An upload may take as long as it would at so many bytes a second, `PATIENCE_S`, and what the pace costs."""
 PATIENCE_S = 60.0
 ReadInto = Callable[[int, memoryview], int]
 """Fills a buffer from an offset of a file on; returns the number of bytes read."""
@@ -62,8 +63,8 @@ class Pace:
         self._next = 0.0
         self._lock = threading.Lock()
 
-    def wait(self, size: int) -> None:
-        """Wait until so many bytes may be written.
+    def wait(self, size: int) -> float:
+        """Wait until so many bytes may be written; returns the seconds that it took.
 
         Raises:
             StoreError: the gateway ends.
@@ -74,10 +75,7 @@ class Pace:
             self._next = at + (size / self._rate if self._rate is not None else 0.0)
         if self.closed.wait(at - now) or self.closed.is_set():
             raise StoreError("the gateway ends")
-
-    def within(self, size: int) -> float:
-        """Return the seconds in which so many bytes must have been written."""
-        return PATIENCE_S + size / min(LEAST_RATE, self._rate or LEAST_RATE)
+        return at - now
 
 
 class ArchiveFiles:
@@ -143,7 +141,7 @@ class ArchiveFiles:
 
         Raises:
             Damaged: by the iterator: there is no such file, or it is another.
-            StoreError: by the iterator: it took too long.
+            FetchCutOff: by the iterator: it took too long.
             HandoffStoreUnavailable: by the iterator: the archive failed.
         """
         digest, size = self._names.hasher(), 0
@@ -160,7 +158,7 @@ class ArchiveFiles:
     def _parts(self, file: ArchivedFile, until: float) -> Generator[bytes]:
         """Read a file's parts in order, some of them ahead."""
         waiting: deque[Future[bytes]] = deque()
-        starts = iter(range(0, file.size, PART_BYTES))
+        starts, got = iter(range(0, file.size, PART_BYTES)), 0
         try:
             while True:
                 while len(waiting) < PARTS_AHEAD and (start := next(starts, None)) is not None:
@@ -168,26 +166,28 @@ class ArchiveFiles:
                     waiting.append(self._readers.submit(self._bucket.part, file.name, start, stop))
                 if not waiting:
                     return
-                yield _result(waiting.popleft(), until)
+                part = _result(waiting.popleft(), until, got)
+                got += len(part)
+                yield part
         finally:
             for each in waiting:
                 each.cancel()
 
     def _paced(self, file: LocalFile, digest: blake3) -> Iterator[bytes]:
-        until = time.monotonic() + self._pace.within(file.size)
+        until = time.monotonic() + PATIENCE_S + file.size / LEAST_RATE
         for piece in _pieces(file):
             if time.monotonic() > until:
                 raise StoreError("writing to the archive took too long")
-            self._pace.wait(len(piece))
+            until += self._pace.wait(len(piece))
             digest.update(piece)
             yield piece
 
 
-def _result(part: Future[bytes], until: float) -> bytes:
+def _result(part: Future[bytes], until: float, got: int) -> bytes:
     try:
         return part.result(timeout=max(0.0, until - time.monotonic()))
     except (TimeoutError, CancelledError):
-        raise StoreError("fetching from the archive took too long") from None
+        raise FetchCutOff("fetching from the archive took too long", got) from None
     except FileNotFoundError as error:
         raise Damaged(f"the archive has no file {error}") from None
 

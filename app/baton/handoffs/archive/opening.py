@@ -51,7 +51,7 @@ def archive_of(settings: HandoffSettings, metrics: ArchiveMetrics) -> Archive:
     Raises:
         SettingsError: as `open_archived`.
     """
-    names = Names(_secret(settings))
+    names = names_of(settings)
     bucket = Bucket(address_of(settings), metrics)
     bucket.require_usable(PROOF, names.proof())
     pace = Pace(int(settings.archive_rate) if settings.archive_rate is not None else None)
@@ -78,7 +78,17 @@ def address_of(settings: HandoffSettings) -> BucketAddress:
         _key(settings.archive_key_file) if settings.archive_key_file is not None else None,
         _read("handoffs.archive_ca_file", authorities).encode() if authorities is not None else None,
         settings.archive_timeout_s,
+        settings.archive_fetch_s,
     )
+
+
+def names_of(settings: HandoffSettings) -> Names:
+    """Return the names of objects, which are made with the gateways' secret.
+
+    Raises:
+        SettingsError: its file cannot be read, or is too short.
+    """
+    return Names(_secret(settings))
 
 
 def _secret(settings: HandoffSettings) -> bytes:

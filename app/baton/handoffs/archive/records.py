@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import structlog
 
+from baton.errors import HandoffStoreUnavailable
 from baton.handoffs.archive.bucket import Bucket
 from baton.handoffs.archive.documents import (
     Document,
     Due,
     Names,
+    OtherVersion,
     Tampered,
     due_name,
     needed_name,
@@ -33,18 +35,26 @@ DELETED_FOR_S = 86_400.0
 UNKNOWN_FOR_S = 2.0
 """An id that the archive does not know is not asked for again so soon."""
 MAX_UNKNOWN = 10_000
+NEWER = "A gateway of another version of Baton archived this handoff; ask that one."
 
 
 class Version(NamedTuple):
     """A document and the version that it is.
 
     Attributes:
-        document: what it says.
+        document: what it says; of a damaged one nothing.
         tag: names the version.
+        damaged: it is not what a gateway wrote.
     """
 
     document: Document
     tag: str
+    damaged: bool = False
+
+    @property
+    def deleted(self) -> bool:
+        """Whether it says that its handoff was deleted, or has expired."""
+        return self.document.record is None and not self.damaged
 
 
 class ArchiveRecords:
@@ -68,7 +78,7 @@ class ArchiveRecords:
         """Return a handoff of a tenant, unless it is unknown, deleted, expired or tampered with.
 
         Raises:
-            HandoffStoreUnavailable: the archive failed.
+            HandoffStoreUnavailable: the archive failed, or another version of Baton knows the handoff.
         """
         if ID.fullmatch(handoff_id) is None:
             return None
@@ -77,6 +87,8 @@ class ArchiveRecords:
             return None
         try:
             found = self.read(handoff)
+        except OtherVersion:
+            raise HandoffStoreUnavailable(NEWER) from None
         except Tampered:
             found = None
         record = found.document.record if found is not None else None
@@ -94,7 +106,7 @@ class ArchiveRecords:
 
         Raises:
             NotChanged: it still is that version.
-            Tampered: it is not what a gateway wrote.
+            Tampered: it is not what a gateway wrote, or of another version.
             HandoffStoreUnavailable: the archive failed.
         """
         name = record_name(handoff)
@@ -102,11 +114,14 @@ class ArchiveRecords:
         if found is None:
             return None
         try:
-            return Version(parsed(self._names.unseal(name, found.data)), found.version)
+            return Version(parsed(name, self._names.unseal(name, found.data)), found.version)
+        except OtherVersion:
+            self._log.warning("archive_of_another_version", object=name)
+            raise
         except Tampered:
             self._metrics.not_used("tampered")
             self._log.warning("archive_tampered", object=name)
-            raise
+            raise Tampered(name, found.version) from None
 
     def write(self, document: Document, over: str | None) -> str:
         """Write a handoff's document; returns the version that it is.
@@ -172,18 +187,18 @@ class ArchiveRecords:
                 self._bucket.delete(each)
 
     def current(self, tenant: str, handoff_id: str) -> tuple[str, Version | None]:
-        """Return what a handoff is called in the bucket, and its document.
-
-        One that was tampered with is none.
+        """Return what a handoff is called in the bucket, and its document, which may be damaged.
 
         Raises:
-            HandoffStoreUnavailable: the archive failed.
+            HandoffStoreUnavailable: the archive failed, or another version of Baton wrote the document.
         """
         handoff = self._names.handoff(tenant, handoff_id)
         try:
             return handoff, self.read(handoff)
-        except Tampered:
-            return handoff, None
+        except OtherVersion:
+            raise HandoffStoreUnavailable(NEWER) from None
+        except Tampered as error:
+            return handoff, Version(Document(record=None), error.tag, damaged=True)
 
     def _note_end(self, handoff: str, at: float, document: Document | None) -> None:
         objects = tuple(document.objects) if document is not None else ()

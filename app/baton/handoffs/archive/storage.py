@@ -51,6 +51,11 @@ class Seen:
             while len(self._versions) > MAX_SEEN:
                 self._versions.popitem(last=False)
 
+    def forget(self, handoff_id: str) -> None:
+        """Let the next look at a handoff read its document."""
+        with self._lock:
+            self._versions.pop(handoff_id, None)
+
     def version(self, handoff_id: str) -> tuple[str | None, float]:
         """Return the version that is known, and how many seconds ago it was current."""
         tag, at = self._versions.get(handoff_id, (None, float("-inf")))
@@ -102,9 +107,11 @@ class ArchivedStorage(StorageOver):
         return saved
 
     def change(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
-        if record.archived and record.on_disk and not self.inner.shared:
+        if record.archived and not self.inner.shared:
             return self._change_archived(record, edit)
         changed = self.inner.change(record, edit)
+        if changed is not None and changed.archived and not self.inner.shared:
+            return self._change_archived(record, edit)  # it was archived meanwhile
         if changed is not None and changed.on_disk and (changed.archived or self.archiver.wants(changed)):
             self.archiver.write_later(record)
         return changed
@@ -122,7 +129,11 @@ class ArchivedStorage(StorageOver):
         try:
             changed = self.archive.change(record, over)
         except Conflict:
+            self.archiver.write_later(record)  # which writes a damaged document once more
             raise HandoffStoreUnavailable(UNAVAILABLE) from None
+        except HandoffStoreUnavailable:
+            self.seen.forget(record.id)  # this machine's record is set to the archive's with the next look
+            raise
         if changed is None:
             self.inner.remove(record)
         else:
@@ -190,7 +201,11 @@ class ArchivedStorage(StorageOver):
             return None
         told = there.document.record
         self.seen.note(record.id, there.tag)
-        return self.inner.change(record, lambda mine, _others: _take_over(mine, told))
+        pinned = record.pin
+        changed = self.inner.change(record, lambda mine, _others: _take_over(mine, told))
+        if told.pin != pinned and self.is_here(record):
+            self._pin(record, told.pin)
+        return changed
 
     def source_of(self, record: HandoffRecord) -> str:
         if self.inner.shared and any(self.inner.stored_bytes([record])):
@@ -225,10 +240,14 @@ class ArchivedStorage(StorageOver):
         if self.inner.shared:
             self.archiver.begin(f"share {record.id}", lambda: self.inner.share(record) or True)
         if record.pin:
-            try:
-                self.inner.pin(record, True)
-            except (HandoffPinsFull, HandoffStoreUnavailable) as error:
-                log.warning("handoff_not_pinned", handoff=record.id, reason=error.message)
+            self._pin(record, True)
+
+    def _pin(self, record: HandoffRecord, pin: bool) -> None:
+        """Pin KV of this machine as the record says, or unpin it."""
+        try:
+            self.inner.pin(record, pin)
+        except (HandoffPinsFull, HandoffStoreUnavailable) as error:
+            log.warning("handoff_not_pinned", handoff=record.id, reason=error.message)
 
     def stored_bytes(self, records: Sequence[HandoffRecord]) -> list[int]:
         found = self.inner.stored_bytes(records)
@@ -259,12 +278,7 @@ class ArchivedStorage(StorageOver):
         self.inner.quarantine(record)
         self.seen.note_damaged(record.id)
         if record.archived or self.archiver.is_waiting(record.id):
-
-            def without_kv() -> bool:
-                self.archive.records.release(*self.archive.without_kv(record))
-                return True
-
-            self.archiver.begin(record.id, without_kv)
+            self.archiver.take_kv_out_later(record)
 
     def delete(self, record: HandoffRecord) -> None:
         concerned = record.archived or self.archiver.wants(record) or self.archiver.is_waiting(record.id)

@@ -12,7 +12,7 @@ import structlog
 from baton.engines.port import Engine
 from baton.errors import HandoffStoreUnavailable
 from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.storage import HandoffStorage
+from baton.handoffs.records.storage import FetchCutOff, HandoffStorage
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.base import StoreError
 
@@ -105,6 +105,8 @@ class Fetches:
                 self._threads, self._storage.fetch, record, self._within_s
             )
         except (StoreError, HandoffStoreUnavailable) as error:
+            if isinstance(error, FetchCutOff):
+                self._note_cut_off(source, error.got, time.monotonic() - began)
             self._metrics.fetches.labels("failed").inc()
             self._log.warning("handoff_not_fetched", handoff=record.id, reason=str(error))
             return
@@ -113,3 +115,8 @@ class Fetches:
             rate = size / max(1e-6, time.monotonic() - began)
             before = self._rates.get(source, rate)
             self._rates[source] = before + NEWEST_SHARE * (rate - before)
+
+    def _note_cut_off(self, source: str, got: int, seconds: float) -> None:
+        """Note the rate of a fetch that was cut off, in full: the next one would wait as long."""
+        rate = max(got, SMALL_BYTES) / max(1e-6, seconds)
+        self._rates[source] = min(rate, self._rates.get(source, rate))

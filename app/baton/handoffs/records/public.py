@@ -56,6 +56,10 @@ class HandoffObject(BaseModel):
     translated_from: str | None = Field(
         description="Id of the handoff of another model whose text it holds; `null`: it is no translation."
     )
+    archived: bool = Field(
+        description="Whether it is in the archive, and so outlives this machine. What is pinned or lives "
+        "long is, some moments after it was saved; without an archive always `false`."
+    )
     error: str | None = Field(description="Why it is `failed`, if it was joined ahead; else `null`.")
     audit: HandoffAudit | None = Field(
         None, description="Its last audit; `null`: none of the requests that loaded its KV was audited."

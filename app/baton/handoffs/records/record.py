@@ -342,6 +342,7 @@ class HandoffRecord(BaseModel):
             label=self.label,
             exact=self.exact,
             translated_from=self.translated_from,
+            archived=self.archived,
             error=self.error,
             audit=self.audit,
         )

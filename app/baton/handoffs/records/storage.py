@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,29 @@ ORPHANED_AFTER_S = 600.0
 """An entry without a record is removed this long after its last use."""
 
 log = structlog.get_logger("baton.handoffs")
+
+
+class FetchCutOff(StoreError):
+    """Copying KV to this machine took too long.
+
+    Args:
+        message: from where.
+        got: bytes that had come by then.
+    """
+
+    def __init__(self, message: str, got: int) -> None:
+        super().__init__(message)
+        self.got = got
+
+
+@contextlib.contextmanager
+def counting(before: int) -> Iterator[None]:
+    """Add what was copied before to the bytes of a fetch that is cut off inside."""
+    try:
+        yield
+    except FetchCutOff as error:
+        error.got += before
+        raise
 
 
 @dataclass(frozen=True)
@@ -96,6 +120,7 @@ class HandoffStorage:
         """Copy a handoff's KV to this machine; returns the bytes that were copied.
 
         Raises:
+            FetchCutOff: it took too long.
             StoreError: it cannot be copied.
             HandoffStoreUnavailable: the shared store failed.
         """

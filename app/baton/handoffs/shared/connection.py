@@ -191,7 +191,7 @@ class SharedConnection:
     def _require_rested(self) -> None:
         with self._lock:
             if self._clock() < self._resting_until:
-                self._metrics.rested()
+                self._metrics.not_used("resting")
                 raise HandoffStoreUnavailable(retry_after_s=round(REST_S))
             if self._failures >= FAILURES:  # this exchange is the probe; others wait for how it ends
                 self._resting_until = self._clock() + REST_S

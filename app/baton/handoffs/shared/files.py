@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from baton.errors import HandoffStoreUnavailable
+from baton.handoffs.records.storage import FetchCutOff
 from baton.handoffs.shared.clients import Client
 from baton.handoffs.shared.connection import SharedConnection
 from baton.handoffs.shared.scripts import BEFORE_OTHERS_US, BEGIN_FILE, DROP, PIN, PLACE_FILE, RESERVE
@@ -160,6 +161,7 @@ class PoolFiles:
         Raises:
             EntryMissing: there is no such file.
             StoreError: what is there is not a file.
+            FetchCutOff: by the iterator: it took too long.
             HandoffStoreUnavailable: the store failed.
         """
         key = self._connection.file_key(name)
@@ -336,7 +338,7 @@ class PoolFiles:
         coming: deque[Future[Any]] = deque()
         for index in range(count):
             if time.monotonic() > until:
-                raise StoreError("fetching from the shared store took too long")
+                raise FetchCutOff("fetching from the shared store took too long", index * chunk)
             for ahead in range(index + len(coming), min(index + BATCHES, count)):
                 get = partial(_get, key, str(ahead))
                 coming.append(self._begin(self._connection.ask, "fetch", get))

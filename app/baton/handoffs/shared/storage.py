@@ -21,7 +21,7 @@ from baton.errors import HandoffPinsFull, HandoffStoreUnavailable
 from baton.handoffs.records.changes import PINNED_SHARE
 from baton.handoffs.records.record import HandoffRecord, scope_of
 from baton.handoffs.records.repository import Edit
-from baton.handoffs.records.storage import HandoffStorage
+from baton.handoffs.records.storage import HandoffStorage, counting
 from baton.handoffs.records.store_proof import proof_of
 from baton.handoffs.shared.connection import SharedConnection
 from baton.handoffs.shared.files import PoolFiles, Room, SharedFile
@@ -115,7 +115,7 @@ class SharedStorage(HandoffStorage):
                 continue
             length, chunks = self.files.chunks(name, until)
             shared = SharedFiles(tuple(names[:index]), names[index - 1]) if index else SharedFiles()
-            with contextlib.closing(chunks):
+            with contextlib.closing(chunks), counting(size):
                 size += self.store.put(name, chunks, size=length, shared=shared)
         self.files.touch(record.key, automatic=record.automatic)
         return size
