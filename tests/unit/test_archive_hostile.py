@@ -400,6 +400,7 @@ async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_
         began = time.monotonic()
         await two.handoffs.bring(each, engine)
         waited.append(time.monotonic() - began)
+        await asyncio.gather(*two.handoffs._fetches._running.values())
         assert not two.handoffs.is_here(each)
     assert waited[0] > 0.9
     assert waited[1] < 0.5
@@ -450,3 +451,20 @@ async def test_pinned_handoffs_of_many_machines_leave_room_on_the_one_that_fetch
         await last.handoffs.bring(found, ENGINE)
         assert found.pin
         assert last.store.pinned().total() <= 2 * 1024 * 1024
+
+
+async def test_kv_that_one_machine_found_wrong_is_used_on_none(site: Site) -> None:
+    one, two = site.machine("one"), site.machine("two")
+    record = await one.leave(pin=True)
+    found = await two.handoffs.get(record.id, "local")
+    await two.handoffs.bring(found, ENGINE)
+    assert two.handoffs.is_here(found)
+    await one.handoffs.distrust(record, None)
+    audit = HandoffAudit(result="mismatch", difference=9.0, same_token=False, at=1)
+    await one.handoffs.note_audit(record, audit)
+    await written(one, record)
+    two.storage.seen._versions.clear()
+    again = await two.handoffs.get(record.id, "local")
+    await two.handoffs.bring(again, ENGINE)
+    assert again.bytes == 0
+    assert not two.handoffs.is_here(again)

@@ -38,6 +38,7 @@ from baton.handoffs.service import Handoffs
 from baton.handoffs.shared.storage import SharedStorage
 from baton.handoffs.sources import Sources
 from baton.images.placed_image import PlacedImage
+from baton_kv.stores.base import StoreError
 
 
 @pytest.fixture(params=servers)
@@ -465,8 +466,10 @@ async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_
             began = time.monotonic()
             await two.handoffs.bring(found, engine)
             waited.append(time.monotonic() - began)
-            proxy.delay_s = 0.0
             assert not two.handoffs.is_here(found)
+            while running := list(two.handoffs._fetches._running.values()):
+                await asyncio.wait(running)  # it is cut off with its next chunk, and its rate known then
+            proxy.delay_s = 0.0
         assert waited[0] > 0.45
         assert waited[1] < 0.4
 
@@ -479,6 +482,23 @@ async def test_a_damaged_chunk_is_never_put_into_a_store(tmp_path: Path) -> None
         await two.handoffs.bring(await two.handoffs.get(record.id, "local"), ENGINE)
         assert not two.store.exists(record.key)
         assert not list((tmp_path / "two/store/writing").iterdir())
+
+
+@pytest.mark.parametrize("field", ["n", "c"])
+@pytest.mark.parametrize("value", [b"many", b"\xff", b"-1", b"0", b""])
+async def test_what_is_no_file_is_computed(field: str, value: bytes, tmp_path: Path) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+        record = await one.leave()
+        found = await two.handoffs.get(record.id, "local")
+        server.client.hset(one.storage.connection.file_key(record.key), field, value)
+        with pytest.raises(StoreError):
+            two.storage.fetch(found, 5)
+        server.client.hset("baton:{i}:entry", record.key, b"\xff\xfe")
+        with pytest.raises(StoreError):
+            two.storage.fetch(found, 5)
+        await two.handoffs.bring(found, ENGINE)
+        assert not two.handoffs.is_here(found)
 
 
 @pytest.mark.fault("C8")
@@ -614,3 +634,26 @@ async def test_a_gateway_that_ends_while_it_pushes_leaves_the_handoff_to_others(
         found = await two.handoffs.get(record.id, "local")
         assert (found.state, len(found.tokens)) == (HandoffState.READY, 64)
         over.set()
+
+
+async def test_images_that_are_pushed_slowly_hold_up_no_other_handoff(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store_server("valkey", tmp_path) as server:
+        one, over = machine(tmp_path / "one", server.url), threading.Event()
+        monkeypatch.setattr(SharedStorage, "save_images", lambda *_: over.wait(20))
+        shown = picture(1)
+        record = one.handoffs.begin(ENGINE, "local")
+        placed = PlacedImage(shown, shown.digest, 0, 4, (7,))
+        one.handoffs.end(
+            record, TransferRequest(images=[placed], report=TransferReport(saves=False)), range(50)
+        )
+        try:
+            await asyncio.sleep(0.1)
+            other = one.handoffs.begin(ENGINE, "local")
+            one.entry(other.key)
+            one.handoffs.end(other, TransferRequest(), range(64))
+            await becomes(lambda: other.on_disk)
+        finally:
+            over.set()
+        await one.quiet()

@@ -26,6 +26,7 @@ from baton.handoffs.archive.records import Version
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.repository import Edit, OtherUsage
 from baton.images.placed_image import PlacedImage
+from baton.telemetry.audit_metrics import AuditResult
 from baton_kv.stores.base import StoreError
 
 LOOK_AGAIN_S = 5.0
@@ -205,8 +206,11 @@ class ArchivedStorage(StorageOver):
         self.seen.note(record.id, there.tag)
         pinned = record.pin
         changed = self.inner.change(record, lambda mine, _others: _take_over(mine, told))
-        if told.pin != pinned and self.is_here(record):
-            self._pin(record, told.pin)
+        if self.is_here(record):
+            if _is_wrong(told):
+                self.inner.quarantine(record)
+            elif told.pin != pinned:
+                self._pin(record, told.pin)
         return changed
 
     def source_of(self, record: HandoffRecord) -> str:
@@ -323,7 +327,14 @@ def _take_over(mine: HandoffRecord, there: HandoffRecord) -> None:
     """Set what may change of a record to what it is in the archive."""
     for name in CHANGING:
         setattr(mine, name, getattr(there, name))
+    if _is_wrong(there):
+        mine.bytes = 0
     mine.archived = True
+
+
+def _is_wrong(record: HandoffRecord) -> bool:
+    """Return whether an audit, on any machine, found that a handoff's KV leads to other answers."""
+    return record.audit is not None and record.audit.result is AuditResult.MISMATCH
 
 
 def _as_it_is(_record: HandoffRecord, _others: OtherUsage) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
@@ -156,8 +157,12 @@ class Saves:
         if not record.image_data:
             self._settle(record, HandoffState.READY)
             self._index.publish(record)
+        await self._push(self._storage.share, record)
+
+    async def _push(self, work: Callable[[HandoffRecord], object], record: HandoffRecord) -> None:
+        """Write to the shared store beside all else; as the gateway ends, no longer."""
         try:
-            await asyncio.get_running_loop().run_in_executor(self._pushes, self._storage.share, record)
+            await asyncio.get_running_loop().run_in_executor(self._pushes, work, record)
         except (RuntimeError, asyncio.CancelledError) as error:
             if not self.closing:
                 raise
@@ -192,8 +197,11 @@ class Saves:
         """Write a handoff's images to disk; without space for them the handoff ends with this process."""
         if record.image_data:
             async with self._budget.guard:
-                if await self._budget.make_room(record, record.image_bytes):
+                fits = await self._budget.make_room(record, record.image_bytes)
+                if fits and not self._storage.shared:
                     await asyncio.to_thread(self._storage.save_images, record)
+            if fits and self._storage.shared:  # it counts bytes itself, and others need not wait for it
+                await self._push(self._storage.save_images, record)
 
     async def _write_record(self, record: HandoffRecord) -> None:
         """Write a record to disk, unless its images could not be: no other process could use it."""

@@ -127,7 +127,7 @@ class PoolFiles:
         """
         key = self._connection.own_key("entry")
         found = self._connection.ask("look", lambda client: client.hget(key, entry))
-        names = found.decode().split() if found is not None else []
+        names = found.decode(errors="replace").split() if found is not None else []
         scope = entry.partition("/")[0]
         if len(names) > MAX_SHARED + 1 or any(name.partition("/")[0] != scope for name in names):
             raise StoreError("the shared store's index is damaged")
@@ -168,7 +168,7 @@ class PoolFiles:
         told = self._connection.ask("look", lambda client: client.hmget(key, ["n", "c"]))
         if None in told:
             raise EntryMissing(name)
-        size, chunk = int(told[0]), int(told[1])
+        size, chunk = (int(each) if each.isdigit() else 0 for each in told)
         if not (0 < size < MAX_FILE_BYTES and 0 < chunk <= 64 * CHUNK_BYTES):
             raise StoreError("the shared store holds something else than a file")
         return size, self._read(name, size, chunk, until)
