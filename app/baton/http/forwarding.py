@@ -91,7 +91,7 @@ def _refuse_tool_servers(body: dict[str, Any]) -> None:
     asked = "tools" if any(OF_TOOL_SERVERS & tool.keys() for tool in named) else None
     if field := "mcp_servers" if body.get("mcp_servers") else asked:
         raise OperationUnsupported(
-            f"'{field}': tool servers are not asked for clients: call the tool yourself, and send its result.",
+            f"'{field}': tool servers are not asked for clients: call the tool yourself and send its result.",
             param=field,
         )
 
