@@ -124,6 +124,48 @@ def test_no_address_of_media_is_sent_on(running: Any, path: str, kind: str, url:
         assert not plain.asked
 
 
+PART = {"type": "image_url", "image_url": {"url": URLS[0]}}
+ELSEWHERE: dict[str, tuple[str, dict[str, Any]]] = {
+    "a tool server": (
+        "/v1/responses",
+        {"input": "a", "tools": [{"type": "mcp", "server_label": "x", "server_url": URLS[0]}]},
+    ),
+    "a connector": (
+        "/v1/responses",
+        {"input": "a", "tools": [{"type": "mcp", "connector_id": "connector_dropbox"}]},
+    ),
+    "a tool server of a chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "mcp", "server_url": URLS[0]}]},
+    ),
+    "a tool server of Anthropic's": (
+        "/v1/messages",
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 2,
+            "mcp_servers": [{"type": "url", "url": URLS[0], "name": "x"}],
+        },
+    ),
+    "a query's image": ("/score", {"queries": {"content": [PART]}, "documents": ["a"]}),
+    "a document's image": ("/v1/rerank", {"query": "a", "documents": [{"content": [PART]}]}),
+    "an older document's image": ("/score", {"text_1": "a", "text_2": {"content": [PART]}}),
+    "an embedding's image": ("/v1/embeddings", {"messages": [{"role": "user", "content": [PART]}]}),
+    "a classified image": ("/classify", {"messages": [{"role": "user", "content": [PART]}]}),
+}
+
+
+@pytest.mark.fault("I11")
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_no_address_that_the_server_would_fetch_is_sent_on(
+    asked: tuple[httpx.Client, OtherServer], name: str
+) -> None:
+    client, server = asked
+    path, body = ELSEWHERE[name]
+    answer = client.post(path, json={"model": "near"} | body)
+    assert answer.status_code == 400, (answer.text, server.asked)
+    assert not server.asked
+
+
 # Servers
 
 

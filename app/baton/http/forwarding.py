@@ -21,6 +21,8 @@ from baton.http.state import gateway_of
 from baton.images.client_image import ClientImage
 
 BOOLEAN = TypeAdapter(bool)
+OF_TOOL_SERVERS = {"server_url", "connector_id"}
+"""Fields of tools that a server would ask elsewhere."""
 
 
 async def prepare_forwarded(
@@ -46,6 +48,7 @@ async def prepare_forwarded(
         BatonError: the request may not be sent on, or holds images that are not taken.
     """
     _settle_stream(body)
+    _refuse_tool_servers(body)
     if not _is_for_a_plugin(operation, body):
         images = await take_images(request, engine, operation, body)
         _put_back(images, engine, forwarding, operation, body)
@@ -73,6 +76,24 @@ def _settle_stream(body: dict[str, Any]) -> None:
         body["stream"] = BOOLEAN.validate_python(value)
     except ValidationError:
         raise InvalidRequest("'stream' must be true or false.", param="stream") from None
+
+
+def _refuse_tool_servers(body: dict[str, Any]) -> None:
+    """Refuse tools that the other server would ask at an address, or with a right, that the client names.
+
+    Tools that a server runs by itself have neither.
+
+    Raises:
+        OperationUnsupported: `param` names the field.
+    """
+    tools = body.get("tools")
+    named = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    asked = "tools" if any(OF_TOOL_SERVERS & tool.keys() for tool in named) else None
+    if field := "mcp_servers" if body.get("mcp_servers") else asked:
+        raise OperationUnsupported(
+            f"'{field}': tool servers are not asked for clients: call the tool yourself and send its result.",
+            param=field,
+        )
 
 
 def _is_for_a_plugin(operation: Operation, body: dict[str, Any]) -> bool:
