@@ -16,11 +16,12 @@ import pytest
 from support.gateways import FakeGateway, FakeProcess, free_port
 from support.remote_gateways import complete, remote, run_near
 from support.tcp_proxy import tcp_proxy
-from support.wire import wait_for
+from support.wire import metric, wait_for
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import EngineState
 from baton.engines.remote import probe
+from baton_client import Baton
 
 TOKEN_S = 0.05
 STREAMS = 16
@@ -176,3 +177,20 @@ def test_a_network_that_is_cut_and_back_opens_and_closes_the_breaker(tmp_path: P
             proxy.cut = False
             wait_for(lambda: gateway.fleet.whole, "it was found", 10)
             assert complete(client).status_code == 200
+
+
+@pytest.mark.fault("I4")
+def test_our_client_sends_again_what_a_cut_network_lost(tmp_path: Path) -> None:
+    """The gateway itself sends nothing twice; its answer says that the client may."""
+    with far(tmp_path) as there, tcp_proxy(urlsplit(there.url).port or 0) as proxy:
+        limits = LIMITS | {"failures": 1000}
+        with run_near(remote(f"http://127.0.0.1:{proxy.port}", model="alpha", remote=limits)) as gateway:
+            proxy.cut = True
+            back = threading.Timer(0.5, lambda: setattr(proxy, "cut", False))
+            back.start()
+            with Baton(gateway.url) as baton:
+                assert baton.chat("near", "one two", max_tokens=2).text
+            back.join()
+            outcome = 'baton_remote_requests_total{{engine="near",outcome="{}"}}'
+            assert metric(gateway, outcome.format("failed")) == 1
+            assert metric(gateway, outcome.format("answered")) == 1
