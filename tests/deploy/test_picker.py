@@ -62,7 +62,7 @@ def test_the_picker_scores_a_gateway_by_its_engine(real_gateway: RealGateway) ->
         assert idle.block_size > 0
         assert idle.blocks > 0
         assert re.search(rf'^{RUNNING}{{engine="0",model_name="smollm2"}} 0', page, re.MULTILINE)
-        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "model": "smollm2-fp32"}
+        body = {"prompt": "x", "max_tokens": 150, "ignore_eos": True, "model": "smollm2-fp32"}
         asked = threading.Thread(target=client.post, args=("/v1/completions",), kwargs={"json": body})
         asked.start()
         with real_gateway.client() as other:
