@@ -104,8 +104,9 @@ def tcp_proxy(target: int, tls: ssl.SSLContext | None = None) -> Iterator[TcpPro
         proxy.port = server.sockets[0].getsockname()[1]
         ready.set()
         await over.wait()
-        while any("_accept" in str(each.get_coro()) for each in asyncio.all_tasks()):
-            await asyncio.sleep(0)  # asyncio forgets a socket that is being accepted as its server is closed
+        # asyncio forgets a socket that is being accepted as its server is closed
+        while any("_accept" in str(each.get_coro()) for each in asyncio.all_tasks()):  # noqa: ASYNC110  # as above
+            await asyncio.sleep(0)
         server.close()
         while left := asyncio.all_tasks() - {asyncio.current_task()}:  # also of what was accepted just now
             proxy.end_all()
