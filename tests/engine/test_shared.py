@@ -61,6 +61,24 @@ def test_a_context_computed_elsewhere_is_loaded_here(gateways: tuple[RealGateway
     assert told(answer)["source"]["outcome"] == "loaded"
 
 
+def test_contexts_of_another_machine_are_joined_here(gateways: tuple[RealGateway, RealGateway]) -> None:
+    """Exactly, and by moving KV: the one says what computing says, the other what it says where the KV is."""
+    one, two = gateways
+    names = []
+    for city in ("Rome", "Madrid", "Paris"):
+        text = "You compare cities.\n" + " ".join(f"{city} has {n * 37 % 101} bridges." for n in range(20))
+        saved = once_saved(one, told(ask(one, "smollm2", text, handoff={"save": True})))
+        names.append(once_saved(two, saved | {"state": "pending"})["id"])
+    moved = ask(two, "smollm2", " So", handoff={"from": names, "join": "moved"})
+    first, *others = told(moved)["source"]["parts"]
+    assert (first["loaded_tokens"], first["moved_tokens"]) == (first["tokens"] - 1, 0)
+    assert all(part["moved_tokens"] == part["tokens"] - 17 for part in others), others
+    assert ids(moved) == ids(ask(one, "smollm2", " So", handoff={"from": names, "join": "moved"}))
+    exact = ask(two, "smollm2", " So", handoff={"from": names})
+    assert told(exact)["source"]["outcome"] == "loaded"
+    assert ids(exact) == ids(ask(two, "smollm2", ids(exact)[0]))
+
+
 def test_what_another_machine_deletes_is_gone(gateways: tuple[RealGateway, RealGateway]) -> None:
     one, two = gateways
     saved = once_saved(one, told(ask(one, "smollm2", DOCUMENT, handoff={"save": True})))

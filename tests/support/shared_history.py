@@ -68,6 +68,9 @@ class SharedEntries:
         return value
 
     def get(self, key: str) -> str | None:
+        """See it as a fetch does: bytes alone, as of a put that was killed and then deleted, are no entry."""
+        if self._files.names(key)[-1:] != [key]:
+            return None
         _, chunks = self._files.chunks(key, time.monotonic() + 5)
         data = b"".join(chunks)
         told, value, body = data[: len(key)], data[len(key) : len(key) + 64], data[len(key) + 64 :]

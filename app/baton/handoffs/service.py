@@ -16,24 +16,22 @@ from baton.engines.port import Engine
 from baton.errors import (
     BatonError,
     HandoffNotFound,
-    HandoffStoreUnavailable,
 )
 from baton.handoffs.records.announcements import Announcements
 from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.changes import ChangeRules
+from baton.handoffs.records.distrust import Distrust
 from baton.handoffs.records.fetches import Fetches
 from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.prefix_index import PrefixMatch
 from baton.handoffs.records.public import HandoffAudit
 from baton.handoffs.records.record import HandoffRecord, new_id
-from baton.handoffs.records.repository import OtherUsage
 from baton.handoffs.records.saves import Saves
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.records.sync import IndexSync
 from baton.handoffs.sweeper import Sweeper
 from baton.images.placed_image import PlacedImage
-from baton.telemetry.audit_metrics import AuditResult
 from baton.telemetry.metrics import HandoffMetrics
 
 FAILED_FOR_S = 60.0
@@ -77,6 +75,7 @@ class Handoffs:
         self._sweeper = Sweeper(self._index, storage, self._sync, self._budget, metrics, self.begin_work)
         self._saves = Saves(self._index, storage, self._budget, self._rules, self._sync)
         self._announcements = Announcements(self._index, storage, self._saves, self._sync)
+        self._distrust = Distrust(self._index, storage, self._sync, self.kv_gone)
         self._fetches = Fetches(storage, metrics, settings.fetch_s)
         self._background: set[asyncio.Task[Any]] = set()
         self._saving: set[asyncio.Task[None]] = set()
@@ -362,43 +361,14 @@ class Handoffs:
             record: the handoff whose KV it is.
             saved: key of the entry that the request saved which loaded it; None: none.
         """
-        await self._distrust(record, saved)
+        await self._distrust.remove_kv(record, saved)
         if self._saving:  # a save under way may write the same KV again
             await asyncio.wait(self._saving, timeout=SAVES_END_WITHIN_S)
-            await self._distrust(record, saved)
-
-    async def _distrust(self, record: HandoffRecord, saved: str | None) -> None:
-        for each in [record, *self._index.beginning_like(record), *self._index.blended_from(record)]:
-            await asyncio.to_thread(self._storage.quarantine, each)
-            self.kv_gone(each)
-            if self._storage.shared and not each.automatic:  # other machines may have copies
-                await self._tell_kv_gone(each)
-        if saved is not None:
-            await asyncio.to_thread(self._storage.store.quarantine, saved)
-
-    async def _tell_kv_gone(self, record: HandoffRecord) -> None:
-        """Note in a record that its KV is not to be used; the shared store may be unavailable."""
-
-        def edit(changed: HandoffRecord, _others: OtherUsage) -> None:
-            changed.bytes = 0
-
-        with contextlib.suppress(HandoffStoreUnavailable):
-            async with record.guard:
-                self._sync.update(record, await asyncio.to_thread(self._storage.change, record, edit))
+            await self._distrust.remove_kv(record, saved)
 
     async def note_audit(self, record: HandoffRecord, audit: HandoffAudit) -> None:
         """Note the result of an audit of a handoff's KV."""
-        wrong = audit.result is AuditResult.MISMATCH
-        record = self._index.known(record.id) or record  # another gateway may have changed it
-        if record.automatic or record not in self._index:
-            return
-
-        def edit(changed: HandoffRecord, _others: OtherUsage) -> None:
-            changed.audit = audit
-            changed.bytes = 0 if wrong else changed.bytes
-
-        async with record.guard:
-            self._sync.update(record, await asyncio.to_thread(self._storage.change, record, edit))
+        await self._distrust.note(record, audit)
 
     async def delete(self, record: HandoffRecord) -> None:
         """Delete a handoff, its translations, and the automatic ones that continue it or that it continues.
