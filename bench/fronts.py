@@ -1,4 +1,4 @@
-"""What stands before several gateways, started as `deploy/` has it: Envoy, and Ray Serve."""
+"""Start what stands before several gateways as `deploy/` has it: Envoy, and Ray Serve."""
 
 from __future__ import annotations
 

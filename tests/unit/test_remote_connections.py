@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -148,3 +149,17 @@ async def test_what_is_open_is_closed_with_the_client() -> None:
         await client.close()
         await until(lambda: server.open == 0)
         await kept.close()
+
+
+async def test_connections_may_be_taken_while_old_ones_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = connections.Connections(ssl.create_default_context())
+    old, new, taken = pool.take(), pool.take(), list[connections.Connection]()
+    await pool.give_back(old)
+    monkeypatch.setattr(connections, "IDLE_S", -1.0)  # whatever is idle is old
+
+    async def take_the_last() -> None:
+        taken.append(pool.take())
+
+    monkeypatch.setattr(old.transport, "aclose", take_the_last)
+    await pool.give_back(new)
+    assert taken == [new]

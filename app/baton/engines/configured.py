@@ -1,4 +1,4 @@
-"""What the settings say of an engine, wherever it runs."""
+"""Answer what the settings say of an engine, wherever it runs."""
 
 from __future__ import annotations
 

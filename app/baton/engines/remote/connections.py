@@ -41,7 +41,7 @@ class Connections:
         self._used.remove(connection)
         connection.idle_since = time.monotonic()
         self._idle.append(connection)
-        while self._idle[0].idle_since < connection.idle_since - IDLE_S:
+        while self._idle and self._idle[0].idle_since < connection.idle_since - IDLE_S:
             await self._idle.popleft().transport.aclose()
 
     async def drop(self, connection: Connection) -> None:
