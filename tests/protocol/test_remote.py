@@ -12,7 +12,16 @@ from openai import OpenAI
 from starlette.responses import JSONResponse
 from support.gateways import FakeGateway, free_port, run_fake
 from support.image_requests import LOOKS, URL
-from support.remote_gateways import OtherServer, both, complete, completion, other_server, remote, run_near
+from support.remote_gateways import (
+    OtherServer,
+    asking,
+    both,
+    complete,
+    completion,
+    other_server,
+    remote,
+    run_near,
+)
 from support.wire import connect, metric, request, wait_for
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
@@ -53,11 +62,8 @@ def beside() -> Iterator[tuple[FakeGateway, OtherServer]]:
 
 @pytest.fixture
 def asked(beside: tuple[FakeGateway, OtherServer]) -> Iterator[tuple[httpx.Client, OtherServer]]:
-    gateway, server = beside
-    server.asked.clear()
-    server.answer = lambda asked: JSONResponse(completion("far", "hello"))
-    with gateway.client() as client:
-        yield client, server
+    with asking(*beside) as client_and_server:
+        yield client_and_server
 
 
 POOLING = {"/v1/embeddings", "/pooling", "/classify", "/score", "/v1/rerank"}

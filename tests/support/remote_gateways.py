@@ -189,3 +189,12 @@ def complete(client: httpx.Client, **more: Any) -> httpx.Response:
     return client.post(
         "/v1/completions", json={"model": "near", "prompt": "one two three", "max_tokens": 4} | more
     )
+
+
+@contextmanager
+def asking(gateway: FakeGateway, server: OtherServer) -> Iterator[tuple[httpx.Client, OtherServer]]:
+    """A client of a gateway, and the server behind it, which was asked nothing yet and answers "hello"."""
+    server.asked.clear()
+    server.answer = lambda _: JSONResponse(completion("far", "hello"))
+    with gateway.client() as client:
+        yield client, server

