@@ -25,7 +25,7 @@ from servers import Server, free_port, machine
 from torch_joins import Model, Way
 
 from baton.config.settings import load_settings
-from baton.handoffs.joins.moving import HEAD_TOKENS
+from baton.handoffs.joins.moving import HEAD_TOKENS, LONE_HEAD_TOKENS
 from baton.models.store import ModelStore
 
 CONFIG = """
@@ -101,9 +101,9 @@ def reports(chance: random.Random, size: int, model: Model) -> Questions:
 
 def quality(model: Model, count: int, size: int, *, shared: bool) -> dict[str, Score]:
     """Ask about reports that were computed behind the same rules, or each alone."""
-    ways = [FULL, Way("moved"), Way(f"moved, first {HEAD_TOKENS} computed", head=HEAD_TOKENS)]
-    if shared:
-        ways += [Way("moved, keys not rotated", rotates=False), Way("moved, first 4 computed", head=4)]
+    heads = (4, HEAD_TOKENS) if shared else (HEAD_TOKENS, LONE_HEAD_TOKENS)
+    ways = [FULL, Way("moved, keys not rotated", rotates=False), Way("moved")]
+    ways += [Way(f"moved, first {head} computed", head=head) for head in heads]
     scores: dict[str, Score] = defaultdict(Score)
     chance = random.Random(7)
     rules = model.tokens(RULES) if shared else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import subprocess
@@ -23,7 +24,6 @@ from baton.models.store import ModelStore
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
 SHARED_GATEWAYS = ("real_gateway", "tiny_gateway", "relay_gateway", "geo_gateway")
-SHARING_FOLDERS = ("conformance", "deploy", "docs", "engine")
 LAST_USERS: pytest.StashKey[dict[str, pytest.Item]] = pytest.StashKey()
 
 
@@ -62,16 +62,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give all tests of the folders that share gateways to one process of pytest-xdist, the others file by file."""
+    """Give all files that use the shared gateways to one process of pytest-xdist, the others one by one."""
     from xdist.scheduler import LoadScopeScheduling  # where the tests run in one process it is not needed
 
-    class FolderScheduling(LoadScopeScheduling):
+    class GatewayScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            shares = any(f"/{folder}/" in f"/{file}" for folder in SHARING_FOLDERS)
-            return "shared gateways" if shares else file
+            return "shared gateways" if uses_shared_gateways(config.rootpath / file) else file
 
-    return FolderScheduling(config, log)
+    return GatewayScheduling(config, log)
+
+
+@functools.cache
+def uses_shared_gateways(file: Path) -> bool:
+    """Return whether a test file names the fixture of a shared gateway."""
+    text = file.read_text()
+    return any(name in text for name in SHARED_GATEWAYS)
 
 
 @pytest.hookimpl(trylast=True)

@@ -10,6 +10,8 @@ import pytest
 from support.gateways import RealGateway
 from support.relays import ask, ids, once_saved, told
 
+from baton.handoffs.joins.moving import LONE_HEAD_TOKENS
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 RULES = "You compare cities, and say in one short line what they have in common.\n"
 CITIES = ("Rome", "Madrid", "Paris")
@@ -45,6 +47,18 @@ def test_kv_is_moved_and_all_of_it_is_told(relay_gateway: RealGateway, engine: s
     assert (heir["source"]["exact"], heir["exact"]) == (False, False)
     plain = told(ask(relay_gateway, engine, " And", handoff={"from": names[0], "save": True}))
     assert (plain["source"]["exact"], plain["exact"]) == (True, True)
+
+
+def test_more_is_computed_of_parts_that_share_no_beginning(relay_gateway: RealGateway) -> None:
+    names = []
+    for city in CITIES:
+        text = " ".join(f"{city} has {number * 37 % 101} bridges." for number in range(30))
+        saved = once_saved(relay_gateway, told(ask(relay_gateway, "reader", text, handoff={"save": True})))
+        names.append(saved["id"])
+    moved = ask(relay_gateway, "reader", " So", handoff={"from": names, "join": "moved"})
+    _, *others = told(moved)["source"]["parts"]
+    assert all(part["recomputed_tokens"] == LONE_HEAD_TOKENS + 1 for part in others), others
+    assert all(part["moved_tokens"] == part["tokens"] - LONE_HEAD_TOKENS - 1 > 0 for part in others), others
 
 
 def test_a_lost_part_is_computed_and_so_is_what_follows(

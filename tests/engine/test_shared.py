@@ -35,6 +35,9 @@ def gateways(
         yield one, two
 
 
+RULES = "You compare cities, and say in one short line what they have in common.\n"
+
+
 def test_b_on_another_machine_loads_what_a_computed_and_says_the_same(
     gateways: tuple[RealGateway, RealGateway],
 ) -> None:
@@ -66,7 +69,7 @@ def test_contexts_of_another_machine_are_joined_here(gateways: tuple[RealGateway
     one, two = gateways
     names = []
     for city in ("Rome", "Madrid", "Paris"):
-        text = "You compare cities.\n" + " ".join(f"{city} has {n * 37 % 101} bridges." for n in range(20))
+        text = f"{RULES}{' '.join(f'{city} has {n * 37 % 101} bridges.' for n in range(20))}"
         saved = once_saved(one, told(ask(one, "smollm2", text, handoff={"save": True})))
         names.append(once_saved(two, saved | {"state": "pending"})["id"])
     moved = ask(two, "smollm2", " So", handoff={"from": names, "join": "moved"})

@@ -14,7 +14,7 @@ from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.transfers import TransferWatch
 from baton.errors import OperationUnsupported
 from baton.handoffs.joins.joining import Part
-from baton.handoffs.joins.moving import HEAD_TOKENS, moved_parts, require_movable, salt_of
+from baton.handoffs.joins.moving import HEAD_TOKENS, LONE_HEAD_TOKENS, moved_parts, require_movable, salt_of
 from baton.handoffs.prompts.prompt import ContextPrompt
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.session import Session
@@ -42,12 +42,26 @@ def moved(tokens: Sequence[int], parts: Sequence[Part], *ends: int) -> list[tupl
 
 def test_all_but_the_first_tokens_and_the_last_one_are_moved() -> None:
     """The first, because all others attend to them; the last was sampled, and has no KV yet."""
-    parts = [part([*SHARED, 1, 2, 3]), part([*SHARED, *range(40)]), part([9, 9, *range(40)])]
+    parts = [part([*SHARED, 1, 2, 3]), part([*SHARED, *range(40)]), part([*SHARED, *range(40)])]
     prompt = [*SHARED, 1, 2, 3, *range(40), *range(40), 7]
     assert moved(prompt, parts, 23, 63, 103) == [
         None,
         (20 + HEAD_TOKENS, 39 - HEAD_TOKENS, 23 + HEAD_TOKENS),
-        (2 + HEAD_TOKENS, 39 - HEAD_TOKENS, 63 + HEAD_TOKENS),
+        (20 + HEAD_TOKENS, 39 - HEAD_TOKENS, 63 + HEAD_TOKENS),
+    ]
+
+
+@pytest.mark.parametrize("shared", [0, 1, HEAD_TOKENS - 1])
+def test_more_is_computed_of_a_part_that_shares_no_beginning(shared: int) -> None:
+    size = LONE_HEAD_TOKENS + 20
+    parts = [part(range(50, 60)), part([*range(100, 100 + shared), *range(size)])]
+    prompt = [*range(50, 60), *range(size), 7]
+    expected = (shared + LONE_HEAD_TOKENS, 19, 10 + LONE_HEAD_TOKENS)
+    assert moved(prompt, parts, 10, 10 + size) == [None, expected]
+    short = part(range(LONE_HEAD_TOKENS))
+    assert moved([1, *range(LONE_HEAD_TOKENS), 7], [part([1]), short], 1, 1 + LONE_HEAD_TOKENS) == [
+        None,
+        None,
     ]
 
 

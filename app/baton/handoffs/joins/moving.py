@@ -20,7 +20,9 @@ from baton.handoffs.records.record import HandoffRecord
 from baton_kv.contract import MovedPart
 
 HEAD_TOKENS = 16
-"""Tokens at the beginning of each part that are computed."""
+"""Tokens at the beginning of a part that are computed: of one that shares at least as many before them."""
+LONE_HEAD_TOKENS = 96
+"""The same of a part that shares fewer: its first tokens were attended to in place of a shared beginning."""
 
 
 def require_movable(engine: Engine, field: str) -> None:
@@ -103,7 +105,7 @@ def _moved(tokens: Sequence[int], record: HandoffRecord, begin: int, end: int) -
 def _head(record: HandoffRecord, start: int) -> int:
     """Return how many tokens from `start` on are computed: up to the first image, of which all are moved."""
     images = (image.offset - start for image in record.image_positions if image.offset >= start)
-    return min([HEAD_TOKENS, *images])
+    return min([HEAD_TOKENS if start >= HEAD_TOKENS else LONE_HEAD_TOKENS, *images])
 
 
 def _common_suffix(one: Sequence[int], other: Sequence[int]) -> int:
