@@ -64,7 +64,7 @@ class House:
         FileStore(self.folder / "store").put(record.key, [b"k" * size])
         handoffs.end(record, TransferRequest(), tokens)
         await handoffs.settled(record, 5)
-        await asyncio.gather(*handoffs._background)
+        await asyncio.gather(*handoffs.background.running)
         assert (record.state, record.bytes) == (HandoffState.READY, size)
         return record
 

@@ -150,8 +150,8 @@ class Machine:
 
     async def quiet(self) -> None:
         """Wait until nothing is done in the background."""
-        while self.handoffs._background:
-            await asyncio.gather(*self.handoffs._background, return_exceptions=True)
+        while self.handoffs.background.running:
+            await asyncio.gather(*self.handoffs.background.running, return_exceptions=True)
 
     def read(self, key: str, part: int | None = None) -> bytes:
         with self.store.open(key, part) as reader:

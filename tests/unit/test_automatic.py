@@ -76,7 +76,7 @@ class Gateway:
         if transfer.save is not None:
             FileStore(self.house.folder / "store").put(transfer.save, [b"k" * 100])
         request.ended(transfer)
-        await asyncio.gather(*self.handoffs._background)
+        await asyncio.gather(*self.handoffs.background.running)
         return transfer
 
     async def finds(self, prompt: list[int], tenant: str = "local") -> int:
@@ -108,7 +108,7 @@ async def test_only_the_last_context_of_a_conversation_is_kept(house: House) -> 
     assert await gateway.finds(tokens(300)) == 300
     house.clocks.pass_(SUPERSEDED_FOR_S + 1)
     gateway.handoffs._sweeper.drop_expired()
-    await asyncio.gather(*gateway.handoffs._background)
+    await asyncio.gather(*gateway.handoffs.background.running)
     assert len(list((house.folder / "store").rglob("*.kv"))) == 1
     assert await gateway.finds(tokens(100)) == 100, "of the last one, whose prefix it is"
 
@@ -119,7 +119,7 @@ async def test_a_handoff_that_a_client_named_is_found_and_never_dropped(house: H
     FileStore(house.folder / "store").put(named.key, [b"k"])
     gateway.handoffs.end(named, TransferRequest(), tokens(100))
     await gateway.handoffs.settled(named, 5)
-    await asyncio.gather(*gateway.handoffs._background)
+    await asyncio.gather(*gateway.handoffs.background.running)
     found = await gateway.ask(tokens(200))
     assert found is not None
     assert (found.load, found.limit) == (named.key, 100)
@@ -333,7 +333,7 @@ async def test_deleting_a_handoff_deletes_what_was_kept_of_it_automatically(hous
     FileStore(house.folder / "store").put(named.key, [b"k"])
     gateway.handoffs.end(named, TransferRequest(), tokens(200))
     await gateway.handoffs.settled(named, 5)
-    await asyncio.gather(*gateway.handoffs._background)
+    await asyncio.gather(*gateway.handoffs.background.running)
     await gateway.ask(tokens(300))
     await gateway.ask([*tokens(150), *tokens(100, 900)])
     await gateway.handoffs.delete(named)

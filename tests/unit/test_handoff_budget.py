@@ -57,7 +57,7 @@ async def left(
     body = {"messages": [{"role": "user", "content": text}]}
     record.conversation = conversation_of(body, AFTER_THE_PROMPT)
     handoffs.end(record, TransferRequest(report=TransferReport(saves=False), images=images or []), [1, 2, 3])
-    await asyncio.gather(*handoffs._background)
+    await asyncio.gather(*handoffs.background.running)
     assert record.state is HandoffState.READY
     return record
 
@@ -191,7 +191,7 @@ async def test_a_handoff_s_weight_is_what_it_takes_in_memory(shape: str, tmp_pat
     record.conversation = conversation_of(json.loads(written), None)
     taken = tracemalloc.get_traced_memory()[0] - before
     handoffs.end(record, TransferRequest(report=TransferReport(saves=False)), array("i", range(50)))
-    await asyncio.gather(*handoffs._background)
+    await asyncio.gather(*handoffs.background.running)
     again = (await gateway(tmp_path).get(record.id, "local")).weight
     print(f"\nB13 {shape}: {taken} bytes in memory, weight {record.weight}, {again} after a restart")
     assert min(record.weight, again) >= 0.9 * taken
@@ -225,7 +225,7 @@ async def test_a_change_whose_client_is_gone_is_made_whole(tmp_path: Path) -> No
         for each in work:
             each.cancel()
         await asyncio.gather(*work, return_exceptions=True)
-        await asyncio.gather(*handoffs._background)
+        await asyncio.gather(*handoffs.background.running)
         assert record.label == f"label {number}"
         again = gateway(tmp_path)
         assert (await again.get(record.id, "local")).label == record.label

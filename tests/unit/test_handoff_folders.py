@@ -57,7 +57,7 @@ async def left(handoffs: Handoffs) -> HandoffRecord:
     record = handoffs.begin(ENGINE, "local")
     seen = [PlacedImage(PICTURE, PICTURE.digest, 0, 1, (7,))]
     handoffs.end(record, TransferRequest(report=TransferReport(saves=False), images=seen), [1, 2, 3])
-    await asyncio.gather(*handoffs._background)
+    await asyncio.gather(*handoffs.background.running)
     return record
 
 

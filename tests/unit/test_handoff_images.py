@@ -62,7 +62,7 @@ async def left(
     handoffs.end(
         record, TransferRequest(images=placed(*pictures), report=TransferReport(saves=False)), range(50)
     )
-    await asyncio.gather(*handoffs._background)
+    await asyncio.gather(*handoffs.background.running)
     assert record.state is HandoffState.READY
     return record
 
@@ -181,7 +181,7 @@ async def test_a_handoff_deleted_while_it_is_settled_leaves_no_image(tmp_path: P
         )
         await asyncio.sleep(0.0005 * number)
         await handoffs.delete(record)
-        await asyncio.gather(*handoffs._background)
+        await asyncio.gather(*handoffs.background.running)
         assert files(tmp_path) == []
 
 

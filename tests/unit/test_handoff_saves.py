@@ -30,7 +30,7 @@ async def test_a_save_that_comes_late_is_known_when_it_is_there(
     assert (record.state, record.bytes) == (HandoffState.READY, 0)
     FileStore(house.folder / "store").put(record.key, [b"late"])
     relay.report.save_over.set()
-    await asyncio.gather(*handoffs._background)
+    await asyncio.gather(*handoffs.background.running)
     assert record.bytes == 4
 
 
@@ -41,7 +41,7 @@ async def test_a_pin_asked_for_before_there_is_anything_counts_when_it_comes(hou
         await handoffs.change(record, {"pin": True})
         FileStore(house.folder / "store").put(record.key, [b"k" * size])
         handoffs.end(record, TransferRequest(), [1])
-        await asyncio.gather(*handoffs._background)
+        await asyncio.gather(*handoffs.background.running)
         mark = house.folder / "store" / "entries" / f"{record.key}.pin"
         assert (record.pin, mark.exists()) == (pinned, pinned)
     await handoffs.change(record, {"pin": False})
@@ -52,7 +52,7 @@ async def test_a_save_that_is_over_and_left_nothing_is_not_looked_for(house: Hou
     record = handoffs.begin(ENGINE, "local")
     relay.report.save_over.set()
     handoffs.end(record, relay, [1, 2])
-    await asyncio.wait_for(asyncio.gather(*handoffs._background), 2)
+    await asyncio.wait_for(asyncio.gather(*handoffs.background.running), 2)
     assert (record.state, record.bytes) == (HandoffState.READY, 0)
 
 
@@ -62,7 +62,7 @@ async def test_the_end_waits_only_a_moment_for_a_save_that_never_comes(house: Ho
         record = handoffs.begin(ENGINE, "local")
         handoffs.end(record, TransferRequest(), [1, 2])
         await asyncio.sleep(0)
-    assert handoffs._background == set()
+    assert handoffs.background.running == set()
     assert await there(house.handoffs(), record), "its token ids are kept"
 
 

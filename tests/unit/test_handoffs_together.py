@@ -74,7 +74,7 @@ class House:
         record = handoffs.begin(ENGINE, tenant, **more)
         FileStore(self.folder / "store").put(record.key, [b"k" * size])
         handoffs.end(record, TransferRequest(), [1, 2, 3])
-        await asyncio.gather(*handoffs._background)
+        await asyncio.gather(*handoffs.background.running)
         return record
 
     def pinned(self) -> int:
@@ -219,7 +219,7 @@ async def test_a_handoff_that_another_gateway_gave_more_time_is_not_removed_when
     await changed(first, record.id, ttl_s=600)
     house.now[0] += 20
     second._sweeper.drop_expired()  # before it has looked at what the other did
-    await asyncio.gather(*second._background)
+    await asyncio.gather(*second.background.running)
     assert (await second.get(record.id, "local")).expires_at == record.expires_at
     assert await ids(first) == await ids(second) == [record.id]
 

@@ -6,20 +6,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
-
-import structlog
+from typing import Any
 
 from baton.config.groups import HandoffSettings
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine
-from baton.errors import (
-    BatonError,
-    HandoffNotFound,
-)
+from baton.errors import HandoffNotFound
 from baton.handoffs.records.announcements import Announcements
+from baton.handoffs.records.background import BackgroundWork, Result
 from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.changes import ChangeRules
+from baton.handoffs.records.deletions import Deletions
 from baton.handoffs.records.distrust import Distrust
 from baton.handoffs.records.fetches import Fetches
 from baton.handoffs.records.index import HandoffIndex
@@ -38,7 +35,6 @@ FAILED_FOR_S = 60.0
 """A handoff whose request failed is listed this long; it cannot be continued."""
 CLOSE_WITHIN_S = 3.0
 SAVES_END_WITHIN_S = 30.0
-Result = TypeVar("Result")
 
 
 class Handoffs:
@@ -51,6 +47,9 @@ class Handoffs:
         clock: monotonic seconds, by which handoffs expire.
         wall: seconds since the epoch, which clients see and records hold.
         automatic: whether requests that name no handoff look for one.
+
+    Attributes:
+        background: what goes on when the request that began it is cancelled.
     """
 
     def __init__(
@@ -68,18 +67,20 @@ class Handoffs:
         self._metrics = metrics
         metrics.store_budget.set(int(settings.budget))
         self._wall = wall
+        self.background = BackgroundWork()
         self._index = HandoffIndex(clock, automatic=automatic)
         self._rules = ChangeRules(settings, storage.pin, storage.pinned_kv)
         self._sync = IndexSync(self._index, storage, wall)
         self._budget = RecordBudget(settings, self._index, storage, self._sync.refresh)
-        self._sweeper = Sweeper(self._index, storage, self._sync, self._budget, metrics, self.begin_work)
+        self._sweeper = Sweeper(
+            self._index, storage, self._sync, self._budget, metrics, self.background.begin
+        )
         self._saves = Saves(self._index, storage, self._budget, self._rules, self._sync)
         self._announcements = Announcements(self._index, storage, self._saves, self._sync)
+        self._deletions = Deletions(self._index, storage, self._sync, self.background.begin)
         self._distrust = Distrust(self._index, storage, self._sync, self.kv_gone)
         self._fetches = Fetches(storage, metrics, settings.fetch_s)
-        self._background: set[asyncio.Task[Any]] = set()
         self._saving: set[asyncio.Task[None]] = set()
-        self._log = structlog.get_logger("baton.handoffs")
         for record in (found := storage.records.read_all()):
             self._sync.adopt(record)
         storage.begin_archiving(found)
@@ -101,7 +102,7 @@ class Handoffs:
             self._saves.closing = True
             for task in tasks:
                 task.cancel()
-            await asyncio.wait({*tasks, *self._background}, timeout=CLOSE_WITHIN_S)
+            await asyncio.wait({*tasks, *self.background.running}, timeout=CLOSE_WITHIN_S)
             self._saves.close()
             self._fetches.close()
             await asyncio.to_thread(self._storage.close)
@@ -190,7 +191,7 @@ class Handoffs:
             self._index.expire_in(record, min(FAILED_FOR_S, record.ttl_s))
             self._saves.fail(record)
             if self._storage.shared:
-                self.begin_work(self._retract(record))
+                self.begin_work(self._deletions.retract(record))
             return
         record.add_images(transfer.images)
         finish = self._saves.finish_automatic if record.automatic else self._saves.finish
@@ -378,41 +379,8 @@ class Handoffs:
         Raises:
             HandoffStoreUnavailable: the shared store failed; it is not deleted.
         """
-        if self._storage.shared:  # others may have continued it meanwhile
-            await self._sync.refresh()
-        gone = self._index.with_translations(record)
-        gone += [each for one in gone for each in self._index.relatives(one)]
-        removing = self._remove_all(gone)
-        if self._storage.remote:  # it is deleted for all machines, or not at all
-            await asyncio.shield(self.begin_work(removing))
-        for each in gone:
-            self._index.forget(each)
-        if not self._storage.remote:
-            await asyncio.shield(self.begin_work(removing))
-
-    async def _remove_all(self, records: Iterable[HandoffRecord]) -> None:
-        for record in records:
-            async with record.guard:  # so that nobody writes it again after this
-                await asyncio.to_thread(self._storage.delete, record)
-
-    async def _retract(self, record: HandoffRecord) -> None:
-        """Take back what other machines were told of a handoff whose request failed; here it is shown."""
-        await self._remove(record)
-        record.announced = False
-
-    async def _remove(self, record: HandoffRecord) -> None:
-        async with record.guard:  # so that nobody writes it again after this
-            await asyncio.to_thread(self._storage.remove, record)
+        await self._deletions.delete(record)
 
     def begin_work(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Run work in the background, which goes on when the request that began it is cancelled."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background_ended)
-        return task
-
-    def _background_ended(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, BatonError):  # whoever awaits the task raises those
-            self._log.error("handoff_work_failed", exc_info=error)
+        return self.background.begin(work)
