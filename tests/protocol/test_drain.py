@@ -31,7 +31,8 @@ from baton.server import create_app
 
 STREAMS = 50
 LONG = {"model": "alpha", "prompt": "one two three", "stream": True}
-CUT_WITHIN_S = 3
+CUT_WITHIN_S = 15
+"""A delay and a timeout last 90 s in these tests."""
 
 
 def read(gateway: FakeProcess, body: dict[str, object], begun: threading.Semaphore) -> list[str]:
@@ -88,17 +89,17 @@ def test_a_signal_under_load_loses_nothing_that_can_finish(tmp_path: Path) -> No
         while status_of(gateway.url) != 503:
             time.sleep(0.005)
         took["readyz"] = time.monotonic() - began
-        while time.monotonic() < began + 0.8:
+        while time.monotonic() < began + 1.8:
             short = {"model": "beta", "prompt": "x", "max_tokens": 1}
             answer = httpx.post(f"{gateway.url}/v1/completions", json=short, timeout=5)
             accepted.append(answer.status_code)
             assert answer.headers["connection"] == "close"
 
-    with FakeProcess(tmp_path, {"token_seconds": 0.05}, drain_delay_s=1, drain_timeout_s=3) as gateway:
+    with FakeProcess(tmp_path, {"token_seconds": 0.05}, drain_delay_s=4, drain_timeout_s=3) as gateway:
         began = time.monotonic()
         bodies = [LONG | {"max_tokens": 40 if number % 2 else 1000} for number in range(STREAMS)]
         streams = run_streams(gateway, bodies, stop)
-        code = gateway.process.wait(10)
+        code = gateway.process.wait(30)
         seconds = time.monotonic() - began
     completed = [events for events in streams if ended_well(events)]
     aborted = [events for events in streams if not ended_well(events)]
@@ -106,7 +107,7 @@ def test_a_signal_under_load_loses_nothing_that_can_finish(tmp_path: Path) -> No
         f"A6: readyz 503 after {took['readyz'] * 1000:.0f} ms, {len(accepted)} accepted in the delay, "
         f"{len(completed)} completed, {len(aborted)} aborted, 0 hung, exit {code} after {seconds:.1f} s"
     )
-    assert took["readyz"] < 0.5
+    assert took["readyz"] < 2  # half of the delay
     assert accepted
     assert set(accepted) == {200}
     assert len(completed) == STREAMS // 2
@@ -120,7 +121,7 @@ def test_without_a_delay_the_port_closes_at_once_and_an_idle_gateway_ends(tmp_pa
     with FakeProcess(tmp_path) as gateway:
         began = time.monotonic()
         gateway.signal()
-        assert gateway.process.wait(5) == 0
+        assert gateway.process.wait(20) == 0
         print(f"A6: idle, exit after {time.monotonic() - began:.2f} s")
 
 
@@ -135,10 +136,10 @@ def test_a_request_without_an_answer_yet_is_cut_with_a_503(tmp_path: Path) -> No
         waiting = pool.submit(client.post, "/v1/completions", json=body)
         time.sleep(0.5)
         gateway.signal()
-        answer = waiting.result(10)
+        answer = waiting.result(30)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
         assert int(answer.headers["retry-after"]) >= 1
-        assert gateway.process.wait(5) == 0
+        assert gateway.process.wait(20) == 0
 
 
 @pytest.mark.fault("A7")
@@ -157,7 +158,7 @@ def test_a_second_signal_ends_at_once_with_error_events(tmp_path: Path) -> None:
         settings = {"drain_delay_s": 30, "drain_timeout_s": 60}
         with FakeProcess(tmp_path, {"token_seconds": 0.05}, **settings) as gateway:
             streams = run_streams(gateway, [LONG | {"max_tokens": 1000}] * 8, stop)
-            code = gateway.process.wait(10)
+            code = gateway.process.wait(30)
             seconds = time.monotonic() - began
         print(f"A7: exit {code} after {seconds:.2f} s")
         assert {error_of(events) for events in streams} == {"shutting_down"}
@@ -177,7 +178,7 @@ def test_a_client_that_does_not_read_delays_no_stop(tmp_path: Path) -> None:
             time.sleep(1)
             began = time.monotonic()
             gateway.signal()
-            assert gateway.process.wait(15) == 0
+            assert gateway.process.wait(30) == 0
         print(f"A7: a deaf client, exit after {time.monotonic() - began:.1f} s")
 
 

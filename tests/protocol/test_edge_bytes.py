@@ -21,6 +21,7 @@ from support.wire import (
     request,
     rest_of,
     statuses,
+    traffic_beside,
     wait_for,
 )
 
@@ -181,7 +182,7 @@ def test_malformed_http_is_a_400_in_our_form_and_ends_its_connection(gateway: Fa
     answer = answer_to(gateway, MALFORMED[name] + request())
     assert statuses(answer) == [400]
     assert error_of(answer)["code"] == "malformed_request"
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 9  # of ten that a head may take
     assert gateway.engine("a").bodies == []
 
 
@@ -213,11 +214,11 @@ def test_pipelined_requests_are_answered_in_order(gateway: FakeGateway) -> None:
 @pytest.mark.fault("F2")
 def test_a_body_of_tiny_chunks_does_not_delay_others(gateway: FakeGateway) -> None:
     """Each chunk costs as much as a small request, and thousands of them arrive at once."""
-    with good_traffic(gateway) as p99:
+    with good_traffic(gateway) as good, traffic_beside() as idle:
         for _ in range(20):
             assert statuses(answer_to(gateway, MALFORMED["a body in crumbs"])) == [400]
-    print(f"F2: bodies of 200 000 chunks of a byte: 400, good traffic's p99 {p99():.0f} ms")
-    assert p99() < 1000
+    print(f"F2: bodies of 200 000 chunks of a byte: 400, good traffic's p99 {good.p99:.0f} ms")
+    good.require_undisturbed(idle)
 
 
 @pytest.mark.fault("F2")

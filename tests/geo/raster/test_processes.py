@@ -81,7 +81,7 @@ def test_all_taken(own: Decoders, raster: Path) -> None:
         started = time.monotonic()
         with pytest.raises(DecoderBusy):
             own.open(raster, REQUEST)
-        assert 0.2 <= time.monotonic() - started < 1.0
+        assert 0.2 <= time.monotonic() - started < 10
         second.close()
         own.open(raster, REQUEST).close()
 
@@ -103,8 +103,8 @@ def test_a_waiting_thread_is_woken(own: Decoders, raster: Path) -> None:
     time.sleep(0.1)
     started = time.monotonic()
     scene.close()
-    thread.join()
-    assert time.monotonic() - started < 1.0
+    thread.join(30)
+    assert time.monotonic() - started < 10
     assert len(caught) == 1
     assert children_of(own) == []
 
@@ -157,7 +157,7 @@ def test_a_child_that_hangs(own: Decoders, raster: Path) -> None:
         started = time.monotonic()
         with pytest.raises(RasterTooLarge, match=r"longer than the 0.6 s allowed"):
             scene.read(0)
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 10
     assert children_of(own) == []
 
 

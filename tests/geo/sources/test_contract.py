@@ -150,12 +150,16 @@ def test_data_that_is_no_object_is_refused(data: object) -> None:
 
 @pytest.mark.parametrize("field", ["indices", "outputs", "dates"])
 def test_long_lists_are_refused_at_once(field: str) -> None:
-    """A list of a million wrong items must not become a million complaints: under half a second."""
-    data = B64 | {field: ["x"] * 1_000_000}
-    start = time.perf_counter()
-    with pytest.raises(RequestInvalid):
-        geo_request(data)
-    assert time.perf_counter() - start < 0.5
+    """A list of a million wrong items must not become a million complaints: as soon as one of a thousand."""
+
+    def took(items: int) -> float:
+        data = B64 | {field: ["x"] * items}
+        start = time.perf_counter()
+        with pytest.raises(RequestInvalid):
+            geo_request(data)
+        return time.perf_counter() - start
+
+    assert min(took(1_000_000) for _ in range(3)) < 0.5 + 10 * took(1000)
 
 
 def test_a_refusal_keeps_no_raster() -> None:

@@ -30,7 +30,7 @@ def drip_headers(handler: Handler) -> None:
 
 
 def silent(handler: Handler) -> None:
-    time.sleep(3)
+    time.sleep(30)
 
 
 def crawl(handler: Handler) -> None:
@@ -45,7 +45,7 @@ def test_a_slow_host_is_left_at_the_time_limit(at: Setup, slow: Page) -> None:
     at.good.pages["/scene.tif"] = slow
     start = time.perf_counter()
     error = at.refuse(fetch_seconds=0.5)
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 10
     assert (type(error), error.status) == (SourceFailed, 422)
     assert "longer than 0.5 s" in error.message
 
