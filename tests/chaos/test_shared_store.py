@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from support.halted import halt
 from support.history_checker import run_workers, violations
 from support.shared_history import BUDGET, connect
 from support.shared_index import index_errors
@@ -129,7 +130,7 @@ async def test_a_store_that_stops_costs_no_more_than_its_deadlines(
             proxy.once(
                 "sent" if work == "push" else "received",
                 int(share * len(right)),
-                lambda: server.process.send_signal(signal.SIGSTOP),
+                lambda: halt(server.process.pid),
             )
             began = time.monotonic()
             if work == "push":

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from support.gateways import FakeGateway, FakeProcess, free_port
+from support.halted import halt
 from support.remote_gateways import complete, remote, run_near
 from support.tcp_proxy import tcp_proxy
 from support.wire import metric, wait_for
@@ -114,7 +115,7 @@ def test_a_gateway_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with far(tmp_path) as there, near(there.url) as gateway, gateway.client() as client:
         theirs = Streams(gateway, "near", STREAMS)
         theirs.wait_begun()
-        there.signal(signal.SIGSTOP)
+        halt(there.process.pid)
         hung = time.monotonic()
         try:
             answer = complete(client)

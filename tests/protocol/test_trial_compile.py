@@ -19,6 +19,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 from support.gateways import FakeGateway, run_fake
+from support.halted import halt
 from support.hostile import ROUTES, json_schema
 from support.loop_lag import loop_lag
 from support.schemas import DEAR, ORDINARY, flat
@@ -104,7 +105,7 @@ def test_what_is_not_compiled_in_time_is_refused_and_remembered() -> None:
         assert (error["code"], error["param"]) == ("invalid_request", "response_format")
         assert "limits.schema_s" in error["message"]
         until(lambda: not children(server(gateway)))
-        os.kill(server(gateway), signal.SIGSTOP)  # nothing can be compiled any more, nor need be
+        halt(server(gateway))  # nothing can be compiled any more, nor need be
         assert post(gateway, body).json()["error"]["message"] == error["message"]
         os.kill(server(gateway), signal.SIGCONT)
         assert post(gateway, json_schema(flat(80))).status_code == 200

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from baton.handoffs.shared.opening import open_shared
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.stores.file import IMAGES, RECORDS, FileStore
 from support.gateways import free_port
+from support.halted import halted
 from support.shared_stores import SECRET, Machine, must_run
 
 KEY, KEY_SECRET = "AKIDTESTSONLY", "a-secret-of-these-tests-alone"
@@ -94,11 +94,8 @@ class Archive:
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """The server hangs while inside."""
-        self.process.send_signal(signal.SIGSTOP)
-        try:
+        with halted(self.process.pid):
             yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
 
 
 def _ports(count: int) -> list[int]:

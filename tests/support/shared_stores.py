@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from baton_kv.secret import store_secret
 from baton_kv.stores.base import SharedFiles
 from baton_kv.stores.file import FileStore
 from support.gateways import free_port
+from support.halted import halted
 
 ENGINE = FakeEngine("a", supports_handoffs=True)
 SECRET = "a secret that all machines of the test have"
@@ -74,11 +74,8 @@ class StoreServer:
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """The server hangs while inside."""
-        self.process.send_signal(signal.SIGSTOP)
-        try:
+        with halted(self.process.pid):
             yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
 
 
 @contextmanager

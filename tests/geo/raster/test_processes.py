@@ -16,6 +16,7 @@ import psutil
 import pytest
 from geo.raster.made import make_card, read_tiff, run, sign_model, write_tiff
 from geo.raster.processes import REQUEST, children_of, fork_server_of, until, works
+from support.halted import halt
 
 from baton_geo.errors import DecoderBusy, GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.decoders import Decoders
@@ -89,7 +90,7 @@ def test_all_taken(own: Decoders, raster: Path) -> None:
 def test_a_waiting_thread_is_woken(own: Decoders, raster: Path) -> None:
     """`close` from another thread ends a read at once, even of a child that hangs."""
     scene = own.open(raster, REQUEST)
-    children_of(own)[0].send_signal(signal.SIGSTOP)
+    halt(children_of(own)[0].pid)
     caught: list[BaseException] = []
 
     def read() -> None:
@@ -153,7 +154,7 @@ def test_a_child_that_hangs(own: Decoders, raster: Path) -> None:
     """A request's time ends it, whatever the child does."""
     request = SceneRequest(card=REQUEST.card, limits=GeoLimits(seconds=0.6))
     with own.open(raster, request) as scene:
-        children_of(own)[0].send_signal(signal.SIGSTOP)
+        halt(children_of(own)[0].pid)
         started = time.monotonic()
         with pytest.raises(RasterTooLarge, match=r"longer than the 0.6 s allowed"):
             scene.read(0)
