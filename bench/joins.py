@@ -151,15 +151,16 @@ async def cost(folder: Path, sizes: tuple[int, ...], rounds: int) -> None:
     command = [str(Path(sys.executable).parent / "baton"), "serve", "--config", str(config)]
     with Server("joins", [*command, "--port", str(port)], f"http://127.0.0.1:{port}") as server:
         client = Client(server.url)
-        for size in sizes:
-            await _cost_of(client, size, rounds)
+        for rules in (RULES, ""):
+            for size in sizes:
+                await _cost_of(client, size, rounds, rules)
 
 
-async def _cost_of(client: Client, size: int, rounds: int) -> None:
+async def _cost_of(client: Client, size: int, rounds: int, rules: str) -> None:
     took: Rows = defaultdict(list)
     costs: list[float] = []
     for number in track(range(rounds), f"{PARTS} x {size}"):
-        names = [await _left(client, size, number * PARTS + part) for part in range(PARTS)]
+        names = [await _left(client, rules, size, number * PARTS + part) for part in range(PARTS)]
         ahead = await client.join_ahead(MODEL, names)
         asked: dict[str, dict[str, Any]] = {
             "exact": {"from": names},
@@ -182,20 +183,21 @@ async def _cost_of(client: Client, size: int, rounds: int) -> None:
             await client.forget(each)
     found = medians(took)
     rows = [[name, f"{ms:.0f}", f"{ms / found['computed']:.3f}"] for name, ms in found.items()]
-    print(f"\nFirst token behind {PARTS} x {size} tokens\n")
+    shared = "behind the same rules" if rules else "each computed alone"
+    print(f"\nFirst token behind {PARTS} x {size} tokens, {shared}\n")
     table(["", "ms", "of computing it"], rows)
     print(f"A moved join takes {statistics.median(costs):.3f} ms for each of its tokens.")
 
 
-async def _left(client: Client, size: int, seed: int) -> str:
-    """The id of what an agent leaves: rules that all have, and a report like no other."""
+async def _left(client: Client, rules: str, size: int, seed: int) -> str:
+    """The id of what an agent leaves: rules that all have, or none, and a report like no other."""
     chance, words = random.Random(seed), 0
     lines = [f"Report {seed}."]
     while words < size * 0.8:
         line = " ".join(chance.sample((*WORDS, *THINGS, *CITIES), 9))
         lines.append(f"{line}.")
         words += 10
-    answer, _ = await client.ask(MODEL, RULES + " ".join(lines), handoff={"save": True})
+    answer, _ = await client.ask(MODEL, rules + " ".join(lines), handoff={"save": True})
     return str(answer["handoff"]["id"])
 
 

@@ -140,8 +140,10 @@ class Health:
 
     def __init__(self) -> None:
         self.answer = (200, b"success")
+        self.seconds = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(self.seconds)
         status, body = self.answer if scope["path"] == "/-/healthz" else (503, b"DRAINING")
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": body})
@@ -184,7 +186,7 @@ async def test_the_drain_begins_when_the_health_check_says_so_and_cuts_what_is_l
                 health.answer = answer
                 await asyncio.sleep(0.15)
                 assert not drain.begun
-            health.answer = (503, b"DRAINING")
+            health.answer, health.seconds = (503, b"DRAINING"), 0.5  # it has much to do
             assert await within(5, lambda: drain.begun)
             assert not request.done()
             assert await within(5, request.done)

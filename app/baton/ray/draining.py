@@ -19,6 +19,8 @@ HEALTH_PATH = "/-/healthz"
 DRAINING = "DRAINING"
 """What Ray Serve's health check of a replica answers while it is drained, with 503."""
 ASK_EVERY_S = 1.0
+ANSWER_WITHIN_S = 10.0
+"""A replica with much to do, or a slow machine, answers late; without the answer its streams end torn."""
 log = structlog.get_logger("baton.ray")
 
 
@@ -49,7 +51,7 @@ class DrainWatch:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self, address: str) -> None:
-        async with httpx.AsyncClient(timeout=ASK_EVERY_S, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=ANSWER_WITHIN_S, trust_env=False) as client:
             while not await _draining(client, address):  # noqa: ASYNC110  # it is not in this process's hands
                 await asyncio.sleep(ASK_EVERY_S)
         self._drain.begin()
