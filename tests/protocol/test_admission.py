@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,13 +54,13 @@ def refused(response: httpx.Response, status: int, code: str) -> None:
 @pytest.mark.fault("E8")
 def test_a_tenant_above_its_rate_gets_openais_rate_limit_error() -> None:
     """Before the body is read; looking costs nothing."""
-    limits = {"tenant_rate": 6, "tenant_burst": 2}
+    limits = {"tenant_rate": 1, "tenant_burst": 2}
     with run_fake(FakeEngine("a"), admission=limits) as gateway, gateway.client() as client:
         assert [client.post("/v1/completions", json=BODY).status_code for _ in range(2)] == [200, 200]
         response = client.post("/v1/completions", json=BODY)
         refused(response, 429, "rate_limited")
         assert response.json()["error"]["type"] == "rate_limit_error"
-        assert 5 <= int(response.headers["retry-after"]) <= 10
+        assert 30 <= int(response.headers["retry-after"]) <= 60
         refused(client.post("/v1/completions", content=b"{"), 429, "rate_limited")
         refused(client.post("/pooling", json=BODY), 429, "rate_limited")
         refused(client.post("/v1/handoffs", json=BODY), 429, "rate_limited")
@@ -87,7 +86,7 @@ def test_requests_through_a_plugin_count_for_their_tenant_too(tmp_path: Path) ->
         engine = FakeEngine("geo", pooling=True, plugin=plugin(instance))
         with run_fake(engine, admission={"tenant_requests": 1, "engine_requests": 1}) as gateway:
             with ThreadPoolExecutor() as pool:
-                first = pool.submit(ask, gateway, numbers=[0.5])
+                first = pool.submit(ask, gateway, numbers=[6.0])
                 assert until(lambda engine=engine: engine.active == 1)
                 assert shown(gateway, "running", "geo") == 0
                 again = upload(gateway) if isinstance(instance, Files) else ask(gateway)
@@ -109,7 +108,7 @@ def test_an_engine_gets_a_limited_number_and_the_rest_wait() -> None:
             with gateway.client() as third:
                 response = third.post("/v1/completions", json=BODY)
                 refused(response, 503, "engine_overloaded")
-                assert response.elapsed.total_seconds() < 10  # the stream goes on until its client leaves
+                assert response.elapsed.total_seconds() < 10  # of the stream's twenty
                 assert third.post("/v1/completions", json=BODY | {"model": "b"}).status_code == 200
                 assert third.get("/readyz").status_code == 200
             assert not waiting.done()  # it has its turn when the stream's client goes away
@@ -163,13 +162,13 @@ def test_a_client_that_does_not_read_its_whole_answers_holds_no_place() -> None:
         with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
             connection.sendall((head.encode() + long) * 40)
             count = -1
-            while count != len(bodies):
+            while count < 2 or count != len(bodies):
                 count = len(bodies)
                 time.sleep(0.5)
             assert 1 < count < 40, "nothing is held up: the answers are too small for this machine's sockets"
             in_flight = 'baton_http_requests_in_flight{route="/v1/completions"} 1.0'
-            assert in_flight in client.get("/metrics").text
-            assert shown(gateway, "running") == 0
+            assert until(lambda: in_flight in client.get("/metrics").text)
+            assert until(lambda: shown(gateway, "running") == 0)
             assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
@@ -177,7 +176,7 @@ def test_a_client_that_does_not_read_its_whole_answers_holds_no_place() -> None:
 def test_work_that_outlives_its_answer_keeps_its_place() -> None:
     """`POST /v1/handoffs` answers 202 after `handoffs.wait_s`, and goes on."""
     options = {"admission": {"engine_requests": 1, "engine_waiting": 0}, "handoffs": {"wait_s": 0.1}}
-    engine = slow(token_seconds=0.6, supports_handoffs=True)
+    engine = slow(token_seconds=6, supports_handoffs=True)
     with run_fake(engine, **options) as gateway, gateway.client() as client:
         assert client.post("/v1/handoffs", json={"model": "a", "prompt": "1 2"}).status_code == 202
         refused(client.post("/v1/completions", json=BODY), 503, "engine_overloaded")
@@ -189,7 +188,7 @@ def test_a_request_that_waits_for_a_handoff_holds_no_place() -> None:
     """There are two: one is the first leg's, the other is free for whoever comes while the second leg waits."""
     limits = {"engine_requests": 2, "engine_waiting": 0}
     with run_fake(slow(supports_handoffs=True), admission=limits) as gateway, gateway.client() as client:
-        left = BODY | {"max_tokens": 40, "stream": True, "handoff": {"save": True}}
+        left = BODY | {"max_tokens": 400, "stream": True, "handoff": {"save": True}}
         with ThreadPoolExecutor() as pool, client.stream("POST", "/v1/completions", json=left) as first:
             body = BODY | {"handoff": {"from": first.headers["x-handoff-id"]}}
             second = pool.submit(httpx.post, f"{gateway.url}/v1/completions", json=body, timeout=30)
@@ -197,6 +196,7 @@ def test_a_request_that_waits_for_a_handoff_holds_no_place() -> None:
             assert until(lambda: waits in httpx.get(f"{gateway.url}/metrics").text)
             assert httpx.post(f"{gateway.url}/v1/completions", json=BODY).status_code == 200
             assert not second.done()
+            gateway.engine("a").behaviour.token_seconds = 0
             first.read()
             assert second.result().status_code == 200
 
@@ -228,8 +228,10 @@ def test_while_memory_is_short_new_work_is_refused_until_there_is_room(tmp_path:
 @pytest.mark.fault("E11")
 def test_the_gateways_event_loop_lag_is_measured() -> None:
     with run_fake(FakeEngine("a")) as gateway, gateway.client() as client:
-        threading.Event().wait(0.3)
-        page = client.get("/metrics").text
-    wanted = "baton_event_loop_lag_seconds_count "
-    seen = next(float(line.removeprefix(wanted)) for line in page.splitlines() if line.startswith(wanted))
-    assert seen >= 1
+
+        def seen() -> float:
+            wanted = "baton_event_loop_lag_seconds_count "
+            lines = client.get("/metrics").text.splitlines()
+            return next(float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted))
+
+        assert until(lambda: seen() >= 1)

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from support.gateways import FakeProcess
+from support.wire import wait_for
 
 from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
@@ -31,8 +32,8 @@ from baton.server import create_app
 
 STREAMS = 50
 LONG = {"model": "alpha", "prompt": "one two three", "stream": True}
-CUT_WITHIN_S = 15
-"""A delay and a timeout last 90 s in these tests."""
+CUT_WITHIN_S = 20
+"""Else it would take the delay and the time limit, or half a minute at least."""
 
 
 def read(gateway: FakeProcess, body: dict[str, object], begun: threading.Semaphore) -> list[str]:
@@ -70,36 +71,41 @@ def run_streams(
         return [future.result(60) for future in running]
 
 
-def status_of(url: str) -> int:
-    try:
-        return httpx.get(f"{url}/readyz", timeout=5).status_code
-    except httpx.TransportError:
-        return 0
+def unready(gateway: FakeProcess) -> bool:
+    return httpx.get(f"{gateway.url}/readyz", timeout=30).status_code == 503
+
+
+def wait_in_flight(gateway: FakeProcess) -> None:
+    """Wait until the gateway has begun with one completion."""
+    series = 'baton_http_requests_in_flight{route="/v1/completions"} 1.0'
+    wait_for(lambda: series in httpx.get(f"{gateway.url}/metrics", timeout=30).text, "it was not asked")
 
 
 @pytest.mark.fault("A6")
 def test_a_signal_under_load_loses_nothing_that_can_finish(tmp_path: Path) -> None:
-    """Half the streams can finish in time, half cannot; requests within the delay are answered."""
+    """Half the streams can finish in time, half cannot; requests within the delay are answered.
+
+    That it is not ready is told within the delay as well, or nobody could be told.
+    """
     took: dict[str, float] = {}
     accepted: list[int] = []
 
     def stop() -> None:
         began = time.monotonic()
         gateway.signal()
-        while status_of(gateway.url) != 503:
-            time.sleep(0.005)
+        wait_for(lambda: unready(gateway), "it seems ready")
         took["readyz"] = time.monotonic() - began
-        while time.monotonic() < began + 1.8:
+        while not accepted or time.monotonic() < began + 2:
             short = {"model": "beta", "prompt": "x", "max_tokens": 1}
-            answer = httpx.post(f"{gateway.url}/v1/completions", json=short, timeout=5)
+            answer = httpx.post(f"{gateway.url}/v1/completions", json=short, timeout=30)
             accepted.append(answer.status_code)
             assert answer.headers["connection"] == "close"
 
-    with FakeProcess(tmp_path, {"token_seconds": 0.05}, drain_delay_s=4, drain_timeout_s=3) as gateway:
+    with FakeProcess(tmp_path, {"token_seconds": 0.2}, drain_delay_s=6, drain_timeout_s=8) as gateway:
         began = time.monotonic()
         bodies = [LONG | {"max_tokens": 40 if number % 2 else 1000} for number in range(STREAMS)]
         streams = run_streams(gateway, bodies, stop)
-        code = gateway.process.wait(30)
+        code = gateway.process.wait(20)
         seconds = time.monotonic() - began
     completed = [events for events in streams if ended_well(events)]
     aborted = [events for events in streams if not ended_well(events)]
@@ -107,7 +113,7 @@ def test_a_signal_under_load_loses_nothing_that_can_finish(tmp_path: Path) -> No
         f"A6: readyz 503 after {took['readyz'] * 1000:.0f} ms, {len(accepted)} accepted in the delay, "
         f"{len(completed)} completed, {len(aborted)} aborted, 0 hung, exit {code} after {seconds:.1f} s"
     )
-    assert took["readyz"] < 2  # half of the delay
+    assert took["readyz"] < 6
     assert accepted
     assert set(accepted) == {200}
     assert len(completed) == STREAMS // 2
@@ -134,7 +140,7 @@ def test_a_request_without_an_answer_yet_is_cut_with_a_503(tmp_path: Path) -> No
     ):
         body = LONG | {"stream": False, "max_tokens": 1000}
         waiting = pool.submit(client.post, "/v1/completions", json=body)
-        time.sleep(0.5)
+        wait_in_flight(gateway)
         gateway.signal()
         answer = waiting.result(30)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
@@ -151,7 +157,7 @@ def test_a_second_signal_ends_at_once_with_error_events(tmp_path: Path) -> None:
         def stop(first: int = first, second: int = second) -> None:
             nonlocal began
             gateway.signal(first)
-            time.sleep(0.3)
+            wait_for(lambda: unready(gateway), "it seems ready")  # two signals at once may be one
             began = time.monotonic()
             gateway.signal(second)
 
@@ -175,10 +181,11 @@ def test_a_client_that_does_not_read_delays_no_stop(tmp_path: Path) -> None:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.connect((host, int(port)))
             deaf.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            time.sleep(1)
+            wait_in_flight(gateway)
+            time.sleep(0.5)  # until its buffers are full
             began = time.monotonic()
             gateway.signal()
-            assert gateway.process.wait(30) == 0
+            assert gateway.process.wait(20) == 0
         print(f"A7: a deaf client, exit after {time.monotonic() - began:.1f} s")
 
 

@@ -51,7 +51,7 @@ def drip(gateway: FakeGateway, sent: bytes, pause: float = 0.05) -> tuple[bytes,
                 continue
             except (ConnectionResetError, BrokenPipeError):
                 part = b""
-            connection.settimeout(5)
+            connection.settimeout(30)
             return part + rest_of(connection), time.monotonic() - began
     raise AssertionError("it was let finish")
 
@@ -84,15 +84,14 @@ def test_thousands_of_idle_connections_leave_room_for_others() -> None:
             assert clients.stdout.readline() == f"{wanted}\n"
             wait_for(lambda: open_connections(gateway) == wanted, "not all got in", seconds=30)
             each = (rss() - before) * 1024 / wanted
-            with good_traffic(gateway) as good, traffic_beside() as idle:
+            with traffic_beside() as idle, good_traffic(gateway) as good:
                 time.sleep(3)
             clients.communicate("\n")
         wait_for(lambda: open_connections(gateway) == 0, "some stay", seconds=20)
-        print(
-            f"E5: {wanted} idle or half-sent connections, {each:.0f} KiB each, new request's p99 {good.p99:.0f} ms"
-        )
+        print(f"E5: {wanted} idle or half-sent connections, {each:.0f} KiB each, ", end="")
+        print(f"new request's p99 {good.p99:.0f} ms ({idle.p99:.0f} idle)")
         assert each < 60
-        good.require_undisturbed(idle)
+        good.assert_like(idle)
 
 
 @pytest.mark.fault("E4")
@@ -101,7 +100,7 @@ def test_slow_headers_are_closed_with_408() -> None:
         answer, seconds = drip(gateway, HEAD * 20)
         assert statuses(answer) == [408]
         assert error_of(answer)["code"] == "request_timeout"
-        assert 0.4 < seconds < 10
+        assert 0.4 < seconds < 20  # of eighty that it would take
         assert metric(gateway, 'baton_rejections_total{reason="request_timeout"}') == 1
         print(f"E4: slow head closed after {seconds:.2f} s of 0.5")
 
@@ -124,7 +123,7 @@ def test_a_connection_that_says_nothing_is_closed_silently() -> None:
     with run_fake(FakeEngine("a"), edge={"header_s": 0.3}) as gateway, connect(gateway) as connection:
         began = time.monotonic()
         assert rest_of(connection) == b""
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 20
         wait_for(lambda: open_connections(gateway) == 0, "it is still there")
 
 
@@ -138,7 +137,7 @@ def test_the_second_request_head_on_a_connection_has_a_deadline_too() -> None:
         connection.sendall(b"P")
         answer = rest_of(connection)
         assert statuses(answer) == [408]
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 20
 
 
 @pytest.mark.fault("E4")
@@ -154,7 +153,7 @@ def test_a_request_within_its_deadlines_outlives_them() -> None:
 @pytest.mark.parametrize("head", [b"Content-Length: 4000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
 @pytest.mark.fault("E4")
 def test_slow_bodies_are_closed_with_408(head: bytes) -> None:
-    edge = {"body_s": 1.5, "body_bytes_per_s": 1000}
+    edge = {"body_s": 2, "body_bytes_per_s": 1000}
     with run_fake(FakeEngine("a"), edge=edge) as gateway, connect(gateway) as connection:
         began = time.monotonic()
         connection.sendall(HEAD + head)
@@ -164,13 +163,13 @@ def test_slow_bodies_are_closed_with_408(head: bytes) -> None:
         answer = rest_of(connection)
         assert statuses(answer) == [408]
         assert error_of(answer)["code"] == "request_timeout"
-        assert 1.4 < time.monotonic() - began < 10
+        assert 1.9 < time.monotonic() - began < 20
         assert gateway.engine("a").bodies == []
 
 
 @pytest.mark.fault("E4")
 def test_a_large_body_that_keeps_its_pace_has_the_time_it_takes() -> None:
-    """8 KB at 8 KB/s take longer than `body_s`, and may; a machine that stalls has eight times as long."""
+    """8 KB in a second take longer than `body_s`, and may: they have eight seconds more."""
     body = json.dumps(TEXT | {"user": "u" * 8000}).encode()
     edge = {"body_s": 0.4, "body_bytes_per_s": 1000}
     with run_fake(FakeEngine("a"), edge=edge) as gateway, connect(gateway) as connection:
@@ -192,37 +191,36 @@ def test_the_rest_of_a_refused_body_is_not_awaited_for_ever() -> None:
             connection.sendall(sent)
             assert statuses(connection.recv(65536)) == [404]
             began = time.monotonic()
-            dribble(connection, 30)
-            assert time.monotonic() - began < 15
+            dribble(connection, 60)
+            assert time.monotonic() - began < 20
 
 
 @pytest.mark.fault("E4")
 def test_a_thousand_slow_clients_are_gone_at_the_deadline() -> None:
-    with run_fake(FakeEngine("a"), edge={"header_s": 2, "body_s": 2}) as gateway:
+    with run_fake(FakeEngine("a"), edge={"header_s": 8, "body_s": 8}) as gateway:
         slow = [connect(gateway) for _ in range(1000)]
         try:
-            with good_traffic(gateway) as good, traffic_beside() as idle:
+            with traffic_beside() as idle, good_traffic(gateway) as good:
                 began = time.monotonic()
                 for number, connection in enumerate(slow):
                     body = b"Content-Length: 1000\r\n\r\n{" if number % 2 else b""
                     connection.sendall(HEAD + body)
-                wait_for(lambda: open_connections(gateway) < 10, "slow clients stay", seconds=20)
+                wait_for(lambda: open_connections(gateway) < 10, "slow clients stay", seconds=40)
                 seconds = time.monotonic() - began
             answers = [statuses(rest_of(connection)) for connection in slow]
         finally:
             for connection in slow:
                 connection.close()
         assert answers == [[408]] * 1000
-        print(f"E4: 1000 slow clients, all 408 and gone after {seconds:.1f} s of 2, ", end="")
-        print(
-            f"open then {open_connections(gateway)}, good traffic's p99 {good.p99:.0f} ms ({idle.p99:.0f} idle)"
-        )
-        good.require_undisturbed(idle)
+        print(f"E4: 1000 slow clients, all 408 and gone after {seconds:.1f} s of 8, ", end="")
+        print(f"open then {open_connections(gateway)}, ", end="")
+        print(f"good traffic's p99 {good.p99:.0f} ms ({idle.p99:.0f} idle)")
+        good.assert_like(idle)
 
 
 @pytest.mark.fault("E5")
 def test_connections_above_the_limit_get_a_503_and_others_go_on() -> None:
-    with run_fake(FakeEngine("a"), edge={"connections": 20}) as gateway:
+    with run_fake(FakeEngine("a"), edge={"connections": 20, "header_s": 60}) as gateway:
         with connect(gateway) as kept:
             kept.sendall(request())
             assert statuses(kept.recv(65536)) == [200]
@@ -271,7 +269,7 @@ def test_the_metrics_port_has_the_same_deadlines() -> None:
     options = {"host": "0.0.0.0", "auth": auth, "metrics": metrics, "edge": {"header_s": 0.3}}
     with (
         run_fake(FakeEngine("a"), **options) as gateway,
-        socket.create_connection(address(gateway.metrics_url), timeout=5) as connection,
+        socket.create_connection(address(gateway.metrics_url), timeout=30) as connection,
     ):
         connection.sendall(b"GET /metrics HT")
         assert statuses(rest_of(connection)) == [408]

@@ -56,7 +56,7 @@ def images_of(gateway: FakeGateway) -> Path:
 def record_of(gateway: FakeGateway, left: dict[str, Any]) -> Path:
     """A handoff's record, which is on disk a moment after it is ready."""
     path = images_of(gateway).parent / "records" / f"{left['id']}.json"
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     return path

@@ -179,7 +179,7 @@ def test_what_follows_the_last_event_holds_no_client(
         import asyncio
 
         yield chunk("a") + DONE
-        for _ in range(400):
+        for _ in range(600):
             yield last
             await asyncio.sleep(0.1)
 

@@ -240,14 +240,14 @@ def test_a_client_that_leaves_while_waiting_frees_the_engine(fake_gateway: FakeG
 
 def wait_for(condition: object, why: str) -> None:
     assert callable(condition)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline, why
         time.sleep(0.01)
 
 
 def test_while_engines_start_the_process_is_alive_but_not_ready() -> None:
-    behaviour = FakeBehaviour(start_seconds=1.0)
+    behaviour = FakeBehaviour(start_seconds=6.0)
     with run_fake(FakeEngine("slow", behaviour=behaviour), wait=False) as gateway, gateway.client() as client:
         assert client.get("/livez").status_code == 200
         assert client.get("/readyz").status_code == 503

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from baton.config.groups import PoolingSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from support.gateways import FakeGateway, run_fake
 from support.sample_plugins import plugin
+from support.wire import connect
 
 
 @contextmanager
@@ -27,7 +29,16 @@ def ask(gateway: FakeGateway, **data: Any) -> httpx.Response:
         return client.post("/pooling", json={"model": "geo", "data": {"numbers": [0.03, 0.01, 0.02]} | data})
 
 
-def until(condition: Callable[[], object], seconds: float = 5.0) -> bool:
+def ask_and_leave(gateway: FakeGateway, numbers: list[float], begun: Callable[[], object]) -> None:
+    """A client that goes away as soon as its request is so far."""
+    content = json.dumps({"model": "geo", "data": {"numbers": numbers}}).encode()
+    head = f"POST /pooling HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+    with connect(gateway) as line:
+        line.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+        assert until(begun)
+
+
+def until(condition: Callable[[], object], seconds: float = 20.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -25,12 +25,16 @@ class Current:
     """As vLLM 0.32 wants them, with synchronous hooks only.
 
     `data` is `{"numbers": [...]}`; `{"in": hook, "do": deed}` makes the hook misbehave.
+
+    Attributes:
+        release: ends every deed that blocks, before its seconds are over.
     """
 
     def __init__(self) -> None:
         self.forgotten: list[str] = []
         self.threads: set[str] = set()
         self.files: dict[str, Path] = {}
+        self.release = threading.Event()
 
     def deed(self, data: dict[str, Any], hook: str) -> Any:
         self.threads.add(threading.current_thread().name)
@@ -46,7 +50,7 @@ class Current:
         if do == "exit":
             raise SystemExit(3)
         if do == "block":
-            time.sleep(data["seconds"])
+            self.release.wait(data["seconds"])
         return do
 
     def parse_data(self, data: Any) -> dict[str, Any]:
