@@ -298,12 +298,13 @@ def test_a_reader_that_stalls_does_not_keep_its_files_for_ever(tmp_path: Path) -
     class Large(Files):
         def output_to_files(self, output: Any) -> Any:
             path = tmp_path / "large.tif"
-            path.write_bytes(bytes(60_000_000))
+            with path.open("wb") as file:
+                file.truncate(60_000_000)
             self.files["large"] = path
             return [("large.tif", "image/tiff", path)]
 
     plugin = Large(tmp_path)
-    with served(plugin, time_limit_s=1.0) as gateway, connect(gateway) as line:
+    with served(plugin, time_limit_s=6) as gateway, connect(gateway) as line:
         line.sendall(UPLOAD % b"" + b"Content-Length: 3\r\n\r\n\1\2\3")
         assert line.recv(1000).startswith(b"HTTP/1.1 200")
         assert until(lambda: len(plugin.forgotten) == 1)

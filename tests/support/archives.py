@@ -224,9 +224,9 @@ def archived_machine(
         "archive": f"s3://{BUCKET}/baton",
         "archive_endpoint": archive.endpoint,
         "archive_key_file": archive.key_file,
-        "archive_timeout_s": 0.5,
+        "archive_timeout_s": 5,
         "shared": shared,
-        "shared_timeout_s": 0.5,
+        "shared_timeout_s": 5,
         "shared_secret_file": folder / "secret.txt",
     }
     chosen = HandoffSettings(**given | settings)

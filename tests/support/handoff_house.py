@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,15 @@ from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.file import FileStore
 
 ENGINE = FakeEngine("a", supports_handoffs=True)
+
+
+async def becomes(condition: Callable[[], object]) -> None:
+    """Wait until it holds, for as long as no machine takes that is only busy."""
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it did not become so")
 
 
 @dataclass

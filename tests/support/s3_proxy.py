@@ -48,7 +48,9 @@ def s3_proxy(endpoint: str) -> Iterator[S3Proxy]:
         def pass_on(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             proxy.seen.append((self.command, self.path))
-            time.sleep(proxy.delay_s)
+            came = time.monotonic()
+            while time.monotonic() < came + proxy.delay_s:  # it may be ended
+                time.sleep(0.01)
             if (refusal := proxy.refuse(self.command, self.path)) is not None:
                 status, code = refusal
                 text = code if code.startswith("<") else f"<Error><Code>{code}</Code></Error>"

@@ -141,7 +141,7 @@ class Machine:
         record = self.handoffs.begin(ENGINE, tenant, **more)
         self.entry(record.key, blocks, after.key if after is not None else None)
         self.handoffs.end(record, TransferRequest(), range(blocks * 16))
-        await self.handoffs.settled(record, 5)
+        await self.handoffs.settled(record, 20)
         await self.quiet()
         return record
 
@@ -160,7 +160,7 @@ def machine(folder: Path, url: str, secret: str = SECRET, **settings: Any) -> Ma
     folder.mkdir(exist_ok=True)
     (folder / "secret.txt").write_text(secret)
     chosen = HandoffSettings(
-        **{"shared": url, "shared_secret_file": folder / "secret.txt", "shared_timeout_s": 0.5} | settings
+        **{"shared": url, "shared_secret_file": folder / "secret.txt", "shared_timeout_s": 5} | settings
     )
     store, metrics = FileStore(folder / "store"), GatewayMetrics()
     storage = open_shared(chosen, store, folder / "store", metrics.shared_store)

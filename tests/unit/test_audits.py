@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from support.handoff_house import Clocks, House
+from support.handoff_house import Clocks, House, becomes
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
@@ -52,14 +51,6 @@ def test_two_computations_differ_by_their_largest_difference(
     assert (found.difference, found.same_token) == (pytest.approx(difference), same)
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    for _ in range(10_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise TimeoutError
-
-
 class Bench:
     """Audits of one gateway whose fake engine has answered from loaded KV."""
 
@@ -91,7 +82,7 @@ class Bench:
         return self.registry.get_sample_value("baton_handoff_audits_total", {"result": result.value}) or 0
 
     async def until(self, result: AuditResult, number: int = 1) -> None:
-        await eventually(lambda: self.counted(result) >= number)
+        await becomes(lambda: self.counted(result) >= number)
 
 
 @pytest.fixture
@@ -106,6 +97,7 @@ async def test_an_answer_that_is_computed_alike_is_a_match_and_shown(bench: Benc
     async with bench.audits.running():
         bench.note(record, SAID)
         await bench.until(AuditResult.MATCH)
+        await becomes(lambda: record.public()["audit"])
         await asyncio.sleep(0.1)
     audit: Any = record.public()["audit"]
     assert (audit["result"], audit["difference"], audit["same_token"]) == ("match", 0, True)
@@ -119,11 +111,13 @@ async def test_after_a_mismatch_the_kv_is_in_quarantine_and_the_prefix_cache_emp
     async with bench.audits.running():
         bench.note(record, {12: -0.1, 13: -3.0})
         await bench.until(AuditResult.MISMATCH)
+        quarantine = bench.house.folder / "store" / "quarantine"
+        await becomes(lambda: record.bytes == 0 and quarantine.exists() and bench.engine.forgets)
         await asyncio.sleep(0.2)
     store = FileStore(bench.house.folder / "store")
     assert (record.bytes, bench.engine.forgets) == (0, 1)
     assert not store.exists(record.key)
-    assert len(list((bench.house.folder / "store" / "quarantine").iterdir())) == 1
+    assert len(list(quarantine.iterdir())) == 1
     elsewhere = await bench.house.handoffs().get(record.id, "local")
     audit: Any = elsewhere.public()["audit"]
     assert (audit["result"], elsewhere.bytes) == ("mismatch", 0)
@@ -230,9 +224,9 @@ async def test_a_client_s_request_takes_precedence_and_an_audit_that_never_ends_
     async with bench.audits.running():
         bench.note(record, SAID)
         for before in range(service.MOST_TRIES):
-            await eventually(lambda: bench.engine.active == 1)
+            await becomes(lambda: bench.engine.active == 1)
             bench.engine.active += 1
-            await eventually(lambda before=before: bench.engine.aborted > before)  # type: ignore[misc]
+            await becomes(lambda before=before: bench.engine.aborted > before)  # type: ignore[misc]
             bench.engine.active -= 1
         await bench.until(AuditResult.DROPPED)
     assert bench.engine.active == 0

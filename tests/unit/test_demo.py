@@ -155,7 +155,7 @@ async def test_the_demo_reads_where_its_gateway_and_the_metrics_are() -> None:
         follower = Follower(progress)
         for line in printed.splitlines():
             follower._read(line)
-        found = await asyncio.wait_for(follower.ready(), 1)
+        found = await asyncio.wait_for(follower.ready(), 20)
     assert found == (url, f"{metrics}/metrics")
 
 

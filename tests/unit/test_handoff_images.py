@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from support.handoff_house import becomes
 from support.noise import picture
 
 from baton.config.groups import HandoffSettings
@@ -166,6 +167,7 @@ async def test_images_of_nobody_are_swept_and_those_of_a_chain_just_begun_are_no
     begun.add_images(placed(picture(1)))
     assert ImageStore(folder).save(begun)
     async with handoffs.running():
+        await becomes(lambda: not orphan.exists() and not torn.exists())
         await asyncio.sleep(0.1)
     assert {name.partition(".")[0] for name in files(tmp_path)} == {first.id, begun.id, "y" * 32}
 

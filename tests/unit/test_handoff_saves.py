@@ -26,7 +26,7 @@ async def test_a_save_that_comes_late_is_known_when_it_is_there(
     handoffs, relay = house.handoffs(), TransferRequest()
     record = handoffs.begin(ENGINE, "local")
     handoffs.end(record, relay, [1, 2])
-    await handoffs.settled(record, 5)
+    await handoffs.settled(record, 20)
     assert (record.state, record.bytes) == (HandoffState.READY, 0)
     FileStore(house.folder / "store").put(record.key, [b"late"])
     relay.report.save_over.set()
@@ -47,12 +47,15 @@ async def test_a_pin_asked_for_before_there_is_anything_counts_when_it_comes(hou
     await handoffs.change(record, {"pin": False})
 
 
-async def test_a_save_that_is_over_and_left_nothing_is_not_looked_for(house: House) -> None:
+async def test_a_save_that_is_over_and_left_nothing_is_not_looked_for(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.handoffs.records.saves.COMMIT_WITHIN_S", 60)
     handoffs, relay = house.handoffs(), TransferRequest()
     record = handoffs.begin(ENGINE, "local")
     relay.report.save_over.set()
     handoffs.end(record, relay, [1, 2])
-    await asyncio.wait_for(asyncio.gather(*handoffs.background.running), 2)
+    await asyncio.wait_for(asyncio.gather(*handoffs.background.running), 20)
     assert (record.state, record.bytes) == (HandoffState.READY, 0)
 
 

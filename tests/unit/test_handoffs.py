@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.handoff_house import ENGINE, Clocks, House, there
+from support.handoff_house import ENGINE, Clocks, House, becomes, there
 
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
@@ -47,8 +47,7 @@ async def test_a_handoff_lives_its_seconds_and_then_its_files_go(house: House) -
     house.clocks.pass_(2)
     assert not await there(handoffs, record)
     async with handoffs.running():
-        await asyncio.sleep(0.05)
-    assert [path for path in house.folder.rglob("*") if record.id in path.name] == []
+        await becomes(lambda: not [path for path in house.folder.rglob("*") if record.id in path.name])
 
 
 RECORD = {"tenant": "t", "model": "m", "weights": "w", "created_at": 1.0, "ttl_s": 9e9, "expires_at": 9e9}
@@ -163,6 +162,7 @@ async def test_entries_that_belong_to_nobody_are_swept_and_a_plain_engine_s_are_
     for key in (orphan, plain, kept.key):
         os.utime(house.folder / "store" / "entries" / f"{key}.kv", (past, past))
     async with handoffs.running():
+        await becomes(lambda: orphan not in store.keys())  # noqa: SIM118  # no dict
         await asyncio.sleep(0.1)
     assert set(store.keys()) == {kept.key, young, plain}
 
@@ -190,15 +190,15 @@ async def test_a_handoff_that_is_deleted_while_a_request_waits_for_it_is_not_giv
 
     monkeypatch.setattr(handoffs, "settled", noted)
     record = handoffs.begin(ENGINE, "local")
-    consumer = asyncio.create_task(Sources(handoffs, 10).one(record.id, ENGINE, "local"))
-    await asyncio.wait_for(waits.wait(), 5)
+    consumer = asyncio.create_task(Sources(handoffs, 60).one(record.id, ENGINE, "local"))
+    await asyncio.wait_for(waits.wait(), 20)
     await handoffs.delete(record)
     assert not consumer.done(), "its producer is not over yet"
     relay = TransferRequest()
     relay.report.save_over.set()
     handoffs.end(record, relay, [1, 2, 3])
     with pytest.raises(HandoffNotFound):
-        await asyncio.wait_for(consumer, 5)
+        await asyncio.wait_for(consumer, 20)
 
 
 async def test_a_deleted_handoff_never_comes_back(house: House) -> None:
@@ -238,6 +238,7 @@ async def test_a_tenant_s_oldest_go_when_it_leaves_too_much(
     assert [await there(handoffs, record) for record in records] == [False, False, True, True, True]
     monkeypatch.setattr("baton.handoffs.sweeper.MAX_WEIGHT_PER_TENANT", 2500)
     async with handoffs.running():
+        await becomes(lambda: not (house.folder / "records" / f"{records[2].id}.json").exists())
         await asyncio.sleep(0.05)
     assert [await there(handoffs, record) for record in records[2:]] == [False, True, True]
 

@@ -19,11 +19,11 @@ async def idle(seconds: float = 0.0) -> str:
     return threading.current_thread().name
 
 
-async def block(seconds: float) -> None:
-    time.sleep(seconds)  # noqa: ASYNC251  # what plugins do by mistake
+async def block(release: threading.Event) -> None:
+    release.wait(60)  # what plugins do by mistake
 
 
-async def until(condition: Any, seconds: float = 5.0) -> bool:
+async def until(condition: Any, seconds: float = 20.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110  # of threads, which set no events
         await asyncio.sleep(0.01)
@@ -40,7 +40,7 @@ async def test_what_no_future_can_hold_is_told_all_the_same(kind: type[BaseExcep
     threads = HookThreads("x", 1)
     for _ in range(3):
         with pytest.raises(HookEscape):
-            await asyncio.wait_for(threads.run("acme", hook), 5)
+            await asyncio.wait_for(threads.run("acme", hook), 20)
     assert await threads.run("acme", lambda: 7) == 7
 
 
@@ -50,7 +50,7 @@ async def test_a_cancel_that_meets_a_finished_hook_leaves_nobody_behind() -> Non
     over = threading.Event()
     task = asyncio.ensure_future(threads.run("acme", over.set))
     await asyncio.sleep(0)
-    over.wait(5)
+    over.wait(20)
     time.sleep(0.05)  # noqa: ASYNC251  # the result is on its way to the loop, which is busy here
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -61,9 +61,14 @@ async def test_a_cancel_that_meets_a_finished_hook_leaves_nobody_behind() -> Non
 async def test_a_hook_left_behind_is_counted_until_it_comes_back() -> None:
     """And no longer."""
     threads = HookThreads("x", 1)
-    release = threading.Event()
-    task = asyncio.ensure_future(threads.run("acme", release.wait))
-    await asyncio.sleep(0.05)
+    begun, release = threading.Event(), threading.Event()
+
+    def hook() -> None:
+        begun.set()
+        release.wait()
+
+    task = asyncio.ensure_future(threads.run("acme", hook))
+    assert await until(begun.is_set)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -74,14 +79,15 @@ async def test_a_hook_left_behind_is_counted_until_it_comes_back() -> None:
 
 async def test_a_blocked_loop_is_left_to_those_on_it_and_others_get_a_fresh_one() -> None:
     """Those on it go on when it comes round; then its thread ends."""
-    loop = HookLoop("x", 4)
+    loop, release = HookLoop("x", 4), threading.Event()
     with loop.borrowed() as first:
-        blocking = asyncio.ensure_future(first.run_here(block(STALLED_S + 1.0)))
+        blocking = asyncio.ensure_future(first.run_here(block(release)))
         await asyncio.sleep(STALLED_S + 0.5)
         with loop.borrowed() as second:
             assert second is not first
             assert await second.run_here(idle())
             assert loop.stuck == 1
+        release.set()
         await blocking
         assert await first.run_here(idle())
     assert await until(lambda: not first.is_alive())
@@ -91,12 +97,13 @@ async def test_a_blocked_loop_is_left_to_those_on_it_and_others_get_a_fresh_one(
 
 async def test_stuck_loops_are_bounded() -> None:
     """Like threads."""
-    loop = HookLoop("x", 1)
+    loop, release = HookLoop("x", 1), threading.Event()
     with loop.borrowed() as thread:
-        blocking = asyncio.ensure_future(thread.run_here(block(STALLED_S + 1.5)))
+        blocking = asyncio.ensure_future(thread.run_here(block(release)))
         await asyncio.sleep(STALLED_S + 0.5)
         with pytest.raises(PluginBusy), loop.borrowed():
             pass
+        release.set()
         await blocking
     assert await until(lambda: loop.stuck == 0)
     with loop.borrowed() as fresh:
@@ -116,9 +123,9 @@ async def test_a_plugin_that_stops_its_loop_has_it_back() -> None:
     loop = HookLoop("x", 4)
     for harm in (stop, leave_the_interpreter):
         with loop.borrowed() as thread:
-            await asyncio.wait_for(thread.run_here(harm()), 5)
+            await asyncio.wait_for(thread.run_here(harm()), 20)
             await asyncio.sleep(0.05)
-            assert await asyncio.wait_for(thread.run_here(idle()), 5)
+            assert await asyncio.wait_for(thread.run_here(idle()), 20)
     loop.close()
     assert await until(lambda: not thread.is_alive())
 

@@ -37,8 +37,9 @@ from baton.telemetry.logs import EngineOutput, configure_logs
 with EngineOutput() as output:
     configure_logs("info", "json", output.terminal)
     subprocess.run([sys.executable, "-c", "raise ValueError('the weights are gone')"])
-    import time; time.sleep(0.3)
-    cause = output.root_cause()
+    import time; latest = time.monotonic() + 20
+    while not (cause := output.root_cause()) and time.monotonic() < latest:
+        time.sleep(0.01)
 print("cause:", cause)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -25,7 +25,7 @@ os.environ[MARK] = reaper.mark
 nameless = f"import setproctitle, subprocess, sys, time; setproctitle.setproctitle('X' * 4000); "
 nameless += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"
 old = subprocess.Popen([sys.executable, "-c", nameless])
-time.sleep({LOOK_EVERY_S} + 1.5)
+time.sleep({LOOK_EVERY_S} + 5)
 new = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 (pathlib.Path(reaper.scratch) / "a-socket").touch()
 print(reaper.scratch, old.pid, new.pid, flush=True)
@@ -44,7 +44,7 @@ def test_the_children_of_a_killed_process_end_too() -> None:
         started += started[0].children(recursive=True)
         assert len(started) == 3
         parent.kill()
-        _gone, left = psutil.wait_procs(started, timeout=10)
+        _gone, left = psutil.wait_procs(started, timeout=30)
     assert left == []
     deadline = time.monotonic() + 20
     while Path(folder).exists():
@@ -67,7 +67,7 @@ def test_a_clean_end_takes_the_mark_along(monkeypatch: pytest.MonkeyPatch) -> No
         with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as forgotten:
             time.sleep(0.2)
             reaper.__exit__()
-            assert forgotten.wait(10) == -signal.SIGKILL
+            assert forgotten.wait(30) == -signal.SIGKILL
     assert Path(f"/proc/{os.getpid()}").exists()
 
 

@@ -64,7 +64,7 @@ async def asked() -> AsyncIterator[tuple[RemoteClient, Server]]:
 
 async def until(condition: object) -> None:
     assert callable(condition)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110  # of the server's own tasks
             await asyncio.sleep(0.005)
 

@@ -54,7 +54,8 @@ async def test_a_node_of_a_cluster_that_hangs_is_a_store_that_hangs(tmp_path: Pa
     if BINARIES["valkey"] is None:
         pytest.skip("no valkey-server is installed")
     with store_cluster("valkey", tmp_path) as nodes:
-        one, two = machine(tmp_path / "one", nodes[0].url), machine(tmp_path / "two", nodes[1].url)
+        one = machine(tmp_path / "one", nodes[0].url)
+        two = machine(tmp_path / "two", nodes[1].url, shared_timeout_s=0.5)
         record = await one.leave()
         name = one.storage.connection.own_key("r")
         owner = open_client(SharedAddress(nodes[0].url, "baton", b"")).get_node_from_key(name).port
@@ -63,7 +64,9 @@ async def test_a_node_of_a_cluster_that_hangs_is_a_store_that_hangs(tmp_path: Pa
             began = time.monotonic()
             with pytest.raises(HandoffStoreUnavailable):
                 await two.handoffs.get(record.id, "local")
-            assert time.monotonic() - began < 30  # the node hangs until the end
+            assert (
+                time.monotonic() - began < 20
+            )  # its own deadline, and a look at each node: not until it goes on
         assert (await reaches(two.handoffs, record, 20)).id == record.id
 
 
