@@ -118,13 +118,14 @@ async def test_a_slow_service_costs_its_deadlines_and_no_more(site: Site) -> Non
     two = site.machine("two", archive_fetch_s=1.0, archive_timeout_s=0.5)
     found = await two.handoffs.get(record.id, "local")
     site.proxy.delay_s = 0.4  # each look-up is in time, the parts together are not
+    began = time.monotonic()
     await two.handoffs.bring(found, ENGINE)
-    assert not two.handoffs.is_here(found)
-    site.proxy.delay_s = 60.0
+    site.proxy.delay_s = 20.0
+    assert time.monotonic() - began < 10
     began = time.monotonic()
     with pytest.raises(HandoffStoreUnavailable):
         await two.handoffs.get("x" * 32, "local")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 15
     site.proxy.delay_s = 0.0
 
 
@@ -383,14 +384,14 @@ async def test_machines_that_restore_a_handoff_at_once_all_find_it(site: Site, t
 
 @pytest.mark.fault("C17")
 async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_is_faster(site: Site) -> None:
-    one, two = site.machine("one"), site.machine("two", archive_fetch_s=6)
+    one, two = site.machine("one"), site.machine("two", archive_fetch_s=1.0, archive_timeout_s=0.5)
     engine = FakeEngine("a", supports_handoffs=True)
     engine.throughput.prefilled(1000, 0.1)
     found = []
     for record in [await one.leave(blocks=600, pin=True) for _ in range(2)]:
         found.append(await two.handoffs.get(record.id, "local"))
         found[-1].tokens = found[-1].tokens[:1000]  # as long to compute as the engine was measured
-    site.proxy.refuse = lambda _method, path: time.sleep(10) if "/files/" in path else None
+    site.proxy.refuse = lambda _method, path: time.sleep(3.0) if "/files/" in path else None
     waited = []
     for each in found:
         began = time.monotonic()
@@ -398,8 +399,8 @@ async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_
         waited.append(time.monotonic() - began)
         await asyncio.gather(*two.handoffs._fetches._running.values())
         assert not two.handoffs.is_here(each)
-    assert waited[0] > 5.9
-    assert waited[1] < 5.5
+    assert waited[0] > 0.9
+    assert waited[1] < 0.9
     assert (two.handoffs.skipped_fetch_s(found[1]) or 0) > 1.0
 
 

@@ -146,16 +146,18 @@ async def test_decoding_base64_does_not_block_the_event_loop(
 ) -> None:
     """While 50 MB of base64 are decoded, the event loop must go on: lag at p99 under 50 ms.
 
-    Where the machine is busy otherwise, at most twice what it is beside a thread that does something else.
+    Where the machine is busy otherwise, at most twice what it is beside a thread that does something else. Of a
+    lag only as much counts as this process used the processor: the rest is the machine's.
     """
     request = b64(random.Random(1).randbytes(50_000_000))
 
     async def lags_beside(job: asyncio.Task[Any]) -> list[float]:
         lags = []
         while not job.done():
-            before = time.perf_counter()
+            before, used = time.perf_counter(), time.process_time()
             await asyncio.sleep(0.002)
-            lags.append(time.perf_counter() - before - 0.002)
+            late = time.perf_counter() - before - 0.002
+            lags.append(min(late, time.process_time() - used))
         return sorted(lags)
 
     def other_work() -> None:
