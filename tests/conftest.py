@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import subprocess
@@ -24,6 +23,7 @@ from baton.models.store import ModelStore
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
 SHARED_GATEWAYS = ("real_gateway", "tiny_gateway", "relay_gateway", "geo_gateway")
+SHARING_FOLDERS = ("conformance", "deploy", "docs", "engine")
 LAST_USERS: pytest.StashKey[dict[str, pytest.Item]] = pytest.StashKey()
 
 
@@ -62,22 +62,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give all files that use the shared gateways to one process of pytest-xdist, the others one by one."""
+    """Give all tests of the folders that share gateways to one process of pytest-xdist, the others file by file."""
     from xdist.scheduler import LoadScopeScheduling  # where the tests run in one process it is not needed
 
-    class GatewayScheduling(LoadScopeScheduling):
+    class FolderScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "shared gateways" if uses_shared_gateways(config.rootpath / file) else file
+            shares = any(f"/{folder}/" in f"/{file}" for folder in SHARING_FOLDERS)
+            return "shared gateways" if shares else file
 
-    return GatewayScheduling(config, log)
-
-
-@functools.cache
-def uses_shared_gateways(file: Path) -> bool:
-    """Return whether a test file names the fixture of a shared gateway."""
-    text = file.read_text()
-    return any(name in text for name in SHARED_GATEWAYS)
+    return FolderScheduling(config, log)
 
 
 @pytest.hookimpl(trylast=True)
