@@ -104,6 +104,8 @@ def quality(model: Model, count: int, size: int, *, shared: bool) -> dict[str, S
     heads = (4, HEAD_TOKENS) if shared else (HEAD_TOKENS, LONE_HEAD_TOKENS)
     ways = [FULL, Way("moved, keys not rotated", rotates=False), Way("moved")]
     ways += [Way(f"moved, first {head} computed", head=head) for head in heads]
+    done = heads[-1]  # the negative control of what Baton does
+    ways.append(Way(f"moved, keys not rotated, first {done} computed", rotates=False, head=done))
     scores: dict[str, Score] = defaultdict(Score)
     chance = random.Random(7)
     rules = model.tokens(RULES) if shared else []

@@ -15,8 +15,9 @@ from support.wire import connect, request, wait_for
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import Operation
+from baton.engines.port import Engine, Operation
 from baton.handoffs.options import HandoffOptions
+from baton.handoffs.records.record import HandoffRecord
 
 CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
 STEP, END = 999, 998
@@ -236,6 +237,46 @@ def test_tokens_that_are_no_text_are_dropped_whichever_engine_reads_them() -> No
         left = made(gateway, prompt=[1, 2], latent_steps=2)
         continued(gateway, "y", left, translate=True)
         assert prompts(gateway, "y")[0] == [1, 2]
+
+
+def test_a_translation_back_is_of_the_text_where_the_engine_computes_no_latent_steps() -> None:
+    """An engine of the origin's weights would compute its placeholders as if they were words."""
+    engines = (
+        FakeEngine("x", supports_handoffs=True, weights="of x", placeholder=STEP),
+        FakeEngine("plain", supports_handoffs=True, weights="of x"),
+        FakeEngine("y", supports_handoffs=True, weights="of y"),
+    )
+    with run_fake(*engines, handoffs={"auto": "off"}) as gateway:
+        left = made(gateway, prompt=[1, 2], latent_steps=2)
+        there = continued(gateway, "y", left, translate=True)["source"]["translated_id"]
+        back = continued(gateway, "plain", there, translate=True)["source"]
+        assert prompts(gateway, "plain") == [[1, 2], [1, 2, 7]]
+        assert (back["outcome"], back["translated_id"] not in (left, there)) == ("translated", True)
+        exact = continued(gateway, "x", there, translate=True)["source"]
+        assert prompts(gateway, "x")[-1] == [1, 2, STEP, STEP, 7], "where it can be, it is the origin itself"
+        assert exact["translated_id"] == left
+
+
+def test_translations_are_brought_to_this_machine_as_other_handoffs_are(
+    relay: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made here or on another machine, to or back from another model."""
+    handoffs, brought = relay.app.state.gateway.handoffs, list[tuple[str, str]]()
+    bring = handoffs.bring
+
+    async def noted(record: HandoffRecord, engine: Engine) -> None:
+        brought.append((record.id, engine.name))
+        await bring(record, engine)
+
+    monkeypatch.setattr(handoffs, "bring", noted)
+    left = made(relay, prompt=[1, 2])
+    there = continued(relay, "y", left, translate=True)["source"]["translated_id"]
+    assert (there, "y") in brought
+    brought.clear()
+    continued(relay, "y", left, translate=True)
+    assert (there, "y") in brought
+    continued(relay, "x", there, translate=True)
+    assert (left, "x") in brought
 
 
 def test_another_tenant_s_handoff_is_as_unknown_as_none(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,15 +15,17 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.transfers import TransferWatch
 from baton.errors import OperationUnsupported
-from baton.handoffs.joins.joining import Part
 from baton.handoffs.joins.moving import HEAD_TOKENS, LONE_HEAD_TOKENS, moved_parts, require_movable, salt_of
+from baton.handoffs.joins.parts import Part
 from baton.handoffs.prompts.prompt import ContextPrompt
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.session import Session
+from baton.handoffs.records.index import HandoffIndex
+from baton.handoffs.records.record import HandoffRecord, StoredImage
+from baton.handoffs.records.state import HandoffState
+from baton.handoffs.session import JoinedPart, Session
 from baton.images.image_position import ImagePosition
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
-from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
+from baton_kv.contract import MovedPart, Transfer, TransferFailure, TransferOutcome
 
 SHARED = list(range(100, 120))
 
@@ -141,3 +145,60 @@ def test_an_answer_is_exact_unless_any_of_its_loads_brought_moved_kv(
     watch.add("tag", tried.transfer)
     watch.transferred([TransferOutcome("r", "k", Transfer.LOAD, "tag", **each) for each in outcomes])
     assert tried.exact is exact
+    assert tried.transfer.report.in_place >= 0
+    assert all(part["recomputed_tokens"] >= 0 for part in tried._parts())
+
+
+def test_what_is_told_is_of_one_load_the_one_that_moved_most() -> None:
+    """A preempted request, or one with several answers, loads more than once, and less at times."""
+    engine = FakeEngine("a")
+    watch = TransferWatch(engine.throughput, TransferMetrics(CollectorRegistry(), "a"))
+    tried = session(part([1, 2]).record, TransferReport(cached=90))
+    watch.add("tag", tried.transfer)
+    loads = [(90, 40, 16), (60, 10, 16), (95, 40, 20), (99, 0, 0)]
+    for tokens, moved_tokens, computed in loads:
+        load = TransferOutcome("r", "k", Transfer.LOAD, "tag", tokens=tokens, moved=moved_tokens)
+        watch.transferred([replace(load, computed=computed)])
+    report = tried.transfer.report
+    assert (report.loaded, report.moved, report.computed, report.in_place) == (95, 40, 20, 35)
+
+
+def test_each_part_is_told_by_what_was_loaded_or_moved_of_it() -> None:
+    """One between them of which nothing was moved was computed, whatever was loaded behind it."""
+    report = TransferReport(loaded=100, moved=30, computed=40, prompt_ids=list(range(110)))
+    first, gap, last = part(range(30)), part(range(30, 60)), part(range(60, 101))
+    moved_part = MovedPart(key="scope/" + "k" * 16, start=10, tokens=30, to=70)
+    tried = replace(
+        session(first.record, report),
+        parts=(JoinedPart(first, 30), JoinedPart(gap, 60), JoinedPart(last, 101, moved_part)),
+    )
+    told = [
+        (part["loaded_tokens"], part["moved_tokens"], part["recomputed_tokens"]) for part in tried._parts()
+    ]
+    assert told == [(30, 0, 0), (0, 0, 30), (0, 30, 11)]
+
+
+@pytest.mark.parametrize("target", [[], [1]])
+def test_images_that_a_model_takes_at_the_beginning_alone_come_first(target: list[int]) -> None:
+    image = StoredImage(
+        digest="a" * 64, media_type="image/png", width=1, height=1, bytes=1, offset=0, length=1, target=target
+    )
+    shows = part([1, 2])
+    shows.record.images = [image]
+    assert shows.must_be_first is not bool(target)
+
+
+@pytest.mark.parametrize(("exact", "steps", "found"), [(True, 0, True), (False, 0, False), (True, 3, False)])
+def test_prompts_find_only_kv_that_the_engine_would_compute_of_them(
+    exact: bool, steps: int, found: bool
+) -> None:
+    index, tokens = HandoffIndex(time.monotonic), list(range(200))
+    record = part(tokens).record
+    record.state, record.exact, record.latent_steps = HandoffState.READY, exact, steps
+    index.add(record, 60)
+    index.publish(record)
+    match = index.prefixes.find("local", "w", [*tokens, 1], lambda _: True)
+    assert (match is not None) is found
+    record.exact = False  # an audit, or another gateway over the store, may tell it later
+    index.publish(record)
+    assert index.prefixes.find("local", "w", [*tokens, 1], lambda _: True) is None

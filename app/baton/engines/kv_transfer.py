@@ -20,9 +20,11 @@ class TransferReport:
         prompt_ids: the prompt's token ids, once known.
         output_ids: the token ids generated so far.
         cached: number of prompt tokens that the engine did not prefill.
-        loaded: number of tokens whose KV came from the entry; None: nothing was loaded.
-        moved: most tokens of a load whose KV was moved from another place.
-        computed: most tokens of a load that were computed between moved ones.
+        loaded: number of tokens that a load brought, with those moved and those computed between them; None:
+            nothing was loaded. Of several, after a preemption or for several answers, the one that moved and
+            brought most.
+        moved: number of these tokens whose KV was moved from another place.
+        computed: number of these tokens that were computed between moved ones.
         lost_entries: the entries named in the request that could not be used, and why.
         lost: number of tokens whose KV is in the entry but could not be loaded.
         load_ms: milliseconds that the load took.
@@ -48,6 +50,11 @@ class TransferReport:
     miss: TransferFailure | None = None
     first_token: dict[int, float] = field(default_factory=dict)
     save_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def in_place(self) -> int:
+        """Number of tokens whose KV was loaded from the entry to the place that it was computed at."""
+        return (self.loaded or 0) - self.moved - self.computed
 
 
 @dataclass(frozen=True, eq=False)

@@ -83,9 +83,7 @@ def _note(request: TransferRequest, outcome: TransferOutcome) -> None:
             report.miss = outcome.failure
         return
     report.load_ms = outcome.seconds * 1000
-    if outcome.failure is None:
-        report.loaded = outcome.tokens
-        report.moved = max(report.moved, outcome.moved)  # a preempted request loads again
-        report.computed = max(report.computed, outcome.computed)
-    else:
+    if outcome.failure is not None:
         report.lost = outcome.tokens
+    elif report.loaded is None or (outcome.moved, outcome.tokens) >= (report.moved, report.loaded):
+        report.loaded, report.moved, report.computed = outcome.tokens, outcome.moved, outcome.computed

@@ -12,8 +12,9 @@ from baton.admission.tenants import Admission, Ticket
 from baton.engines.idle import is_idle, until_idle
 from baton.engines.port import Engine, Json
 from baton.errors import BatonError, EngineOverloaded, HandoffNotFound, RateLimited
-from baton.handoffs.joins.joining import Part, require_joinable
+from baton.handoffs.joins.checks import require_joinable
 from baton.handoffs.joins.moving import require_movable
+from baton.handoffs.joins.parts import Part
 from baton.handoffs.options import NewHandoff, part_name, translates
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.state import HandoffState
@@ -34,7 +35,7 @@ FIELD = "from"
 
 
 class JoinsAhead:
-    """Owns the joins of one gateway that are under way; each engine computes one at a time.
+    """Owns the joins of one gateway that are under way; each engine computes one of a tenant at a time.
 
     Args:
         handoffs: all handoffs.
@@ -57,7 +58,7 @@ class JoinsAhead:
         self._translations = translations
         self._sessions = sessions
         self._admission = admission
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._turns: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._pending: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Json]] = set()
 
@@ -162,7 +163,7 @@ class JoinsAhead:
         due, deadline = time.monotonic() + IDLE_WITHIN_S, time.monotonic() + PARTS_WITHIN_S
         while True:
             await until_idle(engine, IDLE_WITHIN_S, unless=is_due)
-            async with self._turns[engine.name]:
+            async with self._turns[engine.name, context.tenant]:
                 self._require_there(target, records)
                 if is_idle(engine) or is_due():
                     try:
@@ -193,6 +194,7 @@ class JoinsAhead:
         ticket = Ticket()
         try:
             await self._admission.enter(ticket, context.tenant, engine.name)
+            self._require_there(target, records)  # it may have waited for long
             body = {"model": engine.name}
             session = await self._sessions.open_new(engine, body, context, options, sources, target=target)
             return await session.compute("")

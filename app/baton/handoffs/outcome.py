@@ -25,7 +25,7 @@ def source_outcome(
     source: HandoffRecord, report: TransferReport, decision: Decision | None
 ) -> dict[str, Any]:
     """Return `handoff.source`: how many of its tokens were loaded, resident or recomputed, and why."""
-    loaded = (report.loaded or 0) - report.moved - report.computed
+    loaded = report.in_place
     resident = max(0, prefix_hits(report) - (report.loaded or 0))
     recompute = decision is not None and decision.choice is Choice.RECOMPUTE
     outcome = "recomputed"

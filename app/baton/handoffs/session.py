@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import Engine, Json, Operation, Reply, StreamReply, WholeReply
 from baton.handoffs.answers import ChatAnswer
 from baton.handoffs.audits.service import Audits
-from baton.handoffs.joins.joining import Part
+from baton.handoffs.joins.parts import Part
 from baton.handoffs.options import WRITTEN_BY_THE_ENGINE
 from baton.handoffs.outcome import KV_IS_GONE, source_outcome
 from baton.handoffs.planner import Decision
@@ -46,23 +46,23 @@ class JoinedPart:
     end: int
     moved: MovedPart | None = None
 
-    def public(self, begin: int, loaded: int, reused: int) -> Json:
+    def public(self, begin: int, report: TransferReport, found: int) -> Json:
         """Return where the KV of its tokens came from.
 
         Args:
             begin: number of the prompt's tokens before it.
-            loaded: number of the prompt's tokens that were loaded where they were.
-            reused: number of the prompt's tokens that were not computed when the request ran.
+            report: what was loaded.
+            found: number of the prompt's first tokens that were loaded in place, or in the engine already.
         """
         moved = 0
         if self.moved is not None:
-            moved = min(max(0, reused - self.moved.to), self.moved.tokens)
-        kept = moved if self.moved is not None else min(max(0, reused - begin), self.end - begin)
+            moved = min(max(0, (report.loaded or 0) - self.moved.to), self.moved.tokens)
+        kept = moved if self.moved is not None else min(max(0, found - begin), self.end - begin)
         translated = self.part.translated
         return (translated.public(self.part.record) if translated is not None else {}) | {
             "id": self.part.named,
             "tokens": self.end - begin,
-            "loaded_tokens": 0 if self.moved is not None else max(0, min(self.end, loaded) - begin),
+            "loaded_tokens": 0 if self.moved is not None else max(0, min(self.end, report.in_place) - begin),
             "moved_tokens": moved,
             "recomputed_tokens": self.end - begin - kept,
         }
@@ -86,6 +86,7 @@ class Session:
         translated: how the source came from a handoff of other weights; None: it is of the engine's.
         parts: the handoffs that were joined, the source first; empty: none were.
         thought: `handoff.source` of a request that starts from one vector; None: it starts from none.
+        owns_target: whether the handoff fails with the session; otherwise who registered it may try again.
     """
 
     handoffs: Handoffs
@@ -101,6 +102,7 @@ class Session:
     translated: Translated | None = None
     parts: Sequence[JoinedPart] = ()
     thought: Json | None = None
+    owns_target: bool = True
 
     async def run(self, operation: Operation, body: Json) -> Reply:
         """Call the engine; returns its reply with the `handoff` object.
@@ -127,7 +129,7 @@ class Session:
             prompt: the client's prompt, for a context that the engine tokenizes itself.
 
         Raises:
-            BatonError: the engine failed; the handoff to be saved is marked as failed.
+            BatonError: the engine failed; the handoff to be saved is marked as failed if the session owns it.
         """
         body = {"model": self.engine.name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         try:
@@ -140,7 +142,7 @@ class Session:
 
     def fail(self) -> None:
         """Mark the handoff to be saved as failed, unless the request has ended already."""
-        if self.target is not None:
+        if self.target is not None and self.owns_target:
             self.handoffs.end(self.target, None)
 
     async def _whole(self, reply: WholeReply, headers: dict[str, str]) -> WholeReply:
@@ -229,7 +231,8 @@ class Session:
     @property
     def computed(self) -> int:
         """Number of the prompt's tokens that were computed."""
-        return len(self.transfer.report.prompt_ids) - prefix_hits(self.transfer.report)
+        report = self.transfer.report
+        return len(report.prompt_ids) - prefix_hits(report) + report.computed
 
     @property
     def exact(self) -> bool:
@@ -244,9 +247,8 @@ class Session:
     def _parts(self) -> list[Json]:
         """Return where the KV of each of several handoffs came from."""
         report, begins = self.transfer.report, [0, *(part.end for part in self.parts)]
-        in_place = (report.loaded or 0) - report.moved - report.computed
-        reused = prefix_hits(report) if self.transfer.salt is None else report.loaded or 0
-        return [part.public(begin, in_place, reused) for begin, part in zip(begins, self.parts, strict=False)]
+        found = prefix_hits(report) if self.transfer.salt is None else report.in_place
+        return [part.public(begin, report, found) for begin, part in zip(begins, self.parts, strict=False)]
 
     def _forget_lost_parts(self) -> None:
         """Note of the parts that were to be moved which have no KV any more."""

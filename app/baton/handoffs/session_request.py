@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.engines.port import Engine, Json, Operation
-from baton.handoffs.joins.joining import Part
+from baton.handoffs.joins.overlap import continued_parts
+from baton.handoffs.joins.parts import Part
 from baton.handoffs.options import Order, SaveOptions, part_name
 from baton.handoffs.planner import Planner
 from baton.handoffs.records.record import HandoffRecord
@@ -41,8 +43,19 @@ class SessionRequest:
 
     @property
     def source(self) -> HandoffRecord | None:
-        """The handoff whose KV may be loaded; the others' is computed."""
+        """The handoff that it continues, or the first of several."""
         return self.parts[0].record if self.parts else None
+
+    @property
+    def exact(self) -> bool:
+        """Whether all KV that it uses is what the engine would compute."""
+        return not self.moves and (len(self.parts) != 1 or self.parts[0].record.exact)
+
+    @property
+    def may_load(self) -> HandoffRecord | None:
+        """The handoff whose KV may be loaded: its source, unless moved KV would begin an exact join."""
+        source = self.source
+        return source if source is not None and (source.exact or not self.exact) else None
 
     @property
     def parents(self) -> list[str]:
@@ -67,8 +80,8 @@ class SessionRequest:
         return self.latent_steps + (self.source.latent_steps if self.source is not None else 0)
 
 
-def parts_in_order(
-    planner: Planner, engine: Engine, sources: Sequence[Source], order: Order, field: str
+async def parts_in_order(
+    planner: Planner, engine: Engine, sources: Sequence[Source], order: Order, field: str, *, moves: bool
 ) -> Sequence[Part]:
     """Return handoffs in the order in which they are joined.
 
@@ -76,19 +89,22 @@ def parts_in_order(
         planner: estimates what loading their KV saves.
         engine: the engine that answers.
         sources: the handoffs.
-        order: with `any` one that must come first does (with latent steps, or a text before its messages), or
-            the one whose stored KV saves most time.
+        order: with `any` one that must come first does (see `Part.must_be_first`), or the one whose stored KV
+            saves most time, of those that no other one continues.
         field: the field of the request that names them.
+        moves: whether KV that was moved may be loaded.
     """
     parts = [
         Part(each.record, part_name(field, index), translated=each.translated)
         for index, each in enumerate(sources)
     ]
-    if order == "given" or not parts:
+    if order == "given" or len(parts) < 2:
         return parts
+    continued = await asyncio.to_thread(continued_parts, parts)
 
-    def worth(part: Part) -> tuple[bool, float, int]:
-        return part.must_be_first, planner.saving(engine, part.record), len(part.record.tokens)
+    def worth(part: Part) -> tuple[bool, bool, float, int]:
+        saving = planner.saving(engine, part.record) if part.record.exact or moves else 0.0
+        return part.must_be_first, part.where not in continued, saving, len(part.record.tokens)
 
     first = max(parts, key=worth)
     return [first, *(part for part in parts if part is not first)]

@@ -14,8 +14,10 @@ from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest
 from baton.handoffs.audits.service import Audits
-from baton.handoffs.joins.joining import JoinedContext, Part, join, require_joinable
+from baton.handoffs.joins.checks import require_fit, require_joinable
+from baton.handoffs.joins.joining import join
 from baton.handoffs.joins.moving import moved_parts, require_movable, require_usable_with_moves, salt_of
+from baton.handoffs.joins.parts import JoinedContext, Part
 from baton.handoffs.options import HandoffOptions, NewHandoff, SaveOptions
 from baton.handoffs.planner import Choice, Decision, Planner
 from baton.handoffs.prompts.conversation import Writer
@@ -79,8 +81,10 @@ class Sessions:
         Raises:
             BatonError: the request cannot be carried out with this handoff; nothing was registered.
         """
-        parts = parts_in_order(self.planner, engine, sources, options.order, "handoff.from")
-        moves = options.join == "moved" and len(parts) > 1
+        moves = options.join == "moved" and len(sources) > 1
+        parts = await parts_in_order(
+            self.planner, engine, sources, options.order, "handoff.from", moves=moves
+        )
         require_usable_with_moves(operation, body, parts, moves=moves, steps=options.latent_steps)
         wanted = SessionRequest(operation, body, parts, options.saving, options.latent_steps, moves=moves)
         if moves:
@@ -122,7 +126,7 @@ class Sessions:
         wanted = SessionRequest(
             operation,
             body,
-            parts_in_order(self.planner, engine, sources, options.order, "from"),
+            await parts_in_order(self.planner, engine, sources, options.order, "from", moves=moves),
             save,
             options.latent_steps,
             answered=operation is not Operation.CHAT,
@@ -194,12 +198,12 @@ class Sessions:
             prompt = prompt.with_latent_steps(wanted.latent_steps, engine.placeholder)
         if wanted.save is not None:
             self._require_light_images(prompt.images)
-        decision = self._decide(engine, source, prompt)
+        decision = self._decide(engine, wanted.may_load, prompt)
         moved = self._moved(engine, wanted, prompt, ends, decision)
         target = self._register(engine, context, wanted)
         load = entry_to_name(source, decision, target)
         in_order = [part for part in moved if part is not None]
-        salt = salt_of(source, in_order)
+        salt = salt_of(wanted.may_load, in_order)
         transfer = TransferRequest(
             prompt.tokens,
             prompt.images,
@@ -225,6 +229,7 @@ class Sessions:
             target,
             wanted.parts[0].translated if wanted.parts else None,
             [JoinedPart(part, end, each) for part, end, each in zip(wanted.parts, ends, moved, strict=False)],
+            owns_target=wanted.target is None,
         )
 
     def _moved(
@@ -267,9 +272,12 @@ class Sessions:
 
     async def _join(self, engine: Engine, context: RequestContext, parts: Sequence[Part]) -> JoinedContext:
         require_joinable(engine, parts)
-        self._require_light(sum(part.record.image_bytes for part in parts))
+        images = {image.digest: image.bytes for part in parts for image in part.record.images}
+        self._require_light(sum(images.values()), parts[-1].where)
         read = [replace(part, images=await self.handoffs.images(part.record)) for part in parts]
-        return await join(engine, context, read)
+        joined = await join(engine, context, read)
+        require_fit(engine, parts, joined)
+        return joined
 
     def _decide(self, engine: Engine, source: HandoffRecord | None, prompt: ContextPrompt) -> Decision | None:
         if source is None:
@@ -292,7 +300,7 @@ class Sessions:
             context.tenant,
             parents=wanted.parents,
             translated_from=wanted.translated_from.id if wanted.translated_from is not None else None,
-            exact=not wanted.moves and (wanted.source is None or wanted.source.exact),
+            exact=wanted.exact,
             label=wanted.save.label,
             ttl_s=wanted.save.ttl_s,
             pin=wanted.save.pin,
@@ -309,15 +317,16 @@ class Sessions:
 
     def _require_light_images(self, images: Sequence[PlacedImage]) -> None:
         """Refuse images that are too large to save, before the engine begins."""
-        self._require_light(sum({image.digest: len(image.image.data) for image in images}.values()))
+        sizes = {image.digest: len(image.image.data) for image in images}
+        self._require_light(sum(sizes.values()), "messages")
 
-    def _require_light(self, size: int) -> None:
+    def _require_light(self, size: int, where: str) -> None:
         most = self.settings.image_bytes
         if size > most:
             raise InvalidRequest(
                 f"The context's images take {size} bytes; a handoff may hold at most {most} "
                 "(setting handoffs.image_bytes). Send smaller images, or do not save a handoff.",
-                param="messages",
+                param=where,
             )
 
 

@@ -108,7 +108,9 @@ class Sources:
             for index, each in enumerate(waiting):
                 if each.done() and isinstance(error := each.exception(), BatonError):
                     raise naming(error, part_name(field, index))
-            return list(await asyncio.gather(*waiting))
+            records = list(await asyncio.gather(*waiting))
+            self._require_there(records, field)  # others were waited for meanwhile
+            return records
         finally:
             for each in waiting:
                 each.cancel()
@@ -131,6 +133,11 @@ class Sources:
             except BatonError as error:
                 raise naming(error, part_name(field, index)) from None
         return found
+
+    def _require_there(self, records: Sequence[HandoffRecord], field: str) -> None:
+        for index, record in enumerate(records):
+            if record not in self.handoffs:
+                raise naming(HandoffNotFound(), part_name(field, index))
 
     async def _there(
         self, handoff_id: str, engine: Engine, tenant: str, *, translates: bool

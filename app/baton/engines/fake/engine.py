@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
@@ -31,7 +32,7 @@ from baton.engines.port import (
     unsupported,
 )
 from baton.engines.throughput import Throughput
-from baton.errors import BatonError, StartError
+from baton.errors import BatonError, InvalidRequest, StartError
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
@@ -53,6 +54,7 @@ class FakeBehaviour:
         encode_error: raised for every plugin's prompt.
         stalled_seconds: value of `stalled_s`.
         forgets_answers: whether the chat template drops earlier answers, as those of reasoning models do.
+        alternates: whether the chat template refuses two messages of one role in a row.
         slots: number of requests worked on at once, the others wait; 0: all.
         parsed: message that a tool or reasoning parser puts in place of a chat's answer.
     """
@@ -64,6 +66,7 @@ class FakeBehaviour:
     stream_error: BatonError | None = None
     stream_error_after: int = 2
     forgets_answers: bool = False
+    alternates: bool = False
     ends_answers: bool = False
     encode_seconds: float = 0.0
     encode_error: BatonError | None = None
@@ -177,6 +180,9 @@ class FakeEngine:
     async def render(self, body: Json) -> str:
         """Render one line a message, and a system line first, as many models' templates do."""
         messages = body["messages"]
+        roles = [message["role"] for message in messages]
+        if self.behaviour.alternates and any(one == other for one, other in pairwise(roles)):
+            raise InvalidRequest("Conversation roles must alternate.")
         texts = [message_text(message) for message in messages]
         lines = [f"<{message['role']}> {text} <end>" for message, text in zip(messages, texts, strict=True)]
         if messages and messages[0]["role"] != "system":

@@ -328,10 +328,14 @@ def _note(report: TransferReport, output: Any, *, deltas: bool) -> None:
 
 
 def _correct(output: Any, report: TransferReport) -> None:
-    """Let an output tell clients no store key, and count no token as cached whose KV could not be loaded."""
+    """Let an output tell clients no store key, and count no token as cached that was computed.
+
+    vLLM counts all tokens that the connector promised: also those whose KV was lost, or computed between
+    moved ones.
+    """
     output.kv_transfer_params = None
     if output.num_cached_tokens:
-        output.num_cached_tokens = max(0, output.num_cached_tokens - report.lost)
+        output.num_cached_tokens = max(0, output.num_cached_tokens - report.lost - report.computed)
 
 
 def salted(prompt: Any, salt: str | None) -> Any:

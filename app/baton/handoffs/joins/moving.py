@@ -14,7 +14,7 @@ import numpy
 
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest, OperationUnsupported
-from baton.handoffs.joins.joining import Part
+from baton.handoffs.joins.parts import Part
 from baton.handoffs.options import WRITTEN_BY_THE_ENGINE
 from baton.handoffs.records.record import HandoffRecord
 from baton_kv.contract import MovedPart
@@ -58,7 +58,7 @@ def require_usable_with_moves(
     Raises:
         InvalidRequest: it cannot; the message says why.
     """
-    if not moves and all(part.record.exact for part in parts[:1]):
+    if not moves and (len(parts) != 1 or parts[0].record.exact):
         return
     if body.get("prompt_logprobs") is not None:
         raise InvalidRequest(

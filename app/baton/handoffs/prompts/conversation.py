@@ -241,6 +241,19 @@ class Writer:
         """Return the token ids that every text begins with, such as the beginning-of-sequence token."""
         return await self._tokenize("", special=True)
 
+    async def can_write(self, messages: list[Json], template: Json) -> bool:
+        """Return whether the model's template accepts messages in this order.
+
+        Args:
+            messages: the messages.
+            template: from `template_of`.
+        """
+        try:
+            await self._render(messages, template, False)
+        except InvalidRequest:
+            return False
+        return True
+
     async def begin_of_line(self, tokens: Sequence[int], count: int, *, whole: Sequence[int]) -> int:
         """Return the last place, among the first `count` tokens, at which a text may be cut.
 

@@ -122,7 +122,8 @@ class Rosetta:
             images: the images of the request, in the order of its prompt.
 
         Raises:
-            HandoffIncompatible: no engine here can tell the thought, or the models share none of its tokens.
+            HandoffIncompatible: no engine here can tell the thought, the models share none of its tokens, or
+                `max_logprobs` is too small.
         """
         same = [each for each in self.engines if each.weights == record.weights]
         able = [each for each in same if each.placeholder is not None]
@@ -192,6 +193,12 @@ class Rosetta:
         try:
             await self.admission.enter(ticket, context.tenant, engine.name)
             reply = await engine.call(Operation.COMPLETIONS, body, own, transfer)
+        except InvalidRequest as error:  # of Baton's own request, which its client has not seen
+            raise HandoffIncompatible(
+                f"The engine '{engine.name}' does not tell its {LIKELIEST} likeliest tokens, which stand for "
+                f"a thought: its `max_logprobs` must be at least {LIKELIEST}.",
+                param="handoff.from",
+            ) from error
         finally:
             ticket.answered()
         if not isinstance(reply, WholeReply):

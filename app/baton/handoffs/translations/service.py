@@ -17,6 +17,7 @@ from dataclasses import replace
 from baton.admission.tenants import Admission, Ticket
 from baton.engines.port import Engine, EngineState
 from baton.errors import BatonError, HandoffIncompatible, HandoffNotFound
+from baton.handoffs.compatible import is_compatible
 from baton.handoffs.options import SaveOptions, part_name
 from baton.handoffs.prompts.prompt import ContextPrompt
 from baton.handoffs.records.record import HandoffRecord
@@ -93,10 +94,12 @@ class Translations:
         origin = record
         if record.translated_from is not None:  # translations are of what was said first
             origin = await self._handoffs.get(record.translated_from, context.tenant)
-        if origin.weights == engine.weights:
-            return Source(origin, Translated(record, 0))
-        made, computed = await self._once(engine, context, origin, save)
-        return Source(made, Translated(record, computed))
+        found, computed = origin, 0
+        # It may have the engine's weights, and latent steps that the engine does not compute.
+        if not is_compatible(origin, engine):
+            found, computed = await self._once(engine, context, origin, save)
+        await self._handoffs.bring(found, engine)  # as of any other handoff that a request continues
+        return Source(found, Translated(record, computed))
 
     async def _once(
         self, engine: Engine, context: RequestContext, record: HandoffRecord, save: SaveOptions
