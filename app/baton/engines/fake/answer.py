@@ -83,11 +83,12 @@ class Answer:
     async def _tokens(self) -> AsyncIterator[str]:
         engine = self._engine
         engine.active += 1
+        deaths = engine.deaths
         try:
             async with engine.slots:
                 for word in self._said:
                     await asyncio.sleep(engine.behaviour.token_seconds)
-                    if engine.state is EngineState.FAILED:
+                    if engine.state is EngineState.FAILED or engine.deaths != deaths:
                         raise EngineRestarting()
                     engine.count()
                     self._context.generated_tokens += 1

@@ -99,6 +99,7 @@ class FakeEngine:
         active: number of requests it works on now.
         aborted: number of requests that were cancelled.
         starts: number of starts.
+        deaths: number of calls of `die`, after which earlier requests get no further tokens.
         kills: number of calls of `kill`.
         forgets: number of calls of `forget_prefixes`.
         rounding_nats: see `Engine.rounding_nats`.
@@ -128,6 +129,7 @@ class FakeEngine:
     active: int = 0
     aborted: int = 0
     starts: int = 0
+    deaths: int = 0
     kills: int = 0
     forgets: int = 0
     rounding_nats: float = 0.5
@@ -164,6 +166,7 @@ class FakeEngine:
     def die(self) -> None:
         """Fail, as an engine whose process died: running streams end with `EngineRestarting`."""
         self.state = EngineState.FAILED
+        self.deaths += 1
         self.behaviour.stalled_seconds = 0.0
 
     def forget_prefixes(self) -> None:
