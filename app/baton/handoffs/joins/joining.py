@@ -17,6 +17,7 @@ from baton.errors import BatonError, InvalidRequest, TemplateUnsupported
 from baton.handoffs.joins.overlap import continued_parts, shared_messages
 from baton.handoffs.joins.parts import JoinedContext, Part, refused
 from baton.handoffs.prompts.conversation import Writer
+from baton.handoffs.prompts.engine_text import EngineText
 from baton.handoffs.prompts.image_refs import count_images, shift_images
 from baton.handoffs.records.prefix_index import shared_tokens
 from baton.handoffs.records.record import HandoffRecord
@@ -35,17 +36,15 @@ async def join(engine: Engine, context: RequestContext, parts: Sequence[Part]) -
         BatonError: the contexts cannot be joined; `param` names the part.
     """
     if parts[0].record.conversation is None:
-        return await _joined_texts(Writer(engine, context), parts)
+        return await _joined_texts(EngineText(engine, context), parts)
     return await _joined_chats(engine, context, parts)
 
 
-async def _joined_texts(writer: Writer, parts: Sequence[Part]) -> JoinedContext:
+async def _joined_texts(text: EngineText, parts: Sequence[Part]) -> JoinedContext:
     first = parts[0].record
     shared = min(shared_tokens(first.distinct_tokens, part.record.distinct_tokens) for part in parts[1:])
-    shared = await writer.begin_of_line(
-        first.tokens, shared, whole=[len(part.record.tokens) for part in parts]
-    )
-    begin = await writer.text_begin()
+    shared = await text.begin_of_line(first.tokens, shared, whole=[len(part.record.tokens) for part in parts])
+    begin = await text.begin_tokens()
     tokens, images, ends = list(first.tokens), list(parts[0].images), [len(first.tokens)]
     for part in parts[1:]:
         theirs = part.record.tokens
@@ -90,7 +89,7 @@ async def _shared(engine: Engine, context: RequestContext, parts: Sequence[Part]
     if not answers or past.messages[shared - 1].get("role") != "user":
         return shared
     answer = {"role": "assistant", "content": "1"}
-    takes_both = await Writer(engine, context).can_write(
+    takes_both = await EngineText(engine, context).can_render(
         [*past.messages[:shared], answer, answer], past.template
     )
     return shared if takes_both else shared - 1

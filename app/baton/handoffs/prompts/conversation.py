@@ -9,13 +9,13 @@ written again from its messages: KV is loaded for what it shares with the handof
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.engines.port import Engine, Json, Operation, WholeReply
-from baton.errors import GenerationFailed, ImagesMisplaced, InvalidRequest, TemplateUnsupported
+from baton.engines.port import Engine, Json
+from baton.errors import ImagesMisplaced, InvalidRequest, TemplateUnsupported
+from baton.handoffs.prompts.engine_text import EngineText
 from baton.handoffs.prompts.history import Resent, has_answer, resent
 from baton.handoffs.prompts.image_refs import count_images, shift_images, with_image_refs
 from baton.handoffs.prompts.messages import conversation_from, template_of
@@ -26,8 +26,6 @@ from baton.telemetry.ids import RequestContext
 
 MAX_OVERLAP = 8
 """Most tokens that end a turn."""
-LINE_TOKENS = 8192
-"""Most tokens that are looked at for the end of a line."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ class Writer:
     ) -> None:
         self._engine = engine
         self._context = context
+        self._text = EngineText(engine, context)
         self.client_images = client_images
         self._joined = joined
 
@@ -80,8 +79,8 @@ class Writer:
             begins: the prompt begins with it.
         """
         messages, template = _messages(body), template_of(body)
-        text = await self._render(messages, template, answered)
-        tokens = await self._tokenize(text, special=bool(body.get("add_special_tokens")))
+        text = await self._text.render(messages, template, answered)
+        tokens = await self._text.tokenize(text, special=bool(body.get("add_special_tokens")))
         tokens, images = await self._place_images(tokens, begins=begins)
         return Chat(tokens, _conversation(messages, template, tokens, answered), images)
 
@@ -151,16 +150,8 @@ class Writer:
         if past.answer_from is None:
             return []
         tokens = source.tokens[past.answer_from :]
-        content = await self._detokenize(list(tokens[:-1] if past.ended else tokens))
+        content = await self._text.detokenize(list(tokens[:-1] if past.ended else tokens))
         return [{"role": "assistant", "content": content}]
-
-    async def text_of(self, tokens: Sequence[int]) -> str:
-        """Return the text that token ids stand for; latent steps have none."""
-        return await self._detokenize(list(tokens))
-
-    async def tokens_of(self, text: str) -> list[int]:
-        """Return the token ids of a text, without the tokens that a text begins with."""
-        return await self._plain_tokens(text)
 
     async def plain(
         self, prompt: str | list[int], *, special: bool, after: int = 0
@@ -175,7 +166,7 @@ class Writer:
         Raises:
             ImagesMisplaced: the prompt does not have one placeholder for each image.
         """
-        tokens = await self._tokenize(prompt, special=special) if isinstance(prompt, str) else prompt
+        tokens = await self._text.tokenize(prompt, special=special) if isinstance(prompt, str) else prompt
         try:
             tokens, images = await self._place_images(tokens, begins=not after)
         except ImagesMisplaced:
@@ -211,9 +202,9 @@ class Writer:
         """
         answer: list[Json] = []
         if past.answer_from is None:
-            base = await self._render(past.messages, past.template, False)
+            base = await self._text.render(past.messages, past.template, False)
             text = await self._suffix(base, [*past.messages, *messages], template, answered)
-            own, images = await self._place_images(await self._plain_tokens(text))
+            own, images = await self._place_images(await self._text.tokenize(text))
             tokens, images = [*source.tokens, *own], shift_images(images, len(source.tokens))
         else:
             tokens, images, answer = await self._after_answer(source, past, messages, template, answered)
@@ -227,7 +218,7 @@ class Writer:
     ) -> Chat:
         """Write the first messages after a context that is not a chat."""
         chat = await self.write_chat(body, answered=answered, begins=False)
-        start = await self._tokenize("", special=True)
+        start = await self._text.begin_tokens()
         added = chat.tokens
         if start and added[: len(start)] == start and list(source.tokens[: len(start)]) == start:
             added = added[len(start) :]  # the handoff's context has these tokens already
@@ -236,46 +227,6 @@ class Writer:
         images = [*seen, *shift_images(chat.images, len(tokens) - len(chat.tokens))]
         conversation = _conversation(new.messages, new.template, tokens, answered)
         return Chat(tokens, conversation.model_copy(update={"after_text": True}), images)
-
-    async def text_begin(self) -> list[int]:
-        """Return the token ids that every text begins with, such as the beginning-of-sequence token."""
-        return await self._tokenize("", special=True)
-
-    async def can_write(self, messages: list[Json], template: Json) -> bool:
-        """Return whether the model's template accepts messages in this order.
-
-        Args:
-            messages: the messages.
-            template: from `template_of`.
-        """
-        try:
-            await self._render(messages, template, False)
-        except InvalidRequest:
-            return False
-        return True
-
-    async def begin_of_line(self, tokens: Sequence[int], count: int, *, whole: Sequence[int]) -> int:
-        """Return the last place, among the first `count` tokens, at which a text may be cut.
-
-        Args:
-            tokens: token ids.
-            count: number of tokens that may be cut off together.
-            whole: lengths of whole contexts, which may be cut off as they are.
-
-        Returns:
-            The place behind the last token that ends a line; `count` if it is the end of a context; 0: there
-            is none among the last `LINE_TOKENS` tokens.
-        """
-        if count in whole:
-            return count
-        ends: dict[int, bool] = {}
-        for place in range(count, max(0, count - LINE_TOKENS), -1):
-            token = tokens[place - 1]
-            if token not in ends:
-                ends[token] = (await self._detokenize([token])).endswith("\n")
-            if ends[token]:
-                return place
-        return 0
 
     async def _after_answer(
         self, source: HandoffRecord, past: Conversation, messages: list[Json], template: Json, answered: bool
@@ -287,16 +238,16 @@ class Writer:
         Returns:
             The prompt's tokens, the images of the new messages, and the assistant's message.
         """
-        base = await self._render(past.messages, past.template, True)
+        base = await self._text.render(past.messages, past.template, True)
         mark = secrets.token_hex(16)
         marked = [*past.messages, {"role": "assistant", "content": mark}, *messages]
         before, found, after = (await self._suffix(base, marked, template, answered)).partition(mark)
         if before or not found:
             raise TemplateUnsupported()
-        added, images = await self._place_images(await self._plain_tokens(after))
+        added, images = await self._place_images(await self._text.tokenize(after))
         tokens = list(source.tokens[:-1] if past.ended else source.tokens)
         overlap = _overlap(tokens[past.answer_from :], added)
-        content = await self._detokenize(tokens[past.answer_from : len(tokens) - overlap])
+        content = await self._text.detokenize(tokens[past.answer_from : len(tokens) - overlap])
         answer = [{"role": "assistant", "content": content}]
         if content.strip():
             whole = await self._suffix(base, [*past.messages, *answer, *messages], template, answered)
@@ -326,39 +277,10 @@ class Writer:
 
     async def _suffix(self, base: str, messages: list[Json], template: Json, answered: bool) -> str:
         """Return what the template writes after `base`; it must write `base` unchanged before it."""
-        whole = await self._render(messages, template, answered)
+        whole = await self._text.render(messages, template, answered)
         if not whole.startswith(base):
             raise TemplateUnsupported()
         return whole.removeprefix(base)
-
-    async def _render(self, messages: list[Json], template: Json, answered: bool) -> str:
-        body = {"model": self._engine.name, "messages": messages, "add_generation_prompt": answered}
-        return await self._engine.render(template | body)
-
-    async def _plain_tokens(self, text: str) -> list[int]:
-        """Return the token ids of a text, without the tokens that a text begins with."""
-        return await self._tokenize(text, special=False)
-
-    async def _tokenize(self, text: str, *, special: bool) -> list[int]:
-        body = {"model": self._engine.name, "prompt": text, "add_special_tokens": special}
-        if not text and not special:
-            return []
-        found: list[int] = (await self._call_engine(Operation.TOKENIZE, body))["tokens"]
-        return found
-
-    async def _detokenize(self, tokens: list[int]) -> str:
-        spoken = [token for token in tokens if token != self._engine.placeholder]  # latent steps have no text
-        if not spoken:
-            return ""
-        body = {"model": self._engine.name, "tokens": spoken}
-        return str((await self._call_engine(Operation.DETOKENIZE, body))["prompt"])
-
-    async def _call_engine(self, operation: Operation, body: Json) -> Json:
-        reply = await self._engine.call(operation, body, self._context)
-        if not isinstance(reply, WholeReply):
-            raise GenerationFailed()
-        answer: Json = json.loads(reply.body)
-        return answer
 
 
 def _messages(body: Json) -> list[Json]:

@@ -20,6 +20,7 @@ from baton.errors import GenerationFailed, HandoffIncompatible, InvalidRequest, 
 from baton.handoffs.joins.moving import salt_of
 from baton.handoffs.options import WRITTEN_BY_THE_ENGINE, HandoffOptions
 from baton.handoffs.prompts.conversation import Writer
+from baton.handoffs.prompts.engine_text import EngineText
 from baton.handoffs.prompts.image_refs import shift_images
 from baton.handoffs.prompts.prompt import ContextPrompt, write_prompt
 from baton.handoffs.records.record import HandoffRecord
@@ -134,7 +135,7 @@ class Rosetta:
                 param="handoff.from",
             )
         chances = await self._next_token(theirs, context, record)
-        mixture = await _in_their_tokens(Writer(theirs, context), Writer(engine, context), chances)
+        mixture = await _in_their_tokens(EngineText(theirs, context), EngineText(engine, context), chances)
         shown: Json = {
             "id": record.id,
             "outcome": "rosetta",
@@ -207,7 +208,7 @@ class Rosetta:
         return {int(name.rpartition(":")[2]): math.exp(log) for name, log in found.items()}
 
 
-async def _in_their_tokens(ours: Writer, theirs: Writer, chances: dict[int, float]) -> Mixture:
+async def _in_their_tokens(ours: EngineText, theirs: EngineText, chances: dict[int, float]) -> Mixture:
     """Return a distribution over one model's tokens as a mixture of another's, of those that both have.
 
     Raises:
@@ -215,8 +216,8 @@ async def _in_their_tokens(ours: Writer, theirs: Writer, chances: dict[int, floa
     """
     found: dict[int, float] = {}
     for token, chance in chances.items():
-        text = await ours.text_of([token])
-        same = await theirs.tokens_of(text) if text else []
+        text = await ours.detokenize([token])
+        same = await theirs.tokenize(text) if text else []
         if len(same) == 1:
             found[same[0]] = found.get(same[0], 0.0) + chance
     total = sum(found.values())

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from baton.engines.port import Engine, Json
 from baton.errors import HandoffIncompatible
 from baton.handoffs.prompts.conversation import Writer
+from baton.handoffs.prompts.engine_text import EngineText
 from baton.handoffs.prompts.prompt import ContextPrompt
 from baton.handoffs.records.record import HandoffRecord
 from baton.images.client_image import ClientImage
@@ -60,10 +61,10 @@ async def spoken(
     Raises:
         HandoffIncompatible: text stands before or after its messages, which no chat can hold.
     """
-    writer, past = Writer(engine, context), record.conversation
+    text, past = EngineText(engine, context), record.conversation
     own = [image.image for image in images]
     if past is None:
-        return Spoken(None, await _texts(writer, engine, record, images), own)
+        return Spoken(None, await _texts(text, record, images), own)
     if past.text_only or past.after_text:
         raise HandoffIncompatible(
             "The handoff cannot be translated: plain text stands before or after its messages, or they were "
@@ -72,18 +73,16 @@ async def spoken(
         )
     messages = [*past.messages]
     if past.answer_from is not None:
-        said = await writer.text_of(_words(engine, record, past.answer_from, None))
+        said = await text.detokenize(_words(engine, record, past.answer_from, None))
         messages.append({"role": "assistant", "content": said})
     return Spoken(past.template | {"messages": messages}, [], own, past.answer_fingerprints)
 
 
-async def _texts(
-    writer: Writer, engine: Engine, record: HandoffRecord, images: Sequence[PlacedImage]
-) -> list[str]:
+async def _texts(text: EngineText, record: HandoffRecord, images: Sequence[PlacedImage]) -> list[str]:
     """Return the pieces of a plain text between its images."""
     texts, begin = [], 0
     for stop, after in [*((image.offset, image.offset + image.length) for image in images), (None, None)]:
-        texts.append(await writer.text_of(_words(engine, record, begin, stop)))
+        texts.append(await text.detokenize(_words(text.engine, record, begin, stop)))
         begin = after or 0
     return texts
 
