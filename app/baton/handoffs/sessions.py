@@ -14,6 +14,7 @@ from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest
 from baton.handoffs.audits.service import Audits
+from baton.handoffs.context_limits import ContextLimits
 from baton.handoffs.joins.checks import require_fit, require_joinable
 from baton.handoffs.joins.joining import join
 from baton.handoffs.joins.moving import moved_parts, require_movable, require_usable_with_moves, salt_of
@@ -33,10 +34,6 @@ from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import MovedPart
-
-LATENT_STEPS_PER_CONTEXT = 512
-"""Most latent steps of a context, unless one request may ask for more: lost KV of all of them is recomputed
-in one step of the engine."""
 
 
 @dataclass(frozen=True)
@@ -192,12 +189,13 @@ class Sessions:
         ends: Sequence[int],
     ) -> Session:
         source = wanted.source
-        _require_few_images(engine, prompt.images)
+        limits = ContextLimits(self.settings)
+        limits.require_few_images(engine, prompt.images)
         if wanted.latent_steps:
-            self._require_few_steps(wanted.steps_of_context)
+            limits.require_few_steps(wanted.steps_of_context)
             prompt = prompt.with_latent_steps(wanted.latent_steps, engine.placeholder)
         if wanted.save is not None:
-            self._require_light_images(prompt.images)
+            limits.require_light_images(prompt.images)
         decision = self._decide(engine, wanted.may_load, prompt)
         moved = self._moved(engine, wanted, prompt, ends, decision)
         target = self._register(engine, context, wanted)
@@ -273,7 +271,7 @@ class Sessions:
     async def _join(self, engine: Engine, context: RequestContext, parts: Sequence[Part]) -> JoinedContext:
         require_joinable(engine, parts)
         images = {image.digest: image.bytes for part in parts for image in part.record.images}
-        self._require_light(sum(images.values()), parts[-1].where)
+        ContextLimits(self.settings).require_light(sum(images.values()), parts[-1].where)
         read = [replace(part, images=await self.handoffs.images(part.record)) for part in parts]
         joined = await join(engine, context, read)
         require_fit(engine, parts, joined)
@@ -306,29 +304,6 @@ class Sessions:
             pin=wanted.save.pin,
         )
 
-    def _require_few_steps(self, steps: int) -> None:
-        most = max(LATENT_STEPS_PER_CONTEXT, self.settings.latent_steps_max)
-        if steps > most:
-            raise InvalidRequest(
-                f"The context would hold {steps} latent steps, with those of the handoff that it continues; "
-                f"at most {most} are allowed.",
-                param="latent_steps",
-            )
-
-    def _require_light_images(self, images: Sequence[PlacedImage]) -> None:
-        """Refuse images that are too large to save, before the engine begins."""
-        sizes = {image.digest: len(image.image.data) for image in images}
-        self._require_light(sum(sizes.values()), "messages")
-
-    def _require_light(self, size: int, where: str) -> None:
-        most = self.settings.image_bytes
-        if size > most:
-            raise InvalidRequest(
-                f"The context's images take {size} bytes; a handoff may hold at most {most} "
-                "(setting handoffs.image_bytes). Send smaller images, or do not save a handoff.",
-                param=where,
-            )
-
 
 def entry_to_name(
     source: HandoffRecord | None, decision: Decision | None, target: HandoffRecord | None
@@ -344,14 +319,3 @@ def entry_to_name(
         return None
     shares = target is not None and source.exact  # files with moved KV are only for what loads it
     return source.key if decision.loads or shares else None
-
-
-def _require_few_images(engine: Engine, images: Sequence[PlacedImage]) -> None:
-    """Refuse more images, in the handoff and the request together, than the model takes."""
-    found, most = len(images), engine.images.limit
-    if found > most:
-        raise InvalidRequest(
-            f"The context holds {found} images, with those of its handoff; the model '{engine.name}' "
-            f"takes at most {most}.",
-            param="messages",
-        )
