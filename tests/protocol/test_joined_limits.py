@@ -18,6 +18,7 @@ from baton.handoffs.records.record import HandoffRecord
 
 CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
 STEP = 999
+ASKED = token_ids("<end> <user> 22 <end> <assistant>")
 SEES = ImageInput(limit=2, tokens=frozenset({token_id(IMAGE)}), texts=(IMAGE,))
 
 
@@ -51,6 +52,12 @@ def chat(gateway: FakeGateway, *messages: Any, **handoff: Any) -> str:
 def asked(gateway: FakeGateway, *ids: str, path: str = CHAT, **options: Any) -> httpx.Response:
     body = {"prompt": "7"} if path == TEXT else {"messages": [{"role": "user", "content": "22"}]}
     return post(gateway, path, max_tokens=1, handoff={"from": list(ids)} | options, **body)
+
+
+def turns(*said: str) -> list[dict[str, Any]]:
+    """Messages of a user and an assistant in turns."""
+    roles = ("user", "assistant") * len(said)
+    return [{"role": role, "content": content} for role, content in zip(roles, said, strict=False)]
 
 
 def answered(gateway: FakeGateway, tokens: int) -> str:
@@ -171,6 +178,56 @@ def test_a_question_is_repeated_where_the_template_takes_one_answer_to_each(rela
     prompt = relay.engine("a").transfers[-1].prompt
     turns = [token_ids(f"<end> <user> 11 <end> <assistant> {'11 ' * index}") for index in (2, 3)]
     assert prompt == [11, 11, *turns[0], *turns[1], *token_ids("<end> <user> 22 <end> <assistant>")]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_answer_stands_behind_its_own_question(relay: FakeGateway, order: tuple[int, ...]) -> None:
+    """Where another conversation went on from that question, it is written again, whatever the template takes."""
+    parts = [chat(relay, *turns("11", "5", "33")), answered(relay, 1)]
+    assert asked(relay, *(parts[index] for index in order)).status_code == 200
+    prompt = relay.engine("a").transfers[-1].prompt
+    assert prompt is not None
+    question = token_ids("<user> 11 <end> <assistant>")
+    if order == (0, 1):
+        assert prompt[-len(ASKED) - len(question) - 1 :] == [*question, 11, *ASKED]
+    places = [at for at in range(len(prompt)) if prompt[at : at + len(question)] == question]
+    assert len(places) == 1, "the fake writes a first chat without a template, and the question once more"
+
+
+def test_an_answer_between_others_conversations_stands_behind_its_own_question(relay: FakeGateway) -> None:
+    parts = [answered(relay, 1), chat(relay, *turns("11", "5", "33")), answered(relay, 3)]
+    assert asked(relay, *parts).status_code == 200
+    prompt = relay.engine("a").transfers[-1].prompt
+    last = token_ids("<end> <user> 11 <end> <assistant> 11 11 11")
+    assert prompt is not None
+    assert prompt[-len(last) - len(ASKED) :] == [*last, *ASKED]
+
+
+def test_in_any_order_what_must_be_first_is_joined_ahead_too(relay: FakeGateway) -> None:
+    plain, thought = made(relay, prompt=[1, 2]), made(relay, prompt=[3, 4], latent_steps=2)
+    assert refused(post(relay, AHEAD, **{"from": [plain, thought]})) == (400, "from[1]")
+    joined = post(relay, AHEAD, **{"from": [plain, thought], "order": "any"})
+    assert (joined.status_code, joined.json()["parents"]) == (201, [thought, plain])
+
+
+def test_of_a_chat_that_another_one_continues_nothing_is_counted(relay: FakeGateway) -> None:
+    """Neither its tokens, nor that it can be the first alone."""
+    first = chat(relay, "11 " * (MAX_MODEL_LEN // 3))
+    second = chat(relay, "22", **{"from": first})
+    other = chat(relay, "33 " * (MAX_MODEL_LEN // 3))
+    found = asked(relay, other, first, second)
+    assert found.status_code == 200, found.text
+    begins = chat(relay, "5", **{"from": made(relay, prompt=[1, 2])})
+    goes_on = chat(relay, "6", **{"from": begins})
+    assert asked(relay, goes_on, begins).status_code == 200
+    assert refused(asked(relay, chat(relay, "44"), goes_on)) == (400, "handoff.from[1]")
+
+
+def test_the_part_that_alone_is_too_long_is_named(relay: FakeGateway) -> None:
+    long, short = made(relay, prompt=[1] * (MAX_MODEL_LEN - 1)), made(relay, prompt=[2])
+    assert refused(asked(relay, long, short, path=TEXT)) == (400, "handoff.from[1]")
+    record_of(relay, long).tokens.extend([1])  # as if a model with a longer context had computed it
+    assert refused(asked(relay, long, short, path=TEXT)) == (400, "handoff.from[0]")
 
 
 def test_a_join_ahead_that_finds_the_engine_full_is_tried_again(

@@ -252,6 +252,10 @@ def test_a_translation_back_is_of_the_text_where_the_engine_computes_no_latent_s
         back = continued(gateway, "plain", there, translate=True)["source"]
         assert prompts(gateway, "plain") == [[1, 2], [1, 2, 7]]
         assert (back["outcome"], back["translated_id"] not in (left, there)) == ("translated", True)
+        directly = continued(gateway, "plain", left, translate=True)["source"]
+        assert (directly["translated_id"], directly["computed_tokens"]) == (back["translated_id"], 0)
+        refused = post(gateway, TEXT, "plain", prompt="7", handoff={"from": left})
+        assert refused.json()["error"]["code"] == "handoff_incompatible", "unless it is wanted"
         exact = continued(gateway, "x", there, translate=True)["source"]
         assert prompts(gateway, "x")[-1] == [1, 2, STEP, STEP, 7], "where it can be, it is the origin itself"
         assert exact["translated_id"] == left

@@ -62,16 +62,19 @@ async def first_request(name: str, gateway: RealGateway, tenant: str) -> tuple[i
 
 
 def prefilled_again(turns: list[Used]) -> float:
-    """Share of the unchanged prefix that was prefilled again: the most of the turns' first requests.
+    """Share of what was saved of the unchanged prefix that was prefilled again, the most of any request.
 
-    Within a turn the framework asks again as soon as it is answered. On a busy machine the answer's KV may not
-    be saved by then, so of these requests the median counts, if it is more.
+    Within a turn the framework asks again as soon as it is answered, and on a busy machine the answer's KV may
+    not be saved by then: surely saved is what the turn began with. That it mostly is counts as well, by the
+    median of the share of all the unchanged prefix.
     """
     assert all(len(used) >= 2 for used in turns), "a call of the tool, and an answer to its result"
-    unchanged, first, later = turns[0][-1][0], list[float](), list[float]()
+    unchanged, again, within = turns[0][-1][0], list[float](), list[float]()
     for used in turns[1:]:
-        for index, (prompt, cached) in enumerate(used):
+        saved = unchanged
+        for prompt, cached in used:
             assert prompt > unchanged, "every prompt begins with all of the one before it"
-            (later if index else first).append(1 - cached / unchanged)
+            again.append(1 - cached / saved)
+            within.append(1 - cached / unchanged)
             unchanged = prompt
-    return max(*first, median(later))
+    return max(*again, median(within))

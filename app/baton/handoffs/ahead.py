@@ -12,14 +12,15 @@ from baton.admission.tenants import Admission, Ticket
 from baton.engines.idle import is_idle, until_idle
 from baton.engines.port import Engine, Json
 from baton.errors import BatonError, EngineOverloaded, HandoffNotFound, RateLimited
-from baton.handoffs.joins.checks import require_joinable
+from baton.handoffs.compatible import is_compatible
 from baton.handoffs.joins.moving import require_movable
-from baton.handoffs.joins.parts import Part
-from baton.handoffs.options import NewHandoff, part_name, translates
+from baton.handoffs.options import NewHandoff, translates
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.service import Handoffs
+from baton.handoffs.session_request import parts_in_order
 from baton.handoffs.sessions import Sessions
+from baton.handoffs.source import Source
 from baton.handoffs.sources import Sources
 from baton.handoffs.translations.service import Translations
 from baton.telemetry.ids import RequestContext
@@ -36,6 +37,8 @@ FIELD = "from"
 
 class JoinsAhead:
     """Owns the joins of one gateway that are under way; each engine computes one of a tenant at a time.
+
+    Of those that nobody waits for yet, it computes one of all tenants.
 
     Args:
         handoffs: all handoffs.
@@ -59,6 +62,7 @@ class JoinsAhead:
         self._sessions = sessions
         self._admission = admission
         self._turns: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._idle_turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._pending: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Json]] = set()
 
@@ -110,9 +114,10 @@ class JoinsAhead:
             options.sources, engine, context.tenant, FIELD, translates=translates(options.translate, engine)
         )
         ready = all(record.state is HandoffState.READY for record in records)
-        if ready and all(record.weights == engine.weights for record in records):
-            parts = [Part(record, part_name(FIELD, index)) for index, record in enumerate(records)]
-            require_joinable(engine, parts)
+        if ready and all(is_compatible(record, engine) for record in records):
+            sources = [Source(record) for record in records]
+            parts = await parts_in_order(self._sessions.planner, engine, sources, options, FIELD)
+            await self._sessions.require_joinable(engine, parts)
         target = self._sessions.begin_joined(engine, context.tenant, options)
         at_once = ready and is_idle(engine)
         task = self._handoffs.begin_work(self._join(engine, context, options, target))
@@ -163,8 +168,8 @@ class JoinsAhead:
         due, deadline = time.monotonic() + IDLE_WITHIN_S, time.monotonic() + PARTS_WITHIN_S
         while True:
             await until_idle(engine, IDLE_WITHIN_S, unless=is_due)
-            async with self._turns[engine.name, context.tenant]:
-                self._require_there(target, records)
+            async with self._turns[engine.name, context.tenant], self._idle_turn(engine, due=is_due()):
+                await self._require_there(target, records)
                 if is_idle(engine) or is_due():
                     try:
                         return await self._compute(engine, context, options, target, records)
@@ -173,14 +178,19 @@ class JoinsAhead:
                             raise
             await asyncio.sleep(RETRY_AFTER_S if is_due() else 0)
 
-    def _require_there(self, target: HandoffRecord, records: Sequence[HandoffRecord]) -> None:
+    def _idle_turn(self, engine: Engine, *, due: bool) -> contextlib.AbstractAsyncContextManager[None]:
+        """Let joins that wait for an idle engine begin one at a time: after each it is not idle."""
+        return contextlib.nullcontext() if due else self._idle_turns[engine.name]
+
+    async def _require_there(self, target: HandoffRecord, records: Sequence[HandoffRecord]) -> None:
         """Give up a join that was deleted, or one of whose parts was.
 
         Raises:
-            HandoffNotFound: it was.
+            HandoffNotFound: it was; `param` names the part.
         """
-        if any(record not in self._handoffs for record in (target, *records)):
+        if target not in self._handoffs:
             raise HandoffNotFound()
+        await self._sources.require_there(records, target.tenant, FIELD)
 
     async def _compute(
         self,
@@ -194,7 +204,7 @@ class JoinsAhead:
         ticket = Ticket()
         try:
             await self._admission.enter(ticket, context.tenant, engine.name)
-            self._require_there(target, records)  # it may have waited for long
+            await self._require_there(target, records)  # it may have waited for long
             body = {"model": engine.name}
             session = await self._sessions.open_new(engine, body, context, options, sources, target=target)
             return await session.compute("")

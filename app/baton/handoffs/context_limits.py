@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from baton.config.groups import HandoffSettings
 from baton.engines.port import Engine
 from baton.errors import InvalidRequest
+from baton.handoffs.joins.parts import Part
 from baton.images.placed_image import PlacedImage
 
 LATENT_STEPS_PER_CONTEXT = 512
@@ -69,23 +70,29 @@ class ContextLimits:
         Raises:
             InvalidRequest: they take more bytes than a handoff may hold.
         """
-        sizes = {image.digest: len(image.image.data) for image in images}
-        self.require_light(sum(sizes.values()), "messages")
-
-    def require_light(self, size: int, where: str) -> None:
-        """Refuse more bytes of images than a handoff may hold.
-
-        Args:
-            size: bytes of the images, each counted once.
-            where: the field that brings them.
-
-        Raises:
-            InvalidRequest: there are more.
-        """
-        most = self.settings.image_bytes
-        if size > most:
+        size = sum({image.digest: len(image.image.data) for image in images}.values())
+        if size > (most := self.settings.image_bytes):
             raise InvalidRequest(
                 f"The context's images take {size} bytes; a handoff may hold at most {most} "
                 "(setting handoffs.image_bytes). Send smaller images, or do not save a handoff.",
-                param=where,
+                param="messages",
             )
+
+    def require_light_parts(self, parts: Sequence[Part]) -> None:
+        """Refuse to join handoffs whose images take more bytes than those of one handoff may.
+
+        Args:
+            parts: the handoffs, in the order in which they are joined.
+
+        Raises:
+            InvalidRequest: they do; `param` names the part that passes the limit.
+        """
+        sizes = dict[str, int]()
+        for part in parts:
+            sizes |= {image.digest: image.bytes for image in part.record.images}
+            if (size := sum(sizes.values())) > (most := self.settings.image_bytes):
+                raise InvalidRequest(
+                    f"{part.where}: the images of the joined contexts take at least {size} bytes; they may "
+                    f"take {most} (setting handoffs.image_bytes). Join fewer.",
+                    param=part.where,
+                )

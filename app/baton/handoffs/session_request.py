@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.engines.port import Engine, Json, Operation
 from baton.handoffs.joins.overlap import continued_parts
 from baton.handoffs.joins.parts import Part
-from baton.handoffs.options import Order, SaveOptions, part_name
+from baton.handoffs.options import HandoffOptions, NewHandoff, SaveOptions, part_name
 from baton.handoffs.planner import Planner
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.source import Source
@@ -81,7 +81,11 @@ class SessionRequest:
 
 
 async def parts_in_order(
-    planner: Planner, engine: Engine, sources: Sequence[Source], order: Order, field: str, *, moves: bool
+    planner: Planner,
+    engine: Engine,
+    sources: Sequence[Source],
+    options: HandoffOptions | NewHandoff,
+    field: str,
 ) -> Sequence[Part]:
     """Return handoffs in the order in which they are joined.
 
@@ -89,21 +93,22 @@ async def parts_in_order(
         planner: estimates what loading their KV saves.
         engine: the engine that answers.
         sources: the handoffs.
-        order: with `any` one that must come first does (see `Part.must_be_first`), or the one whose stored KV
-            saves most time, of those that no other one continues.
+        options: how they are joined. With the order `any` one that must come first does (see
+            `Part.must_be_first`), or the one whose stored KV saves most time, of those that no other one
+            continues.
         field: the field of the request that names them.
-        moves: whether KV that was moved may be loaded.
     """
     parts = [
         Part(each.record, part_name(field, index), translated=each.translated)
         for index, each in enumerate(sources)
     ]
-    if order == "given" or len(parts) < 2:
+    if options.order == "given" or len(parts) < 2:
         return parts
     continued = await asyncio.to_thread(continued_parts, parts)
 
     def worth(part: Part) -> tuple[bool, bool, float, int]:
-        saving = planner.saving(engine, part.record) if part.record.exact or moves else 0.0
+        loads = part.record.exact or options.join == "moved"
+        saving = planner.saving(engine, part.record) if loads else 0.0
         return part.must_be_first, part.where not in continued, saving, len(part.record.tokens)
 
     first = max(parts, key=worth)

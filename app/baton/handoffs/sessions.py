@@ -6,7 +6,8 @@ the handoff that will be saved. It returns a session, of which only `run` is lef
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from baton.config.groups import HandoffSettings
@@ -18,6 +19,7 @@ from baton.handoffs.context_limits import ContextLimits
 from baton.handoffs.joins.checks import require_fit, require_joinable
 from baton.handoffs.joins.joining import join
 from baton.handoffs.joins.moving import moved_parts, require_movable, require_usable_with_moves, salt_of
+from baton.handoffs.joins.overlap import continued_parts
 from baton.handoffs.joins.parts import JoinedContext, Part
 from baton.handoffs.options import HandoffOptions, NewHandoff, SaveOptions
 from baton.handoffs.planner import Choice, Decision, Planner
@@ -79,9 +81,7 @@ class Sessions:
             BatonError: the request cannot be carried out with this handoff; nothing was registered.
         """
         moves = options.join == "moved" and len(sources) > 1
-        parts = await parts_in_order(
-            self.planner, engine, sources, options.order, "handoff.from", moves=moves
-        )
+        parts = await parts_in_order(self.planner, engine, sources, options, "handoff.from")
         require_usable_with_moves(operation, body, parts, moves=moves, steps=options.latent_steps)
         wanted = SessionRequest(operation, body, parts, options.saving, options.latent_steps, moves=moves)
         if moves:
@@ -123,7 +123,7 @@ class Sessions:
         wanted = SessionRequest(
             operation,
             body,
-            await parts_in_order(self.planner, engine, sources, options.order, "from", moves=moves),
+            await parts_in_order(self.planner, engine, sources, options, "from"),
             save,
             options.latent_steps,
             answered=operation is not Operation.CHAT,
@@ -269,13 +269,34 @@ class Sessions:
         return prompt, ends
 
     async def _join(self, engine: Engine, context: RequestContext, parts: Sequence[Part]) -> JoinedContext:
-        require_joinable(engine, parts)
-        images = {image.digest: image.bytes for part in parts for image in part.record.images}
-        ContextLimits(self.settings).require_light(sum(images.values()), parts[-1].where)
-        read = [replace(part, images=await self.handoffs.images(part.record)) for part in parts]
-        joined = await join(engine, context, read)
+        continued = await self.require_joinable(engine, parts)
+        images, known = list[Sequence[PlacedImage]](), dict[str, ClientImage]()
+        for part in parts:
+            found = await self.handoffs.images(part.record) if part.where not in continued else []
+            # Bytes of an image that several parts hold are kept once.
+            images.append([replace(each, image=known.setdefault(each.digest, each.image)) for each in found])
+        read = [replace(part, images=theirs) for part, theirs in zip(parts, images, strict=True)]
+        joined = await join(engine, context, read, continued)
         require_fit(engine, parts, joined)
         return joined
+
+    async def require_joinable(self, engine: Engine, parts: Sequence[Part]) -> Mapping[str, str]:
+        """Refuse handoffs that cannot be joined; returns those of which nothing is written.
+
+        Args:
+            engine: the engine that will compute the context.
+            parts: the handoffs, in the order in which they are joined.
+
+        Returns:
+            See `continued_parts`.
+
+        Raises:
+            BatonError: of one of them; `param` names it.
+        """
+        continued = await asyncio.to_thread(continued_parts, parts)
+        require_joinable(engine, parts, continued)
+        ContextLimits(self.settings).require_light_parts(parts)
+        return continued
 
     def _decide(self, engine: Engine, source: HandoffRecord | None, prompt: ContextPrompt) -> Decision | None:
         if source is None:

@@ -59,7 +59,7 @@ class Sources:
             handoff_id: its id.
             engine: the engine that answers.
             tenant: the owner.
-            translates: it may be of other weights, since its text is continued.
+            translates: its text is continued where the engine cannot continue it as it is.
             wait_s: seconds to wait for a pending one; None: `handoffs.wait_s`.
 
         Raises:
@@ -109,7 +109,7 @@ class Sources:
                 if each.done() and isinstance(error := each.exception(), BatonError):
                     raise naming(error, part_name(field, index))
             records = list(await asyncio.gather(*waiting))
-            self._require_there(records, field)  # others were waited for meanwhile
+            await self.require_there(records, tenant, field)  # others were waited for meanwhile
             return records
         finally:
             for each in waiting:
@@ -134,10 +134,22 @@ class Sources:
                 raise naming(error, part_name(field, index)) from None
         return found
 
-    def _require_there(self, records: Sequence[HandoffRecord], field: str) -> None:
+    async def require_there(self, records: Sequence[HandoffRecord], tenant: str, field: str) -> None:
+        """Refuse handoffs one of which was deleted, or has expired, since they were found.
+
+        Args:
+            records: the handoffs.
+            tenant: the owner.
+            field: the field of the request that names them.
+
+        Raises:
+            HandoffNotFound: one was; `param` names it.
+        """
         for index, record in enumerate(records):
-            if record not in self.handoffs:
-                raise naming(HandoffNotFound(), part_name(field, index))
+            try:
+                await self.handoffs.get(record.id, tenant)
+            except HandoffNotFound as error:
+                raise naming(error, part_name(field, index)) from None
 
     async def _there(
         self, handoff_id: str, engine: Engine, tenant: str, *, translates: bool
@@ -146,6 +158,6 @@ class Sources:
         record = await self.handoffs.get(handoff_id, tenant)
         if record.state is HandoffState.FAILED or record not in self.handoffs:
             raise HandoffNotFound()
-        if not translates or record.weights == engine.weights:
+        if not translates:
             require_compatible(record, engine)
         return record

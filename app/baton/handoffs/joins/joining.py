@@ -9,12 +9,12 @@ handoff's KV is loaded, the rest is computed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from baton.engines.port import Engine, Json
 from baton.errors import BatonError, InvalidRequest, TemplateUnsupported
-from baton.handoffs.joins.overlap import continued_parts, shared_messages
+from baton.handoffs.joins.overlap import shared_messages
 from baton.handoffs.joins.parts import JoinedContext, Part, refused
 from baton.handoffs.prompts.conversation import Writer
 from baton.handoffs.prompts.engine_text import EngineText
@@ -24,20 +24,23 @@ from baton.handoffs.records.record import HandoffRecord
 from baton.telemetry.ids import RequestContext
 
 
-async def join(engine: Engine, context: RequestContext, parts: Sequence[Part]) -> JoinedContext:
+async def join(
+    engine: Engine, context: RequestContext, parts: Sequence[Part], continued: Collection[str]
+) -> JoinedContext:
     """Join the contexts of several handoffs, in this order.
 
     Args:
         engine: the engine that will compute the context.
         context: the request that it is joined for.
         parts: handoffs that `require_joinable` has found nothing wrong with, with their images.
+        continued: the fields that name those of which nothing is written, from `continued_parts`.
 
     Raises:
         BatonError: the contexts cannot be joined; `param` names the part.
     """
     if parts[0].record.conversation is None:
         return await _joined_texts(EngineText(engine, context), parts)
-    return await _joined_chats(engine, context, parts)
+    return await _joined_chats(engine, context, parts, continued)
 
 
 async def _joined_texts(text: EngineText, parts: Sequence[Part]) -> JoinedContext:
@@ -56,11 +59,10 @@ async def _joined_texts(text: EngineText, parts: Sequence[Part]) -> JoinedContex
     return JoinedContext(tokens, images, None, ends)
 
 
-async def _joined_chats(engine: Engine, context: RequestContext, parts: Sequence[Part]) -> JoinedContext:
+async def _joined_chats(
+    engine: Engine, context: RequestContext, parts: Sequence[Part], continued: Collection[str]
+) -> JoinedContext:
     first = parts[0]
-    continued = await asyncio.to_thread(continued_parts, parts)
-    if first.where in continued:
-        raise refused(first, f"'{continued[first.where]}' continues it: name that one first, or alone")
     shared = await _shared(engine, context, [part for part in parts if part.where not in continued])
     joined = JoinedContext(
         list(first.record.tokens), list(first.images), first.past, [len(first.record.tokens)]
@@ -80,19 +82,21 @@ async def _joined_chats(engine: Engine, context: RequestContext, parts: Sequence
 async def _shared(engine: Engine, context: RequestContext, parts: Sequence[Part]) -> int:
     """Return the number of messages that are written once: those that all chats begin with.
 
-    What a chat has behind them may be its answer alone, to the last of them. That question is written again
-    before it where the template takes one answer to each.
+    What a chat has behind them may be its answer alone, to the question that they end with. That question is
+    written again before it, unless only other answers to it stand between and the template takes several.
     """
     shared = await asyncio.to_thread(shared_messages, parts)
-    past = parts[0].past
-    answers = [part for part in parts[1:] if part.past.answer_from and not part.past.messages[shared:]]
-    if not answers or past.messages[shared - 1].get("role") != "user":
+    answers = [part.past.answer_from is not None and not part.past.messages[shared:] for part in parts]
+    if not any(answers[1:]):
         return shared
-    answer = {"role": "assistant", "content": "1"}
-    takes_both = await EngineText(engine, context).can_render(
-        [*past.messages[:shared], answer, answer], past.template
-    )
-    return shared if takes_both else shared - 1
+    messages, answer = parts[0].past.messages[:shared], {"role": "assistant", "content": "1"}
+    last = len(parts) - 1 - answers[::-1].index(True)
+    if all(answers[:last]) and await EngineText(engine, context).can_render(
+        [*messages, answer, answer], parts[0].past.template
+    ):
+        return shared
+    asked = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+    return asked[-1] if asked else shared
 
 
 async def _with_chat(

@@ -43,7 +43,7 @@ def _head(messages: Sequence[Json]) -> int:
 
 def continued_parts(parts: Sequence[Part]) -> dict[str, str]:
     """Return which chats hold nothing that another one does not: the field that names it, by that of each."""
-    chats = [(part, _marks(part)) for part in parts if part.record.conversation is not None]
+    chats = [(part, _marks(part)) for part in parts if part.is_chat]
     return {
         part.where: other.where
         for part, marks in chats

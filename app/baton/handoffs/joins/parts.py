@@ -46,6 +46,12 @@ class Part:
         return any(not image.target for image in self.record.images)
 
     @property
+    def is_chat(self) -> bool:
+        """Whether it is a chat whose messages are known."""
+        conversation = self.record.conversation
+        return conversation is not None and not conversation.text_only
+
+    @property
     def past(self) -> Conversation:
         """The conversation of a part that is a chat."""
         assert self.record.conversation is not None

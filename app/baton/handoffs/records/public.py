@@ -51,7 +51,7 @@ class HandoffObject(BaseModel):
     label: str | None = Field(description="The label that the client gave it.")
     exact: bool = Field(
         description="Whether its KV is what the engine would compute of its tokens; `false` if any of it was "
-        "moved to its place, here or in a handoff that it continues."
+        "moved to its place, or loaded from a handoff that is not exact."
     )
     translated_from: str | None = Field(
         description="Id of the handoff of another model whose text it holds; `null`: it is no translation."

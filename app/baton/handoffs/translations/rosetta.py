@@ -17,6 +17,7 @@ from baton.admission.tenants import Admission, Ticket
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, EngineState, Json, Operation, WholeReply
 from baton.errors import GenerationFailed, HandoffIncompatible, InvalidRequest, OperationUnsupported
+from baton.handoffs.compatible import is_compatible
 from baton.handoffs.joins.moving import salt_of
 from baton.handoffs.options import WRITTEN_BY_THE_ENGINE, HandoffOptions
 from baton.handoffs.prompts.conversation import Writer
@@ -127,7 +128,7 @@ class Rosetta:
                 `max_logprobs` is too small.
         """
         same = [each for each in self.engines if each.weights == record.weights]
-        able = [each for each in same if each.placeholder is not None]
+        able = [each for each in same if each.placeholder is not None and is_compatible(record, each)]
         theirs = next((each for each in able if each.state is EngineState.READY), able[0] if able else None)
         if theirs is None:
             raise HandoffIncompatible(
@@ -194,7 +195,9 @@ class Rosetta:
         try:
             await self.admission.enter(ticket, context.tenant, engine.name)
             reply = await engine.call(Operation.COMPLETIONS, body, own, transfer)
-        except InvalidRequest as error:  # of Baton's own request, which its client has not seen
+        except InvalidRequest as error:
+            if "logprobs" not in error.message:
+                raise
             raise HandoffIncompatible(
                 f"The engine '{engine.name}' does not tell its {LIKELIEST} likeliest tokens, which stand for "
                 f"a thought: its `max_logprobs` must be at least {LIKELIEST}.",

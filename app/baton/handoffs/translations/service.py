@@ -89,7 +89,7 @@ class Translations:
     async def _source(
         self, engine: Engine, context: RequestContext, record: HandoffRecord, save: SaveOptions
     ) -> Source:
-        if record.weights == engine.weights:
+        if is_compatible(record, engine):
             return Source(record)
         origin = record
         if record.translated_from is not None:  # translations are of what was said first

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from baton.engines.port import Engine, Forwarding, Json, Operation
 from baton.errors import InvalidRequest
+from baton.handoffs.compatible import is_compatible
 from baton.handoffs.joins.moving import require_movable
 from baton.handoffs.options import (
     HandoffChanges,
@@ -138,9 +139,9 @@ async def _translate(
     gateway: Gateway, engine: Engine, context: RequestContext, options: NewHandoff, record: HandoffRecord
 ) -> Response:
     """Make the translation of a handoff of other weights, unless it is there."""
-    if record.weights == engine.weights:
+    if is_compatible(record, engine):
         raise InvalidRequest(
-            f"from: the handoff is of the weights of '{engine.name}' already: continue it as it is.",
+            f"from: '{engine.name}' can continue the handoff as it is: name it without 'translate'.",
             param="from",
         )
     given = options.model_dump(include={"ttl_s", "pin", "label"}, exclude_unset=True)
