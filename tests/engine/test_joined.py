@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 from support.gateways import RealGateway
-from support.relays import ask, cached, ids, once_saved, told
+from support.relays import ask, cached, ids, nothing_automatic, once_saved, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 RULES = "You compare cities. Be brief.\n"
@@ -57,27 +57,44 @@ def test_what_is_joined_ahead_is_loaded_whole(relay_gateway: RealGateway) -> Non
     assert cached(answer) == ahead["tokens"]
 
 
+RULE = {"role": "system", "content": "You are a helpful assistant."}
+ASKED = [{"role": "user", "content": f"What is the capital of {land}?"} for land in ("Italy", "Spain")]
+LAST = {"role": "user", "content": "Which of both is larger?"}
+
+
+def chat(gateway: RealGateway, model: str, messages: list[Any], **handoff: Any) -> Any:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as sdk:
+        return sdk.chat.completions.create(
+            model=model,
+            messages=messages,
+            max_tokens=12,
+            temperature=0,
+            extra_body={"return_token_ids": True} | ({"handoff": handoff} if handoff else {}),
+            extra_headers=nothing_automatic({"handoff": handoff} if handoff else {}),
+        )
+
+
 def test_chats_are_joined_as_the_model_s_template_writes_them(relay_gateway: RealGateway) -> None:
-    rules = {"role": "system", "content": "You are a helpful assistant."}
-    asked = [{"role": "user", "content": f"What is the capital of {land}?"} for land in ("Italy", "Spain")]
-    last = {"role": "user", "content": "Which of both is larger?"}
-    with openai.OpenAI(base_url=f"{relay_gateway.url}/v1", api_key="none", max_retries=0) as sdk:
-
-        def chat(messages: list[Any], **handoff: Any) -> Any:
-            return sdk.chat.completions.create(
-                model="reader",
-                messages=messages,
-                max_tokens=12,
-                temperature=0,
-                extra_body={"return_token_ids": True} | ({"handoff": handoff} if handoff else {}),
-                extra_headers={} if handoff else {"X-Baton-Handoff": "off"},
-            )
-
-        first, second = (chat([rules, question], save=True) for question in asked)
-        joined = chat([last], **{"from": [first.handoff["id"], second.handoff["id"]]})
-        answers = [
-            {"role": "assistant", "content": answer.choices[0].message.content} for answer in (first, second)
-        ]
-        whole = chat([rules, asked[0], answers[0], asked[1], answers[1], last])
+    first, second = (chat(relay_gateway, "reader", [RULE, question], save=True) for question in ASKED)
+    joined = chat(relay_gateway, "reader", [LAST], **{"from": [first.handoff["id"], second.handoff["id"]]})
+    answers = [
+        {"role": "assistant", "content": answer.choices[0].message.content} for answer in (first, second)
+    ]
+    whole = chat(relay_gateway, "reader", [RULE, ASKED[0], answers[0], ASKED[1], answers[1], LAST])
     assert joined.prompt_token_ids == whole.prompt_token_ids
     assert joined.choices[0].token_ids == whole.choices[0].token_ids
+
+
+def test_chats_that_were_joined_ahead_are_loaded_whole_by_another_engine(relay_gateway: RealGateway) -> None:
+    saved = [chat(relay_gateway, "reader", [RULE, question], save=True).handoff for question in ASKED]
+    names = [once_saved(relay_gateway, each)["id"] for each in saved]
+    with relay_gateway.client() as client:
+        ahead = client.post("/v1/handoffs", json={"model": "reader", "from": names}).raise_for_status().json()
+    ahead = once_saved(relay_gateway, ahead)
+    loaded = chat(relay_gateway, "writer", [LAST], **{"from": ahead["id"]})
+    direct = chat(relay_gateway, "reader", [LAST], **{"from": names})
+    assert loaded.prompt_token_ids == direct.prompt_token_ids
+    assert loaded.choices[0].token_ids == direct.choices[0].token_ids
+    source = loaded.handoff["source"]
+    assert source["loaded_tokens"] + source["resident_tokens"] >= source["shared_tokens"] - 1
+    assert source["shared_tokens"] >= ahead["tokens"] - 1, "but for the token that ended the last answer"

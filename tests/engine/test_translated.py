@@ -42,6 +42,7 @@ translate = true
 kv_cache_memory = "128MiB"
 args = {{ dtype = "float32", max_model_len = 2048, block_size = 32, enable_prefix_caching = false }}
 """
+LISTS = ("three birds", "four rivers")
 TEXT = "You compare cities. " + " ".join(f"Rome has {number * 37 % 101} bridges." for number in range(40))
 
 
@@ -125,7 +126,14 @@ def test_after_a_restart_joins_and_translations_are_what_they_were(gateway: Real
     moved = ask(gateway, "x", " So", handoff={"from": names, "join": "moved", "save": True})
     blend = once_saved(gateway, told(moved))
     made = told(ask(gateway, "y", " So", handoff={"from": names[0], "translate": True}))["source"]
+    chats = [chat(gateway, "x", [{"role": "user", "content": f"Name {what}."}], save=True) for what in LISTS]
+    talks, last = [each["handoff"]["id"] for each in chats], [{"role": "user", "content": "Which is best?"}]
+    whole = of_chat(chat(gateway, "x", last, **{"from": talks}))
     gateway.restart()
+    with gateway.client() as client:
+        ahead = client.post("/v1/handoffs", json={"model": "x", "from": talks}).raise_for_status().json()
+    ahead = once_saved(gateway, ahead)
+    assert of_chat(chat(gateway, "x", last, **{"from": ahead["id"]})) == whole
     again = ask(gateway, "x", " So", handoff={"from": names})
     assert ids(again) == ids(exact)
     assert told(again)["source"]["parts"][0]["loaded_tokens"] >= left[0]["tokens"] - 1
