@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -12,8 +12,8 @@ from support.noise import part, picture, user
 
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fake.prompt import IMAGE, MAX_MODEL_LEN, token_id, token_ids
-from baton.engines.port import ImageInput, Operation, Reply
-from baton.errors import EngineOverloaded, GenerationFailed
+from baton.engines.port import ImageInput, Json, Operation, Reply
+from baton.errors import BatonError, EngineOverloaded, GenerationFailed
 from baton.handoffs.records.record import HandoffRecord
 
 CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
@@ -230,30 +230,38 @@ def test_the_part_that_alone_is_too_long_is_named(relay: FakeGateway) -> None:
     assert refused(asked(relay, long, short, path=TEXT)) == (400, "handoff.from[0]")
 
 
+def failing(engine: FakeEngine, errors: Sequence[BatonError], monkeypatch: pytest.MonkeyPatch) -> list[Json]:
+    """Let an engine fail so many completions; returns the bodies of all that it is asked for."""
+    call, left, asked_for = engine.call, list(errors), list[Json]()
+
+    async def fails(operation: Operation, body: Json, *more: Any) -> Reply:
+        if operation is Operation.COMPLETIONS:
+            asked_for.append(body)
+            if left:
+                raise left.pop(0)
+        return await call(operation, body, *more)
+
+    monkeypatch.setattr(engine, "call", fails)
+    return asked_for
+
+
 def test_a_join_ahead_that_finds_the_engine_full_is_tried_again(
     relay: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.handoffs.ahead.RETRY_AFTER_S", 0.1)
-    engine, parts = relay.engine("a"), [made(relay, prompt=[1, 2]), made(relay, prompt=[3, 4])]
-    call, tries = engine.call, []
-
-    async def full_at_first(operation: Operation, *arguments: Any) -> Reply:
-        if operation is Operation.COMPLETIONS:
-            tries.append(operation)
-            if len(tries) < 3:
-                raise EngineOverloaded()
-        return await call(operation, *arguments)
-
-    monkeypatch.setattr(engine, "call", full_at_first)
+    parts = [made(relay, prompt=[1, 2]), made(relay, prompt=[3, 4])]
+    tries = failing(relay.engine("a"), [EngineOverloaded(), EngineOverloaded()], monkeypatch)
     ahead = post(relay, AHEAD, **{"from": parts})
     assert (ahead.status_code, ahead.json()["state"], len(tries)) == (201, "ready", 3), ahead.text
 
 
-def test_why_the_engine_failed_a_join_ahead_is_told(relay: FakeGateway) -> None:
+def test_why_the_engine_failed_a_join_ahead_is_told(
+    relay: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = [made(relay, prompt=[1, 2]), made(relay, prompt=[3, 4])]
-    relay.engine("a").behaviour.call_error = GenerationFailed("It ran out of luck.")
+    tries = failing(relay.engine("a"), [GenerationFailed("It ran out of luck.")], monkeypatch)
     failed = post(relay, AHEAD, **{"from": parts})
-    assert failed.status_code == 500
+    assert (failed.status_code, len(tries)) == (500, 1)
     with relay.client() as client:
         (shown,) = [each for each in client.get(AHEAD).json()["data"] if each["state"] == "failed"]
     assert shown["error"] == "It ran out of luck."
