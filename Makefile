@@ -20,7 +20,7 @@ TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve demo demo-vision ray test lint format docs docs-reference bench bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
+.PHONY: help serve demo demo-vision ray test lint format docs docs-reference bench bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -73,6 +73,9 @@ bench-scale: $(VENV)/.dev ## Measure several gateways over one store, Envoy befo
 
 bench-transfer: $(VENV)/.dev ## Measure saves and loads beside a copy in memory (seconds)
 	$(BIN)/python bench/transfer.py $(ARGS)
+
+bench-exactness: $(VENV)/.dev ## Compare answers after a load with the engine's own prefix cache's, on your machine and model (minutes)
+	$(BIN)/python bench/exactness.py $(ARGS)
 
 bench-pooling: $(VENV)/.dev ## Measure scenes beside plain vLLM's server and torch alone (minutes; ARGS=--light: a light model, --full: a whole Sentinel-2 tile)
 	$(BIN)/python bench/pooling.py $(ARGS)
