@@ -7,7 +7,6 @@ from is deleted. So neither their number nor the newest one's age says which con
 from __future__ import annotations
 
 import json
-import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,8 @@ class SavedContexts:
     def wait_for(self, before: set[str], least: int, most: int) -> None:
         """Wait until a context of so many tokens is there.
 
+        The gateway finds a context before its record is there.
+
         Args:
             before: names of records that do not count.
             least: fewest tokens.
@@ -49,7 +50,6 @@ class SavedContexts:
             f"no context of {least} to {most} tokens was saved",
             WITHIN_S,
         )
-        time.sleep(0.2)  # the index follows the file
 
     def _tokens(self, before: set[str]) -> list[array[int]]:
         found = []

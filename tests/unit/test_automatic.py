@@ -20,7 +20,9 @@ from baton.handoffs.automatic.save_rule import TRIED, SaveRule
 from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.planner import Planner
 from baton.handoffs.records.index import SUPERSEDED_FOR_S
-from baton.handoffs.records.record import key_of
+from baton.handoffs.records.record import HandoffRecord, key_of
+from baton.handoffs.records.repository import Edit
+from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import TransferFailure
@@ -99,6 +101,22 @@ async def test_a_conversation_is_loaded_as_far_as_it_was_saved(house: House) -> 
     third = await gateway.ask([*tokens(120), *tokens(100, 500), *tokens(10, 900), 7])
     assert third is not None
     assert (third.load, third.limit) == (second.save, 230)
+
+
+async def test_a_context_is_found_while_its_record_is_being_written(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = Gateway(house)
+    create, found = HandoffStorage.create, list[int]()
+    loop = asyncio.get_running_loop()
+
+    def late(storage: HandoffStorage, record: HandoffRecord, edit: Edit) -> bool:
+        found.append(asyncio.run_coroutine_threadsafe(gateway.finds(tokens(100)), loop).result(10))
+        return create(storage, record, edit)
+
+    monkeypatch.setattr(HandoffStorage, "create", late)
+    await gateway.ask(tokens(100))
+    assert found == [100]
 
 
 async def test_only_the_last_context_of_a_conversation_is_kept(house: House) -> None:

@@ -130,11 +130,17 @@ class Saves:
                 await asyncio.to_thread(self._storage.remove, record)
 
     async def finish_automatic(self, record: HandoffRecord, transfer: TransferRequest) -> None:
-        """Write the record of an automatic handoff once its KV is saved; without KV nothing is left of it."""
+        """Write the record of an automatic handoff once its KV is saved; without KV nothing is left of it.
+
+        Requests find it before the record is written: agents ask again as soon as they are answered, and
+        nobody was promised that it outlives a crash.
+        """
         try:
             await self._kv_known(record, transfer, AUTOMATIC_WITHIN_S)
             if record.bytes:
                 await asyncio.to_thread(record.prepare)
+                self._settle(record, HandoffState.READY)
+                self._index.publish(record)
                 await self._share(record)
                 await self._write_record(record)
         finally:
