@@ -4,7 +4,7 @@ One gateway, two engines of the same weights. The first computes a context and s
 asked of the second engine, which loads the context's KV, and of the first, which still has it in its prefix
 cache. Both compute the same tokens in batches of the same shape, so tokens and log probabilities must be
 equal to the last bit. Then the same beside other traffic, where batches differ and so may the last bits, and
-after a restart. All loads are audited: the engine that loaded computes them again and compares.
+after a restart.
 
 On a GPU the two engines share it. The exit status is 1 if anything was wrong.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
-import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from servers import Server, free_port, machine
 CONFIG = """
 [handoffs]
 auto = "off"
-audit = 1.0
 store = "file:{folder}/store"
 unproven_devices = true
 """
@@ -47,10 +45,8 @@ ANSWER = {"max_tokens": 24, "logprobs": 1}
 ROUNDS = 8
 AT_ONCE = 16
 STREAMS = 8
-AUDITED_WITHIN_S = 120
 FAR = 0.5
 """Nats: more than another order of sums explains in bfloat16."""
-AUDITS = re.compile(r'^baton_handoff_audits_total{result="(\w+)"} (\S+)$', re.MULTILINE)
 Answer = dict[str, Any]
 
 
@@ -126,24 +122,13 @@ async def beside_traffic(client: Client, length: int) -> int:
     loaded = await asyncio.gather(*(continued(client, one, own) for one, own in pairs))
     await asyncio.gather(*traffic)
     others = [await computed(client, one, own) for one, own in pairs]
-    missed = sum(not is_loaded(answer) for answer in loaded)
+    loads = sum(is_loaded(answer) for answer in loaded)
     far = sum(is_far(answer, other) for answer, other in zip(loaded, others, strict=True))
     print(
-        f"- {AT_ONCE} at once beside {2 * STREAMS} others: {missed} not loaded, {far} answers far off",
+        f"- {AT_ONCE} at once beside {2 * STREAMS} others: {loads} loaded, {far} answers far off",
         flush=True,
     )
-    return missed + far
-
-
-async def audited(client: Client, loads: int) -> int:
-    """Wait until so many loads were audited; print the results and return how many did not match."""
-    for _ in range(AUDITED_WITHIN_S * 2):
-        audits = {result: int(float(count)) for result, count in AUDITS.findall(await client.metrics())}
-        if sum(audits.values()) >= loads:
-            break
-        await asyncio.sleep(0.5)
-    print(f"- audits of {loads} loads: " + ", ".join(f"{count} {result}" for result, count in audits.items()))
-    return audits["mismatch"] + (audits["match"] == 0)
+    return far + (loads == 0)
 
 
 async def before_the_restart(url: str, lengths: list[int]) -> tuple[int, Saved, Answer]:
@@ -151,7 +136,6 @@ async def before_the_restart(url: str, lengths: list[int]) -> tuple[int, Saved, 
     client = Client(url)
     wrong = sum([await alone(client, length) for length in lengths])
     wrong += await beside_traffic(client, lengths[0])
-    wrong += await audited(client, len(lengths) * ROUNDS + AT_ONCE)
     saved = await save(client, prompt(lengths[0], 1))
     return wrong, saved, await computed(client, saved, prompt(OWN_TOKENS, 1))
 

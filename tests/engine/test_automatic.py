@@ -171,7 +171,7 @@ def test_damaged_kv_costs_only_its_reuse_and_the_usage_says_so(
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    again = chat(gateway, messages)
+    again = saved(contexts, lambda: chat(gateway, messages))
     assert cached(again) == 0
     assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
 

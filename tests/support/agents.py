@@ -40,7 +40,7 @@ def agent_gateway(folder: Path) -> Iterator[RealGateway]:
 async def conversation(name: str, gateway: RealGateway, turns: int, killed_after: int = 0) -> list[Used]:
     """Hold a conversation as the example does, with the gateway killed after one of its turns."""
     done: list[Used] = []
-    contexts = SavedContexts(gateway.output.parent / "store")
+    contexts = SavedContexts(gateway.output.parent / "store", name)
     before = contexts.names()
     agent = import_module(f"examples.agent_{name}")
     async for used in agent.converse(f"{gateway.url}/v1", "smollm2", gateway.keys[name], turns):
@@ -77,4 +77,5 @@ def prefilled_again(turns: list[Used]) -> float:
             again.append(1 - cached / saved)
             within.append(1 - cached / unchanged)
             unchanged = prompt
+    print("of each turn's requests the tokens of the prompt and those cached:", turns)
     return max(*again, median(within))

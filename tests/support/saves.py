@@ -22,14 +22,16 @@ LAST_TOKENS = 4
 
 
 class SavedContexts:
-    """The contexts in a store.
+    """A tenant's contexts in a store.
 
     Args:
         store: its folder.
+        tenant: the owner. Contexts of others may come late, and be as long.
     """
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, store: Path, tenant: str = "local") -> None:
         self._records = store / "records"
+        self._tenant = tenant
 
     def names(self) -> set[str]:
         """Return the names of the records that are there."""
@@ -55,9 +57,11 @@ class SavedContexts:
         found = []
         for name in self.names() - before:
             try:
-                found.append(HandoffRecord.model_validate_json((self._records / name).read_bytes()).tokens)
+                record = HandoffRecord.model_validate_json((self._records / name).read_bytes())
             except FileNotFoundError:  # one that another goes on from was deleted
                 continue
+            if record.tenant == self._tenant:
+                found.append(record.tokens)
         return found
 
 
