@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 from support.handoff_house import becomes
 from support.noise import picture
+from support.shared_index import index_errors
 from support.shared_stores import BINARIES, ENGINE, Machine, StoreServer, machine, servers, store_server
 from support.tcp_proxy import tcp_proxy
 
@@ -98,6 +99,27 @@ async def test_a_deleted_handoff_is_deleted_everywhere(server: StoreServer, tmp_
     assert await gone(one.handoffs, record)
     assert await gone(two.handoffs, record)
     assert (await one.handoffs.page("local", limit=9, after=None))[0] == []
+
+
+@pytest.mark.fault("C3")
+async def test_a_server_at_the_limit_of_its_memory_is_read_and_freed(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    one = machine(tmp_path / "one", server.url)
+    records = [await one.leave(), await one.leave(pin=True)]
+    server.client.config_set("maxmemory", 1)
+    two = machine(tmp_path / "two", server.url)  # its first exchange compares the secrets
+    for record in records:
+        found = await two.handoffs.get(record.id, "local")
+        await two.handoffs.bring(found, ENGINE)
+        assert two.read(found.key) == one.read(record.key)
+    assert not (await two.leave()).on_disk
+    for record in records:
+        await two.handoffs.delete(await two.handoffs.get(record.id, "local"))
+        assert await gone(one.handoffs, record)
+    assert not list(server.client.scan_iter("baton:f:*"))
+    server.client.config_set("maxmemory", 0)
+    assert index_errors(server.client) == []
 
 
 async def test_a_change_never_brings_a_deleted_handoff_back(server: StoreServer, tmp_path: Path) -> None:

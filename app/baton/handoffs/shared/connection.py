@@ -152,8 +152,10 @@ class SharedConnection:
         key, fresh = self.own_key("id"), secrets.token_hex(16)
 
         def work(client: Client) -> bytes:
-            client.set(key, fresh, nx=True)
-            return bytes(client.get(key) or b"")
+            if (found := client.get(key)) is None:  # a server at the limit of its memory refuses any `set`
+                client.set(key, fresh, nx=True)
+                found = client.get(key)
+            return bytes(found or b"")
 
         found: bytes = self.ask("look", work)
         return found

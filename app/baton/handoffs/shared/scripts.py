@@ -93,14 +93,15 @@ local function was_removed(id, change)
   return call('ZSCORE', base .. 'dead', id) or number(call('GET', base .. 'lost')) > number(change)
 end
 
+-- Begins with a write that needs no memory: after one a server at its limit refuses none of a script's others.
 local function forget(id)
   local line = call('HGET', base .. 'rec', id)
+  call('HDEL', base .. 'rec', id)
   if line then
     local scope, bytes = string.match(line, '^(%S+) (%d+)$')
     add('held', scope, -number(bytes))
     call('DECRBY', base .. 'records', bytes)
   end
-  call('HDEL', base .. 'rec', id)
   call('ZREM', base .. 'ends', id)
   call('ZREM', base .. 'log', id)
   call('DEL', base .. 'r:' .. id)
@@ -154,7 +155,7 @@ CHECK = (
     COMMON
     + """
 -- ARGV: the proof that this gateway has the pool's secret. Returns the pool's proof, the version, s and us.
-call('SET', base .. 'proof', ARGV[1], 'NX')
+if call('EXISTS', base .. 'proof') == 0 then call('SET', base .. 'proof', ARGV[1]) end
 return {call('GET', base .. 'proof'), redis.REDIS_VERSION or '6', clock[1], clock[2]}
 """
 )
