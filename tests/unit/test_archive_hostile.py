@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 from support.archives import Archive, ArchivedMachine, archive_server, archived_machine, with_s3
-from support.s3_proxy import S3Proxy, s3_proxy
+from support.s3_proxy import Refusal, S3Proxy, s3_proxy
 from support.shared_stores import BINARIES, ENGINE, store_server
 
 from baton.engines.fake.engine import FakeEngine
@@ -319,6 +319,55 @@ async def test_a_change_that_was_refused_with_503_is_made_nowhere(site: Site) ->
         found = await machine.handoffs.get(record.id, "local")
         assert (found.label, found.pin) == (None, False)
     assert not any(one.store.pinned().values())
+
+
+@pytest.mark.fault("C23")
+async def test_a_handoff_that_is_evicted_while_it_is_changed_or_looked_at_is_found_again(site: Site) -> None:
+    """What the archive has is not gone, whatever becomes of this machine's copy."""
+    one, two = site.machine("one"), site.machine("two")
+    record = await one.leave(pin=True)
+    for label in ("first", "second"):
+        one.storage.inner.remove(record)
+        await one.handoffs.change(record, {"label": label})
+        assert record.label == label
+        assert (await one.handoffs.get(record.id, "local")).label == label
+    assert (await two.handoffs.get(record.id, "local")).label == "second"
+
+    read = one.storage.archive.records.read
+
+    def evicted(handoff: str, unless: str | None = None) -> Any:
+        one.storage.archive.records.read = read  # type: ignore[method-assign]  # once
+        one.storage.inner.remove(record)
+        return read(handoff)
+
+    one.storage.seen._versions.clear()
+    one.storage.archive.records.read = evicted  # type: ignore[method-assign]
+    assert (await one.handoffs.get(record.id, "local")).label == "second"
+    await two.handoffs.delete(await two.handoffs.get(record.id, "local"))
+    one.storage.seen._versions.clear()
+    for _ in range(2):
+        with pytest.raises(HandoffNotFound):
+            await one.handoffs.get(record.id, "local")
+
+
+@pytest.mark.fault("C18")
+async def test_a_handoff_of_which_nobody_knows_whether_it_was_deleted_is_not_said_to_be_gone(
+    site: Site,
+) -> None:
+    one, two = site.machine("one"), site.machine("two")
+    record = await one.leave(pin=True)
+    looks = 0
+
+    def refuse(method: str, path: str) -> Refusal | None:
+        nonlocal looks
+        looks += method == "GET" and "/records/" in path
+        return (503, "SlowDown") if looks == 2 else None  # the look after it was written to this machine
+
+    site.proxy.refuse = refuse
+    with pytest.raises(HandoffStoreUnavailable):
+        await two.handoffs.get(record.id, "local")
+    site.proxy.refuse = lambda _method, _path: None
+    assert (await two.handoffs.get(record.id, "local")).id == record.id
 
 
 async def test_what_another_machine_unpins_is_not_pinned_here(site: Site) -> None:

@@ -127,7 +127,7 @@ class ArchivedStorage(StorageOver):
                 _take_over(mine, there)
                 edit(mine, others)
 
-            return self.inner.change(record, merged)
+            return self.inner.change(record, merged) or self._change_evicted(record, there, merged)
 
         try:
             changed = self.archive.change(record, over)
@@ -143,6 +143,15 @@ class ArchivedStorage(StorageOver):
             self.archiver.write_later(record)  # its KV may have been saved since
         return changed
 
+    def _change_evicted(self, record: HandoffRecord, there: HandoffRecord, edit: Edit) -> HandoffRecord:
+        """Write the archive's record here again, which this machine has just evicted, and change it."""
+        again = there.model_copy(update={"revision": max(there.revision, record.revision)})
+        again.prepare()
+        again.on_disk = self.inner.create(again, _as_it_is)
+        if (changed := self.inner.change(again, edit)) is None:
+            raise HandoffStoreUnavailable(UNAVAILABLE)  # evicted again: the client may try once more
+        return changed
+
     def find(self, handoff_id: str, tenant: str) -> HandoffRecord | None:
         try:
             found = self.inner.find(handoff_id, tenant)
@@ -156,7 +165,11 @@ class ArchivedStorage(StorageOver):
         return self._restored(there) if there is not None else None
 
     def _restored(self, there: Version) -> HandoffRecord | None:
-        """Write a record of the archive to this machine, or to the shared store; None: it was deleted now."""
+        """Write a record of the archive to this machine, or to the shared store; None: it was deleted now.
+
+        Raises:
+            HandoffStoreUnavailable: the archive failed.
+        """
         record = there.document.record
         assert record is not None
         record.archived = True
@@ -168,8 +181,11 @@ class ArchivedStorage(StorageOver):
             now = self.archive.records.read(self._name(record), unless=there.tag)
         except NotChanged:
             return record
-        except (Tampered, HandoffStoreUnavailable):
+        except Tampered:
             now = None
+        except HandoffStoreUnavailable:
+            self.inner.remove(record)  # nobody knows whether it was deleted meanwhile
+            raise
         if now is not None and now.document.record is not None:
             return record  # changed meanwhile: that is seen with the next look
         self.inner.remove(record)
@@ -211,7 +227,7 @@ class ArchivedStorage(StorageOver):
                 self.inner.quarantine(record)
             elif told.pin != pinned:
                 self._pin(record, told.pin)
-        return changed
+        return changed if changed is not None else self._restored(there)  # it was evicted here meanwhile
 
     def source_of(self, record: HandoffRecord) -> str:
         if self.inner.shared and any(self.inner.stored_bytes([record])):

@@ -53,10 +53,11 @@ class IndexSync:
 
         Args:
             known: the record in the index.
-            now: the record as it is on disk; None: it was deleted.
+            now: the record as it is on disk; None: it was deleted. The archive knows whether an archived one
+                was: that one may be looked up again.
         """
         if now is None:
-            self._index.forget(known)
+            self._index.evict(known)
         elif now is not known and known.state is HandoffState.PENDING:
             if now.state is not HandoffState.PENDING:  # another gateway has saved it
                 self._index.drop(known)
