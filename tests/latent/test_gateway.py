@@ -17,10 +17,11 @@ import torch
 from latent.reference import Reference
 from support.gateways import RealGateway
 from support.offline_engines import prompt
-from support.relays import ask, cached, ids, told
+from support.relays import ask, cached, ids, once_saved, told
 from transformers import AutoModelForCausalLM
 
 from baton.config.settings import load_settings
+from baton.handoffs.joins.moving import LONE_HEAD_TOKENS
 from baton.models.store import ModelStore
 from baton_latent import choose_placeholder
 
@@ -28,6 +29,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 README = Path(__file__).parents[2] / "plugins/baton_latent/README.md"
 CALM = [(37, 8, 4), (50, 3, 7), (45, 12, 7), (60, 12, 8)]
 """Lengths, steps and seeds of prompts on which rounding does not decide; see test_engine.py."""
+LENGTH, STEPS, SEED = CALM[2]
+RULES = prompt(LENGTH, seed=SEED)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,19 @@ def mixed_answer(model: str, chances: dict[int, float], tokens: list[int], count
             logits[choose_placeholder(model)] = -torch.inf
             found.append(int(logits.argmax()))
     return found[len(tokens) :]
+
+
+def test_avp_s_names_say_where_one_vector_is_the_default(gateway: RealGateway) -> None:
+    """The second engine's settings name the first as its `avp_target_model`; its own handoffs it continues."""
+    left = told(ask(gateway, "other", "The capital of France is", handoff={"save": {"scope": "prompt"}}))[
+        "id"
+    ]
+    by_name = ask(gateway, "thinker", " of", handoff={"from": left})
+    assert told(by_name)["source"]["outcome"] == "rosetta"
+    by_request = {"from": left, "translate": {"via": "rosetta"}}
+    assert ids(by_name) == ids(ask(gateway, "thinker", " of", handoff=by_request))
+    own = ask(gateway, "other", " of", handoff={"from": left})
+    assert told(own)["source"]["outcome"] == "loaded"
 
 
 def test_a_thought_of_another_model_is_refused_where_it_cannot_be_had(gateway: RealGateway) -> None:
@@ -198,6 +214,63 @@ def test_a_chat_thinks_before_it_answers_and_goes_on(gateway: RealGateway) -> No
         going_on = client.post("/v1/chat/completions", json=chat | more)
     assert going_on.status_code == 200, going_on.text
     assert going_on.json()["handoff"]["source"]["outcome"] == "loaded"
+
+
+def thought(gateway: RealGateway) -> dict[str, Any]:
+    """A handoff that ends with latent steps."""
+    with gateway.client() as client:
+        sent = {"model": "thinker", "prompt": RULES, "latent_steps": STEPS}
+        made = client.post("/v1/handoffs", json=sent)
+    assert made.status_code == 201, made.text
+    return once_saved(gateway, made.json())
+
+
+def read(gateway: RealGateway, asked: list[int]) -> tuple[dict[str, Any], list[int]]:
+    """A handoff without latent steps, and its context."""
+    answer = ask(gateway, "other", asked, handoff={"save": True})
+    before, said = ids(answer)
+    return once_saved(gateway, told(answer)), [*before, *said]
+
+
+@pytest.mark.parametrize("engine", ["thinker", "other"])
+def test_a_thought_is_joined_exactly_with_what_others_read(
+    gateway: RealGateway, reference: Reference, engine: str
+) -> None:
+    first = thought(gateway)
+    second, context = read(gateway, prompt(30, seed=21))
+    own = prompt(5, seed=3)
+    joined = ask(gateway, engine, own, handoff={"from": [first["id"], second["id"]]})
+    whole = [*RULES, *[reference.placeholder] * STEPS, *context, *own]
+    assert ids(joined) == (whole, reference.think(whole, 8).tokens)
+    source = told(joined)["source"]
+    assert (source["outcome"], source["exact"]) == ("loaded", True)
+    assert source["loaded_tokens"] == LENGTH + STEPS
+
+
+def test_a_thought_behind_another_context_is_refused(gateway: RealGateway) -> None:
+    first, (second, _) = thought(gateway), read(gateway, prompt(30, seed=21))
+    for join in ("exact", "moved"):
+        handoff = {"from": [second["id"], first["id"]], "join": join}
+        with gateway.client() as client:
+            body = {"model": "other", "prompt": "a", "handoff": handoff}
+            refused = client.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "handoff.from[1]")
+        assert "latent steps" in refused.json()["error"]["message"]
+
+
+def test_kv_is_moved_behind_a_thought(gateway: RealGateway, reference: Reference) -> None:
+    first = thought(gateway)
+    second, context = read(gateway, prompt(600, seed=21))
+    own = prompt(5, seed=3)
+    handoff = {"from": [first["id"], second["id"]], "join": "moved"}
+    moved = ask(gateway, "thinker", own, handoff=handoff)
+    whole = [*RULES, *[reference.placeholder] * STEPS, *context, *own]
+    assert ids(moved)[0] == whole
+    source = told(moved)["source"]
+    assert (source["outcome"], source["exact"]) == ("blended", False)
+    assert source["parts"][1]["moved_tokens"] == len(context) - LONE_HEAD_TOKENS - 1
+    exact = ask(gateway, "thinker", own, handoff=handoff | {"join": "exact"})
+    assert ids(exact) == (whole, reference.think(whole, 8).tokens), "the moved KV is not met again"
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ local function was_removed(id, change)
   return call('ZSCORE', base .. 'dead', id) or number(call('GET', base .. 'lost')) > number(change)
 end
 
--- Begins with a write that needs no memory: after one a server at its limit refuses none of a script's others.
+-- Begins with a write that needs no memory: after one a full server refuses none of a script's others.
 local function forget(id)
   local line = call('HGET', base .. 'rec', id)
   call('HDEL', base .. 'rec', id)
