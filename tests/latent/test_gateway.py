@@ -244,7 +244,7 @@ def test_a_thought_is_joined_exactly_with_what_others_read(
     assert ids(joined) == (whole, reference.think(whole, 8).tokens)
     source = told(joined)["source"]
     assert (source["outcome"], source["exact"]) == ("loaded", True)
-    assert source["loaded_tokens"] == LENGTH + STEPS
+    assert source["loaded_tokens"] + source["resident_tokens"] == LENGTH + STEPS
 
 
 def test_a_thought_behind_another_context_is_refused(gateway: RealGateway) -> None:
