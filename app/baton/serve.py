@@ -150,7 +150,7 @@ def _header(key: str) -> str:
 
 
 def _try_chat(url: str, model: str, key: str) -> str:
-    question = {"role": "user", "content": "What is gravity?"}
+    question = {"role": "user", "content": "Name the capital of France."}
     body = json.dumps({"model": model, "messages": [question], "temperature": 0, "max_tokens": 64})
     return f"""Try it:
   curl {url}/v1/chat/completions {_header(key)}-H 'Content-Type: application/json' \\
