@@ -8,9 +8,7 @@ import pytest
 from support.agents import AGENTS, FEWEST, agent_gateway, conversation, prefilled_again
 from support.gateways import RealGateway
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-ONE_EACH = ("langgraph", "anthropic", "openai_agents")
-"""One for each API; the others, which are as long, are asked in `make chaos`."""
+pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +17,6 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
         yield running
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ONE_EACH else pytest.param(name, marks=pytest.mark.chaos) for name in AGENTS],
-)
+@pytest.mark.parametrize("name", AGENTS)
 async def test_an_agent_prefills_what_is_new(gateway: RealGateway, name: str) -> None:
     assert prefilled_again(await conversation(name, gateway, turns=2)) <= 1 - FEWEST

@@ -15,7 +15,7 @@ from baton_kv.contract import PARAMS_KEY, params_to_save, transfer_params
 from baton_latent import latent_overrides
 from baton_latent.contract import PLACEHOLDER_KEY
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(300)]
 MOVES = {"worker_extension_cls": "baton_kv.extension.BatonWorker", "enable_prefix_caching": False}
 
 
