@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import structlog
@@ -10,8 +11,14 @@ from prometheus_client import REGISTRY
 
 from baton.config.groups import EngineSettings
 from baton.config.settings import Settings
-from baton.config.vllm_environment import apply_environment, environment_conflicts, runs_eager
+from baton.config.vllm_environment import (
+    apply_environment,
+    environment_conflicts,
+    openmp_environment,
+    runs_eager,
+)
 from baton.engines.fleet import Fleet
+from baton.engines.process.fork_server import ForkServer
 from baton.engines.process.orphan_reaper import MARK, OrphanReaper
 from baton.engines.remote.build import build_remote_engines
 from baton.engines.vllm_version import check_vllm, is_cpu_build
@@ -20,6 +27,31 @@ from baton.models.catalog import EMBEDDED
 from baton.models.store import ModelStore
 from baton.telemetry.progress import PhaseProgress
 
+FORKED_MODULES = (
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.structured_output.backend_xgrammar",
+    "vllm.v1.pool.flash_maxsim",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.layers.quantization.compressed_tensors.utils",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "baton_kv.connector",
+    "baton_kv.extension",
+    "baton_kv.joins.gap_forward",
+    "baton_latent.registration",
+    "baton_vision.registration",
+)
+"""What an engine's core imports while it starts; those that a platform lacks are left out."""
+log = structlog.get_logger("baton.engine")
 HUB_ARGS = ("tokenizer", "hf_config_path", "speculative_config")
 """Engine arguments that may name a repository of a model hub."""
 
@@ -52,6 +84,7 @@ def prepare_fleet(
     *,
     tenants: bool,
     last_words: Callable[[], str | None],
+    opened: ExitStack | None,
 ) -> Fleet:
     """Build the engines of the settings, without starting them; imports vLLM, if one runs here: seconds.
 
@@ -61,6 +94,7 @@ def prepare_fleet(
         reaper: kills the engines' processes when this process ends.
         tenants: whether several tenants share the engines.
         last_words: returns the cause that a dead engine process printed, if one can be found.
+        opened: owns the fork server; None: engines are spawned.
 
     Raises:
         SettingsError: the arguments or options of an engine are invalid.
@@ -69,6 +103,12 @@ def prepare_fleet(
     remote = build_remote_engines(settings, tenants=tenants)
     if not settings.own_engines:  # then nothing here needs vLLM
         return Fleet(remote, supervision=settings.supervision, shared_registries=(REGISTRY,))
+    offline = not any(_may_need_hub(engine) for engine in settings.own_engines)
+    compiles = not (is_cpu_build() and runs_eager(settings))
+    apply_environment(
+        settings, offline=offline, compiles=compiles, marks={MARK: reaper.mark}, scratch=reaper.scratch
+    )
+    server = _fork_server(settings, opened)
     store = ModelStore(settings.models_folder)
     models = {}
     for engine in settings.own_engines:
@@ -76,11 +116,6 @@ def prepare_fleet(
         models[engine.name] = store.resolve(engine.model, partial(progress.phase, row))
         if engine.model in EMBEDDED:
             progress.done(row, "files verified")
-    offline = not any(_may_need_hub(engine) for engine in settings.own_engines)
-    compiles = not (is_cpu_build() and runs_eager(settings))
-    apply_environment(
-        settings, offline=offline, compiles=compiles, marks={MARK: reaper.mark}, scratch=reaper.scratch
-    )
     check_vllm()
     progress.phase("vllm", "importing")
     from baton.engines.vllm.build_fleet import (
@@ -88,7 +123,33 @@ def prepare_fleet(
     )  # imports vLLM for seconds, and needs the environment set above
 
     progress.done("vllm", "imported")
-    return build_fleet(settings, models, tenants=tenants, last_words=last_words, remote=remote)
+    if server is not None and not server.usable():
+        log.warning("engines_are_spawned", reason=server.unusable)
+        server = None
+    return build_fleet(
+        settings, models, tenants=tenants, last_words=last_words, remote=remote, server=server
+    )
+
+
+def _fork_server(settings: Settings, opened: ExitStack | None) -> ForkServer | None:
+    """Start the process that engine cores are forked from; it imports vLLM while this process does.
+
+    Returns:
+        The fork server; None where none can be used, which is logged with the reason.
+    """
+    reason = None
+    if not settings.supervision.fork_server:
+        reason = "supervision.fork_server is false"
+    elif opened is None:
+        reason = "the gateway is an actor of Ray's"
+    elif not any(engine.forkable for engine in settings.own_engines):
+        reason = "no engine has one rank"
+    elif (private := openmp_environment() if is_cpu_build() else {}) is None:
+        reason = "VLLM_CPU_OMP_THREADS_BIND names no cores of one rank"
+    else:
+        return opened.enter_context(ForkServer(FORKED_MODULES, private))
+    log.info("engines_are_spawned", reason=reason)
+    return None
 
 
 def _may_need_hub(engine: EngineSettings) -> bool:

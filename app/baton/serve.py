@@ -44,12 +44,18 @@ def serve(settings: Settings) -> None:
         listen_for_metrics(settings, keyed=keyring is not None) as metrics_listener,
         EngineOutput() as output,
         OrphanReaper() as reaper,
+        contextlib.ExitStack() as opened,
     ):
         configure_logs(settings.log_level, settings.log_format, output.terminal)
         settings = with_allowed_handoffs(settings)
         with PhaseProgress(output.terminal) as progress:
             fleet = prepare_fleet(
-                settings, progress, reaper, tenants=keyring is not None, last_words=output.root_cause
+                settings,
+                progress,
+                reaper,
+                tenants=keyring is not None,
+                last_words=output.root_cause,
+                opened=opened,
             )
             _run(settings, fleet, listener, metrics_listener, progress, keyed=keyring is not None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -145,6 +146,17 @@ class EngineSettings(Frozen):
         """Whether the engine runs here, and is no other server."""
         return self.url is None
 
+    @property
+    def ranks(self) -> int:
+        """Number of processes over which `args` split the model."""
+        split = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        return math.prod(int(self.args.get(name) or 1) for name in split)
+
+    @property
+    def forkable(self) -> bool:
+        """Whether the fork server may start the engine: with ranks, vLLM binds each one's threads itself."""
+        return self.own and self.ranks == 1 and "distributed_executor_backend" not in self.args
+
 
 class AuthSettings(Frozen):
     """`[auth]`: who may call."""
@@ -160,8 +172,13 @@ class AuthSettings(Frozen):
 
 
 class SupervisionSettings(Frozen):
-    """`[supervision]`: what happens to an engine that dies or hangs."""
+    """`[supervision]`: how engines start, and what happens to one that dies or hangs."""
 
+    fork_server: bool = Field(
+        True,
+        description="Whether engines of one rank are forked from a process that has imported vLLM, which "
+        "takes a fifth of the time. `false`: each starts a new interpreter (`spawn`).",
+    )
     hang_s: float = Field(
         60.0,
         ge=0,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 from baton.config.environment import cores
 from baton.config.groups import MIB
@@ -46,6 +49,40 @@ def cpu_threads(settings: Settings) -> str:
     count, own = ranks.pop(), cores()
     parts = [own[rank::count] or own for rank in range(count)]
     return "|".join(",".join(map(str, part)) for part in parts)
+
+
+def openmp_environment() -> dict[str, str] | None:
+    """Return what an engine core of one rank on a CPU reads when it loads the OpenMP runtime.
+
+    It is what vLLM gives the worker process of a core that has one: torch's own runtime, and one thread bound
+    to each core of `VLLM_CPU_OMP_THREADS_BIND`. It is read after `apply_environment`, and belongs into no
+    other process. An operator's own variables stay.
+
+    Returns:
+        Variables and their values; None: the cores are not those of one rank.
+    """
+    cores_of_ranks = os.environ["VLLM_CPU_OMP_THREADS_BIND"]
+    if not re.fullmatch(r"nobind|[0-9,-]+", cores_of_ranks):
+        return None
+    wanted: dict[str, str] = {}
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    if not any(name in preloaded for name in ("libgomp", "libomp", "libiomp")):
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return {}
+        torch = Path(spec.origin).parent
+        found = [*sorted((torch.parent / "torch.libs").glob("libgomp*.so*")), *sorted((torch / "lib").glob("libgomp*.so*"))]
+        if found:
+            wanted["LD_PRELOAD"] = f"{preloaded}:{found[0]}" if preloaded else str(found[0])
+    if cores_of_ranks != "nobind":
+        listed = [str(core) for part in cores_of_ranks.split(",") for core in _span(part)]
+        wanted |= {"OMP_NUM_THREADS": str(len(listed)), "GOMP_CPU_AFFINITY": " ".join(listed)}
+    return {name: value for name, value in wanted.items() if name == "LD_PRELOAD" or name not in os.environ}
+
+
+def _span(part: str) -> range:
+    first, _, last = part.partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 def apply_environment(

@@ -27,13 +27,12 @@ UP = "ready"
 class Fleet:
     """The engines of one gateway, by name.
 
-    Engines start one after the other: vLLM's start changes process-wide state while it runs.
-
     Args:
         engines: the engines, not started.
         metrics: the gateway's metrics, which show the engines' states and restarts.
         supervision: when an engine counts as hung, and how often it is restarted.
         shared_registries: registries of metrics that belong to no single engine.
+        at_once: how many engines may start at the same time.
 
     Attributes:
         metrics: the gateway's metrics.
@@ -47,10 +46,11 @@ class Fleet:
         metrics: GatewayMetrics | None = None,
         supervision: SupervisionSettings | None = None,
         shared_registries: tuple[CollectorRegistry, ...] = (),
+        at_once: int = 1,
     ) -> None:
         self.metrics = metrics or GatewayMetrics()
         supervision = supervision or SupervisionSettings()
-        turn = asyncio.Lock()
+        turn = asyncio.Semaphore(at_once)
         self._supervisors = {
             engine.name: Supervisor(engine, supervision, turn, self.metrics) for engine in engines
         }
@@ -92,19 +92,30 @@ class Fleet:
         return dict(Counter(state.value for state in self.states.values()))
 
     async def start(self, report: FleetReport) -> None:
-        """Start every engine in order, then supervise them all.
+        """Start every engine, `at_once` at a time in their order, then supervise them all.
 
         Raises:
-            StartError: an engine cannot run; the engines after it are not started.
+            StartError: an engine cannot run; those that have not started yet are not started.
         """
-        for name, supervisor in self._supervisors.items():
-            await supervisor.start(partial(report, name))
-            report(name, UP)
+        starts = [
+            asyncio.create_task(self._start(name, supervisor, report), name=f"start-{name}")
+            for name, supervisor in self._supervisors.items()
+        ]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
         self._started = True
         self._supervisions = [
             asyncio.create_task(self._supervise(supervisor), name=f"supervise-{name}")
             for name, supervisor in self._supervisors.items()
         ]
+
+    async def _start(self, name: str, supervisor: Supervisor, report: FleetReport) -> None:
+        await supervisor.start(partial(report, name))
+        report(name, UP)
 
     async def _supervise(self, supervisor: Supervisor) -> None:
         while not supervisor.given_up:

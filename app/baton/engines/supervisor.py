@@ -28,7 +28,7 @@ class Supervisor:
     Args:
         engine: the engine.
         settings: when it counts as hung, and how often it is restarted.
-        turn: lock held while it starts: vLLM's start changes process-wide state.
+        turn: held while it starts: as many engines start at once as memory allows.
         metrics: the gateway's metrics, which count restarts.
         clock: seconds on a monotonic clock.
 
@@ -92,7 +92,7 @@ class Supervisor:
         )
 
     async def start(self, report: Callable[[str], None] = lambda _phase: None) -> None:
-        """Start the engine, once no other engine is being started.
+        """Start the engine, once it is its turn.
 
         Args:
             report: called with each phase of the start.

@@ -63,7 +63,9 @@ class GatewayReplica:
         """Build the engines; tests build fake ones."""
         tenants = keyring_for(settings) is not None
         with PhaseProgress(sys.stderr) as progress:
-            return prepare_fleet(settings, progress, reaper, tenants=tenants, last_words=lambda: None)
+            return prepare_fleet(
+                settings, progress, reaper, tenants=tenants, last_words=lambda: None, opened=None
+            )
 
     async def __serve_build_asgi_app__(self) -> ReplicaApp:  # Ray Serve's name for it
         """Return the app once all engines have started; until then Ray Serve sends no request."""

@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from baton.config.groups import CPU_KV_CACHE_BYTES, EngineSettings
 from baton.config.settings import nearest
@@ -85,6 +86,7 @@ def engine_args(
     transfer: dict[str, Any] | None = None,
     *,
     gpu_share: float | None = None,
+    own_process: bool = True,
 ) -> AsyncEngineArgs:
     """Build vLLM's arguments for one engine.
 
@@ -93,6 +95,8 @@ def engine_args(
         model: path of its weights.
         transfer: vLLM's KV transfer config, where handoffs are on; `args` may override its keys.
         gpu_share: share of its GPUs' memory, see `gpu_shares`; None: vLLM's default. Not read on a CPU.
+        own_process: whether the model of a CPU engine of one rank runs in a process beside the core's, as
+            vLLM has it there; else in the core's, as on a GPU.
 
     Raises:
         SettingsError: an argument is unknown to vLLM, is set elsewhere, is not supported, or vLLM refuses its
@@ -100,6 +104,9 @@ def engine_args(
     """
     _check_names(settings)
     args: dict[str, Any] = _platform_defaults(settings, gpu_share) | _model_defaults(settings) | settings.args
+    if current_platform.is_cpu() and not own_process:
+        # The class: vLLM's CPU platform replaces the string "uni", as a spawned core's OpenMP is not bound.
+        args.setdefault("distributed_executor_backend", UniProcExecutor)
     args |= _reasoning_options(settings)
     if settings.kv_cache_memory is not None:
         args["kv_cache_memory_bytes"] = int(settings.kv_cache_memory)

@@ -6,21 +6,26 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
 from prometheus_client import REGISTRY
 
+from baton.config.environment import cores
 from baton.config.gpu_memory import gpu_shares
-from baton.config.groups import EngineSettings
+from baton.config.groups import CPU_KV_CACHE_BYTES, MIB, EngineSettings
 from baton.config.settings import Settings
 from baton.engines.cpu import read_processor
 from baton.engines.fleet import Fleet
 from baton.engines.port import Engine
+from baton.engines.process.fork_server import ForkServer
 from baton.engines.vllm.arguments import processor_dtype
 from baton.engines.vllm.command_line import settings_from_command_line
 from baton.engines.vllm.engine import VllmEngine
+from baton.engines.vllm.engine_thread import Starts, fork_cores
 from baton.engines.vllm_version import is_cpu_build
+from baton.telemetry.memory import MemoryReader
 
 
 def build_fleet(
@@ -30,6 +35,7 @@ def build_fleet(
     tenants: bool,
     last_words: Callable[[], str | None],
     remote: Sequence[Engine] = (),
+    server: ForkServer | None = None,
 ) -> Fleet:
     """Build the engines of the settings, without starting them.
 
@@ -39,6 +45,7 @@ def build_fleet(
         tenants: whether several tenants share the engines, so that each gets a prefix cache of its own.
         last_words: returns the cause that a dead engine process printed, if one can be found.
         remote: the engines that are servers elsewhere; they come last.
+        server: forks the engines' cores; None: they are spawned.
 
     Raises:
         SettingsError: the arguments or options of an engine are invalid.
@@ -48,11 +55,15 @@ def build_fleet(
         structlog.get_logger("baton.engine").info("latent_steps_allowed", engines=latent, most=most)
     shares = {} if is_cpu_build() else gpu_shares(settings.own_engines)
     salt = _tenant_salt() if tenants else lambda _tenant: None
+    starts = Starts(server)
+    if server is not None:
+        fork_cores()
     engines = [
         VllmEngine(
             engine,
             models[engine.name],
             salt=salt,
+            starts=starts,
             transfer=transfer_config(settings) if engine.handoff else None,
             gpu_share=shares.get(engine.name),
             last_words=last_words,
@@ -60,7 +71,28 @@ def build_fleet(
         for engine in settings.own_engines
     ]
     _log_dtypes(settings, models)
-    return Fleet([*engines, *remote], supervision=settings.supervision, shared_registries=(REGISTRY,))
+    return Fleet(
+        [*engines, *remote],
+        supervision=settings.supervision,
+        shared_registries=(REGISTRY,),
+        at_once=_starts_at_once(settings, models) if server is not None else 1,
+    )
+
+
+def _starts_at_once(settings: Settings, models: Mapping[str, str]) -> int:
+    """Return how many engines may start at once: as many as memory holds twice, at most one a core."""
+    available = MemoryReader().available()
+    if available is None:
+        return 1
+    largest = max(_bytes_of(engine, models[engine.name]) for engine in settings.own_engines)
+    return max(1, min(len(cores()), available // (2 * largest)))
+
+
+def _bytes_of(engine: EngineSettings, model: str) -> int:
+    """Estimate the memory that an engine needs: its weights, its KV cache, and what every process takes."""
+    files = Path(model).glob("*") if Path(model).is_dir() else ()
+    weights = sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".bin", ".gguf"))
+    return weights + int(engine.kv_cache_memory or CPU_KV_CACHE_BYTES) + 1024 * MIB
 
 
 def _log_dtypes(settings: Settings, models: Mapping[str, str]) -> None:

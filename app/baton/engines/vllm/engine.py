@@ -35,7 +35,7 @@ from baton.engines.vllm import arguments, handlers
 from baton.engines.vllm.arguments import MOVES_EXTENSION
 from baton.engines.vllm.bodies import for_responses, with_whole_prompt
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
-from baton.engines.vllm.engine_thread import EngineThread
+from baton.engines.vllm.engine_thread import EngineThread, Starts
 from baton.engines.vllm.errors import scrub
 from baton.engines.vllm.image_cache import confirm_before_reuse
 from baton.engines.vllm.image_input import image_input
@@ -90,6 +90,7 @@ class VllmEngine(ConfiguredEngine):
         transfer: vLLM's KV transfer config; None: the engine is configured without `handoff`.
         gpu_share: share of its GPUs' memory; None: vLLM's default.
         last_words: returns the cause that a dead engine process printed, if one can be found.
+        starts: how its process starts.
     """
 
     def __init__(
@@ -98,12 +99,17 @@ class VllmEngine(ConfiguredEngine):
         model: str,
         *,
         salt: Callable[[str], str | None],
+        starts: Starts,
         transfer: Json | None = None,
         gpu_share: float | None = None,
         last_words: Callable[[], str | None] = lambda: None,
     ) -> None:
         super().__init__(settings)
-        self._args = arguments.engine_args(settings, model, transfer, gpu_share=gpu_share)
+        self._starts = starts
+        self._forked = starts.server is not None and settings.forkable
+        self._args = arguments.engine_args(
+            settings, model, transfer, gpu_share=gpu_share, own_process=not self._forked
+        )
         self._placeholder = arguments.placeholder_of(self._args) if settings.latent else None
         self._rosetta_pairs = arguments.rosetta_pairs(self._args, settings.name)
         self._namespace = arguments.serving_namespace(settings)
@@ -226,7 +232,9 @@ class VllmEngine(ConfiguredEngine):
 
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
-        self._thread = EngineThread(self._args, self._stat_logger(), self.name)
+        self._thread = EngineThread(
+            self._args, self._stat_logger(), self.name, self._starts, forked=self._forked
+        )
         self._opened.push_async_callback(self._thread.end)
         self._thread.start()
         self._running = await self._build(await asyncio.wrap_future(self._thread.built), report)

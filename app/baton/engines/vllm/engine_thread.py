@@ -1,22 +1,30 @@
-"""Build a vLLM engine in a thread of its own, and stop the engine before the thread."""
+"""Build a vLLM engine in a thread of its own, and stop the engine before the thread.
+
+The engine's core is forked from a `ForkServer` where there is one, else spawned.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import multiprocessing
 import threading
 from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import structlog
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.system_utils import get_mp_context
+from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from baton.engines.process.fork_server import CURRENT, ForkContext, ForkServer, Launch
 from baton.engines.process.processes import kill, trees_of, wait_until_gone
 from baton.engines.process.shared_memory import release, segments_of
 
@@ -28,6 +36,31 @@ BREAK_OFF_EVERY_S = 0.1
 KILLED_WITHIN_S = 5.0
 """Seconds within which killed processes should be gone; else they are logged."""
 log = structlog.get_logger("baton.engine")
+
+
+def fork_cores() -> None:
+    """Make vLLM start the core of an engine that has a `Launch` through it: the seam of the fork server."""
+    utils.get_mp_context = _context_of_launch
+
+
+def _context_of_launch() -> Any:
+    return ForkContext() if CURRENT.get() is not None else get_mp_context()
+
+
+class Starts:
+    """How the engines of one fleet start.
+
+    Args:
+        server: the fork server; None: every engine core is spawned.
+
+    Attributes:
+        turn: held while vLLM makes an engine's configuration, which changes process-wide state, and until
+            its core runs; of a spawned core until it is ready.
+    """
+
+    def __init__(self, server: ForkServer | None = None) -> None:
+        self.server = server
+        self.turn = threading.Lock()
 
 
 def processes_of(client: AsyncLLM) -> list[psutil.Process]:
@@ -46,20 +79,33 @@ class EngineThread(threading.Thread):
         args: vLLM's engine arguments.
         logger: the stat logger's class.
         name: the engine's name.
+        starts: how it starts.
+        forked: whether its core is forked; else it is spawned.
 
     Attributes:
         built: the engine's client, once it is built, or the error that the build ended with.
     """
 
-    def __init__(self, args: AsyncEngineArgs, logger: type[PrometheusStatLogger], name: str) -> None:
+    def __init__(
+        self,
+        args: AsyncEngineArgs,
+        logger: type[PrometheusStatLogger],
+        name: str,
+        starts: Starts,
+        *,
+        forked: bool = False,
+    ) -> None:
         super().__init__(name=f"engine-{name}", daemon=True)
         self._args = args
         self._logger = logger
+        self._starts = starts
+        self._forked = forked
+        self._core: int | None = None
         self._settled = threading.Event()
         self._ended = threading.Event()
         self._processes: list[psutil.Process] = []
         self._segments: set[Path] = set()
-        self._of_others = set(multiprocessing.active_children())  # engines start one by one
+        self._of_others: set[BaseProcess] = set()
         self.built: Future[AsyncLLM] = Future()
 
     def run(self) -> None:
@@ -67,7 +113,7 @@ class EngineThread(threading.Thread):
         try:
             # vLLM's sockets lie there; a cleaner of temporary files may have removed it meanwhile.
             Path(envs.VLLM_RPC_BASE_PATH).mkdir(mode=0o700, exist_ok=True)
-            client = AsyncLLM.from_engine_args(self._args, stat_loggers=[self._logger])
+            client = self._build()
         except BaseException as error:  # noqa: BLE001  # the thread's border: raised where `built` is awaited
             self._settled.set()
             self.built.set_exception(error)
@@ -79,6 +125,21 @@ class EngineThread(threading.Thread):
         self._ended.wait()
         client.shutdown(timeout=GRACE_S)  # then kills the core and its descendants
         del client, self.built  # the last references: at interpreter exit vLLM's finalizer fails
+
+    def _build(self) -> AsyncLLM:
+        """Build the client; other engines may start once this one's core is forked, or is ready."""
+        turn = contextlib.ExitStack()
+        with turn:
+            turn.enter_context(self._starts.turn)
+            if self._forked and self._starts.server is not None:
+
+                def launched(core: int) -> None:
+                    self._core = core
+                    turn.close()
+
+                CURRENT.set(Launch(self._starts.server, launched))  # this thread's context ends with it
+            self._of_others = set(multiprocessing.active_children())
+            return AsyncLLM.from_engine_args(self._args, stat_loggers=[self._logger])
 
     def kill(self) -> None:
         """Kill the engine's processes at once."""
@@ -103,16 +164,18 @@ class EngineThread(threading.Thread):
         raised = ctypes.py_object(SystemExit)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), raised)
 
-    def _cores(self) -> set[BaseProcess]:
-        """Return the processes that this build has started."""
-        return set(multiprocessing.active_children()) - self._of_others
+    def _cores(self) -> list[int | None]:
+        """List the process ids of the cores that this build has started."""
+        if self._forked:
+            return [self._core] if self._core is not None else []
+        return [child.pid for child in set(multiprocessing.active_children()) - self._of_others]
 
     def _break_off(self) -> None:
         """Kill the processes that the build has started so far; it notices within milliseconds, and fails.
 
         A core that is asked to end while it starts would go on until it has started.
         """
-        found = trees_of(core.pid for core in self._cores())
+        found = trees_of(self._cores())
         self._processes += found
         self._segments |= set(segments_of(found))
         kill(found)
