@@ -126,9 +126,7 @@ def prepare_fleet(
     if server is not None and not server.usable():
         log.warning("engines_are_spawned", reason=server.unusable)
         server = None
-    return build_fleet(
-        settings, models, tenants=tenants, last_words=last_words, remote=remote, server=server
-    )
+    return build_fleet(settings, models, tenants=tenants, last_words=last_words, remote=remote, server=server)
 
 
 def _fork_server(settings: Settings, opened: ExitStack | None) -> ForkServer | None:

@@ -113,10 +113,40 @@ def test_an_engine_core_that_is_killed(gateway: RealGateway, spared: int) -> Non
 
 
 @pytest.mark.fault("A2")
-def test_a_worker_that_is_killed(gateway: RealGateway, spared: int) -> None:
+def test_a_worker_that_is_killed(tmp_path: Path) -> None:
+    """Engines that are spawned have one; forked ones of one rank run the model in their core."""
+    own = {
+        "BATON_HANDOFFS__STORE": f"file:{tmp_path / 'handoffs'}",
+        "BATON_SUPERVISION__FORK_SERVER": "false",
+    }
+    with RealGateway(["--config", str(CONFIG)], tmp_path, own) as gateway:
+        gateway.wait_until_ready()
+        core = cores(gateway.process.pid)[0]
+        worker = next(child for child in core.children(recursive=True) if "Worker" in child.name())
+        assert_lost_and_back(gateway, "A2", lambda: killed_at_once(worker))
+
+
+@pytest.mark.fault("A12")
+def test_a_fork_server_that_is_killed_is_replaced_and_its_engines_go_on(
+    gateway: RealGateway, spared: int
+) -> None:
+    server = psutil.Process(spared).parent()
+    assert server is not None
+    assert "fork_server" in " ".join(server.cmdline())
+    with streaming(gateway.url, {"first": 4, "second": 4}) as streams:
+        time.sleep(2)
+        server.kill()
+        time.sleep(3)
+        ended = [stream for one in streams.values() for stream in one if stream.error]
+    assert ended == []
+    assert states(gateway) == {"ready": 2}
     core = core_of_the_first(gateway, spared)
-    worker = next(child for child in core.children(recursive=True) if "Worker" in child.name())
-    assert_lost_and_back(gateway, "A2", lambda: killed_at_once(worker))
+    assert_lost_and_back(gateway, "A12", lambda: killed_at_once(core))
+    new = core_of_the_first(gateway, spared).parent()
+    assert new is not None
+    assert "fork_server" in " ".join(new.cmdline())
+    assert new.pid != server.pid
+    assert psutil.Process(spared).is_running()
 
 
 def killed_at_once(process: psutil.Process) -> float:

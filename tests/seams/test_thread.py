@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 import threading
@@ -10,10 +11,14 @@ import time
 from typing import Any
 
 import pytest
+from vllm.platforms import cpu
+from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor import Executor, UniProcExecutor
 
+from baton.engines.process.fork_server import CURRENT, ForkContext, Launch
 from baton.engines.vllm import engine_thread as thread_module
-from baton.engines.vllm.engine_thread import EngineThread
+from baton.engines.vllm.engine_thread import EngineThread, Starts, fork_cores
 
 
 @pytest.mark.fault("A11")
@@ -35,10 +40,29 @@ def test_a_build_is_broken_off(monkeypatch: pytest.MonkeyPatch, has_a_core: bool
         "active_children",
         lambda: [core] if core is not None and begun.is_set() else [],
     )
-    thread = EngineThread(None, None, "a")  # type: ignore[arg-type]  # nothing is built
+    thread = EngineThread(None, None, "a", Starts())  # type: ignore[arg-type]  # nothing is built
     thread.start()
     assert begun.wait(20)
     asyncio.run(asyncio.wait_for(thread.end(), 20))
     assert not thread.is_alive()
     assert core is None or core.poll() is not None
     assert isinstance(thread.built.exception(), RuntimeError if has_a_core else SystemExit)
+
+
+def test_vllm_starts_a_core_with_what_its_launch_gives() -> None:
+    """The seam of the fork server: `launch_core_engines` asks `get_mp_context` of its own module."""
+    fork_cores()
+    assert "get_mp_context()" in inspect.getsource(utils.CoreEngineProcManager.__init__)
+    assert type(utils.get_mp_context()).__name__ == "SpawnContext"
+    token = CURRENT.set(Launch(None, lambda _core: None))  # type: ignore[arg-type]  # nothing is launched
+    try:
+        assert isinstance(utils.get_mp_context(), ForkContext)
+    finally:
+        CURRENT.reset(token)
+
+
+def test_vllm_takes_the_executor_of_one_process_on_a_cpu() -> None:
+    """Its platform replaces the string "uni", so that the class must stand for it."""
+    source = inspect.getsource(cpu.CpuPlatform.check_and_update_config)
+    assert 'distributed_executor_backend == "uni"' in source
+    assert issubclass(UniProcExecutor, Executor)

@@ -94,7 +94,7 @@ def wait_for(condition: object, within_s: float) -> float:
 
 def cores(pid: int) -> list[psutil.Process]:
     """The engine cores of a server, in the order of their engines."""
-    found = [child for child in psutil.Process(pid).children() if "EngineCor" in child.name()]
+    found = [child for child in psutil.Process(pid).children(recursive=True) if "EngineCor" in child.name()]
     return sorted(found, key=lambda process: process.create_time())
 
 

@@ -13,6 +13,10 @@ from baton.config.environment import cores
 from baton.config.groups import MIB
 from baton.config.settings import Settings
 
+SPINS = "10000"
+"""Rounds that an engine's OpenMP threads wait before they sleep (`GOMP_SPINCOUNT`): tens of microseconds, where
+libgomp takes milliseconds in which the gateway waits for a processor. `bench/spin.py` measures it."""
+
 
 def environment_conflicts() -> list[str]:
     """Return the variables that would overrule the settings, each with what to do instead."""
@@ -71,7 +75,10 @@ def openmp_environment() -> dict[str, str] | None:
         if spec is None or spec.origin is None:
             return {}
         torch = Path(spec.origin).parent
-        found = [*sorted((torch.parent / "torch.libs").glob("libgomp*.so*")), *sorted((torch / "lib").glob("libgomp*.so*"))]
+        found = [
+            *sorted((torch.parent / "torch.libs").glob("libgomp*.so*")),
+            *sorted((torch / "lib").glob("libgomp*.so*")),
+        ]
         if found:
             wanted["LD_PRELOAD"] = f"{preloaded}:{found[0]}" if preloaded else str(found[0])
     if cores_of_ranks != "nobind":
@@ -116,6 +123,8 @@ def apply_environment(
         "MALLOC_MMAP_THRESHOLD_": str(32 * MIB),
         "MALLOC_TRIM_THRESHOLD_": str(1024 * MIB),
     }
+    if "OMP_WAIT_POLICY" not in os.environ:
+        wanted["GOMP_SPINCOUNT"] = SPINS
     if not compiles:
         wanted["TORCHDYNAMO_DISABLE"] = "1"
     if offline:

@@ -43,8 +43,6 @@ LENGTH = struct.Struct("!I")
 NUMBER = struct.Struct("!q")
 KILLED = -signal.SIGKILL
 """Exit code of a process that left none: it was killed."""
-LASTS_S = 60.0
-"""A fork server that ends sooner than this after its start is started no more: engines are spawned."""
 LINGERS_S = 10.0
 """Seconds that the server outlives its gateway: below it the orphan reaper finds what it forked last."""
 log = structlog.get_logger("baton.engine")
@@ -57,11 +55,15 @@ class ForkServerLost(OSError):
 class ForkServer:
     """The gateway's side of the fork server: a context within which engine cores can be forked.
 
-    A server that is killed is replaced; engines that it had forked go on.
+    A server that is killed is replaced; engines that it had forked go on. One that ends before it was ready
+    is not.
 
     Args:
         modules: modules to import before the first fork; one that cannot be imported is left out.
         private: variables of the server and of what it forks that this process must not have.
+
+    Attributes:
+        unusable: why engine cores cannot be forked; None: they can, as far as is known.
     """
 
     def __init__(self, modules: Sequence[str], private: Mapping[str, str]) -> None:
@@ -70,7 +72,7 @@ class ForkServer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._ready = False
+        self._ready = self._was_ready = False
         self._closed = False
         self.unusable: str | None = None
 
@@ -89,7 +91,8 @@ class ForkServer:
         self._closed = True
         with self._lock:
             process, control = self._process, self._control
-        assert process is not None and control is not None
+        assert process is not None
+        assert control is not None
         process.kill()  # it may be importing still, and has nothing to lose
         process.wait()
         control.close()
@@ -108,19 +111,14 @@ class ForkServer:
         self._control, self._ready = ours, False
 
     def _replace_lost(self) -> None:
-        while not self._closed:
-            process, began = self._process, time.monotonic()
+        while self.unusable is None:
+            process = self._process
             assert process is not None
             process.wait()
-            if self._closed:
-                return
-            lasted = time.monotonic() - began
             with self._lock:
-                if not self._ready and lasted < LASTS_S:
-                    self.unusable = f"it ended after {lasted:.1f} s, with exit code {process.returncode}"
-                    log.error("fork_server_given_up", reason=self.unusable)
+                if self._closed or self._is_unusable():
                     return
-                log.warning("fork_server_replaced", exit_code=process.returncode, after_s=round(lasted))
+                log.warning("fork_server_replaced", exit_code=process.returncode)
                 self._start()
 
     def usable(self) -> bool:
@@ -133,12 +131,28 @@ class ForkServer:
         return self.unusable is None
 
     def _await_ready(self) -> None:
+        """Read what the server says once it has imported its modules.
+
+        Raises:
+            ConnectionResetError: it ended before.
+        """
         assert self._control is not None
-        if not self._ready and self.unusable is None:
-            told = self._control.recv(1)
-            self._ready = bool(told)
-            if told == CUDA:
-                self.unusable = "importing vLLM and its plugins opened a GPU, which no fork can use"
+        if self._ready:
+            return
+        told = self._control.recv(1)
+        if told == CUDA:
+            self.unusable = "importing vLLM and its plugins opened a GPU, which no fork can use"
+        if not told:
+            self._is_unusable()
+            raise ConnectionResetError("the fork server ended")
+        self._ready = self._was_ready = True
+
+    def _is_unusable(self) -> bool:
+        """Find that the server, which has ended, was never ready: then none will be."""
+        assert self._process is not None
+        if not self._was_ready and self.unusable is None:
+            self.unusable = f"its process ended with exit code {self._process.wait()} while it imported vLLM"
+        return not self._was_ready
 
     def fork(self, descriptors: Sequence[int]) -> int:
         """Fork a child and return its process id.

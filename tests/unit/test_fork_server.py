@@ -1,0 +1,160 @@
+"""The process that engine cores are forked from: what it gives a child, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from baton.engines.process.fork_server import CURRENT, KILLED, ForkContext, ForkServer, ForkServerLost, Launch
+
+TIMEOUT = 60
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    with ForkServer(("no_such_module", "colorsys"), {"OF_THE_SERVER": "1"}) as running:
+        yield running
+
+
+def started(server: ForkServer, target: Callable[..., None], *args: Any) -> tuple[Any, list[int]]:
+    """A process that the server forked, and what its launch was told."""
+    launched: list[int] = []
+    token = CURRENT.set(Launch(server, launched.append))
+    try:
+        process = ForkContext().Process(target=target, args=args)
+        process.start()
+    finally:
+        CURRENT.reset(token)
+    return process, launched
+
+
+def leave(path: str) -> None:
+    """Write what a child sees into a file."""
+    seen = (
+        os.environ.get("OF_THE_SERVER"),
+        os.environ.get("SET_LATER"),
+        "colorsys" in sys.modules,
+        os.getppid(),
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    )
+    Path(path).write_text(repr(seen))
+    raise SystemExit(7)
+
+
+def wait_for_signal(path: str) -> None:
+    Path(path).write_text("here")
+    signal.pause()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_child_has_the_modules_and_this_environment_and_its_exit_code_is_told(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.usable()
+    monkeypatch.setenv("SET_LATER", "2")
+    process, launched = started(server, leave, str(tmp_path / "seen"))
+    process.join(TIMEOUT)
+    assert (tmp_path / "seen").read_text() == repr(("1", "2", True, server.pid, True))
+    assert "OF_THE_SERVER" not in os.environ
+    assert process.exitcode == 7
+    assert launched == [process.pid]
+    assert process not in multiprocessing.active_children()
+
+
+def test_a_killed_child_is_told_by_its_sentinel(server: ForkServer, tmp_path: Path) -> None:
+    process, _ = started(server, wait_for_signal, str(tmp_path / "here"))
+    until((tmp_path / "here").exists)
+    assert process in multiprocessing.active_children()
+    assert connection.wait([process.sentinel], 0) == []
+    os.kill(process.pid, signal.SIGKILL)
+    assert connection.wait([process.sentinel], TIMEOUT) == [process.sentinel]
+    assert process.exitcode == KILLED
+
+
+@pytest.mark.fault("A12")
+def test_a_killed_server_is_replaced_and_its_children_go_on(server: ForkServer, tmp_path: Path) -> None:
+    process, _ = started(server, wait_for_signal, str(tmp_path / "first"))
+    until((tmp_path / "first").exists)
+    old = server.pid
+    assert old is not None
+    os.kill(old, signal.SIGKILL)
+    until(lambda: server.pid != old)
+    assert connection.wait([process.sentinel], 0) == []
+    assert process.is_alive()
+    other, _ = started(server, leave, str(tmp_path / "second"))
+    other.join(TIMEOUT)
+    assert other.exitcode == 7
+    process.kill()
+    process.join(TIMEOUT)
+    assert process.exitcode == KILLED
+
+
+def test_a_server_that_cannot_start_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "ends_its_process.py").write_text("import os; os._exit(3)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    with ForkServer(("ends_its_process",), {}) as server:
+        assert not server.usable()
+        assert "exit code 3" in str(server.unusable)
+        with pytest.raises(ForkServerLost):
+            server.fork([])
+
+
+def test_children_are_forked_from_several_threads(server: ForkServer, tmp_path: Path) -> None:
+    codes: list[int] = []
+
+    def run(number: int) -> None:
+        process, _ = started(server, leave, str(tmp_path / str(number)))
+        process.join(TIMEOUT)
+        codes.append(process.exitcode)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert codes == [7] * 8
+
+
+def test_a_server_without_its_gateway_lingers_so_that_the_reaper_finds_its_children(
+    server: ForkServer,
+) -> None:
+    assert server.usable()
+    process = psutil.Process(server.pid)
+    with contextlib.suppress(psutil.TimeoutExpired):
+        server._control.close()  # type: ignore[union-attr]  # as when the gateway is killed
+        assert process.wait(0.5) is None
+
+
+def test_forking_leaves_no_descriptor_and_no_memory_behind(server: ForkServer, tmp_path: Path) -> None:
+    def fork() -> None:
+        process, _ = started(server, leave, str(tmp_path / "seen"))
+        process.join(TIMEOUT)
+        process.close()
+
+    fork()
+    theirs, ours = psutil.Process(server.pid), psutil.Process()
+    before = (theirs.num_fds(), ours.num_fds())
+    memory = theirs.memory_info().rss
+    for _ in range(50):
+        fork()
+    assert (theirs.num_fds(), ours.num_fds()) == before
+    assert theirs.memory_info().rss - memory < 4 * 2**20
