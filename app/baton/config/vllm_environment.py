@@ -14,8 +14,8 @@ from baton.config.groups import MIB
 from baton.config.settings import Settings
 
 SPINS = "10000"
-"""Rounds that an engine's OpenMP threads wait before they sleep (`GOMP_SPINCOUNT`): tens of microseconds, where
-libgomp takes milliseconds in which the gateway waits for a processor. `bench/spin.py` measures it."""
+"""Rounds that an engine's OpenMP threads wait before they sleep (`GOMP_SPINCOUNT`): tens of microseconds,
+where libgomp takes milliseconds in which the gateway waits for a processor. `bench/spin.py` measures it."""
 
 
 def environment_conflicts() -> list[str]:

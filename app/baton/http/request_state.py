@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
-from starlette.types import Scope
+from starlette.types import Scope, Send
 
 from baton.admission.tenants import Ticket
 from baton.errors import BatonError
@@ -29,6 +29,7 @@ class RequestState:
         large: work on its body is done in threads, however small the body is that was sent.
         take_memory: counts further bytes that its body takes, until the request ends; raises `RateLimited` or
             `GatewayOverloaded` where these bytes are too many.
+        send: sends ASGI messages to the server, past all middleware.
     """
 
     context: RequestContext
@@ -38,6 +39,7 @@ class RequestState:
     error_reason: str | None = None
     large: bool = False
     take_memory: Callable[[int], None] = lambda _size: None
+    send: Send | None = None
 
     def note(self, error: BatonError) -> None:
         """Note the error that the request is answered with.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 
-from starlette.responses import StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, GenerationFailed
 from baton.http.error_body import error_event
+from baton.http.request_state import state_of
 from baton.telemetry.metrics import GatewayMetrics
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -21,7 +21,6 @@ KEEP_ALIVE = ": keep-alive\n\n"
 
 async def event_stream(
     events: AsyncIterator[str],
-    scope: Scope,
     metrics: GatewayMetrics,
     headers: Mapping[str, str],
     *,
@@ -33,7 +32,6 @@ async def event_stream(
 
     Args:
         events: the events; they are closed if no response begins.
-        scope: of the request.
         metrics: where clients that disconnect are counted.
         headers: of the response.
         keep_alive_s: seconds of silence before each comment; 0: no comments.
@@ -49,7 +47,7 @@ async def event_stream(
     except BaseException:
         await _end(first, events)
         raise
-    return EventStream(first, events, scope, metrics, headers=headers, keep_alive_s=keep_alive_s)
+    return EventStream(first, events, metrics, headers=headers, keep_alive_s=keep_alive_s)
 
 
 async def _first_of(events: AsyncIterator[str]) -> str:
@@ -68,23 +66,59 @@ async def _end(first: asyncio.Future[str], events: AsyncIterator[str]) -> None:
         await close()
 
 
-class EventStream(StreamingResponse):
+class ClientWatch:
+    """Cancels the task that made it when the client of its request disconnects.
+
+    Args:
+        receive: receives the request's ASGI messages; its body must have been read before.
+
+    Attributes:
+        gone: the client has disconnected, and the task was cancelled for it.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        working = asyncio.current_task()
+        assert working is not None
+        self.gone = False
+        self._working = working
+        self._task = asyncio.ensure_future(self._watch(receive))
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        self._working.cancel()
+
+    def take_back(self) -> None:
+        """Take back the cancellation, which was ours and is done; vLLM may have swallowed it."""
+        self._working.uncancel()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._task.cancel()
+
+
+class EventStream(Response):
     """The response to a streaming request.
+
+    An event is one call of the server's own `send`: what the middleware does to a response is done at its
+    start and at its end.
 
     Args:
         first: the first event, which may not have come yet.
         rest: the events after it.
-        scope: of the request.
         metrics: where clients that disconnect are counted.
         headers: of the response.
         keep_alive_s: seconds of silence before each comment; 0: no comments.
+
+    Attributes:
+        watch: notices that the client disconnects; whoever makes the response may give it one that runs.
     """
 
     def __init__(
         self,
         first: asyncio.Future[str],
         rest: AsyncIterator[str],
-        scope: Scope,
         metrics: GatewayMetrics,
         *,
         headers: Mapping[str, str],
@@ -92,74 +126,84 @@ class EventStream(StreamingResponse):
     ) -> None:
         self._first = first
         self._rest = rest
+        self._metrics = metrics
         self._keep_alive_s = keep_alive_s
-        self._events = _events(first, rest, scope, metrics)
-        super().__init__(self._events, media_type="text/event-stream", headers=HEADERS | dict(headers))
+        self.watch: ClientWatch | None = None
+        self.status_code = 200
+        self.media_type = "text/event-stream"
+        self.background = None
+        self.init_headers(HEADERS | dict(headers))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = self.watch or ClientWatch(receive)
+        kept = KeptAlive(state_of(scope).send or send, self._keep_alive_s)
         try:
-            await super().__call__(scope, receive, send)
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            kept.start()
+            try:
+                await self._send_events(kept)
+            except BatonError as error:
+                await kept.send(error_event(error, scope))
+            except asyncio.CancelledError:
+                self._metrics.disconnects.labels("stream").inc()
+                raise
+            kept.stop()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except asyncio.CancelledError:
+            if not watch.gone:
+                raise
+            watch.take_back()  # there is nobody to answer, and nothing wrong
         finally:
-            await self._events.aclose()
+            watch.stop()
+            kept.stop()
             await _end(self._first, self._rest)
 
-    async def stream_response(self, send: Send) -> None:
-        if not self._keep_alive_s:
-            await super().stream_response(send)
-            return
-        with contextlib.closing(KeptAlive(send, self._keep_alive_s)) as kept:
-            await super().stream_response(kept.send)
-
-
-async def _events(
-    first: asyncio.Future[str], rest: AsyncIterator[str], scope: Scope, metrics: GatewayMetrics
-) -> AsyncGenerator[str, None]:
-    try:
-        if not first.done():
-            yield KEEP_ALIVE
-        yield await first
-        async for event in rest:
-            yield event
-    except BatonError as error:
-        yield error_event(error, scope)
-    except (asyncio.CancelledError, GeneratorExit):
-        metrics.disconnects.labels("stream").inc()
-        raise
+    async def _send_events(self, kept: KeptAlive) -> None:
+        if not self._first.done():
+            await kept.send(KEEP_ALIVE)
+        await kept.send(await self._first)
+        async for event in self._rest:
+            await kept.send(event)
 
 
 class KeptAlive:
-    """Sends a response, with a comment whenever nothing was sent for a while.
+    """Sends a response's events, with a comment whenever nothing was sent for a while.
 
     Args:
         send: sends the response's ASGI messages.
-        seconds: of silence before a comment.
+        seconds: of silence before a comment; 0: no comments.
     """
 
     def __init__(self, send: Send, seconds: float) -> None:
         self._send = send
         self._seconds = seconds
-        self._now = asyncio.get_running_loop().time
+        self._loop = asyncio.get_running_loop()
         self._sent_at = 0.0
-        self._comments: asyncio.Task[None] | None = None
+        self._silent: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
 
-    async def send(self, message: Message) -> None:
-        """Send a message of the response; comments are sent only between the first and the last one."""
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self.close()
-        await self._send(message)
-        self._sent_at = self._now()
-        if message["type"] == "http.response.start":
-            self._comments = asyncio.create_task(self._comment())
+    def start(self) -> None:
+        """Send comments from now on."""
+        self._sent_at = self._loop.time()
+        if self._seconds:
+            self._silent = self._loop.call_later(self._seconds, self._look)
 
-    def close(self) -> None:
-        """Stop sending comments."""
-        if self._comments is not None:
-            self._comments.cancel()
+    def stop(self) -> None:
+        """Send no more comments."""
+        if self._silent is not None:
+            self._silent.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
 
-    async def _comment(self) -> None:
-        message = {"type": "http.response.body", "body": KEEP_ALIVE.encode(), "more_body": True}
-        while True:
-            await asyncio.sleep(self._sent_at + self._seconds - self._now())
-            if self._now() - self._sent_at >= self._seconds:
-                await self._send(message)
-                self._sent_at = self._now()
+    async def send(self, event: str) -> None:
+        """Send an event or a comment."""
+        await self._send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        self._sent_at = self._loop.time()
+
+    def _look(self) -> None:
+        left = self._sent_at + self._seconds - self._loop.time()
+        if left <= 0 and (self._comment is None or self._comment.done()):
+            self._comment = self._loop.create_task(self.send(KEEP_ALIVE))
+        self._silent = self._loop.call_later(left if left > 0 else self._seconds, self._look)

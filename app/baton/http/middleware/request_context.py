@@ -47,7 +47,7 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send)
             return
         context = context_from_headers(scope["headers"], self._unidentified)
-        state = RequestState(context)
+        state = RequestState(context, send=send)
         state.attach(scope)
         bind_contextvars(request_id=context.request_id)
         route = self._label(scope["path"])
