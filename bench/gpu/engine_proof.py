@@ -1,10 +1,10 @@
-"""Prove handoffs in vLLM's own engine on a GPU, and measure them beside its prefix cache and its own offloading.
+"""Prove handoffs in vLLM's engine on a GPU; measure them beside its prefix cache and its own offloading.
 
-    python bench/gpu/engine_proof.py weights FOLDER 1b 8b      # make models with random weights
-    python bench/gpu/engine_proof.py smoke FOLDER/1b           # which ways to run an engine work here
-    python bench/gpu/engine_proof.py proof FOLDER/1b           # loads against the engine's prefix cache, bit for bit
-    python bench/gpu/engine_proof.py speed FOLDER/8b           # first tokens, and steps beside saves and loads
-    python bench/gpu/engine_proof.py peer FOLDER/8b            # the same first tokens with vLLM's OffloadingConnector
+    python bench/gpu/engine_proof.py weights FOLDER 1b 8b  # make models with random weights
+    python bench/gpu/engine_proof.py smoke FOLDER/1b       # which ways to run an engine work here
+    python bench/gpu/engine_proof.py proof FOLDER/1b       # loads against the engine's prefix cache, bit for bit
+    python bench/gpu/engine_proof.py speed FOLDER/8b       # first tokens, and steps beside saves and loads
+    python bench/gpu/engine_proof.py peer FOLDER/8b        # first tokens with vLLM's OffloadingConnector
 
 Each prints its results as JSON, and writes them to `--json` as they come. It needs vLLM and the connector, no
 gateway and no tokenizer. `--device cpu` with the shape `tiny` tries the logic anywhere.
@@ -34,7 +34,15 @@ from typing import Any
 import torch
 
 SHAPES = {
-    "tiny": {"hidden": 256, "inner": 512, "layers": 4, "heads": 4, "kv_heads": 2, "values": 64, "vocab": 2048},
+    "tiny": {
+        "hidden": 256,
+        "inner": 512,
+        "layers": 4,
+        "heads": 4,
+        "kv_heads": 2,
+        "values": 64,
+        "vocab": 2048,
+    },
     "1b": {
         "hidden": 2048,
         "inner": 8192,
@@ -56,7 +64,8 @@ SHAPES = {
 }
 """Those of Llama-3.2-1B and Llama-3.1-8B, and one for a CPU."""
 SPREAD = 0.02
-"""Standard deviation of the weights, as models are initialised; smaller ones give flat answers that hide errors."""
+"""Standard deviation of the weights, as models are initialised; a smaller one gives flat answers, which hide
+errors."""
 MODES: dict[str, dict[str, Any]] = {
     "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}},
     "eager": {"enforce_eager": True},
@@ -67,10 +76,11 @@ MODES: dict[str, dict[str, Any]] = {
         "attention_backend": "TRITON_ATTN",
         "compilation_config": {"mode": 0, "custom_ops": ["none"]},
         "kernels": "stub",
+        "runner": "0",
     },
 }
-"""Ways to run an engine, the best to prove with first. Graphs of whole steps skip the hooks in the layers; `stub`
-works without vLLM's compiled kernels, on Triton's and torch's."""
+"""Ways to run an engine, the best to prove with first. Graphs of whole steps skip the hooks in the layers;
+`stub` works without vLLM's compiled kernels, on Triton's and torch's."""
 ALIGNED = (48, 64, 160, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 7936)
 UNALIGNED = (19, 33, 77, 131, 255, 517, 1023, 1537, 2049, 3001, 5003, 7777)
 BLOCK = 16
@@ -87,9 +97,7 @@ LONGEST_WAIT_S = {"save": 60.0, "load": 3.0}
 
 def prompt(length: int, seed: int, vocab: int) -> list[int]:
     """Return token ids that no other seed shares a prefix with."""
-    return [
-        1 + (seed * 104729 + index * 7919 + index * index * 31) % (vocab - 2) for index in range(length)
-    ]
+    return [1 + (seed * 104729 + index * 7919 + index * index * 31) % (vocab - 2) for index in range(length)]
 
 
 # Weights
@@ -160,7 +168,11 @@ def make_weights(folder: Path, name: str, device: str) -> dict[str, Any]:
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
     (target / "config.json").write_text(json.dumps(config))
-    return {"model": str(target), "gib": round(size / GIB, 2), "seconds": round(time.perf_counter() - began, 1)}
+    return {
+        "model": str(target),
+        "gib": round(size / GIB, 2),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
 
 
 # Engines
@@ -358,7 +370,7 @@ async def engine(options: argparse.Namespace, transfer: dict[str, Any]) -> Async
     }
     arguments |= mode
     if options.device == "cuda":
-        arguments |= {"async_scheduling": True, "block_size": BLOCK}
+        arguments |= {"async_scheduling": True, "block_size": BLOCK, "gpu_memory_utilization": 0.05}
     client = await asyncio.to_thread(
         lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Watch])
     )
@@ -377,17 +389,28 @@ def smoke(options: argparse.Namespace, results: Results) -> None:
     for mode in options.modes or MODES:
         log = results.logs / f"smoke-{mode}.log"
         command = [sys.executable, __file__, "one", options.model, "--mode", mode, "--device", options.device]
-        command += ["--kv-gib", str(options.kv_gib), "--longest", "2048", "--json", str(results.logs / f"{mode}.json")]
+        command += [
+            "--kv-gib",
+            str(options.kv_gib),
+            "--longest",
+            "2048",
+            "--json",
+            str(results.logs / f"{mode}.json"),
+        ]
         with log.open("w") as written:
-            started = subprocess.Popen(command, env=environment(mode, options), stdout=written, stderr=written)
+            started = subprocess.Popen(
+                command, env=environment(mode, options), stdout=written, stderr=written
+            )
         running[mode] = (started, log)
     ends = time.monotonic() + options.seconds
     for mode, (process, log) in running.items():
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.1, ends - time.monotonic()))
-        if process.poll() is None:
-            process.kill()
-        results.keep(mode, {"works": process.returncode == 0} | said(results.logs / f"{mode}.json", log))
+        late = process.poll() is None
+        if late:
+            process.terminate()
+        works = {"works": process.returncode == 0} | ({"ended": "too slow"} if late else {})
+        results.keep(mode, works | said(results.logs / f"{mode}.json", log))
     works = [mode for mode in running if results.rows[mode]["works"]]
     results.keep("works", works)
     print("WORKS", *works)
@@ -454,7 +477,9 @@ async def proof(options: argparse.Namespace, results: Results) -> None:
             "loaded": sum(row["loaded"] for row in rows),
             "bit for bit": sum(row["same"] for row in rows),
             "controls that differ": sum(row["control_differs"] for row in rows),
-            "whole loads with the same tokens": sum(row.get("whole", {}).get("tokens", False) for row in rows),
+            "whole loads with the same tokens": sum(
+                row.get("whole", {}).get("tokens", False) for row in rows
+            ),
             "whole loads": sum("whole" in row for row in rows),
         },
     )
@@ -464,8 +489,8 @@ async def one_length(first: Engine, second: Engine, length: int, results: Result
     """Continue a context of this length on both engines, with another context as control.
 
     The engine's own cache holds whole blocks, so a context that ends within one is loaded as far as its last
-    whole block: then both engines compute the same tokens in one batch. Loaded whole, it is computed in a batch
-    of another shape, and only the tokens and how far their probabilities are apart are kept.
+    whole block: then both engines compute the same tokens in one batch. Loaded whole, the rest is computed in
+    a batch of another shape, and only the tokens and how far their probabilities are apart are kept.
     """
     context = prompt(length, length, first.vocab)
     answer, saved = await first.save(context)
@@ -494,13 +519,17 @@ async def one_length(first: Engine, second: Engine, length: int, results: Result
     }
     if limit:
         of_all = await second.ask(whole, ANSWER_TOKENS, params_of(load=saved["key"]), salt=f"all-{length}")
-        told = {"cached": of_all.cached, "tokens": of_all.tokens == hit.tokens, "furthest": of_all.furthest(hit)}
+        told = {
+            "cached": of_all.cached,
+            "tokens": of_all.tokens == hit.tokens,
+            "furthest": of_all.furthest(hit),
+        }
         row["whole"] = told
     results.add("lengths", row)
 
 
 async def corrupted(first: Engine, second: Engine, results: Results) -> None:
-    """Load an entry of which one bit is flipped: it must be computed, and the answer must be that of a prefill."""
+    """Load an entry with one flipped bit: it must be computed, and the answer must be that of a prefill."""
     context = prompt(2000, 77, first.vocab)
     answer, saved = await first.save(context)
     whole = context + answer.tokens + prompt(OWN_TOKENS, 78, first.vocab)
@@ -567,7 +596,7 @@ async def first_tokens(only: Engine, length: int, number: int, store: Path) -> d
     context = prompt(length, 1000 + length + number, only.vocab)
     answer, saved = await only.save(context)
     whole = context + answer.tokens + prompt(OWN_TOKENS, 2000 + number, only.vocab)
-    hit = await only.ask(whole[: -OWN_TOKENS + 1])
+    hit = await only.ask(whole)
     row = {"tokens": length, "prefill": answer.first_s * 1000, "hit": hit.first_s * 1000}
     row |= {"save_ms": saved["seconds"] * 1000, "bytes": saved["bytes"]}
     for name in ("load", "second_load"):
@@ -578,9 +607,14 @@ async def first_tokens(only: Engine, length: int, number: int, store: Path) -> d
         row |= {name: loaded.first_s * 1000, f"{name}_itself": outcome["seconds"] * 1000}
         row |= {f"{name}_gib_s": outcome["bytes"] / GIB / outcome["seconds"], f"{name}_cached": loaded.cached}
         row |= {f"{name}_failure": outcome["failure"]}
-    for file in store.rglob(f"{saved['key'].partition('/')[2]}.*"):
-        file.unlink(missing_ok=True)  # room for the next
+    remove(store, saved["key"])  # room for the next
     return row
+
+
+def remove(store: Path, key: str) -> None:
+    """Remove an entry's files."""
+    for file in store.rglob(f"{key.partition('/')[2]}.*"):
+        file.unlink(missing_ok=True)
 
 
 def medians(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -603,7 +637,7 @@ async def steps(only: Engine, options: argparse.Namespace, results: Results) -> 
         asyncio.create_task(only.ask(prompt(500, 9100 + number, only.vocab), most, into=stream))
         for number, stream in enumerate(streams)
     ]
-    while min(len(stream.times) for stream in streams) < 20:
+    while min(len(stream.times) for stream in streams) < 20:  # noqa: ASYNC110  # vLLM tells only by tokens
         await asyncio.sleep(0.01)
     windows: dict[str, list[tuple[float, float]]] = {"alone": [], "saving": [], "loading": []}
     try:
@@ -617,8 +651,7 @@ async def steps(only: Engine, options: argparse.Namespace, results: Results) -> 
             outcome = await only.outcome("save", known)
             windows["saving"].append((began, time.perf_counter()))
             results.add("beside", {"kind": "save"} | outcome)
-            for file in results.store.rglob(f"{outcome['key'].partition('/')[2]}.*"):
-                file.unlink(missing_ok=True)
+            remove(results.store, outcome["key"])
             known, began = len(only.outcomes), time.perf_counter()
             whole = [*context, *answer.tokens, 7]
             await only.ask(whole, params=params_of(load=saved["key"]), salt=f"beside-{number}")
@@ -658,7 +691,7 @@ async def peer(options: argparse.Namespace, results: Results) -> None:
                 context = prompt(length, 1000 + length + number, only.vocab)
                 answer = await only.ask(context)
                 whole = context + answer.tokens + prompt(OWN_TOKENS, 2000 + number, only.vocab)
-                hit = await only.ask(whole[: -OWN_TOKENS + 1])
+                hit = await only.ask(whole)
                 row = {"tokens": length, "prefill": answer.first_s * 1000, "hit": hit.first_s * 1000}
                 await asyncio.sleep(options.pause)  # its stores run behind the answers
                 for name in ("load", "second_load"):
@@ -727,7 +760,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=shared) as folder:
         results = Results(options.json, options.logs, Path(folder) / "store")
         if options.device == "cuda":
-            results.keep("card", torch.cuda.get_device_name(0) if options.stage == "weights" else "see weights")
+            results.keep(
+                "card", torch.cuda.get_device_name(0) if options.stage == "weights" else "see weights"
+            )
         results.keep("mode", options.mode)
         try:
             if options.stage == "weights":
@@ -737,7 +772,7 @@ def main() -> None:
                 smoke(options, results)
             else:
                 asyncio.run(ASYNC_STAGES[options.stage](options, results))
-        except Exception:  # the stage's border: what was found so far is kept with it
+        except Exception:  # noqa: BLE001  # the stage's border: what was found so far is kept with it
             results.keep("error", traceback.format_exc()[-3000:])
             raise SystemExit(1) from None
 

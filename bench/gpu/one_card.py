@@ -1,8 +1,8 @@
 """Leave in a CUDA library only the kernels that one card runs; write the library, which keeps its size.
 
 A library holds its kernels in containers (fatbins), each with the same kernels for several cards. Kernels of
-other cards are taken out, and a container of which nothing remains gets a small kernel of the same library, so
-that it stays valid. The bytes that fall free are zeros, which compress to nothing.
+other cards are taken out, and a container of which nothing remains gets a small kernel of the same library,
+so that it stays valid. The bytes that fall free are zeros, which compress to nothing.
 
     python bench/gpu/one_card.py FROM TO [NAMES]    # NAMES: pattern of the source files that are kept
 """

@@ -245,7 +245,7 @@ def prove_order(device: str, folder: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 def measure(device: str, folder: Path) -> list[dict[str, Any]]:
-    """Measure saves and loads of an 8B model's KV, beside a plain copy of as many bytes from pinned memory."""
+    """Measure saves and loads of an 8B model's KV, beside a plain copy of as many bytes."""
     rows = []
     layers = MODEL_LAYERS if device == "cuda" else LAYERS
     for tokens in MEASURED[device]:
@@ -262,7 +262,10 @@ def measure(device: str, folder: Path) -> list[dict[str, Any]]:
                 loads = [trial.load() for _ in range(3)]
                 trial.worker.shutdown()
                 row = {"tokens": blocks * TOKENS, "layout": layout, "verified": verify, "bytes": trial.bytes}
-                row |= {"plain_gib_s": trial.bytes / plain / GIB, "save_gib_s": trial.bytes / min(saves) / GIB}
+                row |= {
+                    "plain_gib_s": trial.bytes / plain / GIB,
+                    "save_gib_s": trial.bytes / min(saves) / GIB,
+                }
                 row |= {"first_load_gib_s": trial.bytes / loads[0] / GIB}
                 row |= {"load_gib_s": trial.bytes / min(loads) / GIB, "load_of_plain": plain / min(loads)}
                 row |= {"load_ms": min(loads) * 1000, "save_ms": min(saves) * 1000}
@@ -275,7 +278,7 @@ def measure(device: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def phases(device: str, folder: Path) -> dict[str, float]:
-    """Measure the phases of a load alone, in one thread: GiB/s of reading, proving, copying and scattering."""
+    """Measure the phases of a load alone, in one thread: GiB/s of reading, proving, copying, scattering."""
     cuda, runs = device == "cuda", 64 if device == "cuda" else 4
     file = folder / "phases"
     file.write_bytes(os.urandom(RUN) * runs)
@@ -300,7 +303,7 @@ def phases(device: str, folder: Path) -> dict[str, float]:
         }
         found = {}
         for name, step in work.items():
-            for number in (0, 1):  # the second pass counts
+            for _ in (0, 1):  # the second pass counts
                 began = time.perf_counter()
                 for run in range(runs):
                     step(run)
@@ -362,7 +365,10 @@ def steps(device: str, folder: Path) -> dict[str, Any]:
     for _ in range(STEPS[device]):
         step()
     results["alone"] = told()
-    for name, jobs in (("saving", StepJobs(saves=[trial.save_job()])), ("loading", StepJobs(loads=[trial.load_job()]))):
+    for name, jobs in (
+        ("saving", StepJobs(saves=[trial.save_job()])),
+        ("loading", StepJobs(loads=[trial.load_job()])),
+    ):
         seconds = 0.0
         for _ in range(3):
             trial.worker.start(jobs)

@@ -82,12 +82,12 @@ for stage in "$@"; do
     weights) run weights 90 "$python" "$here/engine_proof.py" weights "$models" $small $large --device $device --json "$OUT/weights.json" ;;
     smoke)
       run smoke 130 "$python" "$here/engine_proof.py" smoke "$models/$small" --device $device --logs "$logs" \
-        --json "$root/smoke.json" --kv-gib 1 --seconds 110 ${TRY:+--modes eager}
+        --json "$root/smoke.json" --kv-gib 1 --seconds "${SECONDS_SMOKE:-90}" ${TRY:+--modes eager}
       cp "$root/smoke.json" "$OUT/" 2>/dev/null
       for log in "$logs"/smoke-*.log; do { echo "=== $log"; cut -c1-400 "$log" | tail -n 150; } >>"$OUT/log.txt"; done
       ;;
-    proof) # with graphs and without, side by side
-      modes=$(printf '%s\n' "$(best graphs graphs-v1 compiled)" "$(best eager stub)" | sort -u)
+    proof) # with graphs of whole steps, without, and as vLLM comes, side by side
+      modes=$(printf '%s\n' "$(best graphs graphs-v1)" "$(best eager stub)" "$(best compiled eager stub)" | sort -u)
       for mode in $modes; do
         run "proof-$mode" 170 "$python" "$here/engine_proof.py" proof "$models/$small" --device $device --mode "$mode" \
           --json "$OUT/proof-$mode.json" "${limits[@]}" &
