@@ -2,7 +2,7 @@
 
     python bench/gpu/engine_proof.py weights FOLDER 1b 8b  # make models with random weights
     python bench/gpu/engine_proof.py smoke FOLDER/1b       # which ways to run an engine work here
-    python bench/gpu/engine_proof.py proof FOLDER/1b       # loads against the engine's prefix cache, bit for bit
+    python bench/gpu/engine_proof.py proof FOLDER/1b       # loads against the engine's own prefix cache
     python bench/gpu/engine_proof.py speed FOLDER/8b       # first tokens, and steps beside saves and loads
     python bench/gpu/engine_proof.py peer FOLDER/8b        # first tokens with vLLM's OffloadingConnector
 
@@ -389,14 +389,8 @@ def smoke(options: argparse.Namespace, results: Results) -> None:
     for mode in options.modes or MODES:
         log = results.logs / f"smoke-{mode}.log"
         command = [sys.executable, __file__, "one", options.model, "--mode", mode, "--device", options.device]
-        command += [
-            "--kv-gib",
-            str(options.kv_gib),
-            "--longest",
-            "2048",
-            "--json",
-            str(results.logs / f"{mode}.json"),
-        ]
+        command += ["--kv-gib", str(options.kv_gib), "--longest", "2048", "--folder", options.folder]
+        command += ["--json", str(results.logs / f"{mode}.json")]
         with log.open("w") as written:
             started = subprocess.Popen(
                 command, env=environment(mode, options), stdout=written, stderr=written
@@ -409,8 +403,8 @@ def smoke(options: argparse.Namespace, results: Results) -> None:
         late = process.poll() is None
         if late:
             process.terminate()
-        works = {"works": process.returncode == 0} | ({"ended": "too slow"} if late else {})
-        results.keep(mode, works | said(results.logs / f"{mode}.json", log))
+        told = {"works": process.returncode == 0} | ({"ended": "too slow"} if late else {})
+        results.keep(mode, told | said(results.logs / f"{mode}.json", log))
     works = [mode for mode in running if results.rows[mode]["works"]]
     results.keep("works", works)
     print("WORKS", *works)
@@ -746,6 +740,7 @@ def main() -> None:
     parser.add_argument("--modes", choices=MODES, nargs="+", help="of `smoke`, all if none are given")
     parser.add_argument("--json", type=Path, help="file to write results to")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--folder", default="/dev/shm", help="where entries are stored, up to 12 GiB")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 30000])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--longest", type=int, default=8192, help="`max_model_len`")
@@ -756,8 +751,7 @@ def main() -> None:
     options = parser.parse_args()
     if os.environ.get("ENGINE_PROOF_MODE") != options.mode:  # some of it is read when Python starts
         os.execve(sys.executable, [sys.executable, *sys.argv], environment(options.mode, options))
-    shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=shared) as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         results = Results(options.json, options.logs, Path(folder) / "store")
         if options.device == "cuda":
             results.keep(

@@ -389,6 +389,7 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="file to write results to")
+    parser.add_argument("--folder", default="/dev/shm", help="where entries are stored, up to 9 GiB")
     options = parser.parse_args()
     device: str = options.device
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu"}
@@ -399,7 +400,7 @@ def main() -> None:
         if options.json is not None:
             options.json.write_text(json.dumps(results, indent=1))
 
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         bad, rows = prove_order(device, Path(folder))
         keep("order", {"out_of_order": bad, "layouts": rows})
         keep("phases_gib_s", phases(device, Path(folder)))

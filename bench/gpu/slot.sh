@@ -17,11 +17,12 @@ logs=$root/logs
 mkdir -p "$OUT" "$logs" "$root/site"
 export PYTHONPATH=$PWD/app:$PWD/connectors:$PWD/plugins${SITE-:$root/site} PYTHONUNBUFFERED=1
 export VLLM_CACHE_ROOT=$root/cache TRITON_CACHE_DIR=$root/triton TORCHINDUCTOR_CACHE_DIR=$root/inductor
+export VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo # there is no other network
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 VLLM_LOGGING_LEVEL=INFO
 began=$(date +%s)
 device=cuda small=1b large=8b limits=() large_limits=(--kv-gib 24 --longest 32768)
 if [ -n "${TRY:-}" ]; then
-  device=cpu small=tiny large=tiny limits=(--kv-gib 0.5 --longest 1024)
+  device=cpu small=tiny large=tiny limits=(--kv-gib 0.5 --longest 2048)
   large_limits=(--kv-gib 0.5 --longest 1200 --lengths 300 600 --rounds 2 --pause 0.3)
 fi
 
@@ -35,9 +36,10 @@ if [ -n "${SITE-:}" ]; then
   for parcel in wheels vllm kernels; do unpack "$parcel" & done
   wait
 fi
-models=/dev/shm/baton-gpu
+memory=/dev/shm # in memory, unless there is little
 room=$(df --output=avail -B1G /dev/shm 2>/dev/null | tail -1)
-[ "${room:-0}" -ge 40 ] || [ -n "${TRY:-}" ] || models=$root/models
+[ "${room:-0}" -ge 44 ] || [ -n "${TRY:-}" ] || memory=$root
+models=$memory/baton-gpu-models
 mkdir -p "$models"
 echo "unpacked in $(($(date +%s) - began)) s; /dev/shm has ${room:-no} GiB; models in $models"
 
@@ -78,10 +80,11 @@ for stage in "$@"; do
     check) # the machine, and whether vLLM's kernels load beside this torch
       run check 90 "$python" -c "$check"
       ;;
-    ordering) run ordering "${SECONDS_ORDERING:-120}" "$python" "$here/ordering.py" --device $device --json "$OUT/ordering.json" ;;
+    ordering) run ordering "${SECONDS_ORDERING:-150}" "$python" "$here/ordering.py" --device $device --folder "$memory" \
+      --json "$OUT/ordering.json" ;;
     weights) run weights 90 "$python" "$here/engine_proof.py" weights "$models" $small $large --device $device --json "$OUT/weights.json" ;;
     smoke)
-      run smoke 130 "$python" "$here/engine_proof.py" smoke "$models/$small" --device $device --logs "$logs" \
+      run smoke 130 "$python" "$here/engine_proof.py" smoke "$models/$small" --device $device --logs "$logs" --folder "$memory" \
         --json "$root/smoke.json" --kv-gib 1 --seconds "${SECONDS_SMOKE:-90}" ${TRY:+--modes eager}
       cp "$root/smoke.json" "$OUT/" 2>/dev/null
       for log in "$logs"/smoke-*.log; do { echo "=== $log"; cut -c1-400 "$log" | tail -n 150; } >>"$OUT/log.txt"; done
@@ -89,13 +92,13 @@ for stage in "$@"; do
     proof) # with graphs of whole steps, without, and as vLLM comes, side by side
       modes=$(printf '%s\n' "$(best graphs graphs-v1)" "$(best eager stub)" "$(best compiled eager stub)" | sort -u)
       for mode in $modes; do
-        run "proof-$mode" 170 "$python" "$here/engine_proof.py" proof "$models/$small" --device $device --mode "$mode" \
+        run "proof-$mode" 170 "$python" "$here/engine_proof.py" proof "$models/$small" --device $device --mode "$mode" --folder "$memory" \
           --json "$OUT/proof-$mode.json" "${limits[@]}" &
       done
       wait
       ;;
     speed | peer)
-      run "$stage" "${SECONDS_SPEED:-200}" "$python" "$here/engine_proof.py" "$stage" "$models/$large" --device $device \
+      run "$stage" "${SECONDS_SPEED:-200}" "$python" "$here/engine_proof.py" "$stage" "$models/$large" --device $device --folder "$memory" \
         --mode "$(best graphs graphs-v1 compiled eager stub)" --json "$OUT/$stage.json" "${large_limits[@]}"
       ;;
     *) echo "no stage $stage" ;;
