@@ -23,13 +23,15 @@ HEADER = struct.Struct("<IHHQ")
 """Of a container: magic, version, size of this header, size of what follows."""
 KERNELS = struct.Struct("<HHIQ")
 """Of what is in it: kind, version, size of this header, size of what follows; the card is at 28."""
-BINARY = 2
+BINARY, SOURCE = 2, 1
+SMALL = 2**16
+"""Bytes: sources of kernels (PTX), which the driver compiles for any later card, are kept up to this size."""
 SOURCE_FILE = re.compile(rb"_INTERNAL_[0-9a-f]{8}_\d+_([A-Za-z0-9_]*?)_cu_[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
 class Container:
-    """A container: where its contents begin and end, and the kernels for `ARCHITECTURE`."""
+    """A container: where its contents begin and end, and the kernels that `ARCHITECTURE` runs."""
 
     start: int
     stop: int
@@ -45,16 +47,18 @@ def containers(data: bytes) -> Iterator[Container]:
         if header != HEADER.size or stop > len(data):
             at += 4  # bytes that look like a header
             continue
-        mine, at = [], start
+        mine, sources, at = [], [], start
         while at < stop:
             kind, _, header, size = KERNELS.unpack_from(data, at)
             (card,) = struct.unpack_from("<I", data, at + 28)
             if (kind, card) == (BINARY, ARCHITECTURE):
                 mine.append(data[at : at + header + size])
+            elif kind == SOURCE and card <= ARCHITECTURE and size <= SMALL:
+                sources.append(data[at : at + header + size])
             at += header + size
         if at != stop:
             raise SystemExit(f"a container at {start:#x} is not understood")
-        yield Container(start, stop, tuple(mine))
+        yield Container(start, stop, tuple(mine or sources))
 
 
 def is_wanted(contents: bytes, names: str | None) -> bool:
@@ -69,7 +73,10 @@ def main() -> None:
     names = rest[0] if rest else None
     data = Path(source).read_bytes()
     written, found = bytearray(data), list(containers(data))
-    filler = min((kernels for each in found for kernels in each.mine), key=len)
+    binaries = (
+        kernels for each in found for kernels in each.mine if KERNELS.unpack_from(kernels)[0] == BINARY
+    )
+    filler = min(binaries, key=len)
     kept = 0
     for each in found:
         wanted = bool(each.mine) and is_wanted(data[each.start : each.stop], names)
