@@ -1,9 +1,9 @@
 """Choose how long an engine's OpenMP threads wait before they sleep: `python bench/spin.py` (a minute).
 
 It needs torch alone. One process computes what a decoding step of SmolLM2-135M computes, on as many bound
-threads as there are cores; another, the front end, needs a processor between two steps, as the gateway does. While the threads
-spin they hold every core, so a step begins late; when they sleep too soon, each parallel region wakes them.
-Printed are steps/s for each `GOMP_SPINCOUNT`, medians of alternating rounds.
+threads as there are cores; another, the front end, needs a processor between two steps, as the gateway does.
+While the threads spin they hold every core, so a step begins late; when they sleep too soon, each parallel
+region wakes them. Printed are steps/s for each `GOMP_SPINCOUNT`, medians of alternating rounds.
 """
 
 from __future__ import annotations
