@@ -5,7 +5,8 @@
 #
 # Stages: check, ordering, weights, smoke, proof, speed, peer. Each has its own time limit, writes one JSON into
 # $OUT at once, and adds to $OUT/log.txt; a stage that fails does not stop those after it. What was unpacked stays
-# under $ROOT, so that later calls on the same machine go on at once. TRY=1 runs tiny shapes on a CPU.
+# under $ROOT, so that later calls on the same machine go on at once. TRY=1 runs tiny shapes on a CPU; MODES are those that
+# `smoke` tries, all unless set.
 set -u
 parcels=$(cd "${1:?the folder with the parcels}" && pwd)
 shift
@@ -19,6 +20,7 @@ export PYTHONPATH=$PWD/app:$PWD/connectors:$PWD/plugins${SITE-:$root/site} PYTHO
 export VLLM_CACHE_ROOT=$root/cache TRITON_CACHE_DIR=$root/triton TORCHINDUCTOR_CACHE_DIR=$root/inductor
 export VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo # there is no other network
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 VLLM_LOGGING_LEVEL=INFO
+export VLLM_USE_FLASHINFER_SAMPLER=0 # FlashInfer is not among the parcels
 began=$(date +%s)
 device=cuda small=1b large=8b limits=() large_limits=(--kv-gib 24 --longest 32768)
 if [ -n "${TRY:-}" ]; then
@@ -85,7 +87,7 @@ for stage in "$@"; do
     weights) run weights 90 "$python" "$here/engine_proof.py" weights "$models" $small $large --device $device --json "$OUT/weights.json" ;;
     smoke)
       run smoke 130 "$python" "$here/engine_proof.py" smoke "$models/$small" --device $device --logs "$logs" --folder "$memory" \
-        --json "$root/smoke.json" --kv-gib 1 --seconds "${SECONDS_SMOKE:-90}" ${TRY:+--modes eager}
+        --json "$root/smoke.json" --kv-gib 1 --seconds "${SECONDS_SMOKE:-90}" ${MODES:+--modes $MODES} ${TRY:+--modes eager}
       cp "$root/smoke.json" "$OUT/" 2>/dev/null
       for log in "$logs"/smoke-*.log; do { echo "=== $log"; cut -c1-400 "$log" | tail -n 150; } >>"$OUT/log.txt"; done
       ;;
