@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx._transports.default  # by its name: there is no other door to the context of a client without one
 import pytest
 import structlog
 from support.gateways import FakeGateway, RealGateway, run_fake
@@ -37,6 +39,9 @@ class Nowhere(io.TextIOBase):
 def pytest_configure() -> None:
     """The access log of gateways in this process goes nowhere; their threads outlive a test's capture."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(Nowhere()))
+    # Each client of httpx reads the certificate authorities anew, 25 ms of a core; tests make thousands of clients.
+    transports = httpx._transports.default
+    transports.create_ssl_context = functools.cache(transports.create_ssl_context)
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Two processes share the cores: torch's threads would wait for one another, those of engines by spinning.
         import torch
