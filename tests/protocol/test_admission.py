@@ -20,6 +20,7 @@ from support.sample_plugins import Current, Files, plugin
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import GenerationFailed
+from baton.telemetry import memory
 from baton.telemetry.memory import MemoryReader
 
 BODY = {"model": "a", "prompt": "one two", "max_tokens": 4}
@@ -206,8 +207,11 @@ def test_a_request_that_waits_for_a_handoff_holds_no_place() -> None:
 
 
 @pytest.mark.fault("E8")
-def test_while_memory_is_short_new_work_is_refused_until_there_is_room(tmp_path: Path) -> None:
+def test_while_memory_is_short_new_work_is_refused_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Probes, `GET` and `DELETE` answer all the time."""
+    monkeypatch.setattr(memory, "EVERY_S", 0.05)
     (tmp_path / "memory.max").write_text(str(1000 * MIB))
     used = tmp_path / "memory.current"
     used.write_text(str(100 * MIB))

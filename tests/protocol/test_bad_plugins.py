@@ -15,12 +15,11 @@ from typing import Any
 import httpx
 import pytest
 from support.gateways import FakeGateway, Held
-from support.plugin_gateways import ask, ask_and_leave, served, until, upload
+from support.plugin_gateways import ask, ask_and_leave, notice_blocked_loops_soon, served, until, upload
 from support.sample_plugins import Async, Current, Files
 from support.wire import connect
 
 from baton.engines.fake.engine import FakeBehaviour
-from baton.pooling import hooks
 
 NUMBERS = [0.03, 0.01, 0.02]
 UPLOAD = b"POST /pooling?model=geo%b HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/tiff\r\n"
@@ -51,14 +50,12 @@ def test_stop_iteration_in_a_hook_fails_at_once_and_takes_no_thread() -> None:
 @pytest.mark.fault("F5")
 def test_a_blocked_loop_fails_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """One request is in the engine, one blocks the loop, a third comes: all three are answered."""
-    monkeypatch.setattr(hooks, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(hooks, "STALLED_S", 0.2)
-    instance, held = Async(), Held()
+    noticed_s, instance, held = notice_blocked_loops_soon(monkeypatch), Async(), Held()
     with served(instance, FakeBehaviour(wait=held)) as gateway, ThreadPoolExecutor() as pool:
         encoding = pool.submit(ask, gateway, numbers=[60.0, 0.1])
         assert until(lambda: gateway.engine("geo").active > 0)
         blocking = pool.submit(ask, gateway, **{"in": "pre", "do": "block", "seconds": 60.0})
-        time.sleep(0.3)
+        time.sleep(noticed_s)
         assert ask(gateway).status_code == 200
         instance.release.set()
         assert blocking.result().status_code == 200
@@ -272,7 +269,7 @@ def test_a_hook_that_outlives_its_request_cannot_read_anothers_upload(tmp_path: 
             line.sendall(UPLOAD % b"&late=1" + b"Content-Length: 4\r\n\r\nmine")
             assert begun.wait(20)
         for _ in range(8):
-            assert upload(gateway, content=b"\1\2\3 tenant B's secret").status_code == 200
+            assert upload(gateway, content=b"\1\2\3\0 tenant B's secret").status_code == 200
         plugin.release.set()
         assert until(lambda: seen == ["over"])
 

@@ -173,7 +173,7 @@ def test_a_second_signal_ends_at_once_with_error_events(tmp_path: Path) -> None:
 
 @pytest.mark.fault("A7")
 def test_a_client_that_does_not_read_delays_no_stop(tmp_path: Path) -> None:
-    with FakeProcess(tmp_path, drain_timeout_s=1) as gateway:
+    with FakeProcess(tmp_path, drain_timeout_s=0) as gateway:
         host, port = gateway.url.removeprefix("http://").split(":")
         body = json.dumps(LONG | {"max_tokens": 3500, "prompt": "x" * 20_000 + " y"}).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

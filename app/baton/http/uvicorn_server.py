@@ -48,7 +48,7 @@ def _uvicorn_config(app: Any, edge: EdgeSettings, metrics: GatewayMetrics, **opt
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, woken when it shall end; uvicorn itself looks ten times a second, and waits 0.1 s besides.
+    """uvicorn's server, which ends as soon as it may: uvicorn itself only looks ten times a second.
 
     Args:
         config: uvicorn's.
@@ -87,7 +87,7 @@ class _Server(uvicorn.Server):
             connection.shutdown()
         try:
             async with asyncio.timeout(self.config.timeout_graceful_shutdown):
-                while (state.connections or state.tasks) and not self.force_exit:
+                while (state.connections or state.tasks) and not self.force_exit:  # noqa: ASYNC110  # without an event
                     await asyncio.sleep(LOOK_EVERY_S)
         except TimeoutError:
             for task in list(state.tasks):
