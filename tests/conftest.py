@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx._transports.default  # by its name: there is no other door to the context of a client without one
 import pytest
 import structlog
+from support.archives import Archive, archive_server
 from support.gateways import FakeGateway, RealGateway, run_fake
 from support.otlp import EXPORTER, Collector
 from support.raster_host import RasterHost
@@ -107,6 +108,21 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.
         if name.startswith("BATON_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "config"))
+
+
+@pytest.fixture(scope="session")
+def archive_started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archive]:
+    """An S3 server that the tests share which do not kill theirs: it needs seconds to start."""
+    with archive_server(tmp_path_factory.mktemp("s3")) as running:
+        yield running
+
+
+@pytest.fixture
+def archive(archive_started: Archive) -> Archive:
+    """An S3 server with an empty bucket."""
+    for name in archive_started.names():
+        archive_started.delete(name)
+    return archive_started
 
 
 @pytest.fixture

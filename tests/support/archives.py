@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,12 +106,13 @@ def _ports(count: int) -> list[int]:
 
 
 @contextmanager
-def archive_server(folder: Path, allowed: Sequence[str] = ()) -> Iterator[Archive]:
+def archive_server(folder: Path) -> Iterator[Archive]:
     """Start SeaweedFS on loopback: it reports nothing to its makers, and its files go with the folder.
+
+    A second key, `few`, may read and write in the bucket, and not list it.
 
     Args:
         folder: where it keeps objects.
-        allowed: what a second key, `few`, may do in the bucket, such as `Read`.
     """
     assert WEED is not None, "weed is missing"
     folder.mkdir(exist_ok=True)
@@ -123,7 +124,7 @@ def archive_server(folder: Path, allowed: Sequence[str] = ()) -> Iterator[Archiv
     few = {
         "name": "few",
         "credentials": [{"accessKey": "AKIDFEW", "secretKey": KEY_SECRET}],
-        "actions": [f"{action}:{BUCKET}" for action in allowed],
+        "actions": [f"Read:{BUCKET}", f"Write:{BUCKET}"],
     }
     (folder / "s3.json").write_text(json.dumps({"identities": [identity, few]}))
     (folder / "key").write_text(f"{KEY}\n{KEY_SECRET}\n")
