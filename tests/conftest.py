@@ -120,8 +120,7 @@ def archive_started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archiv
 @pytest.fixture
 def archive(archive_started: Archive) -> Archive:
     """An S3 server with an empty bucket."""
-    for name in archive_started.names():
-        archive_started.delete(name)
+    archive_started.empty()
     return archive_started
 
 

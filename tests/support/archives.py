@@ -81,6 +81,10 @@ class Archive:
     def delete(self, name: str) -> None:
         obstore.delete(self.store, f"baton/{name}")
 
+    def empty(self) -> None:
+        """Delete all objects of gateways."""
+        obstore.delete(self.store, [f"baton/{name}" for name in self.names()])
+
     def damage(self, name: str) -> None:
         """Flip a bit in the middle of an object."""
         data = bytearray(self.read(name))
