@@ -114,6 +114,8 @@ def run_fake(
         listen(settings.host, settings.port, "--port") as listener,
         listen_for_metrics(settings, keyed=keyring_for(settings) is not None) as metrics_listener,
     ):
+        url = url_of(listener)
+        metrics_url = url_of(metrics_listener) if metrics_listener else url
         app = create_app(settings, fleet, metrics_listener=metrics_listener, memory_reader=memory_reader)
         server = GatewayServer(app, settings, lambda _url: ready.set())
         server.handle_signals = False
@@ -126,8 +128,7 @@ def run_fake(
         if wait:
             assert ready.wait(20), "the fake engines did not start"
         try:
-            metrics_url = url_of(metrics_listener) if metrics_listener else server.url
-            yield FakeGateway(server.url, settings, fleet, app, server, metrics_url)
+            yield FakeGateway(url, settings, fleet, app, server, metrics_url)
         finally:
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 runner.get_loop().call_soon_threadsafe(setattr, server, "should_exit", True)
