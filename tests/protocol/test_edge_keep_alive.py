@@ -24,7 +24,7 @@ from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics
 
 SILENCE_S = 0.02
-TOKEN_S = 6 * SILENCE_S
+TOKEN_S = 15 * SILENCE_S
 PROMPT = {"model": "a", "max_tokens": 2}
 CHAT = [{"role": "user", "content": "one two"}]
 BODIES: dict[str, dict[str, Any]] = {
