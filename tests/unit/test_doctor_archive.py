@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,8 @@ def test_a_slow_a_hanging_and_a_dead_service_are_told_apart(
     tmp_path: Path, archive: Archive, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_archive, "ROUND_TRIPS", 2)
-    proxy.delay_s = 0.2
-    slow = examine(tmp_path, archive, archive_endpoint=proxy.endpoint, archive_timeout_s=0.35)
+    proxy.refuse = lambda method, _: time.sleep(0.3) if method == "GET" else None
+    slow = examine(tmp_path, archive, archive_endpoint=proxy.endpoint, archive_timeout_s=0.55)
     assert slow["archive round trip"].bad
     assert "nearer" in slow["archive round trip"].mend
     with archive.stopped():

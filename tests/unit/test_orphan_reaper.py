@@ -26,7 +26,7 @@ nameless = f"import setproctitle, subprocess, sys, time; setproctitle.setproctit
 nameless += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(flush=True); "
 old = subprocess.Popen([sys.executable, "-c", nameless + "time.sleep(600)"], stdout=subprocess.PIPE)
 old.stdout.readline()
-time.sleep({LOOK_EVERY_S} + 0.5)
+time.sleep({LOOK_EVERY_S} + 1.5)
 new = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 (pathlib.Path(reaper.scratch) / "a-socket").touch()
 print(reaper.scratch, old.pid, new.pid, flush=True)

@@ -51,13 +51,13 @@ async def test_a_late_report_that_it_is_pending_does_not_end_a_saved_handoff(
 def test_a_file_that_takes_long_to_write_is_whole_and_never_without_an_end(
     server: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_files, "WRITING_MS", 2000)
+    monkeypatch.setattr(pool_files, "WRITING_MS", 2500)
     one, data = machine(tmp_path / "one", server.url), bytes(range(256)) * 4096 * 4 * CHUNKS_AT_ONCE
     lives: list[int] = []
 
     def slowly(start: int, view: memoryview) -> int:
         lives.extend(rows(server).values())
-        time.sleep(0.6)
+        time.sleep(0.7)
         view[:] = data[start : start + len(view)]
         return len(view)
 
