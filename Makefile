@@ -15,6 +15,8 @@ IMAGE_TOOL ?= docker build
 TARGET ?= cpu
 IMAGE_ARGS ?=
 
+# The slowest are told at the end, after what was skipped and why.
+TOLD = --durations 20
 TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
@@ -35,7 +37,7 @@ demo-vision: $(VENV)/.serve ## Watch a scene mapped, described and asked about (
 	@exec $(BIN)/python -m examples.demo vision $(ARGS)
 
 test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
-	$(BIN)/python -m pytest $(TWO_PROCESSES) -m "not chaos and not soak and not image" $(ARGS)
+	$(BIN)/python -m pytest $(TWO_PROCESSES) $(TOLD) -m "not chaos and not soak and not image" $(ARGS)
 
 ray: $(VENV)/.dev ## Install Ray Serve too, for its tests and for `serve run baton.ray:app` (300 MB)
 	@$(PIP_INSTALL) -r requirements-ray.lock
@@ -89,8 +91,8 @@ bench-vision: $(VENV)/.dev ## Measure what a handed-over picture saves, and the 
 # pytest ends with 5 where ARGS= leaves it nothing to run.
 chaos: $(VENV)/.dev ## Break engines on purpose, ask ten times too much, and what else is long (an hour)
 	failed=0; \
-	$(BIN)/python -m pytest -m "chaos and alone" $(ARGS) || [ $$? = 5 ] || failed=1; \
-	$(BIN)/python -m pytest $(TWO_PROCESSES) -m "chaos and not alone" $(ARGS) || [ $$? = 5 ] || failed=1; \
+	$(BIN)/python -m pytest $(TOLD) -m "chaos and alone" $(ARGS) || [ $$? = 5 ] || failed=1; \
+	$(BIN)/python -m pytest $(TWO_PROCESSES) $(TOLD) -m "chaos and not alone" $(ARGS) || [ $$? = 5 ] || failed=1; \
 	exit $$failed
 
 soak: $(VENV)/.dev ## Run long (minutes to hours)

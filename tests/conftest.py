@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import subprocess
@@ -9,21 +10,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx._transports.default  # by its name: there is no other door to the context of a client without one
 import pytest
 import structlog
+from support.archives import Archive, archive_server
 from support.gateways import FakeGateway, RealGateway, run_fake
+from support.made_models import make_models
 from support.otlp import EXPORTER, Collector
 from support.raster_host import RasterHost
 from support.wheel_environment import CPU_LOCK, WheelEnvironment, build
 
 from baton.admission.api_keys import create_key
-from baton.config.settings import load_settings
 from baton.engines.fake.engine import FakeEngine
-from baton.models.store import ModelStore
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
 SHARED_GATEWAYS = ("real_gateway", "tiny_gateway", "relay_gateway", "geo_gateway")
-SHARING_FOLDERS = ("conformance", "deploy", "docs", "engine")
 LAST_USERS: pytest.StashKey[dict[str, pytest.Item]] = pytest.StashKey()
 
 
@@ -37,6 +38,9 @@ class Nowhere(io.TextIOBase):
 def pytest_configure() -> None:
     """The access log of gateways in this process goes nowhere; their threads outlive a test's capture."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(Nowhere()))
+    # Each client of httpx reads the certificate authorities anew, 25 ms of a core; tests make thousands of clients.
+    transports = httpx._transports.default
+    transports.create_ssl_context = functools.cache(transports.create_ssl_context)
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Two processes share the cores: torch's threads would wait for one another, those of engines by spinning.
         import torch
@@ -62,16 +66,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give all tests of the folders that share gateways to one process of pytest-xdist, the others file by file."""
+    """Give all files that name a shared gateway to one process of pytest-xdist, the others file by file."""
     from xdist.scheduler import LoadScopeScheduling  # where the tests run in one process it is not needed
 
-    class FolderScheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            shares = any(f"/{folder}/" in f"/{file}" for folder in SHARING_FOLDERS)
-            return "shared gateways" if shares else file
+    @functools.cache
+    def group(file: str) -> str:
+        text = (config.rootpath / file).read_text()
+        return next((name for name in SHARED_GATEWAYS if name in text), file)
 
-    return FolderScheduling(config, log)
+    class GatewayScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid.partition("::")[0])
+
+    return GatewayScheduling(config, log)
 
 
 @pytest.hookimpl(trylast=True)
@@ -104,6 +111,20 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "config"))
 
 
+@pytest.fixture(scope="session")
+def archive_started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archive]:
+    """An S3 server that the tests share which do not kill theirs: it needs seconds to start."""
+    with archive_server(tmp_path_factory.mktemp("s3")) as running:
+        yield running
+
+
+@pytest.fixture
+def archive(archive_started: Archive) -> Archive:
+    """An S3 server with an empty bucket."""
+    archive_started.empty()
+    return archive_started
+
+
 @pytest.fixture
 def fake_gateway() -> Iterator[FakeGateway]:
     """A gateway with two fake engines and a fake pooling engine, on a real socket, of this test alone."""
@@ -132,11 +153,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model that generates, with SmolLM2's tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny-model")
-    source = ModelStore(load_settings().models_folder).resolve("smollm2")
-    command = [sys.executable, str(ENGINE_TESTS / "tiny.py"), source, str(folder)]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return make_models(ENGINE_TESTS / "tiny.py", tmp_path_factory.mktemp("tiny-model"))
 
 
 @pytest.fixture(scope="session")

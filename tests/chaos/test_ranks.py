@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from support.gateways import RealGateway
+from support.made_models import make_models
 from support.relays import ask, cached, ids, once_saved, told
 from support.watched_streams import cores, wait_for
-
-from baton.config.settings import load_settings
-from baton.models.store import ModelStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(900)]
 TINY_MODELS = Path(__file__).parents[1] / "connector" / "tiny_models.py"
@@ -27,11 +23,7 @@ SETTINGS = {"BATON_SUPERVISION__BACKOFF_S": "0.5"}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama of four heads, random but lively."""
-    folder = tmp_path_factory.mktemp("families")
-    source = ModelStore(load_settings().models_folder).resolve("smollm2")
-    command = [sys.executable, str(TINY_MODELS), source, str(folder)]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder / "llama-4-heads"
+    return make_models(TINY_MODELS, tmp_path_factory.mktemp("families")) / "llama-4-heads"
 
 
 def gateway_of(model: Path, folder: Path, ranks: int) -> RealGateway:

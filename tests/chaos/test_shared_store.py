@@ -64,9 +64,10 @@ def is_whole(machine: Machine, record: HandoffRecord, right: bytes) -> bool:
 
 
 async def back(machine: Machine) -> HandoffRecord:
-    """Save handoffs until one reaches the store: the breaker lets somebody try after a while."""
+    """Save handoffs until one reaches the store: the breaker lets somebody try after a while, which is over now."""
     deadline = time.monotonic() + 20
     while True:
+        machine.storage.connection._resting_until = 0.0
         record = await machine.leave()
         if record.on_disk:
             return record

@@ -5,36 +5,28 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from connector.store_relays import HEADS, SLAB_BYTES, Relay
+from support.made_models import make_models
 
-from baton.config.settings import load_settings
-from baton.models.store import ModelStore
 from baton_kv import entry_format
+
+TINY = Path(__file__).parent / "tiny_models.py"
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny random models of several families, a folder each."""
-    folder = tmp_path_factory.mktemp("families")
-    source = ModelStore(load_settings().models_folder).resolve("smollm2")
-    script = str(Path(__file__).parent / "tiny_models.py")
-    subprocess.run([sys.executable, script, source, str(folder)], check=True, capture_output=True)
-    return folder
+    return make_models(TINY, tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="module")
 def one_layer_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny random models of several families with one layer each, a folder each."""
-    folder = tmp_path_factory.mktemp("families")
-    source = ModelStore(load_settings().models_folder).resolve("smollm2")
-    script = str(Path(__file__).parent / "tiny_models.py")
-    subprocess.run([sys.executable, script, source, str(folder), "0.3", "1"], check=True, capture_output=True)
-    return folder
+    return make_models(TINY, tmp_path_factory.mktemp("families"), "0.3", "1")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,18 +16,29 @@ from baton_kv.stores.file import FileStore
 
 SCRIPT = Path(store_history.__file__)
 WORKERS = 3
+ROUNDS = 20
 
 
-def judged(kind: str, tmp_path: Path, seconds: float) -> None:
-    command = [sys.executable, str(SCRIPT), kind, str(tmp_path / "store")]
-    events, kills = run_workers(command, tmp_path / "logs", WORKERS, seconds)
+def rounds(tmp_path: Path) -> Iterator[Path]:
+    """A folder each; what happens in one is chance, so there is another until all that is judged has happened."""
+    for number in range(ROUNDS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        yield folder
+    pytest.fail(f"in {ROUNDS} rounds not all of it has happened")
+
+
+def judged(kind: str, folder: Path, seconds: float) -> bool:
+    """Whether something was found, deleted and killed meanwhile."""
+    command = [sys.executable, str(SCRIPT), kind, str(folder / "store")]
+    events, kills = run_workers(command, folder / "logs", WORKERS, seconds)
     hits = sum(each.op == "get" and each.value is not None for each in events)
     found = violations(events, deleted_for_good=kind == "records")
     print(
         f"\nB10 {kind}: {len(events)} operations, {hits} hits, {kills} kills, {len(found)} violations in {seconds} s"
     )
-    assert min(hits, kills, sum(each.op == "delete" for each in events)) > 0
     assert found == []
+    return min(hits, kills, sum(each.op == "delete" for each in events)) > 0
 
 
 def test_the_checker_sees_what_is_wrong() -> None:
@@ -55,18 +67,24 @@ def test_the_checker_sees_what_is_wrong() -> None:
 @pytest.mark.fault("B12")
 @pytest.mark.parametrize("seconds", [1.5, pytest.param(20.0, marks=pytest.mark.chaos)])
 def test_every_entry_read_is_the_last_one_put(seconds: float, tmp_path: Path) -> None:
-    judged("entries", tmp_path, seconds)
-    assert FileStore(tmp_path / "store", budget=BUDGET).size() <= BUDGET
+    for folder in rounds(tmp_path):
+        happened = judged("entries", folder, seconds)
+        assert FileStore(folder / "store", budget=BUDGET).size() <= BUDGET
+        if happened:
+            break
 
 
 @pytest.mark.fault("B10")
 @pytest.mark.fault("D10")
 @pytest.mark.parametrize("seconds", [1.5, pytest.param(20.0, marks=pytest.mark.chaos)])
 def test_every_record_read_is_the_last_one_written(seconds: float, tmp_path: Path) -> None:
-    judged("records", tmp_path, seconds)
-    files = HandoffRepository(tmp_path / "store")
-    records = files.read_all()
-    assert files.size() == sum(path.stat().st_size for path in (tmp_path / "store").glob("*.json"))
-    pinned = sum(record.usage.non_kv_bytes for record in records if record.pin)
-    pinned += sum(FileStore(tmp_path / "kv").pinned().values())
-    assert 0 < pinned <= BUDGET / 2
+    for folder in rounds(tmp_path):
+        happened = judged("records", folder, seconds)
+        files = HandoffRepository(folder / "store")
+        records = files.read_all()
+        assert files.size() == sum(path.stat().st_size for path in (folder / "store").glob("*.json"))
+        pinned = sum(record.usage.non_kv_bytes for record in records if record.pin)
+        pinned += sum(FileStore(folder / "kv").pinned().values())
+        assert pinned <= BUDGET / 2
+        if happened and pinned:
+            break

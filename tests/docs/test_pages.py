@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 from support.gateways import RealGateway
+from support.rows import each
 
 from baton.config.settings import load_settings
 
@@ -41,7 +42,7 @@ def with_blocks(*languages: str) -> list[str]:
     return [page for page in PAGES if any(blocks(page, language) for language in languages)]
 
 
-@pytest.mark.parametrize("page", with_blocks("toml"))
+@each("page", with_blocks("toml"))
 def test_the_settings_shown_are_settings(page: str, tmp_path: Path) -> None:
     for number, block in enumerate(blocks(page, "toml")):
         path = tmp_path / f"{number}.toml"
@@ -49,19 +50,19 @@ def test_the_settings_shown_are_settings(page: str, tmp_path: Path) -> None:
         assert load_settings(path).engines
 
 
-@pytest.mark.parametrize("page", with_blocks("json"))
+@each("page", with_blocks("json"))
 def test_the_json_shown_is_json(page: str) -> None:
     assert all(json.loads(block) for block in blocks(page, "json"))
 
 
-@pytest.mark.parametrize("page", PAGES)
+@each("page", PAGES)
 def test_every_page_and_file_that_is_linked_is_there(page: str) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", PAGES[page]):
         if "://" not in target:
             assert (ROOT / page).parent.joinpath(target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES)
+@each("page", PAGES)
 def test_every_file_that_is_named_is_there(page: str) -> None:
     """From the root of the repository, or from `app/baton/`."""
     for name in re.findall(rf"`({FOLDERS}[\w./-]*)`", PAGES[page]):
@@ -70,7 +71,7 @@ def test_every_file_that_is_named_is_there(page: str) -> None:
         assert any((root / name).exists() for root in (ROOT / "app/baton", ROOT)), name
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "`make " in PAGES[page]])
+@each("page", [page for page in PAGES if "`make " in PAGES[page]])
 def test_every_target_of_make_that_is_named_exists(page: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`make ([a-z-]+)", PAGES[page]):

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 from support.errors_tree import ANSWERED
 from support.gateways import run_fake
+from support.rows import each
 
 from baton import errors
 from baton.config.groups import EngineSettings, Frozen, RemoteSettings
@@ -44,7 +44,7 @@ def text(name: str) -> str:
     return (REFERENCE / f"{name}.md").read_text()
 
 
-@pytest.mark.parametrize("name", pages.PAGES)
+@each("name", pages.PAGES)
 def test_a_page_is_what_the_code_makes_of_it(name: str) -> None:
     written = (REFERENCE / name).read_text()
     assert written == pages.PAGES[name](), f"docs/reference/{name} is old: run `make docs-reference`"
@@ -64,7 +64,7 @@ def settings_names() -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("name", settings_names())
+@each("name", settings_names())
 def test_every_setting_is_documented(name: str) -> None:
     (row,) = re.findall(rf"^\| `{re.escape(name)}` \|.*\| (.*) \|$", text("settings"), re.MULTILINE)
     assert row
@@ -80,7 +80,7 @@ def test_every_route_is_documented() -> None:
                 assert f"| `{method} {path.replace(':path', '')}` |" in text("routes"), path
 
 
-@pytest.mark.parametrize("error", ANSWERED, ids=lambda error: error.__name__)
+@each("error", ANSWERED)
 def test_every_error_code_is_documented_with_its_status(error: type) -> None:
     assert f"| `{error.code}` | {error.status} |" in text("errors")
 
@@ -112,7 +112,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("section", NAMED)
+@each("section", NAMED)
 def test_no_note_is_of_what_does_not_exist(section: str) -> None:
     """A renamed error or metric does not leave its note behind."""
     assert set(pages.NOTES[section]) <= NAMED[section]
@@ -129,7 +129,7 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row["row"])
+@each("row", rows())
 def test_every_row_of_the_fault_catalogue_has_a_test(row: dict[str, Any]) -> None:
     assert fault_tests.by_row(ROOT / "tests").get(row["row"]), (
         f"no test has @pytest.mark.fault({row['row']!r})"

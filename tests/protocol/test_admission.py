@@ -14,12 +14,13 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from support.gateways import FakeGateway, run_fake
+from support.gateways import FakeGateway, Held, run_fake
 from support.plugin_gateways import ask, until, upload
 from support.sample_plugins import Current, Files, plugin
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import GenerationFailed
+from baton.telemetry import memory
 from baton.telemetry.memory import MemoryReader
 
 BODY = {"model": "a", "prompt": "one two", "max_tokens": 4}
@@ -83,14 +84,16 @@ def test_a_tenants_running_requests_are_limited() -> None:
 def test_requests_through_a_plugin_count_for_their_tenant_too(tmp_path: Path) -> None:
     """JSON and files; and take no places twice."""
     for instance in (Current(), Files(tmp_path)):
-        engine = FakeEngine("geo", pooling=True, plugin=plugin(instance))
+        held = Held()
+        engine = FakeEngine("geo", pooling=True, plugin=plugin(instance), behaviour=FakeBehaviour(wait=held))
         with run_fake(engine, admission={"tenant_requests": 1, "engine_requests": 1}) as gateway:
             with ThreadPoolExecutor() as pool:
-                first = pool.submit(ask, gateway, numbers=[6.0])
+                first = pool.submit(ask, gateway, numbers=[60.0])
                 assert until(lambda engine=engine: engine.active == 1)
                 assert shown(gateway, "running", "geo") == 0
                 again = upload(gateway) if isinstance(instance, Files) else ask(gateway)
                 refused(again, 429, "rate_limited")
+                held.release()
                 assert first.result().status_code == 200
             assert ask(gateway).status_code == 200
         assert engine.active == 0
@@ -176,10 +179,12 @@ def test_a_client_that_does_not_read_its_whole_answers_holds_no_place() -> None:
 def test_work_that_outlives_its_answer_keeps_its_place() -> None:
     """`POST /v1/handoffs` answers 202 after `handoffs.wait_s`, and goes on."""
     options = {"admission": {"engine_requests": 1, "engine_waiting": 0}, "handoffs": {"wait_s": 0.1}}
-    engine = slow(token_seconds=6, supports_handoffs=True)
+    held = Held()
+    engine = FakeEngine("a", behaviour=FakeBehaviour(token_seconds=60, wait=held), supports_handoffs=True)
     with run_fake(engine, **options) as gateway, gateway.client() as client:
         assert client.post("/v1/handoffs", json={"model": "a", "prompt": "1 2"}).status_code == 202
         refused(client.post("/v1/completions", json=BODY), 503, "engine_overloaded")
+        held.release()
         assert until(lambda: shown(gateway, "running") == 0)
 
 
@@ -202,8 +207,11 @@ def test_a_request_that_waits_for_a_handoff_holds_no_place() -> None:
 
 
 @pytest.mark.fault("E8")
-def test_while_memory_is_short_new_work_is_refused_until_there_is_room(tmp_path: Path) -> None:
+def test_while_memory_is_short_new_work_is_refused_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Probes, `GET` and `DELETE` answer all the time."""
+    monkeypatch.setattr(memory, "EVERY_S", 0.05)
     (tmp_path / "memory.max").write_text(str(1000 * MIB))
     used = tmp_path / "memory.current"
     used.write_text(str(100 * MIB))

@@ -7,7 +7,6 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,7 +17,8 @@ import structlog
 from support.gateways import FakeGateway, raw_status, run_fake
 from support.wire import wait_for
 
-from baton.admission.api_keys import LOOK_EVERY_S, create_key, keyring_for, read_keys, revoke_key
+from baton.admission import api_keys
+from baton.admission.api_keys import create_key, keyring_for, read_keys, revoke_key
 from baton.config.settings import load_settings
 from baton.engines.fake.engine import FakeEngine
 from baton.errors import SettingsError
@@ -293,8 +293,12 @@ def test_a_gateway_whose_last_key_was_revoked_stays_closed(tmp_path: Path) -> No
 
 
 @pytest.mark.fault("G3")
-def test_keys_change_under_load_without_a_server_error(tmp_path: Path) -> None:
-    """A revoked key stops working within two seconds, the other works all the time."""
+def test_keys_change_under_load_without_a_server_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A revoked key stops working at the next look into the file, the other works all the time."""
+    assert api_keys.LOOK_EVERY_S < 2, "two seconds are promised"
+    monkeypatch.setattr(api_keys, "LOOK_EVERY_S", 0.2)
     file = tmp_path / "keys.json"
     leaving, staying = create_key(file, "acme"), create_key(file, "globex")
     statuses: dict[str, list[int]] = {leaving: [], staying: []}
@@ -310,19 +314,17 @@ def test_keys_change_under_load_without_a_server_error(tmp_path: Path) -> None:
         asking = [threading.Thread(target=ask, args=(gateway.url, key)) for key in statuses for _ in range(4)]
         for thread in asking:
             thread.start()
-        time.sleep(1)
-        wait_for(lambda: all(statuses.values()), "nobody was answered")
+        wait_for(lambda: min(map(len, statuses.values())) > 50, "hardly anyone was answered")
         revoke_key(file, read_keys(file)[0].id)
         effective = wait_for(lambda: statuses[leaving][-1] == 401, "the key still works")
         fresh = create_key(file, "initech")
-        time.sleep(LOOK_EVERY_S + 0.5)
-        over.set()
-        for thread in asking:
-            thread.join()
         headers = {"Authorization": f"Bearer {fresh}"}
         wait_for(
             lambda: httpx.get(f"{gateway.url}/v1/models", headers=headers).status_code == 200, "it is unknown"
         )
+        over.set()
+        for thread in asking:
+            thread.join()
     print(
         f"G3: revoked within {effective:.2f} s, {sum(map(len, statuses.values()))} requests meanwhile, 0 5xx"
     )

@@ -14,10 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
-from support.gateways import FakeGateway
-from support.plugin_gateways import ask, ask_and_leave, served, until, upload
+from support.gateways import FakeGateway, Held
+from support.plugin_gateways import ask, ask_and_leave, notice_blocked_loops_soon, served, until, upload
 from support.sample_plugins import Async, Current, Files
 from support.wire import connect
+
+from baton.engines.fake.engine import FakeBehaviour
 
 NUMBERS = [0.03, 0.01, 0.02]
 UPLOAD = b"POST /pooling?model=geo%b HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/tiff\r\n"
@@ -46,15 +48,18 @@ def test_stop_iteration_in_a_hook_fails_at_once_and_takes_no_thread() -> None:
 
 
 @pytest.mark.fault("F5")
-def test_a_blocked_loop_fails_no_other_request() -> None:
+def test_a_blocked_loop_fails_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """One request is in the engine, one blocks the loop, a third comes: all three are answered."""
-    with served(Async()) as gateway, ThreadPoolExecutor() as pool:
-        encoding = pool.submit(ask, gateway, numbers=[6.0, 0.1])
+    noticed_s, instance, held = notice_blocked_loops_soon(monkeypatch), Async(), Held()
+    with served(instance, FakeBehaviour(wait=held)) as gateway, ThreadPoolExecutor() as pool:
+        encoding = pool.submit(ask, gateway, numbers=[60.0, 0.1])
         assert until(lambda: gateway.engine("geo").active > 0)
-        blocking = pool.submit(ask, gateway, **{"in": "pre", "do": "block", "seconds": 1.8})
-        time.sleep(1.4)
+        blocking = pool.submit(ask, gateway, **{"in": "pre", "do": "block", "seconds": 60.0})
+        time.sleep(noticed_s)
         assert ask(gateway).status_code == 200
+        instance.release.set()
         assert blocking.result().status_code == 200
+        held.release()
         assert encoding.result().status_code == 200
 
 
@@ -264,7 +269,7 @@ def test_a_hook_that_outlives_its_request_cannot_read_anothers_upload(tmp_path: 
             line.sendall(UPLOAD % b"&late=1" + b"Content-Length: 4\r\n\r\nmine")
             assert begun.wait(20)
         for _ in range(8):
-            assert upload(gateway, content=b"\1\2\3 tenant B's secret").status_code == 200
+            assert upload(gateway, content=b"\1\2\3\0 tenant B's secret").status_code == 200
         plugin.release.set()
         assert until(lambda: seen == ["over"])
 
@@ -280,16 +285,20 @@ def test_uploads_under_way_are_bounded_in_number_and_time(tmp_path: Path) -> Non
     """As many as may run and wait; then 503. One that does not come in time ends."""
     spool = tmp_path / "spool"
     spool.mkdir()
-    with served(Files(tmp_path), requests=1, waiting=1, time_limit_s=7, spool_dir=spool) as gateway:
+    with served(Files(tmp_path), requests=1, waiting=1, spool_dir=spool) as gateway:
         lines = [drip(gateway) for _ in range(2)]
         assert until(lambda: len(list(spool.iterdir())) == 2)
         assert code_of(upload(gateway)) == (503, "engine_overloaded")
+        for line in lines:
+            line.close()
+    with served(Files(tmp_path), requests=1, waiting=1, time_limit_s=0.5, spool_dir=spool) as gateway:
+        lines = [drip(gateway) for _ in range(2)]
         answers = [line.recv(4096).split()[1] for line in lines]
         assert answers == [b"504", b"504"]
         assert until(lambda: not list(spool.iterdir()))
-        assert upload(gateway).status_code == 200
         for line in lines:
             line.close()
+        assert until(lambda: upload(gateway).status_code == 200)
 
 
 def test_a_reader_that_stalls_does_not_keep_its_files_for_ever(tmp_path: Path) -> None:
@@ -303,11 +312,15 @@ def test_a_reader_that_stalls_does_not_keep_its_files_for_ever(tmp_path: Path) -
             self.files["large"] = path
             return [("large.tif", "image/tiff", path)]
 
-    plugin = Large(tmp_path)
-    with served(plugin, time_limit_s=6) as gateway, connect(gateway) as line:
-        line.sendall(UPLOAD % b"" + b"Content-Length: 3\r\n\r\n\1\2\3")
-        assert line.recv(1000).startswith(b"HTTP/1.1 200")
-        assert until(lambda: len(plugin.forgotten) == 1)
+    for limit in (0.5, 6):  # the longer one where the machine is too busy to answer within the other
+        plugin = Large(tmp_path)
+        with served(plugin, time_limit_s=limit) as gateway, connect(gateway) as line:
+            line.sendall(UPLOAD % b"" + b"Content-Length: 3\r\n\r\n\1\2\3")
+            begun = line.recv(1000).startswith(b"HTTP/1.1 200")
+            assert until(lambda plugin=plugin: len(plugin.forgotten) == 1)
+        if begun:
+            break
+    assert begun
 
 
 def test_a_plugins_own_codes_grow_no_metric() -> None:

@@ -95,15 +95,15 @@ def test_a_signal_under_load_loses_nothing_that_can_finish(tmp_path: Path) -> No
         gateway.signal()
         wait_for(lambda: unready(gateway), "it seems ready")
         took["readyz"] = time.monotonic() - began
-        while not accepted or time.monotonic() < began + 2:
+        while not accepted or time.monotonic() < began + 0.5:
             short = {"model": "beta", "prompt": "x", "max_tokens": 1}
             answer = httpx.post(f"{gateway.url}/v1/completions", json=short, timeout=30)
             accepted.append(answer.status_code)
             assert answer.headers["connection"] == "close"
 
-    with FakeProcess(tmp_path, {"token_seconds": 0.2}, drain_delay_s=6, drain_timeout_s=8) as gateway:
+    with FakeProcess(tmp_path, {"token_seconds": 0.1}, drain_delay_s=2, drain_timeout_s=4) as gateway:
         began = time.monotonic()
-        bodies = [LONG | {"max_tokens": 40 if number % 2 else 1000} for number in range(STREAMS)]
+        bodies = [LONG | {"max_tokens": 30 if number % 2 else 1000} for number in range(STREAMS)]
         streams = run_streams(gateway, bodies, stop)
         code = gateway.process.wait(20)
         seconds = time.monotonic() - began
@@ -113,7 +113,7 @@ def test_a_signal_under_load_loses_nothing_that_can_finish(tmp_path: Path) -> No
         f"A6: readyz 503 after {took['readyz'] * 1000:.0f} ms, {len(accepted)} accepted in the delay, "
         f"{len(completed)} completed, {len(aborted)} aborted, 0 hung, exit {code} after {seconds:.1f} s"
     )
-    assert took["readyz"] < 6
+    assert took["readyz"] < 2
     assert accepted
     assert set(accepted) == {200}
     assert len(completed) == STREAMS // 2
@@ -173,7 +173,7 @@ def test_a_second_signal_ends_at_once_with_error_events(tmp_path: Path) -> None:
 
 @pytest.mark.fault("A7")
 def test_a_client_that_does_not_read_delays_no_stop(tmp_path: Path) -> None:
-    with FakeProcess(tmp_path, drain_timeout_s=1) as gateway:
+    with FakeProcess(tmp_path, drain_timeout_s=0) as gateway:
         host, port = gateway.url.removeprefix("http://").split(":")
         body = json.dumps(LONG | {"max_tokens": 3500, "prompt": "x" * 20_000 + " y"}).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

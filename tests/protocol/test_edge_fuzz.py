@@ -20,8 +20,9 @@ from support.wire import (
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine
+from baton.http import protocol
 
-EDGE = {"header_s": 1, "body_s": 1}
+EDGE = {"header_s": 0.6, "body_s": 0.6}
 CASES = 1500
 METHODS = (
     b"GET",
@@ -143,7 +144,7 @@ async def case(gateway: FakeGateway, sent: bytes, chance: random.Random) -> list
 
 
 async def fuzz(gateway: FakeGateway, seed: int) -> list[tuple[bytes, list[int]]]:
-    chance, at_once = random.Random(seed), asyncio.Semaphore(300)
+    chance, at_once = random.Random(seed), asyncio.Semaphore(750)
     results: list[tuple[bytes, list[int]]] = []
 
     async def one() -> None:
@@ -157,11 +158,13 @@ async def fuzz(gateway: FakeGateway, seed: int) -> list[tuple[bytes, list[int]]]
 
 @pytest.mark.fault("F2")
 def test_random_bytes_bypass_no_key_and_harm_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 0.2)
     key = create_key(tmp_path / "keys.json", "acme")
     auth = {"keys_file": tmp_path / "keys.json"}
     with run_fake(FakeEngine("a"), auth=auth, edge=EDGE) as gateway:
+        gateway.server.config.timeout_keep_alive = 0.6  # type: ignore[assignment]  # uvicorn's 5 s
         began = time.monotonic()
         results = asyncio.run(fuzz(gateway, seed=20261122))
         seconds = time.monotonic() - began

@@ -28,7 +28,7 @@ LONG_WORD = "w" * 20_000
 def test_slow_readers_are_cut_off_and_their_engine_requests_freed() -> None:
     streams = 100
     endless = {"prompt": "w" * 2000, "max_tokens": 150, "stream": True}  # the fake engine holds it all
-    with run_fake(FakeEngine("a"), edge={"send_s": 5}) as gateway, gateway.client() as client:
+    with run_fake(FakeEngine("a"), edge={"send_s": 2}) as gateway, gateway.client() as client:
         small_buffers(gateway)
         engine = gateway.engine("a")
         with peak_rss() as risen:
@@ -37,10 +37,13 @@ def test_slow_readers_are_cut_off_and_their_engine_requests_freed() -> None:
             assert client.post("/v1/completions", json=TEXT).status_code == 200  # after all that fits buffers
             with traffic_beside() as idle, good_traffic(gateway) as good:
                 counted = 'baton_client_disconnects_total{phase="slow_reader"}'
-                while time.monotonic() - began < 1:
-                    for reader in readers:
-                        reader.recv(1)
-                    time.sleep(0.2)
+                with contextlib.suppress(
+                    ConnectionResetError
+                ):  # on a machine that takes two seconds for this
+                    while time.monotonic() - began < 1:
+                        for reader in readers:
+                            reader.recv(1)
+                        time.sleep(0.2)
                 wait_for(lambda: metric(gateway, counted) == streams, "slow readers stay")
                 seconds = time.monotonic() - began
             wait_for(lambda: engine.active == 0, "an engine request is left")
@@ -49,7 +52,7 @@ def test_slow_readers_are_cut_off_and_their_engine_requests_freed() -> None:
         assert engine.aborted == streams
         wait_for(lambda: open_connections(gateway) <= 1, "a connection is left")
         each = risen() * 1024 / streams
-        print(f"E3: {streams} readers of some bytes/s cut off after {seconds:.1f} s of 5, ", end="")
+        print(f"E3: {streams} readers of some bytes/s cut off after {seconds:.1f} s of 2, ", end="")
         print(f"{each:.0f} KiB each, engine free, good traffic's p99 {good.p99:.0f} ms ({idle.p99:.0f} idle)")
         assert each < 1024
         good.assert_like(idle)
@@ -59,6 +62,7 @@ def test_slow_readers_are_cut_off_and_their_engine_requests_freed() -> None:
 def test_the_unread_rest_of_a_finished_answer_is_not_kept_for_ever() -> None:
     """The answer is smaller than asyncio's buffer: nothing pauses, yet the connection cannot end."""
     with run_fake(FakeEngine("a"), edge={"send_s": 0.5}) as gateway:
+        gateway.server.config.timeout_keep_alive = 0.2  # type: ignore[assignment]  # until it is to end: uvicorn's 5 s
         small_buffers(gateway)
         whole = {"prompt": LONG_WORD, "max_tokens": 4}
         readers = [slow_reader(gateway, whole) for _ in range(20)]

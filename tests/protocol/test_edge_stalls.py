@@ -85,7 +85,7 @@ def test_thousands_of_idle_connections_leave_room_for_others() -> None:
             wait_for(lambda: open_connections(gateway) == wanted, "not all got in", seconds=30)
             each = (rss() - before) * 1024 / wanted
             with traffic_beside() as idle, good_traffic(gateway) as good:
-                time.sleep(3)
+                wait_for(lambda: min(len(good.taken), len(idle.taken)) >= 50, "hardly anyone is answered")
             clients.communicate("\n")
         wait_for(lambda: open_connections(gateway) == 0, "some stay", seconds=20)
         print(f"E5: {wanted} idle or half-sent connections, {each:.0f} KiB each, ", end="")
@@ -146,24 +146,26 @@ def test_a_request_within_its_deadlines_outlives_them() -> None:
     engine.behaviour.token_seconds = 0.4
     edge = {"header_s": 0.3, "body_s": 0.3, "send_s": 0.3}
     with run_fake(engine, edge=edge) as gateway, gateway.client() as client:
-        assert client.post("/v1/completions", json=TEXT).status_code == 200
-        assert client.post("/v1/completions", json=TEXT | {"stream": True}).text.endswith("[DONE]\n\n")
+        whole, streamed = TEXT | {"max_tokens": 1}, TEXT | {"max_tokens": 2, "stream": True}
+        assert client.post("/v1/completions", json=whole).status_code == 200
+        assert client.post("/v1/completions", json=streamed).text.endswith("[DONE]\n\n")
 
 
 @pytest.mark.parametrize("head", [b"Content-Length: 4000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
 @pytest.mark.fault("E4")
 def test_slow_bodies_are_closed_with_408(head: bytes) -> None:
-    edge = {"body_s": 2, "body_bytes_per_s": 1000}
+    edge = {"body_s": 0.8, "body_bytes_per_s": 1000}
     with run_fake(FakeEngine("a"), edge=edge) as gateway, connect(gateway) as connection:
         began = time.monotonic()
         connection.sendall(HEAD + head)
-        for _ in range(3):
-            time.sleep(0.1)
-            connection.sendall(b"1\r\n{\r\n" if b"chunked" in head else b"{")
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            for _ in range(3):
+                time.sleep(0.1)
+                connection.sendall(b"1\r\n{\r\n" if b"chunked" in head else b"{")
         answer = rest_of(connection)
         assert statuses(answer) == [408]
         assert error_of(answer)["code"] == "request_timeout"
-        assert 1.9 < time.monotonic() - began < 20
+        assert 0.7 < time.monotonic() - began < 20
         assert gateway.engine("a").bodies == []
 
 
@@ -197,7 +199,16 @@ def test_the_rest_of_a_refused_body_is_not_awaited_for_ever() -> None:
 
 @pytest.mark.fault("E4")
 def test_a_thousand_slow_clients_are_gone_at_the_deadline() -> None:
-    with run_fake(FakeEngine("a"), edge={"header_s": 8, "body_s": 8}) as gateway:
+    """Where the machine needs a good part of the deadline to let them all in, a longer one is tried."""
+    for deadline_s in (2, 8):
+        if meet_slow_clients(deadline_s) < deadline_s / 2:
+            break
+
+
+def meet_slow_clients(deadline_s: float) -> float:
+    """The seconds until all had said something."""
+    with run_fake(FakeEngine("a"), edge={"header_s": deadline_s, "body_s": deadline_s}) as gateway:
+        connecting = time.monotonic()
         slow = [connect(gateway) for _ in range(1000)]
         try:
             with traffic_beside() as idle, good_traffic(gateway) as good:
@@ -205,17 +216,20 @@ def test_a_thousand_slow_clients_are_gone_at_the_deadline() -> None:
                 for number, connection in enumerate(slow):
                     body = b"Content-Length: 1000\r\n\r\n{" if number % 2 else b""
                     connection.sendall(HEAD + body)
+                said_s = time.monotonic() - connecting
                 wait_for(lambda: open_connections(gateway) < 10, "slow clients stay", seconds=40)
                 seconds = time.monotonic() - began
             answers = [statuses(rest_of(connection)) for connection in slow]
         finally:
             for connection in slow:
                 connection.close()
-        assert answers == [[408]] * 1000
-        print(f"E4: 1000 slow clients, all 408 and gone after {seconds:.1f} s of 8, ", end="")
+        if said_s < deadline_s / 2 or deadline_s == 8:
+            assert answers == [[408]] * 1000
+        print(f"E4: 1000 slow clients, all 408 and gone after {seconds:.1f} s of {deadline_s}, ", end="")
         print(f"open then {open_connections(gateway)}, ", end="")
         print(f"good traffic's p99 {good.p99:.0f} ms ({idle.p99:.0f} idle)")
         good.assert_like(idle)
+    return said_s
 
 
 @pytest.mark.fault("E5")

@@ -180,7 +180,7 @@ def test_a_chat_that_fails_does_not_cost_the_plugins_result(describing: Describi
 def test_a_plugin_that_fails_to_describe_is_a_failure_of_the_plugin(describing: Describing) -> None:
     """Its text stays inside, and its request is forgotten."""
     with gateway_of(describing) as gateway:
-        response = send(gateway, BODY, data={"numbers": [3, 4]})
+        response = send(gateway, BODY, data={"numbers": [0.1] * 11})
     assert response.json()["error"]["code"] == "plugin_failed"
     assert SECRET not in response.text
     assert len(describing.forgotten) == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.gateways import FakeGateway, run_fake
+from support.gateways import FakeGateway, Held, run_fake
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
@@ -291,10 +291,11 @@ def test_contexts_are_joined_ahead_with_more_after_them(relay: FakeGateway) -> N
 
 def test_what_is_joined_ahead_waits_for_its_parts_and_its_reader_for_it() -> None:
     """It has its id at once, and is computed when the engine has nothing else to do."""
-    slow = FakeEngine("a", supports_handoffs=True, behaviour=FakeBehaviour())
+    held = Held()
+    slow = FakeEngine("a", supports_handoffs=True, behaviour=FakeBehaviour(wait=held))
     with run_fake(slow, handoffs={"auto": "off", "wait_s": 0.3}) as gateway:
         first = text(gateway, "1 2")
-        slow.behaviour.token_seconds = 1.5
+        slow.behaviour.token_seconds = 60
         body = {"prompt": "3 4", "max_tokens": 6, "handoff": {"save": True}}
         with ThreadPoolExecutor(1) as others:
             running = others.submit(post, gateway, body, TEXT)
@@ -304,7 +305,7 @@ def test_what_is_joined_ahead_waits_for_its_parts_and_its_reader_for_it() -> Non
             assert ahead.json()["parents"] == [first, pending]
             reader = post(gateway, {"prompt": "7", "handoff": {"from": ahead.json()["id"]}}, TEXT)
             assert (reader.status_code, reader.json()["error"]["code"]) == (409, "handoff_pending")
-            slow.behaviour.token_seconds = 0
+            held.release()
             assert running.result().status_code == 200
         with gateway.client() as client:
             deadline = time.monotonic() + 20
@@ -318,10 +319,12 @@ def test_what_is_joined_ahead_waits_for_its_parts_and_its_reader_for_it() -> Non
 
 def test_joins_ahead_are_bounded_and_wait_for_an_idle_engine() -> None:
     """One is computed at a time; a deleted one never; no request's place is held meanwhile."""
-    busy = FakeEngine("a", supports_handoffs=True, behaviour=FakeBehaviour(token_seconds=0.05))
+    held = Held()
+    busy = FakeEngine("a", supports_handoffs=True, behaviour=FakeBehaviour(wait=held))
     with run_fake(busy, handoffs={"auto": "off"}) as gateway, ThreadPoolExecutor(1) as others:
         parts = [text(gateway, "1 2"), text(gateway, "3 4")]
-        running = others.submit(post, gateway, {"prompt": "8", "max_tokens": 600}, TEXT)
+        busy.behaviour.token_seconds = 60
+        running = others.submit(post, gateway, {"prompt": "8", "max_tokens": 3}, TEXT)
         while not busy.active:
             time.sleep(0.01)
         answers = [post(gateway, {"from": parts, "label": str(number)}, AHEAD) for number in range(33)]
@@ -332,7 +335,7 @@ def test_joins_ahead_are_bounded_and_wait_for_an_idle_engine() -> None:
         gone = answers[0].json()["id"]
         with gateway.client() as client:
             assert client.delete(f"{AHEAD}/{gone}").status_code == 204
-            busy.behaviour.token_seconds = 0.02
+            held.release()
             running.result()
             deadline = time.monotonic() + 60
             while any(each["state"] == "pending" for each in client.get(f"{AHEAD}?limit=100").json()["data"]):
@@ -348,7 +351,7 @@ def test_what_cannot_be_joined_ahead_is_refused_at_once_also_while_a_part_is_pen
     assert error(post(relay, {"from": [one, chatted]}, AHEAD))[0] == 400
     other = text(relay, "3")
     assert error(post(relay, {"from": [one, other], "latent_steps": 2}, AHEAD))[0] == 400
-    relay.engine("other").behaviour.token_seconds = 2
+    relay.engine("other").behaviour = FakeBehaviour(token_seconds=60, wait=(held := Held()))
     with ThreadPoolExecutor(1) as others:
         body = {"model": "other", "prompt": "5", "max_tokens": 4, "handoff": {"save": True}}
         running = others.submit(post, relay, body, TEXT)
@@ -358,22 +361,23 @@ def test_what_cannot_be_joined_ahead_is_refused_at_once_also_while_a_part_is_pen
                 time.sleep(0.02)
         refused = [post(relay, {"from": [one, each]}, AHEAD) for each in new]
         assert not running.done()
-        relay.engine("other").behaviour.token_seconds = 0
+        held.release()
         running.result()
     assert [error(each) for each in refused] == [(409, "handoff_incompatible", "from[1]")]
 
 
 def test_why_a_join_failed_is_told() -> None:
-    slow = FakeEngine("a", supports_handoffs=True, behaviour=FakeBehaviour())
+    held = Held()
+    slow = FakeEngine("a", supports_handoffs=True, behaviour=FakeBehaviour(wait=held))
     with run_fake(slow, handoffs={"auto": "off"}) as gateway, ThreadPoolExecutor(1) as others:
         first = text(gateway, "1 2")
-        slow.behaviour.token_seconds = 1.5
+        slow.behaviour.token_seconds = 60
         body = {"prompt": "3 4", "max_tokens": 6, "handoff": {"save": True}}
         running = others.submit(post, gateway, body, TEXT)
         ahead = post(gateway, {"from": [first, wait_for_another(gateway, first)]}, AHEAD).json()["id"]
         with gateway.client() as client:
             client.delete(f"{AHEAD}/{first}").raise_for_status()
-            slow.behaviour.token_seconds = 0
+            held.release()
             running.result()
             deadline = time.monotonic() + 20
             while (shown := client.get(f"{AHEAD}/{ahead}").json())["state"] == "pending":

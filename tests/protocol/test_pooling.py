@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from support.gateways import run_fake
-from support.plugin_gateways import ask, ask_and_leave, served, until
+from support.gateways import Held, run_fake
+from support.plugin_gateways import ask, ask_and_leave, notice_blocked_loops_soon, served, until
 from support.sample_plugins import SECRET, Async, Classic, Current, Lazy, Swallowing
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
@@ -70,12 +70,13 @@ def test_no_hook_runs_on_the_gateways_loop() -> None:
 
 def test_prompts_are_made_only_as_the_engine_has_room() -> None:
     """With room for two, a plugin of a hundred prompts has made three when the first is still in the engine."""
-    lazy = Lazy()
-    with served(lazy, FakeBehaviour(), prompts=2) as gateway, ThreadPoolExecutor() as pool:
+    lazy, held = Lazy(), Held()
+    with served(lazy, FakeBehaviour(wait=held), prompts=2) as gateway, ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, gateway, numbers=[6.0, 6.0, *[0.0] * 98])
         assert until(lambda: gateway.engine("geo").active == 2)
         time.sleep(0.1)
         assert lazy.made <= 3
+        held.release()
         assert answer.result().json()["data"]["sum"] == 12.0
 
 
@@ -123,17 +124,24 @@ def test_junk_from_a_plugin_is_a_plugin_failure() -> None:
 
 @pytest.mark.parametrize("kind", [Current, Async])
 @pytest.mark.fault("F5")
-def test_a_plugin_that_blocks_fails_only_its_own_request(kind: type[Current]) -> None:
+def test_a_plugin_that_blocks_fails_only_its_own_request(
+    kind: type[Current], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While one request blocks, others of the same plugin are answered; the blocked one ends in time."""
+    noticed_s, deed = notice_blocked_loops_soon(monkeypatch), {"in": "pre", "do": "block", "seconds": 60.0}
     instance = kind()
-    with served(instance, time_limit_s=8) as gateway, ThreadPoolExecutor() as pool:
-        blocked = pool.submit(ask, gateway, **{"in": "pre", "do": "block", "seconds": 60.0})
-        time.sleep(1.3)  # long enough for a blocked loop to be noticed
+    with served(instance) as gateway, ThreadPoolExecutor() as pool:
+        blocked = pool.submit(ask, gateway, **deed)
+        time.sleep(noticed_s)
         assert ask(gateway).status_code == 200
         assert not blocked.done()
-        response = blocked.result()
+        instance.release.set()
+        assert blocked.result().status_code == 200
+    instance = kind()
+    with served(instance, time_limit_s=0.5) as gateway:
+        response = ask(gateway, **deed)
         assert (response.status_code, response.json()["error"]["code"]) == (504, "plugin_timeout")
-        assert ask(gateway).status_code == 200
+        assert until(lambda: ask(gateway).status_code == 200)
         instance.release.set()
 
 
@@ -188,25 +196,36 @@ def test_a_prompt_that_cannot_be_made_ends_the_request_and_its_others() -> None:
 
 def test_admission_comes_before_any_of_the_plugins_code() -> None:
     """With one place and nobody may wait, the second request is a 503 and never parsed."""
-    instance = Current()
-    with served(instance, requests=1, waiting=0) as gateway, ThreadPoolExecutor() as pool:
+    held = Held()
+    limits: dict[str, Any] = {"requests": 1, "waiting": 0}
+    with (
+        served(Current(), FakeBehaviour(wait=held), **limits) as gateway,
+        ThreadPoolExecutor() as pool,
+    ):
         first = pool.submit(ask, gateway, numbers=[6.0])
         assert until(lambda: gateway.engine("geo").active == 1)
         response = ask(gateway, **{"in": "parse", "do": "raise"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_overloaded")
         assert int(response.headers["retry-after"]) >= 1
+        held.release()
         assert first.result().status_code == 200
 
 
 def test_a_request_that_waits_for_the_plugin_too_long_is_told_to_come_back() -> None:
     """And never parsed; the place is not lost."""
-    with served(Current(), requests=1, wait_s=0.2) as gateway, ThreadPoolExecutor() as pool:
+    held = Held()
+    limits: dict[str, Any] = {"requests": 1, "wait_s": 0.2}
+    with (
+        served(Current(), FakeBehaviour(wait=held), **limits) as gateway,
+        ThreadPoolExecutor() as pool,
+    ):
         first = pool.submit(ask, gateway, numbers=[6.0])
         assert until(lambda: gateway.engine("geo").active == 1)
         response = ask(gateway, **{"in": "parse", "do": "raise"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_overloaded")
         assert "within 0.2 seconds" in response.json()["error"]["message"]
         assert int(response.headers["retry-after"]) >= 1
+        held.release()
         assert first.result().status_code == 200
         assert ask(gateway).status_code == 200
 

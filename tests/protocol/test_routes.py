@@ -9,7 +9,7 @@ import time
 
 import httpx
 import pytest
-from support.gateways import FakeGateway, run_fake
+from support.gateways import FakeGateway, Held, run_fake
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import EngineOverloaded, EngineUnavailable, StartError
@@ -247,7 +247,8 @@ def wait_for(condition: object, why: str) -> None:
 
 
 def test_while_engines_start_the_process_is_alive_but_not_ready() -> None:
-    behaviour = FakeBehaviour(start_seconds=6.0)
+    held = Held()
+    behaviour = FakeBehaviour(start_seconds=60.0, wait=held)
     with run_fake(FakeEngine("slow", behaviour=behaviour), wait=False) as gateway, gateway.client() as client:
         assert client.get("/livez").status_code == 200
         assert client.get("/readyz").status_code == 503
@@ -257,6 +258,7 @@ def test_while_engines_start_the_process_is_alive_but_not_ready() -> None:
         response = client.post("/v1/completions", json={"prompt": "x"})
         assert (response.status_code, error_of(response)["code"]) == (503, "engine_unavailable")
         assert int(response.headers["retry-after"]) >= 1
+        held.release()
         wait_for(lambda: client.get("/readyz").status_code == 200, "never became ready")
         assert client.get("/health").content == b""
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from support.gateways import FakeGateway, run_fake
+from support.gateways import FakeGateway, Held, run_fake
 from support.wire import connect, request, wait_for
 
 from baton.admission.api_keys import create_key
-from baton.engines.fake.engine import FakeEngine
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import Engine, Operation
 from baton.handoffs.options import HandoffOptions
 from baton.handoffs.records.record import HandoffRecord
@@ -190,13 +190,14 @@ def test_many_that_need_a_translation_at_once_wait_for_one(relay: FakeGateway) -
 
 
 def test_a_translation_is_made_although_who_asked_first_has_left(relay: FakeGateway) -> None:
-    relay.engine("y").behaviour.token_seconds = 3
+    held = Held()
+    relay.engine("y").behaviour = FakeBehaviour(token_seconds=60, wait=held)
     left = made(relay, prompt=[1, 2, 3])
     body = {"model": "y", "prompt": "7", "max_tokens": 1, "handoff": {"from": left, "translate": True}}
     with connect(relay) as hasty:
         hasty.sendall(request(body, TEXT))
         wait_for(lambda: relay.engine("y").active, "nothing is translated")
-    relay.engine("y").behaviour.token_seconds = 0.0
+    held.release()
     assert continued(relay, "y", left, translate=True)["source"]["computed_tokens"] == 0
     assert prompts(relay, "y").count([1, 2, 3]) == 1
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from support.rows import each
 
 pytest.importorskip("vllm")
 
@@ -102,7 +103,7 @@ def one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
 ENGINE = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
 
-@pytest.mark.parametrize("flag", ACTIONS)
+@each("flag", ACTIONS)
 def test_every_flag_of_vllm_s_is_honoured_or_refused_in_one_line(flag: str) -> None:
     action = ACTIONS[flag]
     line = line_for(flag, action)

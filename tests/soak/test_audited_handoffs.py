@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +13,7 @@ import httpx
 import pytest
 from support.forged_entries import put_wrong_block
 from support.gateways import RealGateway
-
-from baton.config.settings import load_settings
-from baton.models.store import ModelStore
+from support.made_models import make_models
 
 pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.timeout(2 * 3600)]
 LOADS = 10_000
@@ -31,9 +27,7 @@ BUCKETS = re.compile(r'^baton_handoff_audit_difference_bucket{le="([^"]+)"} (\S+
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
-    folder = tmp_path_factory.mktemp("audited")
-    source = ModelStore(load_settings().models_folder).resolve("smollm2")
-    subprocess.run([sys.executable, str(TINY_MODELS), source, str(folder)], check=True, capture_output=True)
+    folder = make_models(TINY_MODELS, tmp_path_factory.mktemp("audited"))
     text = (Path(__file__).parent / "audited.toml").read_text()
     (folder / "baton.toml").write_text(text.format(folder=folder))
     with RealGateway(["--config", str(folder / "baton.toml")], folder) as running:

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +81,10 @@ class Archive:
     def delete(self, name: str) -> None:
         obstore.delete(self.store, f"baton/{name}")
 
+    def empty(self) -> None:
+        """Delete all objects of gateways."""
+        obstore.delete(self.store, [f"baton/{name}" for name in self.names()])
+
     def damage(self, name: str) -> None:
         """Flip a bit in the middle of an object."""
         data = bytearray(self.read(name))
@@ -106,12 +110,13 @@ def _ports(count: int) -> list[int]:
 
 
 @contextmanager
-def archive_server(folder: Path, allowed: Sequence[str] = ()) -> Iterator[Archive]:
+def archive_server(folder: Path) -> Iterator[Archive]:
     """Start SeaweedFS on loopback: it reports nothing to its makers, and its files go with the folder.
+
+    A second key, `few`, may read and write in the bucket, and not list it.
 
     Args:
         folder: where it keeps objects.
-        allowed: what a second key, `few`, may do in the bucket, such as `Read`.
     """
     assert WEED is not None, "weed is missing"
     folder.mkdir(exist_ok=True)
@@ -123,7 +128,7 @@ def archive_server(folder: Path, allowed: Sequence[str] = ()) -> Iterator[Archiv
     few = {
         "name": "few",
         "credentials": [{"accessKey": "AKIDFEW", "secretKey": KEY_SECRET}],
-        "actions": [f"{action}:{BUCKET}" for action in allowed],
+        "actions": [f"Read:{BUCKET}", f"Write:{BUCKET}"],
     }
     (folder / "s3.json").write_text(json.dumps({"identities": [identity, few]}))
     (folder / "key").write_text(f"{KEY}\n{KEY_SECRET}\n")

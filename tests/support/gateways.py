@@ -62,6 +62,23 @@ class FakeGateway:
         return httpx.Client(base_url=self.url, timeout=30, **options)
 
 
+class Held:
+    """The clock of a fake engine that stands still: what takes a second or more there takes until `release`."""
+
+    def __init__(self) -> None:
+        self._released = threading.Event()
+
+    async def __call__(self, seconds: float) -> None:
+        if seconds < 1:
+            await asyncio.sleep(seconds)
+            return
+        while not self._released.is_set():  # noqa: ASYNC110  # the test's thread releases it
+            await asyncio.sleep(0.005)
+
+    def release(self) -> None:
+        self._released.set()
+
+
 def free_port() -> int:
     """A port of 127.0.0.1 that nothing listens on now."""
     with socket.socket() as probe:
@@ -97,10 +114,13 @@ def run_fake(
         listen(settings.host, settings.port, "--port") as listener,
         listen_for_metrics(settings, keyed=keyring_for(settings) is not None) as metrics_listener,
     ):
+        url = url_of(listener)
+        metrics_url = url_of(metrics_listener) if metrics_listener else url
         app = create_app(settings, fleet, metrics_listener=metrics_listener, memory_reader=memory_reader)
         server = GatewayServer(app, settings, lambda _url: ready.set())
         server.handle_signals = False
-        thread = threading.Thread(target=_run, args=(server, listener))
+        runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())  # of the loop of `baton serve`
+        thread = threading.Thread(target=_run, args=(runner, server, listener))
         thread.start()
         deadline = time.monotonic() + 20
         while not server.started and time.monotonic() < deadline:
@@ -108,16 +128,15 @@ def run_fake(
         if wait:
             assert ready.wait(20), "the fake engines did not start"
         try:
-            metrics_url = url_of(metrics_listener) if metrics_listener else server.url
-            yield FakeGateway(server.url, settings, fleet, app, server, metrics_url)
+            yield FakeGateway(url, settings, fleet, app, server, metrics_url)
         finally:
-            server.should_exit = True
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                runner.get_loop().call_soon_threadsafe(setattr, server, "should_exit", True)
             thread.join(30)
 
 
-def _run(server: GatewayServer, listener: socket.socket) -> None:
-    """On the loop that `baton serve` runs on."""
-    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+def _run(runner: asyncio.Runner, server: GatewayServer, listener: socket.socket) -> None:
+    with runner:
         runner.run(server.serve(sockets=[listener]))
 
 

@@ -43,7 +43,9 @@ class Collector:
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
 
     def __enter__(self) -> Collector:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import pytest
 
 from baton.config.groups import PoolingSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
+from baton.pooling import hooks
 from support.gateways import FakeGateway, run_fake
 from support.sample_plugins import plugin
 from support.wire import connect
@@ -22,6 +24,13 @@ def served(instance: Any, behaviour: FakeBehaviour | None = None, **pooling: Any
     engine = FakeEngine("geo", pooling=True, plugin=plugin(instance), behaviour=behaviour or FakeBehaviour())
     with run_fake(engine, FakeEngine("other"), pooling=PoolingSettings(**pooling)) as gateway:
         yield gateway
+
+
+def notice_blocked_loops_soon(monkeypatch: pytest.MonkeyPatch) -> float:
+    """After how many seconds from now on a plugin's loop that blocks is left to the request that blocks it."""
+    monkeypatch.setattr(hooks, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(hooks, "STALLED_S", 0.2)
+    return 0.3
 
 
 def ask(gateway: FakeGateway, **data: Any) -> httpx.Response:

@@ -54,12 +54,11 @@ def store_with_sentinel(name: str, folder: Path) -> Iterator[tuple[str, list[Sto
     with ExitStack() as stack:
         (folder / "a").mkdir()
         (folder / "b").mkdir()
-        primary = stack.enter_context(store_server(name, folder / "a"))
+        at_once = ("--repl-diskless-sync-delay", "0")  # else it waits five seconds for further replicas
+        primary = stack.enter_context(store_server(name, folder / "a", *at_once))
         port = primary.client.connection_pool.connection_kwargs["port"]
         replica = stack.enter_context(
-            store_server(
-                name, folder / "b", "--replicaof", f"127.0.0.1 {port}", "--repl-diskless-sync-delay", "0"
-            )
+            store_server(name, folder / "b", "--replicaof", f"127.0.0.1 {port}", *at_once)
         )
         _wait(lambda: replica.client.info("replication")["master_link_status"] == "up")
         sentinel = stack.enter_context(_sentinel(name, folder, port))
@@ -80,6 +79,11 @@ def _sentinel(name: str, folder: Path, primary: int) -> Iterator[int]:
         process = subprocess.Popen([binary, str(config), "--sentinel"], stdout=nowhere, stderr=nowhere)
     try:
         with valkey.Valkey(port=port, socket_timeout=2) as client:
+            _wait(lambda: client.ping())
+            for period in ("INFO-PERIOD", "PING-PERIOD", "ASK-PERIOD", "PUBLISH-PERIOD"):
+                client.execute_command(
+                    "SENTINEL", "DEBUG", period, 100
+                )  # ms; it looks every ten seconds else
             _wait(lambda: client.sentinel_slaves(SERVICE) != [])
         yield port
     finally:

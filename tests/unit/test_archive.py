@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.archives import Archive, ArchivedMachine, archive_server, archived_machine, with_s3
+from support.archives import Archive, ArchivedMachine, archived_machine, with_s3
 from support.noise import picture
 from support.shared_stores import BINARIES, ENGINE, store_server
 
@@ -26,12 +26,6 @@ from baton.handoffs.service import Handoffs
 from baton.images.placed_image import PlacedImage
 
 pytestmark = with_s3
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archive]:
-    with archive_server(tmp_path_factory.mktemp("s3")) as running:
-        yield running
 
 
 class Machines:
@@ -50,13 +44,6 @@ class Machines:
         machine.close()
         shutil.rmtree(self.folder / name)
         return self(name, **settings)
-
-
-@pytest.fixture
-def archive(server: Archive) -> Archive:
-    for name in server.names():
-        server.delete(name)
-    return server
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from support.archives import Archive, ArchivedMachine, archive_server, archived_machine, with_s3
+from support.archives import Archive, ArchivedMachine, archived_machine, with_s3
 from support.s3_proxy import Refusal, S3Proxy, s3_proxy
 from support.shared_stores import BINARIES, ENGINE, store_server
 
@@ -31,12 +31,6 @@ from baton_kv.stores.base import StoreError, StoreFull
 pytestmark = with_s3
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archive]:
-    with archive_server(tmp_path_factory.mktemp("s3")) as running:
-        yield running
-
-
 class Site:
     """Machines over an archive of the test's own, which they reach by a proxy."""
 
@@ -52,12 +46,10 @@ class Site:
 
 
 @pytest.fixture
-def site(server: Archive, tmp_path: Path) -> Iterator[Site]:
-    for name in server.names():
-        server.delete(name)
+def site(archive: Archive, tmp_path: Path) -> Iterator[Site]:
     with ExitStack() as stack:
-        proxy = stack.enter_context(s3_proxy(server.endpoint))
-        yield Site(tmp_path, server, proxy, stack)
+        proxy = stack.enter_context(s3_proxy(archive.endpoint))
+        yield Site(tmp_path, archive, proxy, stack)
 
 
 def try_again_now(machine: ArchivedMachine) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.archives import BUCKET, Archive, archive_server, archived_machine, with_s3
+from support.archives import BUCKET, Archive, archived_machine, with_s3
 from support.s3_proxy import S3Proxy, s3_proxy
 from support.shared_stores import SECRET
 
 from baton.config.settings import Settings
+from baton.doctor import archive as doctor_archive
 from baton.doctor.archive import examine_archive
 from baton.doctor.findings import Finding
 
@@ -19,12 +21,6 @@ pytestmark = with_s3
 DENIED = """<DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Error><Key>KEY</Key>
 <Code>AccessDenied</Code><Message>Access Denied</Message></Error></DeleteResult>"""
 """How S3 refuses to delete: the answer as a whole is good."""
-
-
-@pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archive]:
-    with archive_server(tmp_path_factory.mktemp("s3"), allowed=("Read", "Write")) as running:
-        yield running
 
 
 @pytest.fixture
@@ -138,10 +134,11 @@ def test_a_service_that_ignores_conditions_is_told(tmp_path: Path, archive: Arch
 
 
 def test_a_slow_a_hanging_and_a_dead_service_are_told_apart(
-    tmp_path: Path, archive: Archive, proxy: S3Proxy
+    tmp_path: Path, archive: Archive, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy.delay_s = 0.3
-    slow = examine(tmp_path, archive, archive_endpoint=proxy.endpoint, archive_timeout_s=0.5)
+    monkeypatch.setattr(doctor_archive, "ROUND_TRIPS", 2)
+    proxy.refuse = lambda method, _: time.sleep(0.3) if method == "GET" else None
+    slow = examine(tmp_path, archive, archive_endpoint=proxy.endpoint, archive_timeout_s=0.55)
     assert slow["archive round trip"].bad
     assert "nearer" in slow["archive round trip"].mend
     with archive.stopped():

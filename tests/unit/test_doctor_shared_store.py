@@ -12,6 +12,7 @@ from support.store_clusters import store_cluster
 from support.tcp_proxy import tcp_proxy
 
 from baton.config.settings import Settings
+from baton.doctor import shared_store
 from baton.doctor.findings import Finding
 from baton.doctor.shared_store import examine_shared_store
 
@@ -72,7 +73,8 @@ def test_another_secret_a_dead_store_and_a_missing_file_are_told_apart(tmp_path:
     assert "shared_secret_file" in lost.text
 
 
-def test_a_store_that_is_far_away_is_bad(tmp_path: Path) -> None:
+def test_a_store_that_is_far_away_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_store, "TEST_BYTES", shared_store.CHUNK_BYTES)
     with (
         store_server("valkey", tmp_path) as server,
         tcp_proxy(urlsplit(server.url).port or 0) as proxy,

@@ -9,9 +9,10 @@ import time
 from typing import Any
 
 import pytest
+from support.plugin_gateways import notice_blocked_loops_soon
 
 from baton.errors import PluginBusy
-from baton.pooling.hooks import STALLED_S, HookEscape, HookLoop, HookThreads
+from baton.pooling.hooks import HookEscape, HookLoop, HookThreads
 
 
 async def idle(seconds: float = 0.0) -> str:
@@ -77,12 +78,15 @@ async def test_a_hook_left_behind_is_counted_until_it_comes_back() -> None:
     assert await until(lambda: threads.left_behind == 0)
 
 
-async def test_a_blocked_loop_is_left_to_those_on_it_and_others_get_a_fresh_one() -> None:
+async def test_a_blocked_loop_is_left_to_those_on_it_and_others_get_a_fresh_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Those on it go on when it comes round; then its thread ends."""
+    noticed_s = notice_blocked_loops_soon(monkeypatch)
     loop, release = HookLoop("x", 4), threading.Event()
     with loop.borrowed() as first:
         blocking = asyncio.ensure_future(first.run_here(block(release)))
-        await asyncio.sleep(STALLED_S + 0.5)
+        await asyncio.sleep(noticed_s)
         with loop.borrowed() as second:
             assert second is not first
             assert await second.run_here(idle())
@@ -95,12 +99,13 @@ async def test_a_blocked_loop_is_left_to_those_on_it_and_others_get_a_fresh_one(
     loop.close()
 
 
-async def test_stuck_loops_are_bounded() -> None:
+async def test_stuck_loops_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Like threads."""
+    noticed_s = notice_blocked_loops_soon(monkeypatch)
     loop, release = HookLoop("x", 1), threading.Event()
     with loop.borrowed() as thread:
         blocking = asyncio.ensure_future(thread.run_here(block(release)))
-        await asyncio.sleep(STALLED_S + 0.5)
+        await asyncio.sleep(noticed_s)
         with pytest.raises(PluginBusy), loop.borrowed():
             pass
         release.set()

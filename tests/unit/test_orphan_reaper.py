@@ -23,9 +23,10 @@ from baton.engines.process.orphan_reaper import MARK, OrphanReaper
 reaper = OrphanReaper().__enter__()
 os.environ[MARK] = reaper.mark
 nameless = f"import setproctitle, subprocess, sys, time; setproctitle.setproctitle('X' * 4000); "
-nameless += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"
-old = subprocess.Popen([sys.executable, "-c", nameless])
-time.sleep({LOOK_EVERY_S} + 5)
+nameless += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(flush=True); "
+old = subprocess.Popen([sys.executable, "-c", nameless + "time.sleep(600)"], stdout=subprocess.PIPE)
+old.stdout.readline()
+time.sleep({LOOK_EVERY_S} + 1.5)
 new = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 (pathlib.Path(reaper.scratch) / "a-socket").touch()
 print(reaper.scratch, old.pid, new.pid, flush=True)

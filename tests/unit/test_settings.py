@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from support.rows import each
 
 from baton.config.groups import Frozen
 from baton.config.settings import Settings, load_settings, variables
@@ -124,10 +125,11 @@ def groups() -> dict[str, list[str]]:
 GROUPS = groups()
 
 
-@pytest.mark.parametrize(("group", "key"), [(group, key) for group, keys in GROUPS.items() for key in keys])
+@each("setting", [(group, key) for group, keys in GROUPS.items() for key in keys])
 def test_a_misspelt_key_of_any_table_is_answered_with_the_key_that_was_meant(
-    tmp_path: Path, group: str, key: str
+    tmp_path: Path, setting: tuple[str, str]
 ) -> None:
+    group, key = setting
     misspelt = f"{key}x"
     if group == "engines":
         config = write(tmp_path, f'[[engines]]\nname = "a"\nmodel = "b"\n{misspelt} = 1')
@@ -147,18 +149,19 @@ WRONG = ("", "no such thing", "-1", "1e99", "nan", "0x10", "{", "\x1b[31m\r\npor
 TAKE_ANY_TEXT = ("HOST", "FOLDER", "DIR", "FILE", "STORE", "PATH", "ROOT", "LABEL")
 
 
-@pytest.mark.parametrize("variable", variables())
+@each("variable", variables())
 @pytest.mark.fault("H5")
 def test_every_wrong_value_of_every_setting_is_refused_in_a_line(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     errors = []
-    for value in WRONG:
-        monkeypatch.setenv(variable, value)
-        try:
-            load_settings()
-        except SettingsError as error:
-            errors.append(error)
+    with monkeypatch.context() as environment:
+        for value in WRONG:
+            environment.setenv(variable, value)
+            try:
+                load_settings()
+            except SettingsError as error:
+                errors.append(error)
     refused = len(errors)
     assert {error.exit_code for error in errors} <= {2}
     assert all(error.message.isprintable() and len(error.message) < 600 for error in errors), errors

@@ -15,6 +15,7 @@ from support.tcp_proxy import tcp_proxy
 from baton.errors import HandoffStoreUnavailable, SettingsError
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.service import Handoffs
+from baton.handoffs.shared import connection
 from baton.handoffs.shared.clients import SharedAddress, open_client
 
 
@@ -50,7 +51,10 @@ async def test_handoffs_go_through_a_cluster_and_leave_nothing_in_it(name: str, 
 
 
 @pytest.mark.fault("C13")
-async def test_a_node_of_a_cluster_that_hangs_is_a_store_that_hangs(tmp_path: Path) -> None:
+async def test_a_node_of_a_cluster_that_hangs_is_a_store_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "REST_S", 0.2)
     if BINARIES["valkey"] is None:
         pytest.skip("no valkey-server is installed")
     with store_cluster("valkey", tmp_path) as nodes:
@@ -72,7 +76,10 @@ async def test_a_node_of_a_cluster_that_hangs_is_a_store_that_hangs(tmp_path: Pa
 
 @pytest.mark.fault("C13")
 @pytest.mark.parametrize("name", servers)
-async def test_the_replica_goes_on_when_sentinel_has_replaced_the_primary(name: str, tmp_path: Path) -> None:
+async def test_the_replica_goes_on_when_sentinel_has_replaced_the_primary(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "REST_S", 0.2)
     with store_with_sentinel(name, tmp_path) as (url, (primary, replica)):
         one, two = machine(tmp_path / "one", url), machine(tmp_path / "two", url)
         record = await one.leave(blocks=600)

@@ -24,6 +24,12 @@ from baton.telemetry.metrics import GatewayMetrics
 QUICK = SupervisionSettings(hang_s=0.5, restarts=3, window_s=60, backoff_s=0.05, backoff_max_s=0.2)
 
 
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are looked at ten times as often as they are."""
+    monkeypatch.setattr(supervisor_module, "POLL_S", POLL_S / 10)
+
+
 async def until(condition: Callable[[], object], within_s: float = 30) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
@@ -66,7 +72,7 @@ async def test_an_engine_that_hangs_is_ended_and_started_anew() -> None:
     alpha = FakeEngine("alpha")
     async with running(alpha) as fleet:
         alpha.behaviour.stalled_seconds = 0.4
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(POLL_S)
         assert (alpha.kills, alpha.starts) == (0, 1), "it was given less time than it has"
         alpha.behaviour.stalled_seconds = 0.6
         await until(lambda: alpha.starts == 2)
@@ -78,7 +84,7 @@ async def test_an_engine_known_for_long_steps_has_more_patience() -> None:
     alpha = FakeEngine("alpha", longest_step_s=1.0)
     alpha.behaviour.stalled_seconds = 3.9
     async with running(alpha):
-        await asyncio.sleep(1)
+        await asyncio.sleep(POLL_S)
         assert alpha.kills == 0
         alpha.behaviour.stalled_seconds = 4.1
         await until(lambda: alpha.kills == 1)
@@ -88,7 +94,7 @@ async def test_no_patience_set_means_never() -> None:
     alpha = FakeEngine("alpha")
     alpha.behaviour.stalled_seconds = 1e6
     async with running(alpha, supervision=SupervisionSettings(hang_s=0)):
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(POLL_S)
         assert alpha.kills == 0
 
 
@@ -143,7 +149,7 @@ async def test_the_wait_before_each_restart_doubles_up_to_a_limit(monkeypatch: p
     alpha.die()
     supervisor = time.supervisor(alpha, restarts=6, window_s=600, backoff_s=3, backoff_max_s=20)
     await supervisor.keep_alive()
-    assert time.slept == [POLL_S, 0, 3, 6, 12, 20, 20]
+    assert time.slept == [POLL_S / 10, 0, 3, 6, 12, 20, 20]
     assert (alpha.starts, supervisor.given_up) == (6, True)
 
 
@@ -176,12 +182,12 @@ async def test_one_look_at_which_an_engine_seems_stalled_does_not_end_it(
 
 async def test_restarts_long_ago_are_forgotten() -> None:
     alpha = FakeEngine("alpha")
-    patient = QUICK.model_copy(update={"restarts": 1, "window_s": 0.5})
+    patient = QUICK.model_copy(update={"restarts": 1, "window_s": 0.3})
     async with running(alpha, supervision=patient) as fleet:
         for starts in (2, 3):
             alpha.die()
             await until(lambda starts=starts: alpha.starts == starts and fleet.ready)
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(0.35)
         alpha.die()
         await until(lambda: alpha.starts == 4 and fleet.ready)
 

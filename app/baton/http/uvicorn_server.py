@@ -23,6 +23,10 @@ from baton.http.protocol import protocol_for
 from baton.http.state import Gateway
 from baton.telemetry.metrics import GatewayMetrics
 
+DATE_EVERY_S = 1.0
+LOOK_EVERY_S = 0.01
+"""Seconds between two looks whether the last requests have finished, during a stop."""
+
 
 def url_of(listener: socket.socket) -> str:
     """Return the URL of a listening socket."""
@@ -43,7 +47,56 @@ def _uvicorn_config(app: Any, edge: EdgeSettings, metrics: GatewayMetrics, **opt
     )
 
 
-class MetricsServer(uvicorn.Server):
+class _Server(uvicorn.Server):
+    """uvicorn's server, which ends as soon as it may: uvicorn itself only looks ten times a second.
+
+    Args:
+        config: uvicorn's.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        self._exit = asyncio.Event()
+        super().__init__(config)
+
+    @property
+    def should_exit(self) -> bool:
+        """End after the requests that run. To be set on the server's own loop."""
+        return self._exit.is_set()
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        if value:
+            self._exit.set()
+        else:
+            self._exit.clear()
+
+    async def main_loop(self) -> None:
+        """Renew the `date` header once a second, until the server shall end."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exit.wait(), DATE_EVERY_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the port, let requests finish, and end the app."""
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                while (state.connections or state.tasks) and not self.force_exit:  # noqa: ASYNC110  # without an event
+                    await asyncio.sleep(LOOK_EVERY_S)
+        except TimeoutError:
+            for task in list(state.tasks):
+                task.cancel()
+        if not self.force_exit:
+            await self.lifespan.shutdown()
+
+
+class MetricsServer(_Server):
     """Serves `/metrics` on a second port. Signals are handled by the first server.
 
     Args:
@@ -60,7 +113,7 @@ class MetricsServer(uvicorn.Server):
         yield
 
 
-class GatewayServer(uvicorn.Server):
+class GatewayServer(_Server):
     """Serves the gateway: reports when it is ready, drains on signals, and knows why it failed.
 
     Args:

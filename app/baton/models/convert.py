@@ -12,7 +12,12 @@ from pathlib import Path
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write `gguf` to `folder` as bfloat16 safetensors with its tokenizer and chat template."""
+    """Write `gguf` to `folder` as bfloat16 safetensors with its tokenizer and chat template.
+
+    Raises:
+        OSError: it cannot be read; found out before the imports, which take seconds.
+    """
+    gguf.open("rb").close()
     import torch  # imports take seconds, and only this process needs them
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.quantization_config import GgufConfig

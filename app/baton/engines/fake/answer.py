@@ -87,7 +87,7 @@ class Answer:
         try:
             async with engine.slots:
                 for word in self._said:
-                    await asyncio.sleep(engine.behaviour.token_seconds)
+                    await engine.behaviour.wait(engine.behaviour.token_seconds)
                     if engine.state is EngineState.FAILED or engine.deaths != deaths:
                         raise EngineRestarting()
                     engine.count()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -43,6 +43,7 @@ class FakeBehaviour:
     """Faults and delays that a test wants.
 
     Attributes:
+        wait: lets the seconds below pass; a test may hold them.
         token_seconds: seconds between two tokens.
         start_seconds: seconds that the start takes.
         start_error: raised by the start.
@@ -59,6 +60,7 @@ class FakeBehaviour:
         parsed: message that a tool or reasoning parser puts in place of a chat's answer.
     """
 
+    wait: Callable[[float], Awaitable[object]] = asyncio.sleep
     token_seconds: float = 0.0
     start_seconds: float = 0.0
     start_error: StartError | None = None
@@ -150,7 +152,7 @@ class FakeEngine:
         self.state = EngineState.STARTING
         self.starts += 1
         report("pretending to load")
-        await asyncio.sleep(self.behaviour.start_seconds)
+        await self.behaviour.wait(self.behaviour.start_seconds)
         if self.behaviour.start_error is not None:
             self.state = EngineState.FAILED
             raise self.behaviour.start_error
@@ -240,7 +242,7 @@ class FakeEngine:
             if self.behaviour.encode_error is not None:
                 raise self.behaviour.encode_error
             takes = prompt if isinstance(prompt, float) else self.behaviour.encode_seconds
-            await asyncio.sleep(takes)
+            await self.behaviour.wait(takes)
             return FakeOutput(f"{context.request_id}-{number}", prompt)
         except asyncio.CancelledError:
             self.aborted += 1
