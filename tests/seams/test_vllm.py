@@ -240,6 +240,18 @@ def test_the_port_the_fleet_and_the_fake_import_no_vllm() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
+def test_what_few_gateways_use_is_imported_where_it_is_used() -> None:
+    """A library that is broken or missing stops those who asked for what it does, and nobody else."""
+    optional = {"accelerate", "gguf", "obstore", "rasterio", "ray", "torch", "transformers", "valkey", "vllm"}
+    script = (
+        "import sys, baton.cli, baton.doctor.machine, baton.serve, baton_geo, baton_latent, baton_vision; "
+        "from baton.config.settings import Settings; from baton.doctor.machine import _far_stores; "
+        f"assert list(_far_stores(Settings())) == []; print(sorted({optional} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_every_module_of_baton_imports() -> None:
     import importlib
     import importlib.util
