@@ -11,7 +11,7 @@
 
 # A Debian or Ubuntu with Python 3.11 or newer and its venv module; for `cuda` with its headers too.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
-# Any image in which `python3 -m pip` installs beside vLLM 0.32.
+# Any image in which `python3 -m pip` installs beside vLLM 0.32 or 0.33.
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 # What both gateways stand on: the one system library that vLLM needs and a base may lack, and who runs it.

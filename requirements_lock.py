@@ -21,15 +21,15 @@ LINUX = (("linux", "x86_64"), ("linux", "aarch64"))
 PLATFORMS = {"remote": (*LINUX, ("darwin", "arm64"))}
 """By lock; the others are for Linux alone."""
 
-# torchvision, torchaudio and torchcodec: their published builds are linked to CUDA and break transformers beside
-# a CPU torch; triton is not used by a CPU. torch has a lock of its own.
+# torchvision, torchaudio and torchcodec: their published builds are linked to CUDA and break transformers
+# beside a CPU torch; triton is not used by a CPU. torch has a lock of its own.
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "triton", "pip")
 
 
 def main() -> None:
     """Resolve one lock after the other; later ones keep to the versions of the earlier."""
-    # intel-cmplr-lib-ur: intel-openmp's wheel for Linux needs it, those for Windows do not, and a resolver reads
-    # one of them.
+    # intel-cmplr-lib-ur: intel-openmp's wheel for Linux needs it, those for Windows do not, and a resolver
+    # reads one of them.
     # websockets: the OpenAI Agents SDK, which the tests run beside the gateway, wants one below 17.
     own = "intel-cmplr-lib-ur==2024.2.1 ; platform_machine == 'x86_64'"
     write(

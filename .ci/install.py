@@ -1,7 +1,7 @@
 """Install what locks name, and say how far it is: pip is silent, or speaks three lines a package.
 
-`install.py [PIP OPTIONS] -r LOCK...`, by the Python of the environment to install into. On a terminal one line
-moves along; elsewhere a line is written for each large file, and every ten seconds.
+`install.py [PIP OPTIONS] -r LOCK...`, by the Python of the environment to install into. On a terminal one
+line moves along; elsewhere a line is written for each large file, and every ten seconds.
 """
 
 from __future__ import annotations

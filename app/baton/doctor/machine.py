@@ -23,7 +23,7 @@ from baton.doctor.gpus import examine_gpus
 from baton.doctor.servers import examine_servers
 from baton.engines.cpu import read_processor
 from baton.engines.dtype import dtype_for
-from baton.engines.vllm_version import installed, installed_vllm, is_cpu_build
+from baton.engines.vllm_version import VLLM_VERSIONS, installed, installed_vllm, is_cpu_build, minor_of
 from baton.errors import OperatorError
 from baton.models.catalog import EMBEDDED, EmbeddedModel
 from baton.models.store import ModelStore
@@ -124,8 +124,8 @@ def _keys(settings: Settings) -> Iterator[Finding]:
 
 def _python() -> Iterator[Finding]:
     found = ".".join(map(str, sys.version_info[:3]))
-    bad = sys.version_info < (3, 11)
-    yield Finding("python", found, bad, "Baton needs Python 3.11 or newer" if bad else "")
+    bad = not (3, 11) <= sys.version_info < (3, 15)
+    yield Finding("python", found, bad, "Baton needs Python 3.11, 3.12, 3.13 or 3.14" if bad else "")
 
 
 def _versions(*, needed: bool) -> Iterator[Finding]:
@@ -137,8 +137,9 @@ def _versions(*, needed: bool) -> Iterator[Finding]:
             text = "not installed" if needed else "not installed, and not needed"
             yield Finding(distribution, text, bad, REINSTALL if bad else "")
             continue
-        bad = _numbers(found) < floor or (distribution == "vllm" and _numbers(found)[:2] != floor)
-        text = f"{found} (needed: {least}{'.x' if distribution == 'vllm' else ' or newer'})"
+        is_vllm = distribution == "vllm"
+        bad = _numbers(found) < floor or (is_vllm and minor_of(found) not in VLLM_VERSIONS)
+        text = f"{found} (needed: {' or '.join(VLLM_VERSIONS) if is_vllm else f'{least} or newer'})"
         yield Finding(distribution, text, bad, REINSTALL if bad else "")
 
 

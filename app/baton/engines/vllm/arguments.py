@@ -10,11 +10,15 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.config import KVTransferConfig, StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+try:
+    from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, make_arg_parser
+except ImportError:  # vLLM 0.33
+    from vllm.entrypoints.common.cli_args import BaseFrontendArgs, make_arg_parser
 
 from baton.config.groups import CPU_KV_CACHE_BYTES, EngineSettings
 from baton.config.settings import nearest

@@ -9,12 +9,16 @@ from typing import Any
 
 from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from baton.config.groups import EngineSettings
 from baton.config.settings import reasons
-from baton.engines.vllm.arguments import SERVING_OPTIONS, serve_parser, why_not_honoured
+from baton.engines.vllm.arguments import (
+    SERVING_OPTIONS,
+    BaseFrontendArgs,
+    serve_parser,
+    why_not_honoured,
+)
 from baton.errors import SettingsError
 from baton.models.catalog import EMBEDDED
 
