@@ -19,7 +19,7 @@ TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 INSTALL = $(BIN)/python .ci/install.py
 
-.PHONY: help serve demo demo-vision ray test lint format docs docs-reference bench bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
+.PHONY: help serve demo demo-vision ray test lint format docs docs-reference bench bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas next-vllm dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -101,8 +101,11 @@ image: ## Build an image (TARGET=cpu, cuda or plugins; IMAGE_TOOL=, IMAGE_ARGS=)
 image-test: $(VENV)/.dev ## Build the images with buildah and run them (ten minutes; root, no engine)
 	$(BIN)/python -m pytest -m image -s $(ARGS)
 
-schemas: $(VENV)/.dev ## Rewrite app/baton/http/vllm_schemas.json from the installed vLLM
-	$(BIN)/python -m baton.engines.vllm.schemas > $(VENV)/schemas.json && mv $(VENV)/schemas.json app/baton/http/vllm_schemas.json
+schemas: $(VENV)/.dev ## Rewrite the schemas in app/baton/http from the installed vLLM
+	$(BIN)/python -m baton.engines.vllm.schemas
+
+next-vllm: $(VENV)/.dev ## Say what the newest vLLM has moved of what Baton uses, and run the seam tests on its Python files (ARGS=0.33.0)
+	$(BIN)/python .ci/next_vllm.py $(VENV)/next-vllm $(ARGS)
 
 lock: $(VENV)/.dev ## Resolve the dependencies anew into the lock files (minutes)
 	$(BIN)/python requirements_lock.py

@@ -31,6 +31,9 @@ from baton.models.catalog import EMBEDDED
 from baton.telemetry.memory import MemoryReader
 from baton_latent.contract import PLACEHOLDER_KEY, latent_overrides, thinks
 
+FRONTEND_FLAGS = frozenset(field.name for field in dataclasses.fields(BaseFrontendArgs))
+"""What vLLM's own server is told beside its engine's arguments."""
+
 MOVES_EXTENSION = "baton_kv.extension.BatonWorker"
 """The extension of vLLM's worker that lets the connector move KV."""
 
