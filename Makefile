@@ -98,7 +98,7 @@ soak: $(VENV)/.dev ## Run long (minutes to hours)
 image: ## Build an image (TARGET=cpu, cuda or plugins; IMAGE_TOOL=, IMAGE_ARGS=)
 	$(IMAGE_TOOL) --target $(TARGET) --tag baton:$(TARGET) $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) $(IMAGE_ARGS) .
 
-image-test: $(VENV)/.dev ## Build the images with buildah and run them (ten minutes; root, no engine)
+image-test: $(VENV)/.dev ## Build the images with buildah and run them (ten minutes; root, buildah, crun, debootstrap)
 	$(BIN)/python -m pytest -m image -s $(ARGS)
 
 schemas: $(VENV)/.dev ## Rewrite the schemas in app/baton/http from the installed vLLM
