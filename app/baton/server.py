@@ -257,7 +257,7 @@ async def _services(
     ):
         async with (
             gateway.handoffs.running(),
-            _watching(watch_lag(gateway.metrics.loop_lag), memory.run()),
+            _watching(watch_lag(gateway.metrics.loop_lag, lambda: gateway.fleet.ready), memory.run()),
             _metrics_port(gateway, metrics_listener),
         ):
             yield
