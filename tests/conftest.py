@@ -18,7 +18,7 @@ from support.gateways import FakeGateway, RealGateway, run_fake
 from support.made_models import make_models
 from support.otlp import EXPORTER, Collector
 from support.raster_host import RasterHost
-from support.wheel_environment import CPU_LOCK, WheelEnvironment, build
+from support.wheel_environment import CPU_LOCK, TORCH_LOCK, WheelEnvironment, build
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine
@@ -225,7 +225,7 @@ def wheel_environment(
     distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> WheelEnvironment:
     """Plain vLLM with all it needs, and of Baton the wheel."""
-    environment = WheelEnvironment(tmp_path_factory.mktemp("wheel") / "venv", CPU_LOCK)
+    environment = WheelEnvironment(tmp_path_factory.mktemp("wheel") / "venv", CPU_LOCK, TORCH_LOCK)
     environment.install(distributions[1])
     return environment
 

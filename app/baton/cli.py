@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from baton import __version__
 from baton.admission import api_keys
@@ -148,7 +148,8 @@ def plugins(
     if as_json:
         print(json.dumps([plugin.row() for plugin in found], indent=2))
         return
-    table = Table("group", "name", "value", "distribution", "version", "loaded")
+    names = ("group", "name", "value", "distribution", "version", "loaded")
+    table = Table(*(Column(name, overflow="fold") for name in names))
     for plugin in found:
         loaded = "yes" if plugin.allowed else f"no: {plugin.reason}"
         table.add_row(plugin.group, plugin.name, plugin.value, plugin.distribution, plugin.version, loaded)
@@ -207,11 +208,16 @@ def models(context: typer.Context) -> None:
 def list_models(config: ConfigOption = None) -> None:
     """List the embedded models, and whether each is prepared."""
     store = ModelStore(load_settings(config).models_folder)
-    table = Table("name", "model", "license", "state", "folder")
+    table = Table("name", Column("model", overflow="fold"), "license", "state")
+    folders: dict[str, Path] = {}
     for model in EMBEDDED.values():
         state = "ready" if store.is_ready(model) else "not prepared"
-        table.add_row(model.name, model.title, model.license, state, str(store.place(model)))
-    Console().print(table)
+        table.add_row(model.name, model.title, model.license, state)
+        folders[model.name] = store.place(model)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    for name, folder in folders.items():  # the table is as wide as the terminal, and would cut them
+        console.print(f"{name}: {folder}", markup=False)
 
 
 @models_app.command("prepare")

@@ -22,7 +22,6 @@ from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import SettingsError
 from baton.handoffs.ahead import JoinsAhead
-from baton.handoffs.archive.opening import open_archived
 from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.save_rule import SaveRule
 from baton.handoffs.automatic.service import AutomaticHandoffs
@@ -33,7 +32,6 @@ from baton.handoffs.records.repository import HandoffRepository
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sessions import Sessions
-from baton.handoffs.shared.opening import open_shared
 from baton.handoffs.sources import Sources
 from baton.handoffs.translations.rosetta import Rosetta
 from baton.handoffs.translations.service import Translations
@@ -80,10 +78,14 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
         folder = Path(settings.handoff_store.removeprefix("file:"))
         if settings.handoffs.shared is not None:
+            from baton.handoffs.shared.opening import open_shared  # valkey, which others do without
+
             storage: HandoffStorage = open_shared(settings.handoffs, store, folder, metrics.shared_store)
         else:
             storage = HandoffStorage(store, HandoffRepository(folder / RECORDS), ImageStore(folder / IMAGES))
         if settings.handoffs.archive is not None:
+            from baton.handoffs.archive.opening import open_archived  # obstore, which others do without
+
             storage = open_archived(settings.handoffs, storage, folder, metrics.archive)
     except StoreError as error:
         raise SettingsError(f"handoffs.store: {error}") from None
@@ -255,7 +257,7 @@ async def _services(
     ):
         async with (
             gateway.handoffs.running(),
-            _watching(watch_lag(gateway.metrics.loop_lag), memory.run()),
+            _watching(watch_lag(gateway.metrics.loop_lag, lambda: gateway.fleet.ready), memory.run()),
             _metrics_port(gateway, metrics_listener),
         ):
             yield

@@ -29,10 +29,12 @@ from baton.admission.api_keys import create_key
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 reason = images.reason_not_to()
+must_run = "image" in os.environ.get("TESTS_NEED", "").split(",")
+"""They fail where a tool is missing, and are not skipped: so CI asks for it."""
 builds = [
     pytest.mark.image,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(bool(reason), reason=reason),
+    pytest.mark.skipif(bool(reason) and not must_run, reason=reason),
 ]
 READY_WITHIN_S = 240
 USER = 10001
@@ -238,7 +240,7 @@ class TestCuda:
         container_name = images.buildah("from", image)
         try:
             run = ["run", "--isolation", "chroot", container_name, "--", "python3", "-c", look]
-            assert re.search(r"FOUND 1\d\.\d 0\.32\.", images.buildah(*run))
+            assert re.search(r"FOUND 1\d\.\d 0\.3[23]\.", images.buildah(*run))
         finally:
             images.buildah("rm", container_name)
         with Container(image, tmp_path, arguments=["doctor"]) as container:

@@ -77,7 +77,7 @@ def test_what_vllm_decides_is_what_vllm_requires() -> None:
 
 @pytest.mark.parametrize("distribution", sorted({*declared()} - {"vllm"}))
 def test_what_is_declared_is_what_the_lock_holds(distribution: str) -> None:
-    lock = f"requirements-{'ray' if distribution == 'ray' else 'cpu'}.lock"
+    lock = f"requirements-{distribution if distribution in ('ray', 'torch') else 'cpu'}.lock"
     found = re.search(rf"^{re.escape(distribution)}==([^ \\]+)", (ROOT / lock).read_text(), re.MULTILINE)
     assert found, f"{distribution} is not in {lock}"
     assert declared()[distribution].specifier.contains(found[1], prereleases=True)

@@ -17,6 +17,7 @@ from support.wheel_environment import (
     CPU_LOCK,
     PROJECT,
     ROOT,
+    TORCH_LOCK,
     WheelEnvironment,
     build,
     clean,
@@ -167,7 +168,7 @@ def test_the_bill_of_materials_names_every_pin(tmp_path: Path) -> None:
     bill = json.loads((tmp_path / f"vllm-baton-{baton.__version__}.cdx.json").read_text())
     assert bill["metadata"]["component"]["version"] == baton.__version__
     told = {part["name"]: part for part in bill["components"]}
-    for lock in (CPU_LOCK, ROOT / "requirements-models.lock"):
+    for lock in (CPU_LOCK, TORCH_LOCK, ROOT / "requirements-models.lock"):
         for block in re.split(r"^(?=[A-Za-z0-9])", lock.read_text(), flags=re.MULTILINE):
             if pin := re.match(r"([A-Za-z0-9._-]+)==([^ \\\n]+)", block):
                 part = told.pop(pin[1])

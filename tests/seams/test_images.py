@@ -21,7 +21,11 @@ from vllm.multimodal.inputs import (
 from vllm.multimodal.processing import BaseMultiModalProcessor
 from vllm.multimodal.processing.context import InputProcessingContext
 from vllm.renderers.base import BaseRenderer
-from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
+
+try:
+    from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
+except ImportError:  # vLLM 0.33
+    from vllm.renderers.chat_utils.chat_message import MM_PARSER_MAP, TEXT_PART_TYPES
 
 from baton.engines.vllm.errors import MISPLACED_IMAGES, translate
 from baton.engines.vllm.image_cache import ConfirmedSenderCache, Sent, confirm_before_reuse, hashes_of

@@ -15,7 +15,6 @@ from support.rows import each
 pytest.importorskip("vllm")
 
 from vllm.engine.arg_utils import AsyncEngineArgs  # after the skip
-from vllm.entrypoints.launchers.cli_args import make_arg_parser  # after the skip
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # after the skip
 
 from baton import cli  # after the skip
@@ -43,7 +42,7 @@ ANY = ("17000000", "3", "0.5", "word", "{}", "[]", '{"a": 1}', "a=b")
 
 
 def vllm_parser() -> FlexibleArgumentParser:
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve", add_help=False))
+    parser = arguments.make_arg_parser(FlexibleArgumentParser(prog="vllm serve", add_help=False))
 
     def refuse(message: str) -> None:
         raise ValueError(message)

@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 CPU_LOCK = ROOT / "requirements-cpu.lock"
+TORCH_LOCK = ROOT / "requirements-torch.lock"
 BUILD_LOCK = ROOT / "requirements-build.lock"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
@@ -127,5 +128,7 @@ def closure(requirements: Iterable[str]) -> set[str]:
 
 
 def pinned(lock: Path) -> list[str]:
-    """The distributions a lock names."""
-    return re.findall(r"^([A-Za-z0-9._-]+)==", lock.read_text(), re.MULTILINE)
+    """The distributions a lock names for this Python and machine."""
+    lines = re.findall(r"^[A-Za-z0-9._-]+==[^\\\n]+", lock.read_text(), re.MULTILINE)
+    requirements = map(Requirement, lines)
+    return [each.name for each in requirements if each.marker is None or each.marker.evaluate()]

@@ -32,6 +32,15 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
     return taken
 
 
+def test_the_list_of_models_has_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a narrow terminal too: they are there to be copied."""
+    folder = tmp_path / ("a-long-name-of-a-folder-" * 6)
+    for name, value in {"BATON_MODELS_DIR": str(folder), "COLUMNS": "50"}.items():
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(cli.app, ["models"], catch_exceptions=False)
+    assert f"smollm2: {folder / 'smollm2'}" in done.stdout.splitlines()
+
+
 @pytest.mark.parametrize(
     ("line", "handoff", "latent"),
     [

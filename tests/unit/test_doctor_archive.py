@@ -146,7 +146,3 @@ def test_a_slow_a_hanging_and_a_dead_service_are_told_apart(
     assert "in time" in told.text
     (told,) = examine(tmp_path, archive, archive_endpoint="http://127.0.0.1:1").values()
     assert "cannot be reached" in told.text
-
-
-def test_nothing_is_said_without_an_archive() -> None:
-    assert list(examine_archive(Settings())) == []

@@ -83,7 +83,3 @@ def test_a_store_that_is_far_away_is_bad(tmp_path: Path, monkeypatch: pytest.Mon
         found = examine(tmp_path, f"valkey://127.0.0.1:{proxy.port}/0", shared_timeout_s=5)
     assert found["shared store round trip"].bad
     assert "nearer" in found["shared store round trip"].mend
-
-
-def test_nothing_is_said_without_a_shared_store() -> None:
-    assert list(examine_shared_store(Settings())) == []

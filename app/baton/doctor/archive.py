@@ -38,9 +38,7 @@ class Wrong(Exception):
 
 
 def examine_archive(settings: Settings) -> Iterator[Finding]:
-    """Check the bucket that `handoffs.archive` names; nothing where it is unset."""
-    if settings.handoffs.archive is None:
-        return
+    """Check the bucket that `handoffs.archive` names."""
     metrics = ArchiveMetrics(CollectorRegistry())
     try:
         names = names_of(settings.handoffs)

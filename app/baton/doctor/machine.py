@@ -18,14 +18,12 @@ from baton.config.environment import cores
 from baton.config.groups import CPU_KV_CACHE_BYTES
 from baton.config.settings import Settings, load_settings
 from baton.config.vllm_environment import environment_conflicts
-from baton.doctor.archive import examine_archive
 from baton.doctor.findings import Finding
 from baton.doctor.gpus import examine_gpus
 from baton.doctor.servers import examine_servers
-from baton.doctor.shared_store import examine_shared_store
 from baton.engines.cpu import read_processor
 from baton.engines.dtype import dtype_for
-from baton.engines.vllm_version import installed, installed_vllm, is_cpu_build
+from baton.engines.vllm_version import VLLM_VERSIONS, installed, installed_vllm, is_cpu_build, minor_of
 from baton.errors import OperatorError
 from baton.models.catalog import EMBEDDED, EmbeddedModel
 from baton.models.store import ModelStore
@@ -64,8 +62,7 @@ def examine(config: Path | None) -> list[Finding]:
         *_keys(settings),
         *(_own_engines(settings) if settings.own_engines else ()),
         *examine_servers(settings),
-        *examine_shared_store(settings),
-        *examine_archive(settings),
+        *_far_stores(settings),
         *_port("port", settings.host, settings.port, "--port"),
         *_metrics_port(settings),
     ]
@@ -89,6 +86,18 @@ def _own_engines(settings: Settings) -> Iterator[Finding]:
         yield from examine_gpus(settings)
     yield from _disk(settings)
     yield from _models(settings)
+
+
+def _far_stores(settings: Settings) -> Iterator[Finding]:
+    """Check the stores of other machines; who has none does without their libraries."""
+    if settings.handoffs.shared is not None:
+        from baton.doctor.shared_store import examine_shared_store
+
+        yield from examine_shared_store(settings)
+    if settings.handoffs.archive is not None:
+        from baton.doctor.archive import examine_archive
+
+        yield from examine_archive(settings)
 
 
 def _metrics_port(settings: Settings) -> Iterator[Finding]:
@@ -115,8 +124,8 @@ def _keys(settings: Settings) -> Iterator[Finding]:
 
 def _python() -> Iterator[Finding]:
     found = ".".join(map(str, sys.version_info[:3]))
-    bad = sys.version_info < (3, 11)
-    yield Finding("python", found, bad, "Baton needs Python 3.11 or newer" if bad else "")
+    bad = not (3, 11) <= sys.version_info < (3, 15)
+    yield Finding("python", found, bad, "Baton needs Python 3.11, 3.12, 3.13 or 3.14" if bad else "")
 
 
 def _versions(*, needed: bool) -> Iterator[Finding]:
@@ -128,8 +137,9 @@ def _versions(*, needed: bool) -> Iterator[Finding]:
             text = "not installed" if needed else "not installed, and not needed"
             yield Finding(distribution, text, bad, REINSTALL if bad else "")
             continue
-        bad = _numbers(found) < floor or (distribution == "vllm" and _numbers(found)[:2] != floor)
-        text = f"{found} (needed: {least}{'.x' if distribution == 'vllm' else ' or newer'})"
+        is_vllm = distribution == "vllm"
+        bad = _numbers(found) < floor or (is_vllm and minor_of(found) not in VLLM_VERSIONS)
+        text = f"{found} (needed: {' or '.join(VLLM_VERSIONS) if is_vllm else f'{least} or newer'})"
         yield Finding(distribution, text, bad, REINSTALL if bad else "")
 
 

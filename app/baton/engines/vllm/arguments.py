@@ -10,12 +10,16 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.config import KVTransferConfig, StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+try:
+    from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, make_arg_parser
+except ImportError:  # vLLM 0.33
+    from vllm.entrypoints.common.cli_args import BaseFrontendArgs, make_arg_parser
 
 from baton.config.groups import CPU_KV_CACHE_BYTES, EngineSettings
 from baton.config.settings import nearest
@@ -27,6 +31,9 @@ from baton.errors import SettingsError
 from baton.models.catalog import EMBEDDED
 from baton.telemetry.memory import MemoryReader
 from baton_latent.contract import PLACEHOLDER_KEY, latent_overrides, thinks
+
+FRONTEND_FLAGS = frozenset(field.name for field in dataclasses.fields(BaseFrontendArgs))
+"""What vLLM's own server is told beside its engine's arguments."""
 
 MOVES_EXTENSION = "baton_kv.extension.BatonWorker"
 """The extension of vLLM's worker that lets the connector move KV."""

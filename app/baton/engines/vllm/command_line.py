@@ -9,12 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from baton.config.groups import EngineSettings
 from baton.config.settings import reasons
-from baton.engines.vllm.arguments import SERVING_OPTIONS, serve_parser, why_not_honoured
+from baton.engines.vllm.arguments import FRONTEND_FLAGS, SERVING_OPTIONS, serve_parser, why_not_honoured
 from baton.errors import SettingsError
 from baton.models.catalog import EMBEDDED
 
@@ -120,7 +119,6 @@ def _refuse(message: str) -> None:
 
 def _refuse_server_flags(changed: dict[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    frontend = {field.name for field in dataclasses.fields(BaseFrontendArgs)}
     for key, value in changed.items():
         flag = f"--{key.replace('_', '-')}"
         if key in INSTEAD:
@@ -128,5 +126,5 @@ def _refuse_server_flags(changed: dict[str, Any]) -> None:
         if reason := why_not_honoured(key, value):
             raise SettingsError(f"baton serve: {flag} is not offered by Baton: {reason}")
         if key not in known:
-            reason = "is not offered by Baton" if key in frontend else "is a flag of vLLM's own server"
+            reason = "is not offered by Baton" if key in FRONTEND_FLAGS else "is a flag of vLLM's own server"
             raise SettingsError(f"baton serve: {flag} {reason}")

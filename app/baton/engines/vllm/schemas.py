@@ -1,18 +1,21 @@
-"""Print vLLM's request and response schemas for Baton's OpenAPI document.
+"""Write vLLM's request and response schemas for Baton's OpenAPI document.
 
-`make schemas` runs `python -m baton.engines.vllm.schemas` and writes `http/vllm_schemas.json`. The file is
-checked in, so that the document needs no vLLM, and a change of vLLM's protocol shows as a change of the file.
+`make schemas` runs `python -m baton.engines.vllm.schemas` and writes `http/vllm_schemas.json`; of another
+vLLM than the lock's it writes what differs there, into a file with its version. They are checked in, so that
+the document needs no vLLM, and a change of vLLM's protocol shows as a change of a file.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from baton.engines.vllm.handlers import HANDLERS
+from baton.engines.vllm_version import VLLM_VERSIONS, installed_vllm, minor_of
 
 TEMPLATE = "#/components/schemas/{model}"
 
@@ -31,10 +34,19 @@ def schemas() -> dict[str, Any]:
     return {"operations": operations, "components": components.get("$defs", {})}
 
 
-def as_text() -> str:
-    """Return the content of the file."""
-    return json.dumps(schemas(), indent=1, sort_keys=True) + "\n"
+def write(folder: Path) -> None:
+    """Write the file of the installed vLLM."""
+    found, minor = schemas(), minor_of(installed_vllm() or "")
+    name = "vllm_schemas.json"
+    if minor != VLLM_VERSIONS[0]:
+        usual = json.loads((folder / name).read_text())
+        found = {
+            part: {key: schema for key, schema in found[part].items() if usual[part].get(key) != schema}
+            for part in found
+        }
+        name = f"vllm_schemas_{minor}.json"
+    (folder / name).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
-    sys.stdout.write(as_text())
+    write(Path(str(files("baton.http"))))
