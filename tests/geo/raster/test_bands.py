@@ -5,7 +5,7 @@ from geo.raster.made import make_card
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import RasterUnusable, RequestInvalid
-from baton_geo.raster.pixels.bands import choose_bands
+from baton_geo.raster.pixels.bands import BandChoice, FileBand, FileBands, choose_bands
 
 RGB = (
     Band(name="BLUE", aliases=("B02",), mean=0, std=1),
@@ -13,6 +13,13 @@ RGB = (
     Band(name="RED", aliases=("B04",), mean=0, std=1),
 )
 CARD = make_card(tile=32, overlap=8).model_copy(update={"bands": RGB})
+
+
+def chosen(names: tuple[str | None, ...], card: Card, indices: tuple[int, ...] | None = None) -> BandChoice:
+    """The choice among bands of which the file gives only the descriptions."""
+    return choose_bands(FileBands(tuple(FileBand(name) for name in names)), card, indices)
+
+
 TWO_STEPS = CARD.model_copy(update={"frames": 2})
 
 
@@ -32,12 +39,12 @@ def test_chosen(
     card: Card, names: tuple[str | None, ...], indices: tuple[int, ...] | None, expected: tuple[int, ...]
 ) -> None:
     """Indices win, then names and aliases without case, then the order."""
-    assert choose_bands(names, card, indices).bands == expected
+    assert chosen(names, card, indices).bands == expected
 
 
 def test_strange_names_are_told() -> None:
     """When names are there and none is known, the client hears that the order decided."""
-    assert "used in order as BLUE, GREEN, RED" in choose_bands(("x", "y", "z"), CARD, None).notes[0]
+    assert "used in order as BLUE, GREEN, RED" in chosen(("x", "y", "z"), CARD).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +89,7 @@ def test_refused(
 ) -> None:
     """What is missing is named, and what the file has."""
     with pytest.raises(RasterUnusable) as caught:
-        choose_bands(names, card, indices)
+        chosen(names, card, indices)
     assert message in caught.value.message
 
 
@@ -91,13 +98,13 @@ def test_wrong_number_of_indices() -> None:
     with pytest.raises(
         RequestInvalid, match=r"indices names 2 bands; the model takes 3: BLUE, GREEN, RED"
     ) as caught:
-        choose_bands((None,) * 13, CARD, (1, 2))
+        chosen((None,) * 13, CARD, (1, 2))
     assert caught.value.param == "indices"
 
 
 def test_a_name_cannot_break_the_message() -> None:
     """A name of a thousand letters with a line break in it is shown short and on one line."""
     with pytest.raises(RasterUnusable) as caught:
-        choose_bands(("BLUE", "a\n\x1b[31mb" + "c" * 1000), CARD, None)
+        chosen(("BLUE", "a\n\x1b[31mb" + "c" * 1000), CARD)
     assert caught.value.message.isprintable()
-    assert len(caught.value.message) < 300
+    assert len(caught.value.message) < 400

@@ -147,7 +147,7 @@ def test_what_a_request_says_leads_to_the_models_units(
     """Reflectance, whichever of the two units of the card number * scale + offset gives; and a note says which."""
     got, info = seen(decoders, row(tmp_path / "a.tif", values, dtype), **asked)
     np.testing.assert_allclose(got, TRUTH, atol=2e-5)
-    assert any(note.startswith("the request says a scale of") for note in info.notes)
+    assert any(note.startswith("scale_of_request: the request says a scale of") for note in info.notes)
 
 
 def test_floats_for_a_model_of_ten_thousands(decoders: Decoders, tmp_path: Path) -> None:
@@ -176,7 +176,10 @@ def test_what_the_file_states_is_used(decoders: Decoders, tmp_path: Path, own: d
     """Band scales and offsets, and the tags that others write; with a note."""
     got, info = seen(decoders, row(tmp_path / "a.tif", SHIFTED, "uint16", **own))
     np.testing.assert_allclose(got, TRUTH, atol=1e-6)
-    assert any(note.startswith("the file states a scale of") and "are used" in note for note in info.notes)
+    assert any(
+        note.startswith("scale_of_file: the file states a scale of") and "are used" in note
+        for note in info.notes
+    )
 
 
 def test_the_request_wins_over_the_file(decoders: Decoders, tmp_path: Path) -> None:

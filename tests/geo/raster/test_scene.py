@@ -27,7 +27,7 @@ from baton_geo.raster.messages import SceneRequest
 from baton_geo.raster.pixels.grid import Grid
 from baton_geo.settings import GeoLimits
 
-DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "float32")
+DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64")
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
     {"compress": "deflate", "interleave": "pixel"},
@@ -38,6 +38,13 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 )
 
 
+def is_nodata(pixels: npt.NDArray[Any], nodata: float | None) -> npt.NDArray[np.bool_]:
+    """Where (bands, height, width) is nodata in a band; where nodata is 0, in all bands."""
+    marked = np.zeros(pixels.shape, np.bool_) if nodata is None else pixels == nodata
+    hidden: npt.NDArray[np.bool_] = marked.all(axis=0) if nodata == 0 else marked.any(axis=0)
+    return hidden
+
+
 def plain_tile(
     pixels: npt.NDArray[Any], nodata: float | None, grid: Grid, tile: int
 ) -> npt.NDArray[np.float64] | None:
@@ -45,10 +52,7 @@ def plain_tile(
     row, column = grid.place(tile)
     y, x, side = grid.ys[row], grid.xs[column], grid.tile
     part = pixels[:, y : y + side, x : x + side].astype(np.float64)
-    missing = ~np.isfinite(part)
-    if nodata is not None:
-        missing |= part == nodata
-    hidden = missing.any(axis=0)
+    hidden = ~np.isfinite(part).all(axis=0) | is_nodata(part, nodata)
     if hidden.all():
         return None
     part[:, hidden] = 0
@@ -70,7 +74,7 @@ def test_tiles_are_the_file(decoders: Decoders, tmp_path: Path, data: st.DataObj
     card = make_card(2, tile=data.draw(st.sampled_from([16, 32, 64])), overlap=data.draw(st.integers(0, 8)))
     path = write_tiff(tmp_path / "scene.tif", pixels, nodata=nodata, **layout)
     grid = Grid(width, height, card.tile, card.overlap)
-    valid = np.isfinite(pixels).all(axis=0) & ((pixels != nodata).all(axis=0) if nodata is not None else True)
+    valid = np.isfinite(pixels).all(axis=0) & ~is_nodata(pixels, nodata)
     request = SceneRequest(
         card=card, limits=GeoLimits(tile_bytes=0)
     )  # many tiles of few bytes are no bomb here
@@ -180,13 +184,13 @@ def test_bands_by_name_and_by_index(decoders: Decoders, tmp_path: Path) -> None:
 
 
 def test_an_alpha_band_is_nodata(decoders: Decoders, tmp_path: Path) -> None:
-    """Where alpha is 0 there is nothing, and alpha is no band of the scene."""
+    """Where alpha is 0 there is nothing; it is a band of the file, and none that is used in order."""
     pixels = np.full((4, 40, 40), 200, "uint8")
     pixels[3] = 255
     pixels[3, :10] = 0
     path = write_tiff(tmp_path / "a.tif", pixels, photometric="RGB", alpha="YES")
     with decoders.open(path, SceneRequest(card=make_card(3))) as scene:
-        assert scene.info.count == 3
+        assert (scene.info.count, scene.info.bands) == (4, (0, 1, 2))
         products = run(scene, sign_model)
     assert products.nodata_pixels == 400
 

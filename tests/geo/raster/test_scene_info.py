@@ -37,7 +37,7 @@ class TestInfo:
         assert list(info.transform or ()) == [10, 0, 499_990, 0, -10, 5_000_000]
         assert info.longitude == pytest.approx(15.0, abs=1e-9)
         assert info.latitude == pytest.approx(45.144, abs=1e-3)
-        assert info.notes == ()
+        assert [note.partition(":")[0] for note in info.notes] == ["bands_in_order"]
 
     @pytest.mark.parametrize(
         ("tags", "expected"),
@@ -65,7 +65,7 @@ class TestInfo:
         [
             ({"crs": None}, "the file has no CRS"),
             ({"crs": None, "transform": None}, "the file has no geotransform"),
-            ({"crs": "EPSG:3857"}, "Web Mercator"),
+            ({"crs": "EPSG:3857"}, "areas_scaled"),
             ({"transform": NORTH_UP @ rasterio.Affine.rotation(30)}, "the grid is rotated"),
             ({"crs": 'LOCAL_CS["site",UNIT["metre",1]]'}, "the CRS is local"),
         ],
