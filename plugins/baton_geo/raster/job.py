@@ -123,7 +123,7 @@ class SceneJob:
             RasterUnusable: every pixel is nodata, or the numbers are too small.
         """
         if not self._check.valid:
-            raise RasterUnusable(_all_nodata(self._request.card))
+            raise RasterUnusable(_all_nodata(self._request.card, self._check))
         scale_said = self._request.scale is not None
         self._check.judge_unit(scale_said=scale_said)
         notes = self._check.notes(scale_said=scale_said, offset_said=self._offset_said)
@@ -163,7 +163,7 @@ class SceneJob:
             if time.monotonic() > until and not whole:
                 break
         if whole and not check.valid:
-            raise RasterUnusable(_all_nodata(self._request.card))
+            raise RasterUnusable(_all_nodata(self._request.card, check))
         if whole:
             check.judge(check.valid)
             check.judge_unit(scale_said=self._request.scale is not None)
@@ -204,10 +204,12 @@ def _spots(width: int, height: int, whole: bool) -> list[tuple[int, int, int, in
     ]
 
 
-def _all_nodata(card: Card) -> str:
+def _all_nodata(card: Card, check: PixelCheck) -> str:
     rule = (
         f" (the model takes {card.nodata:g} as nodata where a file states none)"
         if card.nodata is not None
         else ""
     )
+    if check.fill:
+        rule += f"; numbers like {check.fill} are taken for fill values: is the unit another?"
     return f"every pixel is nodata in at least one of the bands used, so there is nothing to classify{rule}"

@@ -89,7 +89,6 @@ def ground_area(around: Sequence[tuple[float, float]]) -> float:
 
 
 def ellipsoid(wkt: str) -> tuple[float, float] | None:
-    """Read the semi-major axis in metres and the inverse flattening from a CRS's WKT 1 or 2, if it has "
-    "them."""
+    """Read the semi-major axis in metres and the inverse flattening from a CRS's WKT, if it has them."""
     found = re.search(r'(?:SPHEROID|ELLIPSOID)\["[^"]*",([0-9.eE+]+),([0-9.eE+]+)', wkt)
     return (float(found[1]), float(found[2])) if found else None

@@ -137,9 +137,8 @@ def choose_bands(file: FileBands, card: Card, indices: tuple[int, ...] | None) -
         n: band.nm for n, band in enumerate(file.bands) if band.nm is not None and named[n] is None
     }
     known = any(name in BY_NAME for name in wanted)
-    if not any(name in wanted or (known and name in BY_NAME) for name in named) and not (
-        known and by_wavelength
-    ):
+    speaks = any(name in wanted or (known and name in BY_NAME) for name in named)
+    if not speaks and not (known and by_wavelength):
         return _by_order(file, card)
     found = [
         [number for number, name in enumerate(named) if name == band] or _nearest(band, by_wavelength)
@@ -217,8 +216,7 @@ def _identity(name: str, aliases: Sequence[str]) -> str:
 
 
 def _named_as(file: FileBands, number: int, card: Card) -> str | None:
-    """Return what a band's names, else its colour, say it is: a known band's name, or the card's; None:
-    nothing.
+    """Return what a band's names, else its colour, say it is: a known band, or the card's; None: nothing.
 
     Raises:
         RasterUnusable: two names, or name and wavelength, are of different bands.
@@ -231,11 +229,8 @@ def _named_as(file: FileBands, number: int, card: Card) -> str | None:
     }
     sure = {text: name for text, name in names.items() if file.product or not GUESS.match(text)}
     if not names:
-        return (
-            None
-            if band.alpha or band.nm is not None or band.colour is None
-            else _common(band.colour, None, None)
-        )
+        silent = band.alpha or band.nm is not None or band.colour is None
+        return None if silent else _common(band.colour or "", None, None)
     text, name = next(iter((sure or names).items()))
     against = next(
         (f"'{_short(other)}' {meaning}" for other, meaning in sure.items() if meaning != name), None
@@ -254,8 +249,7 @@ def _named_as(file: FileBands, number: int, card: Card) -> str | None:
 
 
 def _meaning(text: str, nm: float | None, file: FileBands, card: Card) -> str | None:
-    """Return the band of a name: of the product's numbers, the card, the common names, else Sentinel-2's "
-    "numbers."""
+    """Return the band of a name: by the product's numbers, the card, common names, Sentinel-2's numbers."""
     parts = dict.fromkeys((normalised(text), normalised(re.split(r"[,;(:]", text, maxsplit=1)[0])))
     column = PRODUCTS.index(file.product) if file.product else None
     for part in parts:
@@ -276,8 +270,7 @@ def _numbered(part: str, column: int) -> str | None:
 
 
 def _common(part: str, nm: float | None, column: int | None) -> str | None:
-    """Return the known band of a common name: of several (`nir`) one of the product, the nearest in "
-    "wavelength."""
+    """Return the known band of a common name; of several (`nir`) the product's, or the nearest."""
     found = [band for band in KNOWN_BANDS if part in (normalised(band.name), *band.common)]
     found = [band for band in found if column is not None and band.numbers[column]] or found
     found.sort(key=lambda band: 0.0 if nm is None else abs(band.nm - nm))

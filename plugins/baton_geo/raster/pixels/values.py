@@ -85,6 +85,7 @@ class PixelCheck:
 
     Attributes:
         valid: pixels that were counted as data.
+        fill: the first number that was hidden as a fill value, and its band; "": none was.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class PixelCheck:
         self._lowest = np.full(len(self._names), np.inf)
         self._highest = np.full(len(self._names), -np.inf)
         self._seen = self._alone = self._marked = self._filled = 0
-        self._fill = ""
+        self.fill = ""
         self._looks = _looks(card, dtype, conversion)
         self._step = 1 if pixels <= LOOKED_AT else 4
         self._looked = 0
@@ -145,8 +146,8 @@ class PixelCheck:
         found = values[odd & (values == values)]  # not NaN
         found = found[np.isfinite(found) & (True if self._nodata is None else found != self._nodata)]
         self._filled += len(found)
-        if len(found) and not self._fill:
-            self._fill = f"{float(found[0]):g} in band '{self._names[band]}'"
+        if len(found) and not self.fill:
+            self.fill = f"{float(found[0]):g} in band '{self._names[band]}'"
 
     def count(self, raw: Pixels, valid: Valid) -> None:
         """Count pixels in some rows: raw of shape (rows, bands, columns), valid of (rows, columns)."""
@@ -211,7 +212,7 @@ class PixelCheck:
 
     def _hidden_notes(self) -> Iterator[str]:
         if self._filled:
-            text = f"{self._filled} numbers like {self._fill} are no measurements; they are hidden as NaN is"
+            text = f"{self._filled} numbers like {self.fill} are no measurements; they are hidden as NaN is"
             yield note("fill_hidden", text)
         if self._nodata is None or not self._seen:
             return
@@ -313,8 +314,7 @@ def _looks(card: Card, dtype: np.dtype[Any], conversion: Conversion) -> dict[Loo
 
 
 def _fill_bounds(card: Card, dtype: np.dtype[Any], conversion: Conversion) -> list[tuple[Any, Any]] | None:
-    """Return the least and greatest number of each band that can be a measurement; None if all of an "
-    "integer type can."""
+    """Return the least and greatest number of each band that can be a measurement; None: all can."""
     stds = [band.std for band in card.bands] * card.frames
     means = [band.mean for band in card.bands] * card.frames
     ends = [
@@ -350,8 +350,7 @@ def _inside(
 
 
 def _clipped(dtype: np.dtype[Any], number: float, *, up: bool) -> Any:
-    """Return a bound in a file's type: of integers the next whole number, up or down; never beyond the "
-    "type."""
+    """Return a bound in a file's type: of integers the next whole one up or down, never beyond the type."""
     if dtype.kind == "f":
         greatest = float(np.finfo(dtype).max)
         return dtype.type(min(max(number, -greatest), greatest))

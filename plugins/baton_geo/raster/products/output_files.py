@@ -150,8 +150,7 @@ class ProductWriter:
         self.thumbnail[place] = classes[np.ix_(rows, self._sample.columns)]
 
     def finish(self, notes: Sequence[str] = ()) -> tuple[tuple[ClassCount, ...], int]:
-        """Write the files, the mask with the notes; return the areas of the classes, and the number of "
-        "nodata pixels."""
+        """Write the files, the mask with the notes; return the classes' areas and the nodata pixels."""
         if self._mask is not None:
             self._mask.dataset.update_tags(**{f"NOTE_{number}": text for number, text in enumerate(notes)})
             self._mask.finish("MODE")

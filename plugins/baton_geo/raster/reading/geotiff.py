@@ -158,8 +158,7 @@ class GeoTiff:
         return found[0] if found and self._dataset.count > 1 else None
 
     def _file_bands(self, header: TiffHeader) -> FileBands:
-        """Read what the file says of its bands: GDAL takes 8-bit files of three or four for pictures by "
-        "itself."""
+        """Read what the file says of its bands; GDAL calls 8-bit files of three or four pictures."""
         data = self._dataset
         picture = self.dtype.itemsize == 1 and data.count in (3, 4) and any(data.descriptions)
         bands = []
@@ -226,8 +225,7 @@ class GeoTiff:
     def _on_earth(
         self, crs: CRS, transform: tuple[float, ...], points: list[tuple[float, float]]
     ) -> list[tuple[float, float]]:
-        """Return longitude and latitude on WGS 84, degrees, of columns and rows; infinite where PROJ knows "
-        "none."""
+        """Return longitudes and latitudes on WGS 84 of columns and rows; infinite where PROJ knows none."""
         a, b, c, d, e, f = transform
         xs = [a * column + b * row + c for column, row in points]
         ys = [d * column + e * row + f for column, row in points]

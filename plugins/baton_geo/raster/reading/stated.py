@@ -195,8 +195,7 @@ def _product(tags: Tags, *, integers: bool) -> ProductUnit | None:
 
 
 def _landsat_product(found: re.Match[str]) -> ProductUnit | None:
-    """Return the unit of collection 2. The first collection's names say nothing: its level 2 has those of "
-    "level 1."""
+    """Return the unit of collection 2's numbers; the name of collection 1's does not say its level."""
     number, level, kind, collection = found.groups()
     if collection == "01":
         return None
