@@ -356,7 +356,7 @@ def plain(
     return iou(mask, scene[1])
 
 
-@pytest.mark.fault("F22")
+@pytest.mark.fault("F9")
 @pytest.mark.parametrize("name", WAYS)
 def test_a_file_is_mapped_right_or_noted_or_refused(
     decoders: Decoders,
@@ -398,3 +398,16 @@ def test_there_are_enough_ways() -> None:
     refused = sum(way.becomes.startswith("!") for way in WAYS.values())
     assert len(WAYS) >= 40
     assert refused >= len(WAYS) / 4
+
+
+def test_a_mask_carries_its_notes(decoders: Decoders, tmp_path: Path) -> None:
+    """Whoever asked for the file alone finds them in its tags."""
+    path = write(Way(names=None, order=STRAIGHT), tmp_path / "a.tif", np.full((6, 40, 40), 0.05))
+    with decoders.open(path, SceneRequest(card=FLOOD)) as scene:
+        products = run(scene, lambda tile: np.zeros((2, FLOOD.tile, FLOOD.tile), np.float32))
+        assert products.mask is not None
+        with rasterio.open(products.mask) as file:
+            tags = file.tags()
+        notes = (*scene.info.notes, *products.notes)
+    assert [tags[f"NOTE_{number}"] for number in range(len(notes))] == list(notes)
+    assert [note.partition(":")[0] for note in notes] == ["bands_in_order", "values_dark"]

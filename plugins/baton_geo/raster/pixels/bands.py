@@ -291,12 +291,13 @@ def _nearest(name: str, wavelengths: dict[int, float]) -> list[int]:
         return []
     target = BY_NAME[name].nm
     others = [band.nm for band in KNOWN_BANDS if band.name not in (name, *BROAD)]
-    apart = {
-        number: abs(nm - target)
-        for number, nm in wavelengths.items()
+    near = [
+        nm
+        for nm in wavelengths.values()
         if abs(nm - target) <= NEAR_NM and all(abs(nm - target) <= abs(nm - other) for other in others)
-    }
-    return [number for number, distance in apart.items() if distance == min(apart.values())]
+    ]
+    best = min(near, key=lambda nm: abs(nm - target), default=None)
+    return [number for number, nm in wavelengths.items() if nm == best]
 
 
 def wavelength(text: str) -> float | None:
