@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import rasterio
 import torch
-from geo.raster.made import make_card, read_tiff, write_tiff
+from geo.raster.made import make_card, read_tiff, run, write_tiff
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import GeoError, RasterUnusable, RequestInvalid
@@ -46,7 +46,7 @@ SHIFTED = (TRUTH * 10_000 + 1000).round().astype(np.uint16)
 
 
 def seen(
-    decoders: Decoders, path: Path, card: Card = REFLECTANCE, **asked: float
+    decoders: Decoders, path: Path, card: Card = REFLECTANCE, **asked: float | tuple[float, ...]
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], SceneInfo]:
     """What the model gets of the first row, in the units of the card's mean; and what the scene says of itself."""
     request = SceneRequest(card=card, limits=GeoLimits(tile_bytes=0), **asked)
@@ -341,3 +341,25 @@ def test_messages_are_for_the_person_who_made_the_raster(decoders: Decoders, tmp
         seen(decoders, path)
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 400
+
+
+def test_as_many_numbers_as_bands(decoders: Decoders, tmp_path: Path) -> None:
+    """One for all, or one a band in use; any other count is the request's fault."""
+    path = row(tmp_path / "a.tif", SHIFTED, "uint16")
+    np.testing.assert_allclose(seen(decoders, path, offset=(-1000.0,))[0], TRUTH, atol=1e-6)
+    with pytest.raises(
+        RequestInvalid, match=r"offset has 2 numbers; give one, or 1, one a band: B1"
+    ) as caught:
+        seen(decoders, path, offset=(-1000.0, 0.0))
+    assert caught.value.param == "offset"
+
+
+@pytest.mark.parametrize("side", [300, 1200])
+def test_a_scene_speaks_by_all_of_its_pixels(decoders: Decoders, tmp_path: Path, side: int) -> None:
+    """Small scenes are looked at whole, of large ones a sixteenth; either way 4 % dark pixels suggest an offset."""
+    pixels = np.full((1, side, side), 2500, "uint16")
+    pixels[:, ::25] = 500
+    path = write_tiff(tmp_path / "a.tif", pixels)
+    with decoders.open(path, SceneRequest(card=REFLECTANCE.model_copy(update={"tile": 600}))) as scene:
+        products = run(scene, lambda tile: np.zeros((2, 600, 600), np.float32))
+    assert [note.partition(":")[0] for note in products.notes] == ["offset_suspected"]

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton_geo.card import Band, Card
-from baton_geo.errors import RasterUnusable
+from baton_geo.errors import RasterTooLarge, RasterUnusable
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneRequest
 from baton_geo.raster.pixels.grid import Grid
@@ -303,3 +303,35 @@ def test_a_small_scene_of_one_value(decoders: Decoders, tmp_path: Path) -> None:
     with decoders.open(path, SceneRequest(card=make_card())) as scene:
         assert scene.info.tiles == 64
         assert run(scene, sign_model).areas[1].pixels == 180 * 180
+
+
+def test_numbers_that_float32_does_not_hold(decoders: Decoders, tmp_path: Path) -> None:
+    """A billion and one less a billion is one: integers of 32 and 64 bits and float64 are normalised in float64."""
+    values = 1_000_000_000 + np.arange(3)
+    for dtype in ("int32", "uint32", "int64", "uint64", "float64"):
+        pixels = np.broadcast_to(values.astype(dtype), (1, 16, 3))
+        request = SceneRequest(card=make_card(), offset=-1e9)
+        with decoders.open(write_tiff(tmp_path / "a.tif", np.ascontiguousarray(pixels)), request) as scene:
+            tile = scene.read(0)
+        assert tile is not None
+        assert tile[0, 0, 0, :3].tolist() == [0, 1, 2], dtype
+
+
+def test_bands_in_use_are_limited(decoders: Decoders, tmp_path: Path) -> None:
+    """A file of 285 bands is taken where three are used; a model of three where two are allowed is not."""
+    path = write_tiff(tmp_path / "a.tif", np.ones((285, 16, 16), "int16"), interleave="pixel")
+    request = SceneRequest(card=make_card(3), indices=(284, 0, 7), limits=GeoLimits(tile_bytes=0))
+    with decoders.open(path, request) as scene:
+        assert (scene.info.count, scene.info.bands) == (285, (284, 0, 7))
+    few = request.model_copy(update={"limits": GeoLimits(tile_bytes=0, bands=2)})
+    with pytest.raises(RasterTooLarge, match="3 bands are used; at most 2"):
+        decoders.open(path, few)
+
+
+def test_a_file_of_all_the_bands_allowed_is_opened_in_time(decoders: Decoders, tmp_path: Path) -> None:
+    """4,096 bands, each with a name, one wavelength the model knows among them."""
+    names = tuple(f"layer {number} at {number + 400} nm" for number in range(4096))
+    path = write_tiff(tmp_path / "a.tif", np.ones((4096, 1, 1), "uint16"), names, interleave="pixel")
+    card = make_card().model_copy(update={"bands": (Band(name="RED", mean=0, std=1),)})
+    with decoders.open(path, SceneRequest(card=card, limits=GeoLimits(tile_bytes=0))) as scene:
+        assert scene.info.bands == (265,)

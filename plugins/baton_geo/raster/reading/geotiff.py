@@ -160,13 +160,13 @@ class GeoTiff:
     def _file_bands(self, header: TiffHeader) -> FileBands:
         """Read what the file says of its bands; GDAL calls 8-bit files of three or four pictures."""
         data = self._dataset
-        picture = self.dtype.itemsize == 1 and data.count in (3, 4) and any(data.descriptions)
+        names = data.descriptions
+        picture = self.dtype.itemsize == 1 and data.count in (3, 4) and any(names)
         bands = []
-        for number, kind in enumerate(data.colorinterp, 1):
+        for number, (name, kind) in enumerate(zip(names, data.colorinterp, strict=True), 1):
             colour = kind.name if kind.name in COLOURS and not picture else None
             tags = {**data.tags(number), **data.tags(number, ns="IMAGERY")}
-            name = data.descriptions[number - 1] or None
-            bands.append(read_band(name, tags, colour, alpha=number == self._alpha))
+            bands.append(read_band(name or None, tags, colour, alpha=number == self._alpha))
         return FileBands(tuple(bands), read_product(data.tags()), header.images - 1)
 
     def _stated(self) -> Stated:

@@ -18,13 +18,14 @@ SHIFTED_SINCE = 4.0
 SENTINEL = re.compile(r"S2[A-D]_MSIL(1C|2A)_\d{8}T\d{6}_N(\d\d)(\d\d)_", re.ASCII)
 DATATAKE = re.compile(r"GS2[A-D]_\d{8}T\d{6}_\d{6}_N(\d\d\.\d\d)", re.ASCII)
 BASELINE = re.compile(r"\s*(\d{1,2}\.\d{1,2})\s*", re.ASCII)
-LANDSAT = re.compile(r"L[COTEM]0([4-9])_L(\d)([A-Z]{2})_\d{6}_\d{8}_\d{8}_(\d\d)_", re.ASCII)
+LANDSAT = re.compile(r"L([COTEM])0([4-9])_L(\d)([A-Z]{2})_\d{6}_\d{8}_\d{8}_(\d\d)_", re.ASCII)
 HLS = re.compile(r"HLS\.([SL])30\.", re.ASCII)
 PLATFORM = re.compile(r"(sentinel|landsat)[-_ ]?0?(\d)", re.IGNORECASE | re.ASCII)
 PLATFORM_TAGS = ("platform", "spacecraft", "satellite", "mission", "constellation")
 PREFIXED = re.compile(r"(\w+)=(.*)", re.DOTALL)
 SENTINEL_OFFSETS = ("boa_add_offset", "radio_add_offset")
 APPLIED = ("true", "1", "yes")
+NAME_CHARACTERS = 200
 # Ends of names of tags, without spaces and underscores.
 NAME_TAGS = ("bandname", "commonname")
 WAVELENGTH_TAGS = ("wavelength", "wavelengthum", "wavelengthnm")
@@ -41,7 +42,10 @@ def read_band(name: str | None, tags: Tags, colour: str | None, *, alpha: bool) 
         alpha: whether the file marks it as the alpha band.
     """
     known = {re.sub(r"[\s_:]+", "", key): value for key, value in _plain(tags).items()}
-    names = tuple(value for key, value in known.items() if key.endswith(NAME_TAGS) and value.strip())
+    name = name and name[:NAME_CHARACTERS]
+    names = tuple(
+        value[:NAME_CHARACTERS] for key, value in known.items() if key.endswith(NAME_TAGS) and value.strip()
+    )
     stated = (_nanometres(value) for key, value in known.items() if key.endswith(WAVELENGTH_TAGS))
     said = (wavelength(text) for text in (name, *names) if text)
     return FileBand(name, names, next((nm for nm in (*stated, *said) if nm), None), colour, alpha)
@@ -64,7 +68,7 @@ def read_product(tags: Tags) -> str | None:
     if (hls := HLS.search(text)) is not None:
         return "Sentinel-2" if hls[1] == "S" else "Landsat 8-9"
     if (landsat := LANDSAT.search(text)) is not None:
-        return _landsat(landsat[1])
+        return _landsat(landsat[2]) if landsat[1] != "M" else None
     if SENTINEL.search(text) or DATATAKE.search(text):
         return "Sentinel-2"
     for name, value in plain.items():
@@ -79,8 +83,8 @@ def read_product(tags: Tags) -> str | None:
     return None
 
 
-def _landsat(number: str) -> str:
-    return "Landsat 8-9" if number in "89" else "Landsat 4-7"
+def _landsat(number: str) -> str | None:
+    return "Landsat 8-9" if number in "89" else "Landsat 4-7" if number in "4567" else None
 
 
 def read_stated(
@@ -196,7 +200,7 @@ def _product(tags: Tags, *, integers: bool) -> ProductUnit | None:
 
 def _landsat_product(found: re.Match[str]) -> ProductUnit | None:
     """Return the unit of collection 2's numbers; the name of collection 1's does not say its level."""
-    number, level, kind, collection = found.groups()
+    _, number, level, kind, collection = found.groups()
     if collection == "01":
         return None
     name = f"Landsat {number} level {level} ({kind}) of collection {int(collection)}"

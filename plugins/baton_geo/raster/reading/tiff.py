@@ -130,6 +130,8 @@ class TiffHeader:
             place = tag.place
             if tag.count > self._layout.inline:
                 place = self._unpack(self._layout.offset, place, self._layout)
+            if place + tag.count > self._size:
+                continue  # GDAL leaves it out
             text = self._read(place, tag.count)
             try:
                 text.decode()
