@@ -36,6 +36,10 @@ TWO_STEPS = CARD.model_copy(update={"frames": 2})
     [
         (CARD, ("RED", "GREEN", "BLUE"), None, (2, 1, 0)),
         (CARD, ("b04", " b03 ", "B02", "B08"), None, (2, 1, 0)),
+        (CARD, ("B04_10m", "T33TXM_B03_10m", "S2 B02"), None, (2, 1, 0)),
+        (CARD, ("Band 1 - Red", "mean_green", "Blue (490 nm)"), None, (2, 1, 0)),
+        (CARD, ("Red Edge 1", "RED", "Green", "Blue", "red minus blue"), None, (3, 2, 1)),
+        (CARD, ("Band 3", "Band 2", "Band 1"), None, (0, 1, 2)),
         (CARD, (None, None, None), None, (0, 1, 2)),
         (CARD, ("x", "y", None), None, (0, 1, 2)),
         (CARD, ("BLUE", "GREEN", "RED"), (2, 2, 0), (2, 2, 0)),

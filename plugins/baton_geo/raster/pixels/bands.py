@@ -7,7 +7,7 @@ What it says is followed or refused; the order alone decides only where it says 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton_geo.card import Card
@@ -48,8 +48,8 @@ KNOWN_BANDS = (
     KnownBand("RED_EDGE_1", 705, ("rededge071", "rededge"), ("b5", "", "")),
     KnownBand("RED_EDGE_2", 740, ("rededge075", "rededge"), ("b6", "", "")),
     KnownBand("RED_EDGE_3", 783, ("rededge078", "rededge"), ("b7", "", "")),
-    KnownBand("NIR_BROAD", 842, ("nirbroad", "nir"), ("b8", "", "")),
-    KnownBand("NIR_NARROW", 865, ("nir08", "nir"), ("b8a", "b5", "b4")),
+    KnownBand("NIR_BROAD", 842, ("nirbroad", "nir", "nearinfrared"), ("b8", "", "")),
+    KnownBand("NIR_NARROW", 865, ("nir08", "nir", "nearinfrared"), ("b8a", "b5", "b4")),
     KnownBand("WATER_VAPOR", 945, ("nir09", "watervapour"), ("b9", "", "")),
     KnownBand("CIRRUS", 1375, ("cirrus",), ("b10", "b9", "")),
     KnownBand("SWIR_1", 1610, ("swir16", "swir"), ("b11", "b6", "b5")),
@@ -62,7 +62,9 @@ BY_NAME = {band.name: band for band in KNOWN_BANDS}
 PANCHROMATIC = "PANCHROMATIC"  # so broad that its wavelength says nothing
 BROAD = ("NIR_BROAD", PANCHROMATIC)
 THERMAL_NM = 3000.0
-GUESS = re.compile(r"\s*(sr_?)?b\d", re.IGNORECASE)  # a number such as `B4`, of whichever product
+NUMBERED = re.compile(r"(?:srband|srb|b)0*(\d{1,2}a?)")  # not `band4`, which may be the file's fourth
+NUMBER = re.compile(r"b\d{1,2}a?")
+WORDS = 8  # of a name that are looked at
 
 
 @dataclass(frozen=True)
@@ -202,8 +204,15 @@ def _by_order(file: FileBands, card: Card) -> BandChoice:
 def normalised(text: str) -> str:
     """Normalise a band's name: `SWIR 1` is `swir1`, `B02` is `b2`, `SR_B2` of Landsat is `b2`."""
     plain = re.sub(r"[\s_.\-]+", "", text.casefold())
-    numbered = re.fullmatch(r"(?:sr)?b(?:and)?0*(\d{1,2}a?)", plain)
-    return f"b{numbered[1]}" if numbered and not plain.startswith("band") else plain
+    numbered = NUMBERED.fullmatch(plain)
+    return f"b{numbered[1]}" if numbered else plain
+
+
+COMMON = {
+    part: [band for band in KNOWN_BANDS if part in (normalised(band.name), *band.common)]
+    for known in KNOWN_BANDS
+    for part in (normalised(known.name), *known.common)
+}
 
 
 def _identity(name: str, aliases: Sequence[str]) -> str:
@@ -222,19 +231,14 @@ def _named_as(file: FileBands, number: int, card: Card) -> str | None:
         RasterUnusable: two names, or name and wavelength, are of different bands.
     """
     band = file.bands[number]
-    names = {
-        text: name
-        for text in (band.name, *band.tags)
-        if text and (name := _meaning(text, band.nm, file, card))
-    }
-    sure = {text: name for text, name in names.items() if file.product or not GUESS.match(text)}
+    texts = [text for text in (band.name, *band.tags) if text]
+    names = {text: found for text in texts if (found := _meaning(text, band.nm, file, card))}
+    sure = {text: name for text, (name, is_sure) in names.items() if is_sure}
     if not names:
         silent = band.alpha or band.nm is not None or band.colour is None
         return None if silent else _common(band.colour or "", None, None)
-    text, name = next(iter((sure or names).items()))
-    against = next(
-        (f"'{_short(other)}' {meaning}" for other, meaning in sure.items() if meaning != name), None
-    )
+    text, name = next(iter(sure.items()), None) or next((text, name) for text, (name, _) in names.items())
+    against = next((f"'{_short(other)}' {also}" for other, also in sure.items() if also != name), None)
     if band.nm is not None and name in BY_NAME and not _is_near(BY_NAME[name], band.nm):
         if not sure:
             return None  # a number of another product's bands: the wavelength is sure
@@ -248,18 +252,35 @@ def _named_as(file: FileBands, number: int, card: Card) -> str | None:
     return name
 
 
-def _meaning(text: str, nm: float | None, file: FileBands, card: Card) -> str | None:
-    """Return the band of a name: by the product's numbers, the card, common names, Sentinel-2's numbers."""
-    parts = dict.fromkeys((normalised(text), normalised(re.split(r"[,;(:]", text, maxsplit=1)[0])))
+def _meaning(text: str, nm: float | None, file: FileBands, card: Card) -> tuple[str, bool] | None:
+    """Return the band of a name, and whether it is sure: not a number, such as `B4`, of an unknown product.
+
+    Words of the card or the table come first, then the product's numbers, then Sentinel-2's.
+    """
+    words = [word for word in re.split(r"[^a-z0-9]+", text.casefold()) if word][:WORDS]
     column = PRODUCTS.index(file.product) if file.product else None
-    for part in parts:
-        if column is not None and (found := _numbered(part, column)):
-            return found
-        for band in card.bands:
-            if part in {normalised(alias) for alias in (band.name, *band.aliases)}:
-                return _identity(band.name, band.aliases)
-        if found := _common(part, nm, column) or _numbered(part, column or 0):
-            return found
+    own = {
+        part: _identity(band.name, band.aliases)
+        for band in card.bands
+        for part in (normalised(alias) for alias in (band.name, *band.aliases))
+    }
+    plain = {part: name for part, name in own.items() if not NUMBER.fullmatch(part)}
+    if name := _found(words, lambda part: plain.get(part) or _common(part, nm, column)):
+        return name, True
+    if column is not None and (name := _found(words, lambda part: _numbered(part, column))):
+        return name, True
+    if name := _found(words, lambda part: own.get(part) or _numbered(part, 0)):
+        return name, column is not None
+    return None
+
+
+def _found(words: list[str], known: Callable[[str], str | None]) -> str | None:
+    """Return what the longest run of words means: `Red Edge 1` is not red; None if two mean two bands."""
+    for length in range(len(words), 0, -1):
+        runs = ("".join(words[start : start + length]) for start in range(len(words) - length + 1))
+        found = {name for run in runs if (name := known(normalised(run)))}
+        if found:
+            return found.pop() if len(found) == 1 else None
     return None
 
 
@@ -271,10 +292,9 @@ def _numbered(part: str, column: int) -> str | None:
 
 def _common(part: str, nm: float | None, column: int | None) -> str | None:
     """Return the known band of a common name; of several (`nir`) the product's, or the nearest."""
-    found = [band for band in KNOWN_BANDS if part in (normalised(band.name), *band.common)]
+    found = COMMON.get(part, [])
     found = [band for band in found if column is not None and band.numbers[column]] or found
-    found.sort(key=lambda band: 0.0 if nm is None else abs(band.nm - nm))
-    return found[0].name if found else None
+    return min(found, key=lambda band: 0.0 if nm is None else abs(band.nm - nm)).name if found else None
 
 
 def _is_near(band: KnownBand, nm: float) -> bool:
