@@ -124,3 +124,14 @@ def test_three_dimensional_degrees_have_areas(decoders: Decoders, tmp_path: Path
             found.append([area.hectares for area in run(scene, sign_model).areas])
     assert found[0] == found[1]
     assert found[0][1] == pytest.approx(3.444, abs=0.001)
+
+
+@pytest.mark.parametrize("crs", ["EPSG:32633", "EPSG:3395", "EPSG:3031"])
+def test_a_scene_that_is_nowhere_has_the_planes_areas(decoders: Decoders, tmp_path: Path, crs: str) -> None:
+    """A billion kilometres off: said, and no more is known of the ground."""
+    transform = Affine(10, 0, 1e12, 0, -10, 1e12)
+    path = write_tiff(tmp_path / "a.tif", np.ones((1, 20, 20), "uint8"), crs=crs, transform=transform)
+    with decoders.open(path, SceneRequest(card=make_card())) as scene:
+        products = run(scene, sign_model)
+    assert any(note.startswith("off_earth: ") for note in scene.info.notes)
+    assert sum(area.hectares or 0.0 for area in products.areas) > 0

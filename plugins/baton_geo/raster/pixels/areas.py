@@ -80,7 +80,10 @@ def ground_area(around: Sequence[tuple[float, float]]) -> float:
     middle = (left[1] + right[1]) / 2
     squared = (2 - 1 / WGS84[1]) / WGS84[1]
     bend = 1 - squared * math.sin(middle) ** 2
-    along, across = WGS84[0] * math.cos(middle) / math.sqrt(bend), WGS84[0] * (1 - squared) / bend**1.5
+    along, across = (
+        WGS84[0] * math.cos(middle) / math.sqrt(bend),
+        WGS84[0] * (1 - squared) / math.pow(bend, 1.5),
+    )
     (x, y), (u, v) = (
         (along * math.remainder(to[0] - of[0], 2 * math.pi), across * (to[1] - of[1]))
         for of, to in ((left, right), (top, bottom))

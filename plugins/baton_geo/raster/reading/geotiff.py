@@ -46,6 +46,7 @@ COLOURS = (
     "lwir",
 )  # that say what a band is
 AREA_TOLERANCE = 0.01  # the plane of a projection may be this share off the ground without a word
+LEAST_FACTOR = 1e-4  # of ground to plane: nearer to the pole of a Mercator grid there are no scenes
 BROKEN = (RasterioError, CPLE_BaseError, ValueError, OSError)  # rasterio's errors for damaged files
 
 
@@ -217,8 +218,7 @@ class GeoTiff:
     def _centre(self, crs: CRS, transform: tuple[float, ...]) -> tuple[float | None, float | None]:
         (longitude, latitude), *_ = self._on_earth(crs, transform, [(self.width / 2, self.height / 2)])
         if not (abs(latitude) <= 90 and math.isfinite(longitude)):
-            text = "the centre of the scene is nowhere on Earth by its CRS and geotransform"
-            self.notes.append(note("off_earth", text))
+            self._note_off_earth()
             return None, None
         return latitude, (longitude + 180) % 360 - 180
 
@@ -248,9 +248,15 @@ class GeoTiff:
         except BROKEN:
             return None
         column, row = self.width / 2, self.height / 2
-        corners = [(column - 1, row), (column + 1, row), (column, row - 1), (column, row + 1)]
-        factor = ground_area(self._on_earth(crs, transform, corners)) / area.row(0)
-        if not math.isfinite(factor) or abs(factor - 1) <= AREA_TOLERANCE:
+        neighbours = [(column - 1, row), (column + 1, row), (column, row - 1), (column, row + 1)]
+        around = self._on_earth(crs, transform, neighbours)
+        if not all(math.isfinite(degrees) for point in around for degrees in point):
+            return area
+        factor = ground_area(around) / area.row(0)
+        if factor < LEAST_FACTOR:
+            self._note_off_earth()
+            return area
+        if abs(factor - 1) <= AREA_TOLERANCE:
             return area
         text = (
             f"a pixel of this projection is {area.row(0):.4g} ha on its plane and {factor * area.row(0):.4g} "
@@ -268,6 +274,10 @@ class GeoTiff:
             self._note_no_areas("the grid is rotated against the parallels")
             return None
         return EllipsoidArea(transform, crs.units_factor[1], *axes)
+
+    def _note_off_earth(self) -> None:
+        text = "the centre of the scene is nowhere on Earth by its CRS and geotransform"
+        self.notes.append(note("off_earth", text))
 
     def _note_no_areas(self, reason: str) -> None:
         self.notes.append(note("areas_unknown", f"{reason}; areas are in pixels only"))
