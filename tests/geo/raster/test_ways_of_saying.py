@@ -262,6 +262,7 @@ WAYS = {
     "8 bits, GDAL's scale": Way(BYTES, line=(1 / 250, 0.0)),
     "8 bits, an offset alone": Way(BYTES, asked={"offset": 5.0}, becomes="!8 bits.*give scale"),
     "reflectance x 1000": Way(("int16", lambda r: r * 1000), becomes="values_dark"),
+    "reflectance x 2500": Way(("int16", lambda r: r * 2500), becomes="values_dark"),
     "reflectance x 1000, asked": Way(("int16", lambda r: r * 1000), asked={"scale": 0.001}),
     "per cent": Way(("int16", lambda r: r * 100), becomes="!too small"),
     "per cent in floats": Way(("float32", lambda r: r * 100), becomes="!outside"),
