@@ -61,7 +61,7 @@ class FinishedScene:
             height=info.height,
             classes=areas,
             nodata_pixels=self.products.nodata_pixels,
-            notes=info.notes,
+            notes=info.notes + self.products.notes,
             files=tuple(GeoFile(name=name, media_type=kind, data=_text(path)) for name, kind, path in others),
         )
 

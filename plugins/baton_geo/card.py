@@ -9,6 +9,10 @@ SCALE_LIMITS = (1e-9, 1e9)
 OFFSET_LIMIT = 1e9
 """Largest absolute offset of a request or a file."""
 
+REFLECTANCE_ONE = 10_000
+"""Integer files of most satellite products hold 10000 for a reflectance of 1."""
+BYTE_MAX = 255
+
 
 class ReadOnlyModel(BaseModel):
     """A read-only model that refuses unknown keys."""
@@ -68,6 +72,19 @@ class Card(ReadOnlyModel):
     valid_range: tuple[float, float] | None = None
     nodata: float | None = None
     mask_nodata: int = Field(255, ge=0, le=255)
+
+    @property
+    def reflectance(self) -> float | None:
+        """The value of reflectance 1 in the units of `mean`, if integer files hold reflectance x 10000; else
+        None.
+
+        Such a card is recognised by its numbers: a byte's 255 is less than any band's deviation, and the
+        bands' means and deviations are those of reflectance.
+        """
+        one = REFLECTANCE_ONE * self.scale
+        bright = max(band.mean + band.std for band in self.bands)
+        fine = BYTE_MAX * self.scale < min(band.std for band in self.bands)
+        return one if fine and 0.02 * one <= bright <= 1.5 * one else None
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Card:

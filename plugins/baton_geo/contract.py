@@ -28,7 +28,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import (
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     field_validator,
     model_validator,
@@ -48,6 +50,7 @@ Output = Literal["mask", "probabilities", "preview"]
 Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=3, fail_fast=True)]
 Index = Annotated[int, Field(strict=True, ge=0, le=4095)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Numbers = Annotated[tuple[Number, ...], Field(min_length=1, max_length=INDICES, fail_fast=True)]
 Indices = Annotated[tuple[Index, ...], Field(min_length=1, max_length=INDICES, fail_fast=True)]
 
 
@@ -71,6 +74,23 @@ Day = Annotated[date, BeforeValidator(_day)]
 Days = Annotated[tuple[Day, ...], Field(min_length=1, max_length=FRAMES, fail_fast=True)]
 
 
+def _kind_of_numbers(value: object) -> str:
+    """Return which of the two kinds of `OneOrEach` a value is: an error then speaks of that one alone."""
+    return "each" if isinstance(value, list | tuple) else "one"
+
+
+OneOrEach = (
+    Annotated[
+        Annotated[Number, Tag("one")] | Annotated[Numbers, Tag("each")], Discriminator(_kind_of_numbers)
+    ]
+    | None
+)
+
+
+def _each(value: float | tuple[float, ...] | None) -> tuple[float, ...]:
+    return () if value is None else value if isinstance(value, tuple) else (value,)
+
+
 class Location(ReadOnlyModel):
     """The place of a scene on WGS 84, for models with location embeddings."""
 
@@ -91,7 +111,8 @@ class GeoOptions(ReadOnlyModel):
         dates: one per time step, for models with temporal embeddings; None: of the raster.
         location: of the scene, for models with location embeddings; None: of the raster.
         scale: a pixel's value is number * scale + offset, in the unit of the model's integer files or of its
-            float files. None: 1; if `offset` is None too, what the file states.
+            float files; one number for all bands, or one a band. None: 1; if `offset` is None too, what the
+            file states.
         offset: see `scale`. None: 0; if `scale` is None too, what the file states.
     """
 
@@ -103,24 +124,28 @@ class GeoOptions(ReadOnlyModel):
     outputs: Outputs = ("mask",)
     dates: Days | None = None
     location: Location | None = None
-    scale: Number | None = None
-    offset: Number | None = None
+    scale: OneOrEach = None
+    offset: OneOrEach = None
 
     @field_validator("scale")
     @classmethod
-    def _is_a_scale(cls, value: float | None) -> float | None:
+    def _is_a_scale(cls, value: OneOrEach) -> OneOrEach:
         least, greatest = SCALE_LIMITS
-        if value is not None and not least <= value <= greatest:
-            raise ValueError(f"is {value:g}; must be a number from {least:g} to {greatest:g}, e.g. 0.0001")
+        for number in _each(value):
+            if not least <= number <= greatest:
+                raise ValueError(
+                    f"is {number:g}; must be a number from {least:g} to {greatest:g}, e.g. 0.0001"
+                )
         return value
 
     @field_validator("offset")
     @classmethod
-    def _is_an_offset(cls, value: float | None) -> float | None:
-        if value is not None and abs(value) > OFFSET_LIMIT:
-            raise ValueError(
-                f"is {value:g}; must be a number from -{OFFSET_LIMIT:g} to {OFFSET_LIMIT:g}, e.g. -1000"
-            )
+    def _is_an_offset(cls, value: OneOrEach) -> OneOrEach:
+        for number in _each(value):
+            if abs(number) > OFFSET_LIMIT:
+                raise ValueError(
+                    f"is {number:g}; must be a number from -{OFFSET_LIMIT:g} to {OFFSET_LIMIT:g}, e.g. -1000"
+                )
         return value
 
     @field_validator("out_data_format")
@@ -209,7 +234,7 @@ class GeoAnswer(ReadOnlyModel):
         height: pixels.
         classes: areas, in the order of the classes' values.
         nodata_pixels: number of pixels without data.
-        notes: assumptions and missing information, one sentence each.
+        notes: assumptions and missing information: a code, a colon, a sentence.
         files: the other outputs.
     """
 
@@ -287,7 +312,7 @@ def _refuse_key(key: Any, known: list[str]) -> None:
 
 def _refusal(error: ValidationError) -> RequestInvalid:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(["data", *(str(part) for part in first["loc"])])
+    where = ".".join(["data", *(str(part) for part in first["loc"] if part not in ("one", "each"))])
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"] and ": " in message:
         field, message = message.split(": ", 1)

@@ -60,14 +60,15 @@ def _place(value: str) -> dict[str, float]:
     return {"latitude": latitude, "longitude": longitude}
 
 
-def _number(name: str) -> Callable[[str], float]:
-    def read(value: str) -> float:
+def _number(name: str) -> Callable[[str], float | list[float]]:
+    def read(value: str) -> float | list[float]:
         try:
-            return float(value)
+            numbers = [float(part) for part in value.split(",")]
+            return numbers if len(numbers) > 1 else numbers[0]
         except ValueError:
             raise RequestInvalid(
-                f"{name}: must be a number; a pixel's value is its number times scale plus offset, e.g. "
-                "offset=-1000, or scale=0.0001 with offset=-0.1",
+                f"{name}: must be a number, or one a band with commas; a pixel's value is its number times "
+                "scale plus offset, e.g. offset=-1000, or scale=0.0001 with offset=-0.1",
                 param=name,
             ) from None
 

@@ -20,7 +20,7 @@ class GeoLimits(ReadOnlyModel):
     """The limits of one request."""
 
     pixels: int = Field(12_000 * 12_000, ge=1, description="Pixels of one band.")
-    bands: int = Field(64, ge=1, le=4096, description="Bands of the file, used or not.")
+    bands: int = Field(64, ge=1, le=4096, description="Bands in use.")
     tiles: int = Field(8192, ge=1, description="Tiles of a scene.")
     tiles_at_once: int = Field(
         1024,

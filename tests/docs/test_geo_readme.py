@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel, TypeAdapter
@@ -20,6 +20,8 @@ from baton_geo.contract import ClassArea, GeoAnswer, GeoFile, GeoOptions, GeoReq
 from baton_geo.errors import GeoError
 from baton_geo.prithvi import PrithviConfig
 from baton_geo.queries import BY_TYPE, READERS, options_of_query
+from baton_geo.raster.messages import NoteCode
+from baton_geo.raster.pixels.bands import KNOWN_BANDS
 from baton_geo.settings import GeoLimits, GeoSettings, geo_settings
 from baton_geo.tiles import card_of
 
@@ -111,6 +113,25 @@ def test_no_error_is_documented_that_does_not_exist() -> None:
     """A renamed code does not stay in the table."""
     codes = {error.code for error in GeoError.__subclasses__()}
     assert rows("## Errors").keys() - {"code", "---"} == codes
+
+
+def test_every_note_is_documented() -> None:
+    """Its code and what it says; and none that is never made."""
+    shown = rows("## Notes")
+    codes = {code.strip("` ") for cell in shown for code in cell.split(",")} - {"code", "---"}
+    assert codes == set(get_args(NoteCode))
+    assert all(said[0] for said in shown.values())
+
+
+def test_the_table_of_bands_is_the_codes() -> None:
+    """Names, wavelengths, common names and numbers of products."""
+    shown = rows(
+        "| band | centre, nm | common names | Sentinel-2, HLS S30 | Landsat 8-9, HLS L30 | Landsat 4-7 |"
+    )
+    for band in KNOWN_BANDS:
+        common = ", ".join(f"`{name}`" for name in band.common)
+        assert shown[band.name] == [f"{band.nm:g}", common, *(name.upper() for name in band.numbers)]
+    assert shown.keys() - {"band", "---"} == {band.name for band in KNOWN_BANDS}
 
 
 def test_the_query_options_shown_are_options() -> None:

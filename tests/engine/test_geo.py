@@ -172,7 +172,6 @@ BAD: dict[str, tuple[bytes, int, str, str]] = {
     "truncated": (geotiff(colourful(80, 80), RGB)[:900], 400, "raster_broken", "truncated"),
     "one band": (geotiff(colourful(80, 80)[:1], ("GREEN",)), 422, "raster_unusable", "missing"),
     "complex": (geotiff(np.ones((3, 70, 70), np.complex64), RGB), 422, "raster_unusable", "complex"),
-    "float64": (geotiff(np.ones((3, 70, 70), np.float64), RGB), 422, "raster_unusable", "64-bit"),
     "all nodata": (geotiff(np.zeros((3, 70, 70), np.uint8), RGB, nodata=0), 422, "raster_unusable", "nodata"),
 }
 

@@ -27,6 +27,7 @@ def test_every_option_has_its_spelling() -> None:
     assert options.outputs == ("mask", "preview")
     assert options.dates == (datetime.date(2024, 5, 1), datetime.date(2024, 6, 1))
     assert (options.scale, options.offset) == (1e-4, -0.1)
+    assert options_of_query({"scale": "1e-4,2e-4", "offset": "0,-1"}, ()).scale == (1e-4, 2e-4)
     assert options.location is not None
     assert (options.location.latitude, options.location.longitude) == (47.5, -8.25)
 
@@ -61,8 +62,10 @@ def test_what_is_accepted_decides_where_the_query_does_not(
         ({"scale": "-1"}, "scale: is -1; must be a number"),
         ({"scale": "1e10"}, "must be a number from"),
         ({"scale": "nan"}, "finite"),
-        ({"scale": "ten"}, "scale: must be a number; .*scale=0.0001 with offset=-0.1"),
-        ({"offset": "-1000,5"}, "offset: must be a number"),
+        ({"scale": "ten"}, "scale: must be a number, or one a band.*scale=0.0001 with offset=-0.1"),
+        ({"offset": "-1000,"}, "offset: must be a number"),
+        ({"scale": "0.0001,0"}, "scale: is 0; must be a number from 1e-09 to 1e"),
+        ({"offset": "-1000,inf"}, "offset.1: .*finite"),
         ({"offset": "inf"}, "finite"),
         ({"offset": "-2e9"}, r"offset: is -2e\+09; must be a number from -1e\+09 to 1e\+09"),
         ({"dates": "yesterday"}, "YYYY-MM-DD"),

@@ -115,3 +115,13 @@ def test_an_upload_that_breaks_off_reaches_no_plugin(tmp_path: Path) -> None:
         assert gone.is_set()
         assert upload(gateway).status_code == 200
         assert len(instance.uploads) == 1
+
+
+@pytest.mark.parametrize("kind", ["multipart/form-data; boundary=x", "image/x-tiff", None])
+def test_a_file_of_an_unknown_type_is_told_the_known_ones(tmp_path: Path, kind: str | None) -> None:
+    """A form, another name for TIFF, or no type at all: 415 that names `image/tiff`, not JSON alone."""
+    headers = {} if kind is None else {"content-type": kind}
+    with served(Files(tmp_path)) as gateway, gateway.client() as client:
+        refused = client.post("/pooling", content=b"II*", headers=headers)
+        assert refused.status_code == 415
+        assert "'Content-Type: image/tiff'" in refused.json()["error"]["message"]

@@ -28,7 +28,7 @@ TIE = 1e-5
 
 
 def torch_mask(model_folder: Path, content: bytes) -> npt.NDArray[np.uint8]:
-    """Class of each pixel, the card's `mask_nodata` where a band is nodata, NaN, infinite or transparent.
+    """Class of each pixel, the card's `mask_nodata` where it is nodata, transparent, or a band NaN or infinite.
 
     Args:
         model_folder: config.json with a `baton_geo` table, and model.safetensors; a model that wants no dates and
@@ -112,8 +112,8 @@ def _scene(card: Card, content: bytes) -> tuple[npt.NDArray[np.float32], npt.NDA
             clear = file.read(1 + file.colorinterp.index(ColorInterp.alpha)) > 0
         file.close()
     valid = np.isfinite(raw).all(axis=0) & clear
-    if nodata is not None:
-        valid &= (raw != nodata).all(axis=0)
+    if nodata is not None:  # 0 is a value too, unless all bands are 0
+        valid &= (raw != 0).any(axis=0) if nodata == 0 else (raw != nodata).all(axis=0)
     scale = card.scale if np.issubdtype(raw.dtype, np.integer) else card.float_scale
     mean = np.array([band.mean for band in card.bands] * card.frames)[:, None, None]
     std = np.array([band.std for band in card.bands] * card.frames)[:, None, None]

@@ -16,7 +16,7 @@ ALIASES: Final = {
     "BLUE": ("B02", "B2"),
     "GREEN": ("B03", "B3"),
     "RED": ("B04", "B4"),
-    "NIR_NARROW": ("NIR", "B8A"),
+    "NIR_NARROW": ("NIR08", "B8A"),
     "SWIR_1": ("SWIR1", "SWIR16", "B11"),
     "SWIR_2": ("SWIR2", "SWIR22", "B12"),
 }

@@ -36,8 +36,13 @@ def body_threads(metrics: QueueMetrics, wait_s: float) -> FairThreads:
     return FairThreads(watched_queue(limits, _no_thread, metrics, "bodies"), "baton-body")
 
 
-async def read_json(request: Request, limits: LimitSettings) -> dict[str, Any]:
+async def read_json(request: Request, limits: LimitSettings, *, instead: str | None = None) -> dict[str, Any]:
     """Return the body as a JSON object.
+
+    Args:
+        request: whose body it is.
+        limits: on what JSON may hold.
+        instead: what the route takes, where JSON is not all; for the message.
 
     Raises:
         UnsupportedMediaType: the media type is not JSON.
@@ -46,7 +51,7 @@ async def read_json(request: Request, limits: LimitSettings) -> dict[str, Any]:
     """
     media_type = media_type_of(request)
     if media_type != "application/json" and not media_type.endswith("+json"):
-        raise UnsupportedMediaType()
+        raise UnsupportedMediaType(instead)
     body = await request.body()
     return await off_the_loop(request, partial(parse_object, body, limits))
 

@@ -14,12 +14,12 @@ from baton_geo.raster.messages import PREVIEW, SceneInfo, SceneRequest, Tally
 from baton_geo.raster.pixels.bands import choose_bands
 from baton_geo.raster.pixels.calibration import Conversion, conversion
 from baton_geo.raster.pixels.grid import Floats, Grid
-from baton_geo.raster.pixels.values import RangeCheck, Scaling, find_valid
+from baton_geo.raster.pixels.values import PixelCheck, Scaling
 from baton_geo.raster.products.mosaic import Mosaic
 from baton_geo.raster.products.output_files import ProductWriter
 from baton_geo.raster.products.preview import LONGEST, draw_preview, rgb_bands
 from baton_geo.raster.reading.geotiff import GeoTiff
-from baton_geo.raster.reading.headers import check_file, check_memory
+from baton_geo.raster.reading.headers import check_bands, check_file, check_memory
 from baton_geo.raster.reading.image import ImageSource
 from baton_geo.raster.reading.magic import HEAD_BYTES, recognise
 from baton_geo.raster.reading.rows import Rows, Sample, Thumbnail
@@ -66,26 +66,29 @@ class SceneJob:
         card = request.card
         self._request, self._folder = request, folder
         self._source = source = open_source(fd, request)
-        choice = choose_bands(source.names, card, request.indices)
+        choice = choose_bands(source.bands, card, request.indices)
+        check_bands(len(choice.bands), request)
         source.notes.extend(choice.notes)
         itemsize = source.dtype.itemsize
         check_memory(source.width, source.height, source.block_height, itemsize, len(choice.bands), request)
-        nodata = card.nodata if source.nodata is None else source.nodata
         given = {"scale": request.scale, "offset": request.offset}
         line = conversion(card, source.dtype, choice.bands, source.stated, **given)
-        source.notes.extend(line.notes)
-        self._check_sample(choice.bands, nodata, line)
-        self._check = RangeCheck(card, source.dtype, line)
+        source.notes.extend((*line.notes, *source.stated.notes))
+        self._offset_said = request.offset is not None or (
+            request.scale is None and any(source.stated.bands[band].offset for band in choice.bands)
+        )
+        self._check_sample(choice.bands, line)
+        self._check = self._new_check(line)
         self._scaling = Scaling(card, line)
         self._grid = Grid(source.width, source.height, card.tile, card.overlap)
         sample = Sample(source.width, source.height, LONGEST)
         self._thumbnail = Thumbnail(sample, rgb_bands(card) if request.preview else (), source.dtype)
-        self._rows = Rows(source, choice.bands, nodata, self._check, self._thumbnail)
+        self._rows = Rows(source, choice.bands, self._check, self._thumbnail)
         self._unread = [len(self._grid.xs)] * len(self._grid.ys)
         self._mosaic = Mosaic(self._grid, len(card.classes))
         size = source.width, source.height
         self._products = ProductWriter(folder, request, source.place, size, sample)
-        self.info = self._describe(choice.bands, nodata)
+        self.info = self._describe(choice.bands)
 
     def read(self, tile: int) -> Floats | None:
         """Return the model's input for a tile; None if all of it is nodata: the tile then counts as done.
@@ -117,26 +120,36 @@ class SceneJob:
         """Write the products, once all tiles are done.
 
         Raises:
-            RasterUnusable: every pixel is nodata.
+            RasterUnusable: every pixel is nodata, or the numbers are too small.
         """
         if not self._check.valid:
-            raise RasterUnusable(_all_nodata(self._request.card))
+            raise RasterUnusable(_all_nodata(self._request.card, self._check))
+        scale_said = self._request.scale is not None
+        self._check.judge_unit(scale_said=scale_said)
+        notes = self._check.notes(scale_said=scale_said, offset_said=self._offset_said)
         del self._rows, self._mosaic  # frees their memory for the rest
-        areas, nodata_pixels = self._products.finish()
+        areas, nodata_pixels = self._products.finish((*self._source.notes, *notes))
         if self._request.preview:
             preview = draw_preview(self._request.card, self._thumbnail, self._products.thumbnail, areas)
             preview.save(self._folder / PREVIEW, optimize=True)
         self._source.close()
-        return Tally(areas=areas, nodata_pixels=nodata_pixels)
+        return Tally(areas=areas, nodata_pixels=nodata_pixels, notes=tuple(notes))
 
     def _flush(self) -> None:
         for top, probabilities in self._mosaic.finished():
             self._products.write(top, probabilities, self._rows.valid(top, len(probabilities)))
 
-    def _check_sample(self, bands: tuple[int, ...], nodata: float | None, line: Conversion) -> None:
+    def _new_check(self, line: Conversion) -> PixelCheck:
+        source, card = self._source, self._request.card
+        of_card = source.nodata is None
+        nodata = card.nodata if of_card else source.nodata
+        pixels = source.width * source.height
+        return PixelCheck(card, source.dtype, line, nodata, nodata_of_card=of_card, pixels=pixels)
+
+    def _check_sample(self, bands: tuple[int, ...], line: Conversion) -> None:
         """Refuse an unusable scene at once: small scenes are checked whole, others in spots."""
         source = self._source
-        check = RangeCheck(self._request.card, source.dtype, line)
+        check = self._new_check(line)
         whole = source.width * source.height * len(bands) <= SMALL
         if source.first_look > COSTLY_BYTES and not whole:
             return
@@ -144,29 +157,31 @@ class SceneJob:
         for top, left, rows, columns in _spots(source.width, source.height, whole):
             raw = np.empty((rows, len(bands), columns), source.dtype)
             source.read(top, left, bands, raw.transpose(1, 0, 2))
-            valid = find_valid(raw, nodata)
-            hidden = source.hidden(top, left, rows, columns)
+            valid = check.find(raw)
+            hidden = source.hidden(top, left, rows, columns, bands)
             check.count(raw, valid if hidden is None else valid & ~hidden)
             if time.monotonic() > until and not whole:
                 break
         if whole and not check.valid:
-            raise RasterUnusable(_all_nodata(self._request.card))
+            raise RasterUnusable(_all_nodata(self._request.card, check))
         if whole:
             check.judge(check.valid)
+            check.judge_unit(scale_said=self._request.scale is not None)
         elif check.valid:
             check.judge(check.valid, SAMPLED_SHARE)
 
-    def _describe(self, bands: tuple[int, ...], nodata: float | None) -> SceneInfo:
+    def _describe(self, bands: tuple[int, ...]) -> SceneInfo:
         source = self._source
+        names = [band.name for band in source.bands.bands]
         return SceneInfo(
             width=source.width,
             height=source.height,
-            count=len(source.names),
+            count=len(names),
             dtype=str(source.dtype),
             crs=source.place.crs,
             transform=source.place.transform,
-            nodata=nodata,
-            names=tuple(name and name[:NAME_LENGTH] for name in source.names),
+            nodata=self._request.card.nodata if source.nodata is None else source.nodata,
+            names=tuple(name and name[:NAME_LENGTH] for name in names),
             bands=bands,
             tiles=len(self._grid),
             latitude=source.place.latitude,
@@ -189,10 +204,12 @@ def _spots(width: int, height: int, whole: bool) -> list[tuple[int, int, int, in
     ]
 
 
-def _all_nodata(card: Card) -> str:
+def _all_nodata(card: Card, check: PixelCheck) -> str:
     rule = (
         f" (the model takes {card.nodata:g} as nodata where a file states none)"
         if card.nodata is not None
         else ""
     )
+    if check.fill:
+        rule += f"; numbers like {check.fill} are taken for fill values: is the unit another?"
     return f"every pixel is nodata in at least one of the bands used, so there is nothing to classify{rule}"

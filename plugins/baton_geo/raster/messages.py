@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ConfigDict, Field
 
 from baton_geo.card import Card, ReadOnlyModel
 from baton_geo.settings import GeoLimits
 
+NoteCode = Literal[
+    "areas_scaled", "areas_unknown", "band_wavelength", "bands_in_order", "bands_marked", "control_points",
+    "fill_hidden", "first_image", "no_crs", "no_geotransform", "nodata_of_card", "nodata_of_one_band",
+    "nodata_zero_kept", "off_earth", "offset_removed", "offset_suspected", "rotated", "scale_of_file",
+    "scale_of_request", "scale_unused", "values_dark", "values_negative", "values_of_landsat",
+]  # fmt: skip
+"""The kinds of notes; the README says what each means."""
 MASK, PROBABILITIES, PREVIEW = "mask.tif", "probabilities.tif", "preview.png"  # in the request's folder
+
+
+def note(code: NoteCode, text: str) -> str:
+    """Make a note: a code for programs, then a sentence for people."""
+    return f"{code}: {text}"
 
 
 class Message(ReadOnlyModel):
@@ -25,7 +38,8 @@ class SceneRequest(Message):
         card: of the model.
         limits: of the request.
         indices: indices of the bands to use, from 0 in file order; None: by name, else by order.
-        scale: a pixel's value is number * scale + offset; None and `offset` None: as the file states.
+        scale: a pixel's value is number * scale + offset; one for all bands or one a band, in the model's
+            order; None and `offset` None: as the file states.
         offset: see `scale`.
         mask: whether to write the class mask.
         probabilities: whether to write the class probabilities.
@@ -35,8 +49,8 @@ class SceneRequest(Message):
     card: Card
     limits: GeoLimits = GeoLimits()
     indices: tuple[int, ...] | None = None
-    scale: float | None = None
-    offset: float | None = None
+    scale: float | tuple[float, ...] | None = None
+    offset: float | tuple[float, ...] | None = None
     mask: bool = True
     probabilities: bool = False
     preview: bool = False
@@ -48,7 +62,7 @@ class SceneInfo(Message):
     Attributes:
         width: pixels.
         height: pixels.
-        count: number of the file's bands without its alpha band.
+        count: number of the file's bands.
         dtype: numpy's name of the pixels' type.
         crs: `EPSG:...` or WKT; None: the file has none.
         transform: a, b, c, d, e, f of x = a * column + b * row + c, y = d * column + e * row + f; None: the
@@ -60,7 +74,7 @@ class SceneInfo(Message):
         latitude: of the centre, degrees north on WGS 84; None without a CRS.
         longitude: of the centre, degrees east.
         acquired: date or date and time of acquisition, ISO 8601; None: the file has none.
-        notes: assumptions and missing information, one sentence each.
+        notes: assumptions and missing information; see `note`.
     """
 
     width: int
@@ -96,8 +110,9 @@ class ClassCount(Message):
 
 
 class Tally(Message):
-    """The counts of a finished mask."""
+    """The counts of a finished mask, and notes that take all of its pixels."""
 
+    notes: tuple[str, ...] = ()
     areas: tuple[ClassCount, ...]
     nodata_pixels: int = Field(ge=0)
 

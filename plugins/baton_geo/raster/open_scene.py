@@ -160,6 +160,7 @@ class OpenScene:
                 preview=self._product(PREVIEW) if self._request.preview else None,
                 areas=tally.areas,
                 nodata_pixels=tally.nodata_pixels,
+                notes=tally.notes,
             )
 
     def close(self) -> None:

@@ -92,6 +92,7 @@ def test_scale_offset_and_overlap_give_the_same_mask(rgb: Path, tmp_path: Path) 
     card = {"scale": 0.01, "float_scale": 1.0, "offset": -3.0, "nodata": 0.0, "overlap": 20}
     folder = changed(rgb, tmp_path / "model", **card)
     integers = noise(3, 130, 170, "uint16", 4) * 100
+    integers[:, 40:60, 30:90] = 0
     floats = integers.astype("float32") / 100
     masks = []
     for number, pixels in enumerate((integers, floats)):

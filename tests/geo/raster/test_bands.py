@@ -5,7 +5,15 @@ from geo.raster.made import make_card
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import RasterUnusable, RequestInvalid
-from baton_geo.raster.pixels.bands import choose_bands
+from baton_geo.raster.pixels.bands import (
+    KNOWN_BANDS,
+    PRODUCTS,
+    BandChoice,
+    FileBand,
+    FileBands,
+    choose_bands,
+    normalised,
+)
 
 RGB = (
     Band(name="BLUE", aliases=("B02",), mean=0, std=1),
@@ -13,6 +21,13 @@ RGB = (
     Band(name="RED", aliases=("B04",), mean=0, std=1),
 )
 CARD = make_card(tile=32, overlap=8).model_copy(update={"bands": RGB})
+
+
+def chosen(names: tuple[str | None, ...], card: Card, indices: tuple[int, ...] | None = None) -> BandChoice:
+    """The choice among bands of which the file gives only the descriptions."""
+    return choose_bands(FileBands(tuple(FileBand(name) for name in names)), card, indices)
+
+
 TWO_STEPS = CARD.model_copy(update={"frames": 2})
 
 
@@ -21,6 +36,10 @@ TWO_STEPS = CARD.model_copy(update={"frames": 2})
     [
         (CARD, ("RED", "GREEN", "BLUE"), None, (2, 1, 0)),
         (CARD, ("b04", " b03 ", "B02", "B08"), None, (2, 1, 0)),
+        (CARD, ("B04_10m", "T33TXM_B03_10m", "S2 B02"), None, (2, 1, 0)),
+        (CARD, ("Band 1 - Red", "mean_green", "Blue (490 nm)"), None, (2, 1, 0)),
+        (CARD, ("Red Edge 1", "RED", "Green", "Blue", "red minus blue"), None, (3, 2, 1)),
+        (CARD, ("Band 3", "Band 2", "Band 1"), None, (0, 1, 2)),
         (CARD, (None, None, None), None, (0, 1, 2)),
         (CARD, ("x", "y", None), None, (0, 1, 2)),
         (CARD, ("BLUE", "GREEN", "RED"), (2, 2, 0), (2, 2, 0)),
@@ -32,12 +51,12 @@ def test_chosen(
     card: Card, names: tuple[str | None, ...], indices: tuple[int, ...] | None, expected: tuple[int, ...]
 ) -> None:
     """Indices win, then names and aliases without case, then the order."""
-    assert choose_bands(names, card, indices).bands == expected
+    assert chosen(names, card, indices).bands == expected
 
 
 def test_strange_names_are_told() -> None:
     """When names are there and none is known, the client hears that the order decided."""
-    assert "used in order as BLUE, GREEN, RED" in choose_bands(("x", "y", "z"), CARD, None).notes[0]
+    assert "used in order as BLUE, GREEN, RED" in chosen(("x", "y", "z"), CARD).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +101,7 @@ def test_refused(
 ) -> None:
     """What is missing is named, and what the file has."""
     with pytest.raises(RasterUnusable) as caught:
-        choose_bands(names, card, indices)
+        chosen(names, card, indices)
     assert message in caught.value.message
 
 
@@ -91,13 +110,73 @@ def test_wrong_number_of_indices() -> None:
     with pytest.raises(
         RequestInvalid, match=r"indices names 2 bands; the model takes 3: BLUE, GREEN, RED"
     ) as caught:
-        choose_bands((None,) * 13, CARD, (1, 2))
+        chosen((None,) * 13, CARD, (1, 2))
     assert caught.value.param == "indices"
 
 
 def test_a_name_cannot_break_the_message() -> None:
     """A name of a thousand letters with a line break in it is shown short and on one line."""
     with pytest.raises(RasterUnusable) as caught:
-        choose_bands(("BLUE", "a\n\x1b[31mb" + "c" * 1000), CARD, None)
+        chosen(("BLUE", "a\n\x1b[31mb" + "c" * 1000), CARD)
     assert caught.value.message.isprintable()
-    assert len(caught.value.message) < 300
+    assert len(caught.value.message) < 400
+
+
+def at(*wavelengths: float, names: tuple[str | None, ...] = ()) -> FileBands:
+    """Bands of which the file says wavelengths, and perhaps names."""
+    given = names or (None,) * len(wavelengths)
+    return FileBands(tuple(FileBand(name, nm=nm) for name, nm in zip(given, wavelengths, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (at(665, 560, 490), (2, 1, 0)),
+        (at(705, 665, 560, 490), (3, 2, 1)),
+        (at(*range(400, 1000, 10)), (9, 16, 26)),  # of sixty narrow bands the nearest
+        (at(665, 560, 443), None),  # nearer to the coastal band than to blue
+        (at(490, 560, 710), None),  # the red edge
+        (at(835, 660, 560, 485, names=("B4", "B3", "B2", "B1")), (3, 2, 1)),  # Landsat 5, by its wavelengths
+    ],
+)
+def test_wavelengths(file: FileBands, expected: tuple[int, ...] | None) -> None:
+    """Each band is the nearest within 40 nm, and not one that is nearer to another known band."""
+    if expected is None:
+        with pytest.raises(RasterUnusable, match=r"is missing.*say which with indices"):
+            choose_bands(file, CARD, None)
+    else:
+        assert choose_bands(file, CARD, None).bands == expected
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_the_numbers_of_every_product(product: str) -> None:
+    """As its files have them, with leading zeros and prefixes; of other products the same numbers are others."""
+    column = PRODUCTS.index(product)
+    known = [band.numbers[column] for band in KNOWN_BANDS if band.name in ("BLUE", "GREEN", "RED")]
+    for form in ("{}", "B{}", "b0{}", "SR_B{}", *(("Band {}", "sr_band{}") if column else ())):
+        names = tuple(form.format(text if form == "{}" else text.removeprefix("b")) for text in known[::-1])
+        file = FileBands(tuple(FileBand(name) for name in names), product)
+        assert choose_bands(file, CARD, None).bands == (2, 1, 0), names
+
+
+def test_every_known_band_has_names_of_its_own() -> None:
+    """No name is of two bands but the common ones that STAC gives to several."""
+    own = [name for band in KNOWN_BANDS for name in (normalised(band.name), band.common[0])]
+    assert len(set(own)) == len({normalised(band.name) for band in KNOWN_BANDS} | set(own))
+    for column in range(len(PRODUCTS)):
+        numbers = [band.numbers[column] for band in KNOWN_BANDS if band.numbers[column]]
+        assert len(numbers) == len(set(numbers))
+
+
+def test_further_images_are_told() -> None:
+    """A file of one band a page: the others are named, since a person sees them."""
+    with pytest.raises(RasterUnusable, match="2 further images, which are not read") as caught:
+        choose_bands(FileBands((FileBand("BLUE"),), pages=2), CARD, None)
+    assert caught.value.param == "indices"
+
+
+def test_colours_are_read_where_nothing_else_is_said() -> None:
+    """Red, green, blue into the model's blue, green, red; a card without colours has no use for them."""
+    file = FileBands(tuple(FileBand(colour=colour) for colour in ("red", "green", "blue")))
+    assert choose_bands(file, CARD, None).bands == (2, 1, 0)
+    assert choose_bands(file, make_card(3), None).bands == (0, 1, 2)

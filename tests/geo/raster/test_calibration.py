@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import rasterio
 import torch
-from geo.raster.made import make_card, read_tiff, write_tiff
+from geo.raster.made import make_card, read_tiff, run, write_tiff
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import GeoError, RasterUnusable, RequestInvalid
@@ -46,7 +46,7 @@ SHIFTED = (TRUTH * 10_000 + 1000).round().astype(np.uint16)
 
 
 def seen(
-    decoders: Decoders, path: Path, card: Card = REFLECTANCE, **asked: float
+    decoders: Decoders, path: Path, card: Card = REFLECTANCE, **asked: float | tuple[float, ...]
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], SceneInfo]:
     """What the model gets of the first row, in the units of the card's mean; and what the scene says of itself."""
     request = SceneRequest(card=card, limits=GeoLimits(tile_bytes=0), **asked)
@@ -147,7 +147,7 @@ def test_what_a_request_says_leads_to_the_models_units(
     """Reflectance, whichever of the two units of the card number * scale + offset gives; and a note says which."""
     got, info = seen(decoders, row(tmp_path / "a.tif", values, dtype), **asked)
     np.testing.assert_allclose(got, TRUTH, atol=2e-5)
-    assert any(note.startswith("the request says a scale of") for note in info.notes)
+    assert any(note.startswith("scale_of_request: the request says a scale of") for note in info.notes)
 
 
 def test_floats_for_a_model_of_ten_thousands(decoders: Decoders, tmp_path: Path) -> None:
@@ -176,7 +176,10 @@ def test_what_the_file_states_is_used(decoders: Decoders, tmp_path: Path, own: d
     """Band scales and offsets, and the tags that others write; with a note."""
     got, info = seen(decoders, row(tmp_path / "a.tif", SHIFTED, "uint16", **own))
     np.testing.assert_allclose(got, TRUTH, atol=1e-6)
-    assert any(note.startswith("the file states a scale of") and "are used" in note for note in info.notes)
+    assert any(
+        note.startswith("scale_of_file: the file states a scale of") and "are used" in note
+        for note in info.notes
+    )
 
 
 def test_the_request_wins_over_the_file(decoders: Decoders, tmp_path: Path) -> None:
@@ -338,3 +341,25 @@ def test_messages_are_for_the_person_who_made_the_raster(decoders: Decoders, tmp
         seen(decoders, path)
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 400
+
+
+def test_as_many_numbers_as_bands(decoders: Decoders, tmp_path: Path) -> None:
+    """One for all, or one a band in use; any other count is the request's fault."""
+    path = row(tmp_path / "a.tif", SHIFTED, "uint16")
+    np.testing.assert_allclose(seen(decoders, path, offset=(-1000.0,))[0], TRUTH, atol=1e-6)
+    with pytest.raises(
+        RequestInvalid, match=r"offset has 2 numbers; give one, or 1, one a band: B1"
+    ) as caught:
+        seen(decoders, path, offset=(-1000.0, 0.0))
+    assert caught.value.param == "offset"
+
+
+@pytest.mark.parametrize("side", [300, 1200])
+def test_a_scene_speaks_by_all_of_its_pixels(decoders: Decoders, tmp_path: Path, side: int) -> None:
+    """Small scenes are looked at whole, of large ones a sixteenth; either way 4 % dark pixels suggest an offset."""
+    pixels = np.full((1, side, side), 2500, "uint16")
+    pixels[:, ::25] = 500
+    path = write_tiff(tmp_path / "a.tif", pixels)
+    with decoders.open(path, SceneRequest(card=REFLECTANCE.model_copy(update={"tile": 600}))) as scene:
+        products = run(scene, lambda tile: np.zeros((2, 600, 600), np.float32))
+    assert [note.partition(":")[0] for note in products.notes] == ["offset_suspected"]

@@ -21,13 +21,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton_geo.card import Band, Card
-from baton_geo.errors import RasterUnusable
+from baton_geo.errors import RasterTooLarge, RasterUnusable
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneRequest
 from baton_geo.raster.pixels.grid import Grid
 from baton_geo.settings import GeoLimits
 
-DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "float32")
+DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64")
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
     {"compress": "deflate", "interleave": "pixel"},
@@ -38,6 +38,13 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 )
 
 
+def is_nodata(pixels: npt.NDArray[Any], nodata: float | None) -> npt.NDArray[np.bool_]:
+    """Where (bands, height, width) is nodata in a band; where nodata is 0, in all bands."""
+    marked = np.zeros(pixels.shape, np.bool_) if nodata is None else pixels == nodata
+    hidden: npt.NDArray[np.bool_] = marked.all(axis=0) if nodata == 0 else marked.any(axis=0)
+    return hidden
+
+
 def plain_tile(
     pixels: npt.NDArray[Any], nodata: float | None, grid: Grid, tile: int
 ) -> npt.NDArray[np.float64] | None:
@@ -45,10 +52,7 @@ def plain_tile(
     row, column = grid.place(tile)
     y, x, side = grid.ys[row], grid.xs[column], grid.tile
     part = pixels[:, y : y + side, x : x + side].astype(np.float64)
-    missing = ~np.isfinite(part)
-    if nodata is not None:
-        missing |= part == nodata
-    hidden = missing.any(axis=0)
+    hidden = ~np.isfinite(part).all(axis=0) | is_nodata(part, nodata)
     if hidden.all():
         return None
     part[:, hidden] = 0
@@ -70,7 +74,7 @@ def test_tiles_are_the_file(decoders: Decoders, tmp_path: Path, data: st.DataObj
     card = make_card(2, tile=data.draw(st.sampled_from([16, 32, 64])), overlap=data.draw(st.integers(0, 8)))
     path = write_tiff(tmp_path / "scene.tif", pixels, nodata=nodata, **layout)
     grid = Grid(width, height, card.tile, card.overlap)
-    valid = np.isfinite(pixels).all(axis=0) & ((pixels != nodata).all(axis=0) if nodata is not None else True)
+    valid = np.isfinite(pixels).all(axis=0) & ~is_nodata(pixels, nodata)
     request = SceneRequest(
         card=card, limits=GeoLimits(tile_bytes=0)
     )  # many tiles of few bytes are no bomb here
@@ -180,13 +184,13 @@ def test_bands_by_name_and_by_index(decoders: Decoders, tmp_path: Path) -> None:
 
 
 def test_an_alpha_band_is_nodata(decoders: Decoders, tmp_path: Path) -> None:
-    """Where alpha is 0 there is nothing, and alpha is no band of the scene."""
+    """Where alpha is 0 there is nothing; it is a band of the file, and none that is used in order."""
     pixels = np.full((4, 40, 40), 200, "uint8")
     pixels[3] = 255
     pixels[3, :10] = 0
     path = write_tiff(tmp_path / "a.tif", pixels, photometric="RGB", alpha="YES")
     with decoders.open(path, SceneRequest(card=make_card(3))) as scene:
-        assert scene.info.count == 3
+        assert (scene.info.count, scene.info.bands) == (4, (0, 1, 2))
         products = run(scene, sign_model)
     assert products.nodata_pixels == 400
 
@@ -299,3 +303,35 @@ def test_a_small_scene_of_one_value(decoders: Decoders, tmp_path: Path) -> None:
     with decoders.open(path, SceneRequest(card=make_card())) as scene:
         assert scene.info.tiles == 64
         assert run(scene, sign_model).areas[1].pixels == 180 * 180
+
+
+def test_numbers_that_float32_does_not_hold(decoders: Decoders, tmp_path: Path) -> None:
+    """A billion and one less a billion is one: integers of 32 and 64 bits and float64 are normalised in float64."""
+    values = 1_000_000_000 + np.arange(3)
+    for dtype in ("int32", "uint32", "int64", "uint64", "float64"):
+        pixels = np.broadcast_to(values.astype(dtype), (1, 16, 3))
+        request = SceneRequest(card=make_card(), offset=-1e9)
+        with decoders.open(write_tiff(tmp_path / "a.tif", np.ascontiguousarray(pixels)), request) as scene:
+            tile = scene.read(0)
+        assert tile is not None
+        assert tile[0, 0, 0, :3].tolist() == [0, 1, 2], dtype
+
+
+def test_bands_in_use_are_limited(decoders: Decoders, tmp_path: Path) -> None:
+    """A file of 285 bands is taken where three are used; a model of three where two are allowed is not."""
+    path = write_tiff(tmp_path / "a.tif", np.ones((285, 16, 16), "int16"), interleave="pixel")
+    request = SceneRequest(card=make_card(3), indices=(284, 0, 7), limits=GeoLimits(tile_bytes=0))
+    with decoders.open(path, request) as scene:
+        assert (scene.info.count, scene.info.bands) == (285, (284, 0, 7))
+    few = request.model_copy(update={"limits": GeoLimits(tile_bytes=0, bands=2)})
+    with pytest.raises(RasterTooLarge, match="3 bands are used; at most 2"):
+        decoders.open(path, few)
+
+
+def test_a_file_of_all_the_bands_allowed_is_opened_in_time(decoders: Decoders, tmp_path: Path) -> None:
+    """4,096 bands, each with a name, one wavelength the model knows among them."""
+    names = tuple(f"layer {number} at {number + 400} nm" for number in range(4096))
+    path = write_tiff(tmp_path / "a.tif", np.ones((4096, 1, 1), "uint16"), names, interleave="pixel")
+    card = make_card().model_copy(update={"bands": (Band(name="RED", mean=0, std=1),)})
+    with decoders.open(path, SceneRequest(card=card, limits=GeoLimits(tile_bytes=0))) as scene:
+        assert scene.info.bands == (265,)

@@ -22,6 +22,13 @@ from baton_geo.errors import RasterUnusable
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneRequest
 
+ZONE = (
+    'PROJCS["Zone @#quatoriale",GEOGCS["WGS 84",DATUM["WGS_1984",SPHEROID["WGS 84",6378137,298.257223563]],'
+    'PRIMEM["Greenwich",0],UNIT["degree",0.0174532925199433]],PROJECTION["Transverse_Mercator"],'
+    'PARAMETER["latitude_of_origin",1],PARAMETER["central_meridian",15],PARAMETER["scale_factor",0.9996],'
+    'PARAMETER["false_easting",500000],PARAMETER["false_northing",0],UNIT["metre",1]]'
+)
+
 
 class TestInfo:
     """What a scene says of itself."""
@@ -37,7 +44,7 @@ class TestInfo:
         assert list(info.transform or ()) == [10, 0, 499_990, 0, -10, 5_000_000]
         assert info.longitude == pytest.approx(15.0, abs=1e-9)
         assert info.latitude == pytest.approx(45.144, abs=1e-3)
-        assert info.notes == ()
+        assert [note.partition(":")[0] for note in info.notes] == ["bands_in_order"]
 
     @pytest.mark.parametrize(
         ("tags", "expected"),
@@ -65,7 +72,7 @@ class TestInfo:
         [
             ({"crs": None}, "the file has no CRS"),
             ({"crs": None, "transform": None}, "the file has no geotransform"),
-            ({"crs": "EPSG:3857"}, "Web Mercator"),
+            ({"crs": "EPSG:3857"}, "areas_scaled"),
             ({"transform": NORTH_UP @ rasterio.Affine.rotation(30)}, "the grid is rotated"),
             ({"crs": 'LOCAL_CS["site",UNIT["metre",1]]'}, "the CRS is local"),
         ],
@@ -122,6 +129,22 @@ class TestInfo:
         with decoders.open(first, SceneRequest(card=make_card())) as scene:
             assert any("2 images; the first is used" in note for note in scene.info.notes)
             assert (scene.info.width, scene.info.height) == (20, 20)
+
+    def test_texts_in_latin_1_are_no_damage(self, decoders: Decoders, tmp_path: Path) -> None:
+        """Names of bands, tags and the CRS, and what the file says beside them; the mask has its grid."""
+        path = write_tiff(tmp_path / "a.tif", np.ones((2, 20, 20), "int16"), ("B1", "B2 @#tat"), crs=ZONE)
+        with rasterio.open(path, "r+") as file:
+            file.update_tags(AUTHOR="Andr@#", ACQUISITION_DATE="2024-05-06")
+        data = path.read_bytes()
+        assert data.count(b"@#") >= 3
+        path.write_bytes(data.replace(b"@#", b"\xc9\xe9"))
+        with decoders.open(path, SceneRequest(card=make_card(2), indices=(0, 1))) as scene:
+            assert scene.info.names == ("B1", "B2 Eetat")
+            assert scene.info.acquired == "2024-05-06"
+            assert scene.info.latitude == pytest.approx(46.15, abs=0.01)
+            products = run(scene, sign_model)
+            assert products.mask is not None
+            assert [area.hectares for area in products.areas] == pytest.approx([0, 4])
 
     def test_its_own_scale_is_told(self, decoders: Decoders, tmp_path: Path) -> None:
         """Of a file that states a scale it is said that this is used."""

@@ -34,6 +34,10 @@ from baton_spool import make
 
 router = APIRouter()
 QUERY_OURS = ("model", "priority")
+JSON_OR_FILE = (
+    "Send JSON with 'Content-Type: application/json', or a file as the whole body (no form) with the type of "
+    f"its content, for a GeoTIFF 'Content-Type: image/tiff'; known are: {', '.join(sorted(UPLOAD_TYPES))}."
+)
 
 
 @router.post("/pooling")
@@ -43,7 +47,7 @@ async def create_pooling(request: Request) -> Response:
     admit(request)  # the plugin's runner has a queue of its own
     if media_type_of(request) in UPLOAD_TYPES:
         return await _upload(request)
-    body = await read_json(request, gateway.settings.limits)
+    body = await read_json(request, gateway.settings.limits, instead=JSON_OR_FILE)
     engine = gateway.fleet.pick(body.get("model"))
     runner = gateway.pooling.runner(engine)
     if runner is None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 Transform = Sequence[float]  # a, b, c, d, e, f
 HECTARE = 10_000.0  # square metres
+WGS84 = 6_378_137.0, 298.257223563  # semi-major axis, metres; inverse flattening
 
 
 class PixelArea(Protocol):
@@ -23,11 +24,12 @@ class PlaneArea:
     Args:
         transform: of the scene.
         metres: length of one unit of the CRS.
+        factor: area on the ground, as a share of that.
     """
 
-    def __init__(self, transform: Transform, metres: float) -> None:
+    def __init__(self, transform: Transform, metres: float, factor: float = 1.0) -> None:
         a, b, _, d, e, _ = transform
-        self._hectares = abs(a * e - b * d) * metres**2 / HECTARE
+        self._hectares = abs(a * e - b * d) * metres**2 * factor / HECTARE
 
     def row(self, row: int) -> float:
         return self._hectares
@@ -68,7 +70,28 @@ class EllipsoidArea:
         return (1 - e * e) * (sine / (1 - (e * sine) ** 2) + math.atanh(e * sine) / e)
 
 
+def ground_area(around: Sequence[tuple[float, float]]) -> float:
+    """Compute the area of a pixel on WGS 84, hectares, from the centres of its four neighbours.
+
+    Args:
+        around: longitude and latitude, degrees, of the neighbours to the left, right, top and bottom.
+    """
+    left, right, top, bottom = ([math.radians(degrees) for degrees in point] for point in around)
+    middle = (left[1] + right[1]) / 2
+    squared = (2 - 1 / WGS84[1]) / WGS84[1]
+    bend = 1 - squared * math.sin(middle) ** 2
+    along, across = (
+        WGS84[0] * math.cos(middle) / math.sqrt(bend),
+        WGS84[0] * (1 - squared) / math.pow(bend, 1.5),
+    )
+    (x, y), (u, v) = (
+        (along * math.remainder(to[0] - of[0], 2 * math.pi), across * (to[1] - of[1]))
+        for of, to in ((left, right), (top, bottom))
+    )
+    return abs(x * v - y * u) / 4 / HECTARE
+
+
 def ellipsoid(wkt: str) -> tuple[float, float] | None:
-    """Read the semi-major axis in metres and the inverse flattening from a CRS's WKT 1, if it has them."""
-    found = re.search(r'SPHEROID\["[^"]*",([0-9.eE+]+),([0-9.eE+]+)', wkt)
+    """Read the semi-major axis in metres and the inverse flattening from a CRS's WKT, if it has them."""
+    found = re.search(r'(?:SPHEROID|ELLIPSOID)\["[^"]*",([0-9.eE+]+),([0-9.eE+]+)', wkt)
     return (float(found[1]), float(found[2])) if found else None

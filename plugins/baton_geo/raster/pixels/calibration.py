@@ -17,6 +17,9 @@ import numpy.typing as npt
 
 from baton_geo.card import OFFSET_LIMIT, SCALE_LIMITS, Card
 from baton_geo.errors import RasterUnusable, RequestInvalid
+from baton_geo.raster.messages import NoteCode, note
+
+Asked = float | tuple[float, ...] | None  # of a request: one number for all bands, or one a band
 
 UNIT_FACTOR = 100.0  # a scale that is off by more than this from both units of the card leads to neither
 ADVICE = "give scale and offset in the request: a number of the file times scale plus offset is its value"
@@ -35,17 +38,39 @@ class ScaleOffset:
 
 
 @dataclass(frozen=True)
+class ProductUnit:
+    """What the numbers of a product are, which a file says it is.
+
+    Attributes:
+        name: as "Sentinel-2 L2A of processing baseline 05.10".
+        numbers: what they are, in words.
+        scale: number * scale + offset is reflectance; None: numbers / 10000 + offset is.
+        offset: see `scale`.
+    """
+
+    name: str
+    numbers: str
+    scale: float | None
+    offset: float
+
+
+@dataclass(frozen=True)
 class Stated:
     """The scales and offsets that a file states.
 
     Attributes:
         bands: of each of the file's bands; `ScaleOffset()` where the file states nothing.
-        shifted: the product that the file names itself, if its numbers are known to contain an offset; a band
-            without an offset in `bands` then lacks it. None: no such product is named.
+        product: the product that the file names itself, if its numbers are not the model's as they are; what
+            `bands` does not have of its scale and offset is missing. None: no such product is named.
+        conflicts: of each of the file's bands, two statements that cannot both be true; "": there are none.
+            Empty: no band has any.
+        notes: assumptions.
     """
 
     bands: tuple[ScaleOffset, ...]
-    shifted: str | None = None
+    product: ProductUnit | None = None
+    conflicts: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +80,7 @@ class Conversion:
     Attributes:
         times: factors, float64, one per band used.
         plus: summands, float64, one per band used.
-        notes: assumptions, one sentence each.
+        notes: assumptions.
     """
 
     times: npt.NDArray[np.float64]
@@ -69,8 +94,8 @@ def conversion(
     bands: tuple[int, ...],
     stated: Stated,
     *,
-    scale: float | None = None,
-    offset: float | None = None,
+    scale: Asked = None,
+    offset: Asked = None,
 ) -> Conversion:
     """Find the conversion by the request, else by the file, else by the card alone.
 
@@ -79,68 +104,135 @@ def conversion(
         dtype: of the file.
         bands: indices from 0 of the bands used, in the model's order.
         stated: scales and offsets of the file.
-        scale: of the request.
-        offset: of the request.
+        scale: of the request, one for all bands or one a band.
+        offset: of the request, as `scale`.
 
     Raises:
-        RequestInvalid: the offset is too small to change anything.
-        RasterUnusable: the file states an impossible scale or offset, or is known to need an offset that
-            neither the file nor the request has.
+        RequestInvalid: the offset is too small to change anything, or there are not as many numbers as bands.
+        RasterUnusable: the file states an impossible scale or offset, or two that contradict each other, or
+            is known to need one that neither the file nor the request has.
     """
     own = _unit_of_type(card, dtype)
     lines = [stated.bands[band] for band in bands]
-    if offset is None:
-        _check_offset_is_given(lines, stated, dtype, scale)
-    if scale is not None or offset is not None:
-        requested = ScaleOffset(1.0 if scale is None else scale, offset or 0.0)
-        _check_has_effect(card, requested, own)
-        return _conversion(card, own, [requested] * len(bands), f"the request says {requested}")
+    scales, offsets = _each(card, "scale", scale, len(bands)), _each(card, "offset", offset, len(bands))
+    if scales is None and offsets is None:
+        conflict = next(
+            (stated.conflicts[band] for band in bands if stated.conflicts and stated.conflicts[band]), ""
+        )
+        if conflict:
+            raise RasterUnusable(f"{conflict}; {ADVICE}", param="offset")
+    if dtype.itemsize == 1:  # also of a product's file: then it is an image made of the product
+        _check_bytes_have_a_scale(card, lines, scales)
+    _check_offset_is_given(lines, scales, offsets)
+    if dtype.itemsize > 1:
+        _check_product_is_converted(lines, stated.product, dtype, scales, offsets)
+    if scales is not None or offsets is not None:
+        pairs = zip(scales or [1.0] * len(bands), offsets or [0.0] * len(bands), strict=True)
+        requested = [ScaleOffset(*pair) for pair in pairs]
+        for line in requested:
+            _check_has_effect(card, line, own)
+        return _conversion(
+            card, own, requested, ("scale_of_request", f"the request says {_listed(requested)}")
+        )
     if any(line != ScaleOffset() for line in lines):
         return _by_file(card, own, lines)
     return _conversion(card, own, lines)
 
 
+def _each(card: Card, name: str, asked: Asked, bands: int) -> list[float] | None:
+    """Return the request's number for each band used."""
+    if asked is None:
+        return None
+    numbers = [asked] * bands if isinstance(asked, float | int) else list(asked)
+    if len(numbers) != bands:
+        listed = ", ".join(band.name for band in card.bands)
+        raise RequestInvalid(
+            f"{name} has {len(numbers)} numbers; give one, or {bands}, one a band: {listed}", param=name
+        )
+    return numbers
+
+
+def _check_bytes_have_a_scale(card: Card, lines: list[ScaleOffset], scales: list[float] | None) -> None:
+    """Refuse 8 bits without a scale for a model of reflectance: their unit is anybody's guess."""
+    if card.reflectance is not None and scales is None and any(line.scale == 1 for line in lines):
+        raise RasterUnusable(
+            "the file has 8 bits and states no scale, and the model takes reflectance; give scale, a number "
+            "of the file times scale being reflectance or reflectance x 10000 (scale=1: the file holds the "
+            "latter)",
+            param="scale",
+        )
+
+
 def _check_offset_is_given(
-    lines: list[ScaleOffset], stated: Stated, dtype: np.dtype[Any], scale: float | None
+    lines: list[ScaleOffset], scales: list[float] | None, offsets: list[float] | None
 ) -> None:
-    """Refuse a request without `offset` where the file's numbers contain one that would be ignored."""
+    """Refuse a request of a scale alone where the file states an offset that would be ignored."""
     odd = next((line for line in lines if line.offset), None)
-    if scale is not None and odd is not None:
+    if scales is not None and offsets is None and odd is not None:
         raise RasterUnusable(
             f"the file states an offset of {odd.offset:g}, and the request a scale alone; give offset "
             "too, or leave both out",
             param="offset",
         )
-    silent = scale is not None or any(line.offset == 0 for line in lines)
-    if (
-        stated.shifted is not None and silent and dtype.itemsize > 1
-    ):  # files of 8 bits are images made of the product
-        raise RasterUnusable(_offset_is_missing(stated.shifted, dtype, scale), param="offset")
+
+
+def _check_product_is_converted(
+    lines: list[ScaleOffset],
+    product: ProductUnit | None,
+    dtype: np.dtype[Any],
+    scales: list[float] | None,
+    offsets: list[float] | None,
+) -> None:
+    """Refuse a product's numbers without the scale and offset that its numbers need."""
+    if product is None:
+        return
+    asked = scales is not None or offsets is not None
+    unscaled = scales is None and (asked or any(line.scale == 1 for line in lines))
+    no_offset = offsets is None and (
+        scales is not None or any(_lacks_offset(line, product) for line in lines)
+    )
+    if no_offset or (unscaled and product.scale is not None):
+        param = "scale" if unscaled and product.scale is not None else "offset"
+        raise RasterUnusable(_conversion_is_missing(product, dtype, scales), param=param)
+
+
+def _lacks_offset(line: ScaleOffset, product: ProductUnit) -> bool:
+    """Return whether a stated scale, if it is the product's own, lacks the offset that belongs to it."""
+    return line.offset == 0 and (
+        product.scale is None or math.isclose(line.scale, product.scale, rel_tol=1e-3)
+    )
 
 
 def _by_file(card: Card, own: float, lines: list[ScaleOffset]) -> Conversion:
-    odd = next(line for line in lines if line != ScaleOffset())
     for line in lines:
         if not (SCALE_LIMITS[0] <= line.scale <= SCALE_LIMITS[1] and abs(line.offset) <= OFFSET_LIMIT):
             raise RasterUnusable(f"the file states {line}, which cannot be; {ADVICE}", param="scale")
-    origin = f"the file states {odd}"
-    if len(set(lines)) > 1:
-        origin += " for some bands, others for others"
+    origin = f"the file states {_listed(lines)}"
     if all(_leads_to_a_unit(card, own, line) for line in lines):
-        return _conversion(card, own, lines, origin)
+        return _conversion(card, own, lines, ("scale_of_file", origin))
     if any(line.offset for line in lines):
         raise RasterUnusable(f"{origin}, which do not lead to the model's units; {ADVICE}", param="scale")
     plain = _conversion(card, own, [ScaleOffset()] * len(lines))
-    note = f"{origin}; that is not the model's unit, so the numbers are used as they are"
-    return Conversion(plain.times, plain.plus, (note,))
+    text = f"{origin}; that is not the model's unit, so the numbers are used as they are"
+    return Conversion(plain.times, plain.plus, (note("scale_unused", text),))
 
 
-def _conversion(card: Card, own: float, lines: list[ScaleOffset], origin: str = "") -> Conversion:
+def _listed(lines: list[ScaleOffset]) -> str:
+    odd = next((line for line in lines if line != ScaleOffset()), lines[0])
+    return f"{odd}{' for some bands, others for others' if len(set(lines)) > 1 else ''}"
+
+
+def _conversion(
+    card: Card, own: float, lines: list[ScaleOffset], origin: tuple[NoteCode, str] | None = None
+) -> Conversion:
     units = [_unit(card, own, line.scale) for line in lines]
     pairs = list(zip(lines, units, strict=True))
     times = np.array([line.scale * unit for line, unit in pairs])
     plus = np.array([line.offset * unit + card.offset for line, unit in pairs])
-    return Conversion(times, plus, (f"{origin}; they are used, {_unit_note(card, units)}",) if origin else ())
+    if origin is None:
+        return Conversion(times, plus)
+    code, text = origin
+    return Conversion(times, plus, (note(code, f"{text}; they are used, {_unit_note(card, units)}"),))
 
 
 def _unit_note(card: Card, units: Iterable[float]) -> str:
@@ -190,11 +282,18 @@ def _check_has_effect(card: Card, requested: ScaleOffset, own: float) -> None:
         )
 
 
-def _offset_is_missing(product: str, dtype: np.dtype[Any], scale: float | None) -> str:
-    add = "offset=-1000" if scale in (None, 1.0) else f"offset={-1000 * scale:g}"
-    if dtype.kind == "f":
-        add = "scale=0.0001 and offset=-0.1 (if its floats are those numbers / 10000: offset=-0.1)"
+def _conversion_is_missing(product: ProductUnit, dtype: np.dtype[Any], scales: list[float] | None) -> str:
+    if product.scale is not None:
+        add = f"scale={product.scale:.8f}".rstrip("0") + f" and offset={product.offset:g}"
+        plain = "scale=1 and offset=0 if they are reflectance x 10000 already"
+        missing = "a scale and an offset"
+    else:
+        first = scales[0] if scales else 1.0
+        add = f"offset={product.offset * 10_000 * first:g}"
+        if dtype.kind == "f":
+            add = "scale=0.0001 and offset=-0.1 (if its floats are those numbers / 10000: offset=-0.1)"
+        plain, missing = "offset=0 if the offset has been removed already", "that offset"
     return (
-        f"the file names itself {product}, whose numbers are reflectance x 10000 + 1000, and does not state "
-        f"that offset; add {add} to the request, or offset=0 if the offset has been removed already"
+        f"the file names itself {product.name}, whose numbers are {product.numbers}, and does not state "
+        f"{missing}; add {add} to the request, or {plain}"
     )

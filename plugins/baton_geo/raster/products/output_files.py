@@ -6,7 +6,7 @@ the order of the layout (https://github.com/cogeotiff/cog-spec).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -149,9 +149,10 @@ class ProductWriter:
         place, rows = self._sample.among(top, len(classes))
         self.thumbnail[place] = classes[np.ix_(rows, self._sample.columns)]
 
-    def finish(self) -> tuple[tuple[ClassCount, ...], int]:
-        """Write the files; return the areas of the classes, and the number of nodata pixels."""
+    def finish(self, notes: Sequence[str] = ()) -> tuple[tuple[ClassCount, ...], int]:
+        """Write the files, the mask with the notes; return the classes' areas and the nodata pixels."""
         if self._mask is not None:
+            self._mask.dataset.update_tags(**{f"NOTE_{number}": text for number, text in enumerate(notes)})
             self._mask.finish("MODE")
         if self._probabilities is not None:
             self._probabilities.finish("AVERAGE")

@@ -18,14 +18,15 @@ from rasterio.warp import transform as reproject
 from rasterio.windows import Window
 
 from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge
-from baton_geo.raster.messages import SceneRequest
-from baton_geo.raster.pixels.areas import EllipsoidArea, PixelArea, PlaneArea, ellipsoid
+from baton_geo.raster.messages import SceneRequest, note
+from baton_geo.raster.pixels.areas import EllipsoidArea, PixelArea, PlaneArea, ellipsoid, ground_area
+from baton_geo.raster.pixels.bands import FileBands
 from baton_geo.raster.pixels.calibration import ScaleOffset, Stated
 from baton_geo.raster.pixels.values import Pixels, Valid
 from baton_geo.raster.reading.headers import UNCOMPRESSED, check_tiff
 from baton_geo.raster.reading.source import Georeference
-from baton_geo.raster.reading.stated import read_stated
-from baton_geo.raster.reading.tiff import TiffHeader
+from baton_geo.raster.reading.stated import read_band, read_product, read_stated
+from baton_geo.raster.reading.tiff import PlainTexts, TiffHeader
 
 # Not TIFFTAG_DATETIME, which is when the file was written.
 DATE_TAGS = (
@@ -33,6 +34,19 @@ DATE_TAGS = (
     "SENSING_TIME", "PRODUCT_START_TIME", "DATATAKE_SENSING_START",
 )  # fmt: skip
 DATE = re.compile(r"(\d{4})[:-](\d\d)[:-](\d\d)(?:[T ](\d\d):(\d\d):(\d\d))?")
+COLOURS = (
+    "red",
+    "green",
+    "blue",
+    "coastal",
+    "rededge",
+    "nir",
+    "swir",
+    "pan",
+    "lwir",
+)  # that say what a band is
+AREA_TOLERANCE = 0.01  # the plane of a projection may be this share off the ground without a word
+LEAST_FACTOR = 1e-4  # of ground to plane: nearer to the pole of a Mercator grid there are no scenes
 BROKEN = (RasterioError, CPLE_BaseError, ValueError, OSError)  # rasterio's errors for damaged files
 
 
@@ -64,15 +78,18 @@ class GeoTiff:
         size = os.fstat(fd).st_size
         header = TiffHeader(fd, size)
         self.dtype: np.dtype[Any] = np.dtype(check_tiff(header, size, request))
+        texts = header.foreign_texts()
+        file = PlainTexts(fd, texts) if texts else f"/proc/self/fd/{fd}"
         try:
-            self._dataset = rasterio.open(f"/proc/self/fd/{fd}", driver="GTiff", sharing=False)
+            self._dataset = rasterio.open(file, driver="GTiff", sharing=False)
         except BROKEN as error:
             raise _refusal(error, "the TIFF structure is damaged: it could not be opened") from None
         self._check_agreement(header)
         self.width, self.height = header.width, header.height
         self.notes: list[str] = []
         if header.images > 1:
-            self.notes.append(f"the file holds {header.images} images; the first is used")
+            text = f"the file holds {header.images} images; the first is used"
+            self.notes.append(note("first_image", text))
         try:
             self._read_tags(header)
         except GeoError:
@@ -82,9 +99,7 @@ class GeoTiff:
 
     def _read_tags(self, header: TiffHeader) -> None:
         self._alpha = self._find_alpha()
-        shown = [band for band in self._dataset.indexes if band != self._alpha]
-        self._bands = tuple(shown)
-        self.names = tuple(self._dataset.descriptions[band - 1] or None for band in shown)
+        self.bands = self._file_bands(header)
         self.nodata: float | None = self._dataset.nodata
         self.block_height, self.first_look = self._block(header)
         self.place = self._georeference()
@@ -95,14 +110,16 @@ class GeoTiff:
         """See `Source`."""
         window = Window(left, top, out.shape[2], out.shape[1])
         try:
-            self._dataset.read([self._bands[band] for band in bands], window=window, out=out)
+            self._dataset.read([band + 1 for band in bands], window=window, out=out)
         except BROKEN as error:
             raise _refusal(error, _undecodable(top, out.shape[1])) from None
 
-    def hidden(self, top: int, left: int, rows: int, columns: int) -> Valid | None:
+    def hidden(self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]) -> Valid | None:
         """See `Source`."""
         window = Window(left, top, columns, rows)
         try:
+            if self._alpha is not None and self._alpha - 1 in bands:
+                return None
             if self._alpha is not None:
                 alpha: Valid = self._dataset.read(self._alpha, window=window) == 0
                 return alpha
@@ -141,10 +158,22 @@ class GeoTiff:
         found = [n for n, kind in enumerate(self._dataset.colorinterp, 1) if kind.name == "alpha"]
         return found[0] if found and self._dataset.count > 1 else None
 
+    def _file_bands(self, header: TiffHeader) -> FileBands:
+        """Read what the file says of its bands; GDAL calls 8-bit files of three or four pictures."""
+        data = self._dataset
+        names = data.descriptions
+        picture = self.dtype.itemsize == 1 and data.count in (3, 4) and any(names)
+        bands = []
+        for number, (name, kind) in enumerate(zip(names, data.colorinterp, strict=True), 1):
+            colour = kind.name if kind.name in COLOURS and not picture else None
+            tags = {**data.tags(number), **data.tags(number, ns="IMAGERY")}
+            bands.append(read_band(name or None, tags, colour, alpha=number == self._alpha))
+        return FileBands(tuple(bands), read_product(data.tags()), header.images - 1)
+
     def _stated(self) -> Stated:
         data = self._dataset
-        lines = [ScaleOffset(data.scales[band - 1], data.offsets[band - 1]) for band in self._bands]
-        band_tags = [data.tags(band) for band in self._bands]
+        lines = [ScaleOffset(scale, offset) for scale, offset in zip(data.scales, data.offsets, strict=True)]
+        band_tags = [data.tags(band) for band in data.indexes]
         return read_stated(lines, data.tags(), band_tags, integers=self.dtype.kind in "iu")
 
     def _date(self) -> str | None:
@@ -169,13 +198,14 @@ class GeoTiff:
             points_crs = points_crs or crs
             if points and points_crs is not None:
                 native = {"gcps": points, "crs": points_crs}
-                self.notes.append(
-                    "the file has ground control points only; they are copied, the grid is kept as it is"
-                )
+                text = "the file has ground control points only; they are copied, the grid is kept as it is"
+                self.notes.append(note("control_points", text))
             else:
-                self.notes.append("the file has no geotransform; the mask has none either")
+                text = "the file has no geotransform; the mask has none either"
+                self.notes.append(note("no_geotransform", text))
         if crs is None and points_crs is None:
-            self.notes.append("the file has no CRS; the mask has none either, and areas are in pixels only")
+            text = "the file has no CRS; the mask has none either, and areas are in pixels only"
+            self.notes.append(note("no_crs", text))
         transform = (
             None if affine.is_identity else (affine.a, affine.b, affine.c, affine.d, affine.e, affine.f)
         )
@@ -186,41 +216,71 @@ class GeoTiff:
         return Georeference(_crs_text(crs), transform, latitude, longitude, area, native)
 
     def _centre(self, crs: CRS, transform: tuple[float, ...]) -> tuple[float | None, float | None]:
-        a, b, c, d, e, f = transform
-        x, y = (a * self.width + b * self.height) / 2 + c, (d * self.width + e * self.height) / 2 + f
-        try:
-            longitudes, latitudes = reproject(crs, CRS.from_epsg(4326), [x], [y])
-        except BROKEN:
-            return None, None
-        longitude, latitude = longitudes[0], latitudes[0]
+        (longitude, latitude), *_ = self._on_earth(crs, transform, [(self.width / 2, self.height / 2)])
         if not (abs(latitude) <= 90 and math.isfinite(longitude)):
-            self.notes.append("the centre of the scene is nowhere on Earth by its CRS and geotransform")
+            self._note_off_earth()
             return None, None
         return latitude, (longitude + 180) % 360 - 180
+
+    def _on_earth(
+        self, crs: CRS, transform: tuple[float, ...], points: list[tuple[float, float]]
+    ) -> list[tuple[float, float]]:
+        """Return longitudes and latitudes on WGS 84 of columns and rows; infinite where PROJ knows none."""
+        a, b, c, d, e, f = transform
+        xs = [a * column + b * row + c for column, row in points]
+        ys = [d * column + e * row + f for column, row in points]
+        try:
+            longitudes, latitudes = reproject(crs, CRS.from_epsg(4326), xs, ys)[:2]
+        except BROKEN:
+            return [(math.inf, math.inf)] * len(points)
+        return list(zip(longitudes, latitudes, strict=True))
 
     def _pixel_area(self, crs: CRS, transform: tuple[float, ...]) -> PixelArea | None:
         if crs.is_geographic:
             return self._ellipsoid_area(crs, transform)
         if not crs.is_projected:
-            self.notes.append("the CRS is local, its unit on the ground unknown; areas are in pixels only")
+            self._note_no_areas("the CRS is local, its unit on the ground unknown")
             return None
-        if crs.to_epsg() == 3857:
-            self.notes.append(
-                "areas in Web Mercator (EPSG:3857) are larger than on the ground away from the equator"
-            )
         if transform[1] or transform[3]:
-            self.notes.append("the grid is rotated; it is kept as it is")
+            self.notes.append(note("rotated", "the grid is rotated; it is kept as it is"))
         try:
-            return PlaneArea(transform, crs.linear_units_factor[1])
+            area = PlaneArea(transform, crs.linear_units_factor[1])
         except BROKEN:
             return None
+        column, row = self.width / 2, self.height / 2
+        neighbours = [(column - 1, row), (column + 1, row), (column, row - 1), (column, row + 1)]
+        around = self._on_earth(crs, transform, neighbours)
+        if not all(math.isfinite(degrees) for point in around for degrees in point):
+            return area
+        factor = ground_area(around) / area.row(0)
+        if factor < LEAST_FACTOR:
+            self._note_off_earth()
+            return area
+        if abs(factor - 1) <= AREA_TOLERANCE:
+            return area
+        text = (
+            f"a pixel of this projection is {area.row(0):.4g} ha on its plane and {factor * area.row(0):.4g} "
+            "ha on the ground, at the centre of the scene; areas are computed with the latter"
+        )
+        self.notes.append(note("areas_scaled", text))
+        return PlaneArea(transform, crs.linear_units_factor[1], factor)
 
     def _ellipsoid_area(self, crs: CRS, transform: tuple[float, ...]) -> PixelArea | None:
         axes = ellipsoid(crs.to_wkt())
-        if transform[1] or transform[3] or axes is None:
-            self.notes.append("the grid is rotated against the parallels; areas are in pixels only")
+        if axes is None:
+            self._note_no_areas("the CRS names no ellipsoid")
+            return None
+        if transform[1] or transform[3]:
+            self._note_no_areas("the grid is rotated against the parallels")
             return None
         return EllipsoidArea(transform, crs.units_factor[1], *axes)
+
+    def _note_off_earth(self) -> None:
+        text = "the centre of the scene is nowhere on Earth by its CRS and geotransform"
+        self.notes.append(note("off_earth", text))
+
+    def _note_no_areas(self, reason: str) -> None:
+        self.notes.append(note("areas_unknown", f"{reason}; areas are in pixels only"))
 
 
 def _crs_text(crs: CRS | None) -> str | None:

@@ -18,7 +18,11 @@ TYPES = {
     (2, 16): "int16",
     (1, 32): "uint32",
     (2, 32): "int32",
+    (1, 64): "uint64",
+    (2, 64): "int64",
+    (3, 16): "float32",  # as GDAL reads them
     (3, 32): "float32",
+    (3, 64): "float64",
 }
 # Numbers of the TIFF tag; libtiff's list.
 COMPRESSIONS = {
@@ -28,6 +32,7 @@ COMPRESSIONS = {
 UNCOMPRESSED, JPEG = 1, 7
 PALETTE = 3
 PHOTOMETRICS = {0, 1, 2, 6}  # grey, grey, RGB, YCbCr
+BANDS_OF_A_FILE = 4096  # used or not: `indices` goes no further
 FREE_TILES = 64  # a small scene of one value is hardly longer than its header
 MEMORY_SHARE = 0.7  # of a decoder's memory, for the rows it works on
 SLACK = 1024 * 1024  # bytes that a compressed block may be longer than its pixels
@@ -84,10 +89,8 @@ def check_tiff(header: TiffHeader, file_bytes: int, request: SceneRequest) -> st
     check_size(header.width, header.height, file_bytes, request)
     if header.samples < 1:
         raise RasterBroken("the header says 0 bands")
-    if header.samples > request.limits.bands:
-        raise RasterTooLarge(
-            f"the raster has {header.samples} bands; at most {request.limits.bands} are allowed"
-        )
+    if header.samples > BANDS_OF_A_FILE:
+        raise RasterTooLarge(f"the raster has {header.samples} bands; at most {BANDS_OF_A_FILE} are allowed")
     dtype = _dtype(header.sample_types())
     if header.compression not in COMPRESSIONS:
         supported = ", ".join(sorted(set(COMPRESSIONS.values()), key=str.casefold))
@@ -104,6 +107,16 @@ def check_tiff(header: TiffHeader, file_bytes: int, request: SceneRequest) -> st
     return dtype
 
 
+def check_bands(used: int, request: SceneRequest) -> None:
+    """Refuse a request that uses too many bands.
+
+    Raises:
+        RasterTooLarge: it uses more than `limits.bands`.
+    """
+    if used > request.limits.bands:
+        raise RasterTooLarge(f"{used} bands are used; at most {request.limits.bands} are allowed")
+
+
 def _dtype(types: set[tuple[int, int]]) -> str:
     if len(types) > 1:
         raise RasterUnusable("its bands are of different types; all have to be of one")
@@ -112,8 +125,8 @@ def _dtype(types: set[tuple[int, int]]) -> str:
     if dtype is None:
         what = {2: "signed integers", 3: "floats", 5: "complex integers", 6: "complex numbers"}
         raise RasterUnusable(
-            f"its pixels are {bits}-bit {what.get(kind, 'integers')}; supported are integers of 8, 16 or 32 "
-            f"bits, and floats of 32"
+            f"its pixels are {bits}-bit {what.get(kind, 'integers')}; supported are integers of 8, 16, 32 or "
+            "64 bits, and floats of 16, 32 or 64"
         )
     return dtype
 

@@ -10,7 +10,8 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from baton_geo.errors import RasterBroken, RasterTooLarge, RasterUnusable
-from baton_geo.raster.messages import SceneRequest
+from baton_geo.raster.messages import SceneRequest, note
+from baton_geo.raster.pixels.bands import FileBand, FileBands
 from baton_geo.raster.pixels.calibration import ScaleOffset, Stated
 from baton_geo.raster.pixels.values import Pixels, Valid
 from baton_geo.raster.reading.headers import MEMORY_SHARE, check_image_model, check_size
@@ -64,16 +65,18 @@ class ImageSource:
             raise RasterTooLarge(f"a {kind} of {pixels} pixels does not fit into a decoder; send a GeoTIFF")
         self.width, self.height = self._upright_size()
         self.dtype: np.dtype[Any] = np.dtype("uint8")
-        self.names: tuple[str | None, ...] = ("RED", "GREEN", "BLUE")
+        self.bands = FileBands((FileBand("RED"), FileBand("GREEN"), FileBand("BLUE")))
         self.nodata: float | None = None
-        self.stated = Stated((ScaleOffset(),) * len(self.names))
+        self.stated = Stated((ScaleOffset(),) * 3)
         self.block_height, self.first_look = 1, pixels * 3
         self.place = Georeference()
         self.acquired: str | None = None
-        self.notes = [f"a {kind} has no CRS; the mask has none either, and areas are in pixels only"]
+        self.notes = [
+            note("no_crs", f"a {kind} has no CRS; the mask has none either, and areas are in pixels only")
+        ]
         frames = getattr(self._image, "n_frames", 1)
         if frames > 1:
-            self.notes.append(f"the {kind} has {frames} frames; the first is used")
+            self.notes.append(note("first_image", f"the {kind} has {frames} frames; the first is used"))
         self._pixels: Pixels | None = None
         self._clear: Valid | None = None
 
@@ -83,7 +86,7 @@ class ImageSource:
         for place, band in enumerate(bands):
             out[place] = pixels[top : top + out.shape[1], left : left + out.shape[2], band]
 
-    def hidden(self, top: int, left: int, rows: int, columns: int) -> Valid | None:
+    def hidden(self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]) -> Valid | None:
         """See `Source`."""
         self._decode()
         return None if self._clear is None else self._clear[top : top + rows, left : left + columns]

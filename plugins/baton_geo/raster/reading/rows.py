@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baton_geo.raster.pixels.values import Pixels, RangeCheck, Valid, find_valid
+from baton_geo.raster.pixels.values import PixelCheck, Pixels, Valid
 from baton_geo.raster.reading.source import Source
 
 AT_ONCE = 64  # rows whose nodata and range are checked together
@@ -70,8 +70,7 @@ class Rows:
     Args:
         source: the raster.
         bands: indices from 0, in the model's order.
-        nodata: of the file or the model.
-        check: counts values out of range.
+        check: finds the pixels that hold data, and counts what is odd.
         thumbnail: filled while rows are read.
     """
 
@@ -79,11 +78,10 @@ class Rows:
         self,
         source: Source,
         bands: tuple[int, ...],
-        nodata: float | None,
-        check: RangeCheck,
+        check: PixelCheck,
         thumbnail: Thumbnail,
     ) -> None:
-        self._source, self._bands, self._nodata = source, bands, nodata
+        self._source, self._bands = source, bands
         self._check, self._thumbnail = check, thumbnail
         self._top = self._end = 0  # the rows in _raw
         self._raw: Pixels = np.empty((0, len(bands), source.width), source.dtype)
@@ -124,10 +122,10 @@ class Rows:
         fresh = self._raw[self._end - self._top : end - self._top]
         self._source.read(self._end, 0, self._bands, fresh.transpose(1, 0, 2))
         valid = np.empty((len(fresh), self._source.width), np.bool_)
-        hidden = self._source.hidden(self._end, 0, len(fresh), self._source.width)
+        hidden = self._source.hidden(self._end, 0, len(fresh), self._source.width, self._bands)
         for row in range(0, len(fresh), AT_ONCE):
             part = slice(row, row + AT_ONCE)
-            valid[part] = find_valid(fresh[part], self._nodata)
+            valid[part] = self._check.find(fresh[part])
             if hidden is not None:
                 valid[part] &= ~hidden[part]
             self._check.count(fresh[part], valid[part])

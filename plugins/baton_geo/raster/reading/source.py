@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from baton_geo.raster.pixels.areas import PixelArea
+from baton_geo.raster.pixels.bands import FileBands
 from baton_geo.raster.pixels.calibration import Stated
 from baton_geo.raster.pixels.values import Pixels, Valid
 
@@ -40,20 +41,20 @@ class Source(Protocol):
         width: pixels.
         height: pixels.
         dtype: of the pixels.
-        names: of the bands without the alpha band.
+        bands: what the file says of its bands.
         nodata: value stated by the file; None: it states none.
         stated: scales and offsets stated by the file.
         block_height: rows that are decoded together.
         first_look: bytes to decode for a single pixel.
         place: georeference.
         acquired: date or date and time, ISO 8601; None: unknown.
-        notes: assumptions and missing information, one sentence each.
+        notes: assumptions and missing information.
     """
 
     width: int
     height: int
     dtype: np.dtype[Any]
-    names: tuple[str | None, ...]
+    bands: FileBands
     nodata: float | None
     stated: Stated
     block_height: int
@@ -69,8 +70,10 @@ class Source(Protocol):
             RasterBroken: the rows cannot be decoded.
         """
 
-    def hidden(self, top: int, left: int, rows: int, columns: int) -> Valid | None:
+    def hidden(self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]) -> Valid | None:
         """Return the pixels that the file's mask or alpha band hides, (rows, columns); None: it has neither.
+
+        An alpha band that is among the bands in use hides nothing.
 
         Raises:
             RasterBroken: the rows cannot be decoded.

@@ -1,23 +1,90 @@
-"""Read scale and offset from a file's tags, and detect satellite products that need an offset."""
+"""Read what a file's tags say of its numbers and bands: scale, offset, product, names, wavelengths."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from baton_geo.raster.pixels.calibration import ScaleOffset, Stated
+from baton_geo.raster.messages import note
+from baton_geo.raster.pixels.bands import FileBand, wavelength
+from baton_geo.raster.pixels.calibration import ProductUnit, ScaleOffset, Stated
 
 Tags = Mapping[str, str]
 VALUE_CHARACTERS = 4096  # characters of a tag's value
 # Since baseline 04.00 (January 2022) Sentinel-2's numbers are reflectance x 10000 + 1000; ESA calls the
 # offset RADIO_ADD_OFFSET (level 1C) and BOA_ADD_OFFSET (level 2A) in a product's own metadata.
 SHIFTED_SINCE = 4.0
-PRODUCT = re.compile(r"S2[A-D]_MSIL(1C|2A)_\d{8}T\d{6}_N(\d\d)(\d\d)_", re.ASCII)
+SENTINEL = re.compile(r"S2[A-D]_MSIL(1C|2A)_\d{8}T\d{6}_N(\d\d)(\d\d)_", re.ASCII)
+DATATAKE = re.compile(r"GS2[A-D]_\d{8}T\d{6}_\d{6}_N(\d\d\.\d\d)", re.ASCII)
 BASELINE = re.compile(r"\s*(\d{1,2}\.\d{1,2})\s*", re.ASCII)
+LANDSAT = re.compile(r"L([COTEM])0([4-9])_L(\d)([A-Z]{2})_\d{6}_\d{8}_\d{8}_(\d\d)_", re.ASCII)
+HLS = re.compile(r"HLS\.([SL])30\.", re.ASCII)
+PLATFORM = re.compile(r"(sentinel|landsat)[-_ ]?0?(\d)", re.IGNORECASE | re.ASCII)
+PLATFORM_TAGS = ("platform", "spacecraft", "satellite", "mission", "constellation")
 PREFIXED = re.compile(r"(\w+)=(.*)", re.DOTALL)
 SENTINEL_OFFSETS = ("boa_add_offset", "radio_add_offset")
 APPLIED = ("true", "1", "yes")
+NAME_CHARACTERS = 200
+# Ends of names of tags, without spaces and underscores.
+NAME_TAGS = ("bandname", "commonname")
+WAVELENGTH_TAGS = ("wavelength", "wavelengthum", "wavelengthnm")
+MICROMETRES_BELOW = 100.0  # no satellite band is at 100 nm, none used here at 100 micrometres
+
+
+def read_band(name: str | None, tags: Tags, colour: str | None, *, alpha: bool) -> FileBand:
+    """Read what a file says of one band.
+
+    Args:
+        name: its description.
+        tags: of the band, of every domain.
+        colour: its colour interpretation.
+        alpha: whether the file marks it as the alpha band.
+    """
+    known = {re.sub(r"[\s_:]+", "", key): value for key, value in _plain(tags).items()}
+    name = name and name[:NAME_CHARACTERS]
+    names = tuple(
+        value[:NAME_CHARACTERS] for key, value in known.items() if key.endswith(NAME_TAGS) and value.strip()
+    )
+    stated = (_nanometres(value) for key, value in known.items() if key.endswith(WAVELENGTH_TAGS))
+    said = (wavelength(text) for text in (name, *names) if text)
+    return FileBand(name, names, next((nm for nm in (*stated, *said) if nm), None), colour, alpha)
+
+
+def _nanometres(text: str) -> float | None:
+    """Read a wavelength with or without its unit: micrometres are small numbers."""
+    if (nm := wavelength(text)) is not None:
+        return nm
+    number = _number({"": text}, "")
+    if number is None or number <= 0:
+        return None
+    return number * 1000 if number < MICROMETRES_BELOW else number
+
+
+def read_product(tags: Tags) -> str | None:
+    """Return which of `bands.PRODUCTS` numbered the bands, if the file's tags say."""
+    plain = _plain(tags)
+    text = "\n".join(plain.values())
+    if (hls := HLS.search(text)) is not None:
+        return "Sentinel-2" if hls[1] == "S" else "Landsat 8-9"
+    if (landsat := LANDSAT.search(text)) is not None:
+        return _landsat(landsat[2]) if landsat[1] != "M" else None
+    if SENTINEL.search(text) or DATATAKE.search(text):
+        return "Sentinel-2"
+    for name, value in plain.items():
+        if any(part in name for part in PLATFORM_TAGS) and (found := PLATFORM.search(value)) is not None:
+            return (
+                _landsat(found[2])
+                if found[1].casefold() == "landsat"
+                else "Sentinel-2"
+                if found[2] == "2"
+                else None
+            )
+    return None
+
+
+def _landsat(number: str) -> str | None:
+    return "Landsat 8-9" if number in "89" else "Landsat 4-7" if number in "4567" else None
 
 
 def read_stated(
@@ -25,8 +92,9 @@ def read_stated(
 ) -> Stated:
     """Read the scales and offsets that a file states.
 
-    A band's scale and offset as GDAL knows them come first; then the tags `scale_factor` and `add_offset`, of
-    the band or of the file; then, of integers, Sentinel-2's `BOA_ADD_OFFSET` and `RADIO_ADD_OFFSET`.
+    They are a band's scale and offset as GDAL knows them; the tags `scale_factor` and `add_offset`, of the
+    band or of the file; and of integers Sentinel-2's `BOA_ADD_OFFSET` and `RADIO_ADD_OFFSET`, which are in
+    the file's numbers, unless the file says that they are taken off. Two that differ are a conflict.
 
     Args:
         lines: scale and offset of each band, as GDAL knows them.
@@ -36,12 +104,24 @@ def read_stated(
     """
     whole = _plain(tags)
     each = [whole | _plain(own) for own in band_tags]
-    removed = _is_offset_removed(whole)
-    shifted = integers and not removed  # a provider that removed the offset may have left its tags
+    read = [_of_band(line, known, integers) for line, known in zip(lines, each, strict=True)]
+    removed = next((by for known in (whole, *each) if (by := _removed_by(known))), None)
+    shifted = integers and not removed
     offsets = ("add_offset", *(SENTINEL_OFFSETS if shifted else ()))
-    bands = tuple(_of_band(line, known, shifted) for line, known in zip(lines, each, strict=True))
     without = any(_number(known, name) == 0 for known in each for name in offsets)  # a stated 0 is deliberate
-    return Stated(bands, None if without or removed else _shifted(whole))
+    left = next(
+        (name for known in each for name in SENTINEL_OFFSETS if removed and _number(known, name)), None
+    )
+    text = (
+        f"the file has {(left or '').upper()}, and says ({removed}) that the offset is taken off; none is "
+        "taken off"
+    )
+    return Stated(
+        tuple(line for line, _ in read),
+        None if without or removed else _product(whole, integers=integers),
+        tuple(conflict for _, conflict in read),
+        (note("offset_removed", text),) if left else (),
+    )
 
 
 def _plain(tags: Tags) -> dict[str, str]:
@@ -50,21 +130,39 @@ def _plain(tags: Tags) -> dict[str, str]:
     for name, value in tags.items():
         prefixed = PREFIXED.fullmatch(str(value)[:VALUE_CHARACTERS])
         own, text = prefixed.groups() if prefixed else (str(name), str(value)[:VALUE_CHARACTERS])
-        plain[own.casefold()] = text
+        plain[own.casefold().rpartition(":")[2]] = text
     return plain
 
 
-def _of_band(line: ScaleOffset, tags: Tags, shifted: bool) -> ScaleOffset:
-    """Combine GDAL's scale and offset with the tags'; Sentinel-2's offsets are in the file's numbers."""
-    if line.offset:
-        return line
-    scale = line.scale if line.scale != 1 else _number(tags, "scale_factor")
+def _of_band(line: ScaleOffset, tags: Tags, integers: bool) -> tuple[ScaleOffset, str]:
+    """Return a band's scale and offset, and what contradicts itself in them."""
+    removed = _removed_by(tags)
+    scales = {"GDAL": line.scale if line.scale != 1 else None, "scale_factor": _number(tags, "scale_factor")}
+    scale, conflict = _agreed("scale", scales)
     scale = 1.0 if scale is None else scale
-    offset = _number(tags, "add_offset")
-    if offset is None and shifted:
-        shifts = (_number(tags, name) for name in SENTINEL_OFFSETS)
-        offset = next((shift * scale for shift in shifts if shift is not None), None)
-    return ScaleOffset(scale, offset or 0.0)
+    offsets = {"GDAL": line.offset or None, "add_offset": _number(tags, "add_offset")}
+    if integers and not removed:
+        offsets |= {name.upper(): _scaled(_number(tags, name), scale) for name in SENTINEL_OFFSETS}
+    offset, other = _agreed("offset", offsets)
+    if removed and offset:
+        other = f"the file states an offset of {offset:g}, and says ({removed}) that it is taken off already"
+    return ScaleOffset(scale, offset or 0.0), conflict or other
+
+
+def _scaled(number: float | None, scale: float) -> float | None:
+    return None if number is None else number * scale
+
+
+def _agreed(what: str, stated: Mapping[str, float | None]) -> tuple[float | None, str]:
+    """Return the first number that is stated, and a sentence if another one differs."""
+    known = {origin: number for origin, number in stated.items() if number is not None}
+    if not known:
+        return None, ""
+    (origin, first), *others = known.items()
+    for other, number in others:
+        if not math.isclose(first, number, rel_tol=1e-6):
+            return first, f"the file states two {what}s: {first:g} ({origin}) and {number:g} ({other})"
+    return first, ""
 
 
 def _number(tags: Tags, name: str) -> float | None:
@@ -75,21 +173,48 @@ def _number(tags: Tags, name: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _is_offset_removed(tags: Tags) -> bool:
-    """Return whether the tags say that a provider, or HLS, has removed Sentinel-2's offset."""
-    return tags.get("boa_offset_applied", "").strip().casefold() in APPLIED or "hls_processing_time" in tags
+def _removed_by(tags: Tags) -> str | None:
+    """Return the tag by which a provider, or HLS, says that Sentinel-2's offset is removed."""
+    if "hls_processing_time" in tags:
+        return "HLS_PROCESSING_TIME"
+    for name, value in tags.items():
+        if name.endswith("boa_offset_applied") and value.strip().casefold() in APPLIED:
+            return f"boa_offset_applied={value.strip()[:8]}"
+    return None
 
 
-def _shifted(tags: Tags) -> str | None:
-    """Name the product and its baseline, if the tags name one whose numbers contain an offset."""
-    for value in tags.values():
-        found = PRODUCT.search(value)
-        if found is not None:
-            level, major, minor = found.groups()
-            return _shifted_product(f"Sentinel-2 L{level}", f"{major}.{minor}")
-    found = BASELINE.fullmatch(tags.get("processing_baseline", ""))
-    return None if found is None else _shifted_product("Sentinel-2", found[1])
+def _product(tags: Tags, *, integers: bool) -> ProductUnit | None:
+    """Return the product that the tags name, if its numbers are not reflectance x 10000."""
+    text = "\n".join(tags.values())
+    if HLS.search(text):
+        return None
+    landsat = LANDSAT.search(text)
+    if landsat is not None and integers:
+        return _landsat_product(landsat)
+    for product, baseline in _baselines(tags, text):
+        if float(baseline) >= SHIFTED_SINCE:
+            name = f"{product} of processing baseline {baseline}"
+            return ProductUnit(name, "reflectance x 10000 + 1000", None, -0.1)
+    return None
 
 
-def _shifted_product(product: str, baseline: str) -> str | None:
-    return f"{product} of processing baseline {baseline}" if float(baseline) >= SHIFTED_SINCE else None
+def _landsat_product(found: re.Match[str]) -> ProductUnit | None:
+    """Return the unit of collection 2's numbers; the name of collection 1's does not say its level."""
+    _, number, level, kind, collection = found.groups()
+    if collection == "01":
+        return None
+    name = f"Landsat {number} level {level} ({kind}) of collection {int(collection)}"
+    if level == "2":
+        return ProductUnit(name, "(reflectance + 0.2) / 0.0000275", 2.75e-5, -0.2)
+    return ProductUnit(name, "counts, by default (reflectance + 0.1) / 0.00002 (its MTL says)", 2e-5, -0.1)
+
+
+def _baselines(tags: Tags, text: str) -> Iterator[tuple[str, str]]:
+    """Yield every product and processing baseline that the tags name."""
+    for level, major, minor in SENTINEL.findall(text):
+        yield f"Sentinel-2 L{level}", f"{major}.{minor}"
+    for baseline in DATATAKE.findall(text):
+        yield "Sentinel-2", baseline
+    for name, value in tags.items():
+        if name.endswith("processing_baseline") and (own := BASELINE.fullmatch(value)) is not None:
+            yield "Sentinel-2", own[1]

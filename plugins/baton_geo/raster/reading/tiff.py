@@ -6,8 +6,10 @@ and 15; BigTIFF (AWare Systems, 2007).
 
 from __future__ import annotations
 
+import io
 import os
 import struct
+import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,8 @@ SUBFILE, WIDTH, HEIGHT, BITS, COMPRESSION, PHOTOMETRIC = 254, 256, 257, 258, 259
 STRIP_OFFSETS, SAMPLES, ROWS_PER_STRIP, STRIP_COUNTS, PLANAR = 273, 277, 278, 279, 284
 TILE_WIDTH, TILE_HEIGHT, TILE_OFFSETS, TILE_COUNTS, SAMPLE_FORMAT = 322, 323, 324, 325, 339
 REDUCED_OR_MASK = 0b101  # bits of SUBFILE
+ASCII = 2  # the type of texts
+TEXT_BYTES = 1024 * 1024  # a longer text is not looked at
 # The types whose values are whole numbers: BYTE, SHORT, LONG, IFD, LONG8, IFD8.
 INTEGERS = {1: "u1", 3: "u2", 4: "u4", 13: "u4", 16: "u8", 18: "u8"}
 
@@ -113,6 +117,28 @@ class TiffHeader:
             raise RasterBroken(f"the TIFF header says where {len(offsets)} of {wanted} strips or tiles lie")
         return offsets[:wanted], counts[:wanted]
 
+    def foreign_texts(self) -> dict[int, bytes]:
+        """Return, by their places in the file, the texts that are not UTF-8, with plain letters for the
+        others.
+
+        Band names, tags and names of CRSs are often Latin-1, which rasterio takes for damage.
+        """
+        texts = {}
+        for tag in self._tags.values():
+            if tag.type != ASCII or not 0 < tag.count <= TEXT_BYTES:
+                continue
+            place = tag.place
+            if tag.count > self._layout.inline:
+                place = self._unpack(self._layout.offset, place, self._layout)
+            if place + tag.count > self._size:
+                continue  # GDAL leaves it out
+            text = self._read(place, tag.count)
+            try:
+                text.decode()
+            except UnicodeDecodeError:
+                texts[place] = _plain_letters(text)
+        return texts
+
     def _start(self) -> tuple[Layout, int]:
         head = os.pread(self._fd, 16, 0)
         order = "<" if head[:2] == b"II" else ">"
@@ -186,3 +212,46 @@ class TiffHeader:
         kind: np.dtype[Any] = np.dtype(self._layout.order + INTEGERS[entry.type])
         data = self._read(entry.place, min(entry.count, at_most) * kind.itemsize)
         return np.frombuffer(data, kind).astype(np.uint64)
+
+
+def _plain_letters(text: bytes) -> bytes:
+    """Return a Latin-1 text in ASCII, as long as it was: letters without their marks, else question marks."""
+    letters = (unicodedata.normalize("NFKD", letter)[0] for letter in text.decode("latin-1"))
+    return "".join(letters).encode("ascii", "replace")
+
+
+class PlainTexts(io.RawIOBase):
+    """A file as it is, but for some bytes of its texts.
+
+    Args:
+        fd: the file.
+        texts: bytes to read instead of the file's, by their place.
+    """
+
+    def __init__(self, fd: int, texts: dict[int, bytes]) -> None:
+        self._fd, self._texts = fd, texts
+        self._size = os.fstat(fd).st_size
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
+        return self._place
+
+    def read(self, size: int = -1) -> bytes:
+        data = bytearray(os.pread(self._fd, self._size if size < 0 else size, self._place))
+        begin, end = self._place, self._place + len(data)
+        for place, text in self._texts.items():
+            first, last = max(begin, place), min(end, place + len(text))
+            if first < last:
+                data[first - begin : last - begin] = text[first - place : last - place]
+        self._place = end
+        return bytes(data)
