@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.renderers import renderer_from_config  # after the skip
-from vllm.v1.engine.input_processor import InputProcessor  # after the skip
+from support.unasked_engine import UnaskedEngine, handlers_on  # after the skip
 
 from baton.config.groups import EngineSettings  # after the skip
 from baton.config.settings import load_settings  # after the skip
 from baton.engines.port import Operation  # after the skip
-from baton.engines.vllm import arguments, handlers  # after the skip
-from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient  # after the skip
+from baton.engines.vllm import handlers  # after the skip
+from baton.engines.vllm.client import CURRENT_CALL, Call  # after the skip
 from baton.errors import InvalidRequest  # after the skip
 from baton.http.validation.constraints import doubtful_grammars  # after the skip
 from baton.models.store import ModelStore  # after the skip
@@ -26,41 +25,13 @@ from baton.telemetry.ids import RequestContext  # after the skip
 pytestmark = pytest.mark.fault("E14")
 
 
-class Engine:
-    """What vLLM's serving handlers see of an engine; it notes which grammars it was given."""
-
-    errored = False
-
-    def __init__(self, settings: EngineSettings) -> None:
-        self.vllm_config = arguments.engine_args(settings, settings.model).create_engine_config()
-        self.model_config = self.vllm_config.model_config
-        self.renderer = renderer_from_config(self.vllm_config)
-        self.input_processor = InputProcessor(self.vllm_config, self.renderer)
-        self.given: list[Any] = []
-
-    async def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
-
-    async def is_tracing_enabled(self) -> bool:
-        return False
-
-    def check_admission(self, _count: int = 1) -> None:
-        pass
-
-    async def generate(self, _prompt: Any, params: Any, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        self.given.append(params.structured_outputs)
-        raise InvalidRequest("enough")
-        yield
-
-
 class Gateway:
     """One engine that takes tools behind vLLM's serving handlers, on an event loop of its own."""
 
     def __init__(self, settings: EngineSettings, runner: asyncio.Runner) -> None:
         self._runner = runner
-        self.engine = Engine(settings)
-        client = WatchedClient(self.engine, None)  # type: ignore[arg-type]  # stands for an engine
-        self._handlers = runner.run(handlers.Handlers.build(client, arguments.serving_namespace(settings)))
+        self.engine = UnaskedEngine(settings)
+        self._handlers = runner.run(handlers_on(self.engine, settings))
 
     def tried(self, operation: Operation, body: dict[str, Any], *, refused: bool) -> list[Mapping[str, Any]]:
         """Ask; return the grammars that were tried."""
@@ -128,13 +99,13 @@ def test_what_vllm_makes_of_tools_is_tried_before_the_engine_gets_it(
     gateway: Gateway, operation: Operation, body: dict[str, Any], *, stream: bool
 ) -> None:
     body = ASKED[operation] | body | {"stream": stream}
-    gateway.engine.given.clear()
+    gateway.engine.grammars.clear()
     (tried,) = gateway.tried(operation, body, refused=True)
-    assert not gateway.engine.given, "the engine got it first"
+    assert not gateway.engine.grammars, "the engine got it first"
     (grammar,) = doubtful_grammars(tried, "tools")
     assert "look" in grammar.text
     gateway.tried(operation, body, refused=False)
-    assert gateway.engine.given[0].structural_tag == tried["structural_tag"]
+    assert gateway.engine.grammars[0].structural_tag == tried["structural_tag"]
 
 
 def test_a_request_without_a_grammar_is_not_held_up(gateway: Gateway) -> None:
