@@ -107,7 +107,7 @@ async def operate(
     """Answer a request that was admitted and whose body has been read."""
     gateway = gateway_of(request)
     await check(request, body)
-    engine = gateway.fleet.pick(body.get("model"))
+    engine = gateway.fleet.pick(body.get("model"), pools=operation.pools)
     state_of(request.scope).model = engine.name
     work = _respond(request, gateway, engine, operation, body, finish)
     return await unless_gone(request, work)

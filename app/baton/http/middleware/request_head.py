@@ -29,6 +29,8 @@ class RequestHeadMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             refuse_bad_head(scope)
+            if scope["method"] == "HEAD":  # routes answer it as GET; the server leaves the content out
+                scope = scope | {"method": "GET"}
         await self._app(scope, receive, send)
 
 
