@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
 import re
 import socket
 import threading
@@ -14,9 +16,20 @@ from typing import Any
 import httpx
 import pytest
 
-from baton_client import BadAnswer, Baton, ConnectionLost, Overloaded, ServerFailed, TimedOut
+from baton_client import (
+    ApiError,
+    BadAnswer,
+    Baton,
+    BatonError,
+    ConnectionLost,
+    Overloaded,
+    ServerFailed,
+    TimedOut,
+)
 from baton_client.call import Call, Reply
 from baton_client.retries import Retries, retry_after
+from baton_client.values import SceneAnswer
+from baton_client.wire import OF_A_FILE
 
 BUSY = b'{"error": {"message": "The engine\'s queue is full.", "code": "engine_overloaded", "param": null}}'
 GATEWAY_LOST_BODY = b'{"error": {"message": "gone", "param": null, "code": "gateway_lost"}}'
@@ -176,3 +189,61 @@ def test_what_is_no_gateway_is_told_from_one(pauses: list[float]) -> None:
         list(baton.handoffs.list())
     with scripted(answer(302, b"")) as (baton, _), pytest.raises(Exception, match="HTTP 302"):
         list(baton.handoffs.list())
+
+
+@pytest.mark.fault("F10")
+@pytest.mark.parametrize("status", [200, 503, 400])
+@pytest.mark.parametrize("deep", [b"[" * 100_000, b"[" * 100_000 + b"]" * 100_000, b'{"error":' * 100_000])
+def test_an_answer_that_is_nested_too_deep_is_an_error_of_the_client(
+    status: int, deep: bytes, pauses: list[float]
+) -> None:
+    with scripted(*[answer(status, deep)] * 3) as (baton, _), pytest.raises(BatonError) as caught:
+        list(baton.handoffs.list())
+    assert isinstance(caught.value, BadAnswer if status == 200 else ApiError)
+    with pytest.raises(ValueError, match="nested"):
+        SceneAnswer("application/json", deep.partition(b"]")[0], None).json()
+
+
+@pytest.mark.fault("F10")
+def test_an_answer_has_a_bound(tmp_path: Path, pauses: list[float]) -> None:
+    """In memory and in a file, of which nothing is left."""
+    large = answer(200, b"x" * 5000)
+    with (
+        scripted(large, large, max_answer_bytes=4999) as (baton, _),
+        pytest.raises(BadAnswer, match="max_answer_bytes"),
+    ):
+        list(baton.handoffs.list())
+    with scripted(large, max_answer_bytes=5000 // OF_A_FILE) as (baton, _), pytest.raises(BadAnswer):
+        baton.scene("flood", b"x", target=tmp_path / "mask.tif")
+    assert list(tmp_path.iterdir()) == []
+    with scripted(large, max_answer_bytes=5000) as (baton, _):
+        assert baton.scene("flood", b"x").content == b"x" * 5000
+
+
+@pytest.mark.fault("F10")
+def test_a_compressed_answer_is_not_unpacked(pauses: list[float]) -> None:
+    bomb = answer(200, gzip.compress(b" " * 10**7), "Content-Encoding: gzip")
+    with scripted(bomb) as (baton, heard), pytest.raises(BadAnswer, match="compressed"):
+        list(baton.handoffs.list())
+    assert b"accept-encoding: identity" in heard[0].lower()
+
+
+@pytest.mark.fault("F10")
+def test_an_error_rules_no_terminal(pauses: list[float]) -> None:
+    told = {
+        name: f"\x1b]0;{name}\x07\x9b2J\u202e\nnext" for name in ("message", "code", "param", "request_id")
+    }
+    with (
+        scripted(answer(400, json.dumps({"error": told}).encode())) as (baton, _),
+        pytest.raises(ApiError) as caught,
+    ):
+        baton.chat("a", "11")
+    error = caught.value
+    for text in (str(error), error.message, error.code, error.param, error.request_id):
+        assert text is not None
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+        assert "\\x1b]0;" in text
+    assert "\n" in error.message
+    with pytest.raises(BadAnswer) as bad, scripted(answer(200, b'{"data": [{}], "\x1b": 1}')) as (baton, _):
+        list(baton.handoffs.list())
+    assert "\x1b" not in str(bad.value)

@@ -135,7 +135,10 @@ TRICKS = (
     "/livez%0d%0a",
     "//livez",
     "http://elsewhere/v1/models",
-    "http://127.0.0.1/livez",
+    "http://elsewhere//livez",
+    "http://elsewhere/livez/../v1/models",
+    "http://elsewhere@127.0.0.1/livez",
+    "http:///livez",
     "*",
 )
 

@@ -148,11 +148,17 @@ def test_one_host_is_named_and_no_other_header_stands_for_it(
     assert ask(keyless, lines, version=version) == status
 
 
-@pytest.mark.parametrize("target", ["http://evil.example/v1/models", "http://localhost/v1/models"])
 @pytest.mark.parametrize("host", ["localhost", "evil.example"])
-def test_a_target_that_names_a_host_reaches_no_route(keyless: FakeGateway, target: str, host: str) -> None:
-    sent = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
-    assert statuses(answer_to(keyless, sent)) in ([404], [421])
+def test_a_target_that_names_a_host_is_held_to_that_host(keyless: FakeGateway, host: str) -> None:
+    for target, status in (("http://evil.example/v1/models", 421), ("http://localhost/v1/models", 200)):
+        sent = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+        assert statuses(answer_to(keyless, sent)) == [status]
+
+
+def test_a_check_that_names_no_host_is_answered(keyless: FakeGateway) -> None:
+    """Load balancers ask so; a browser always names the host, and HTTP/1.1 demands it."""
+    for route, status in (("/livez", 200), ("/readyz", 200), ("/version", 200), ("/v1/models", 421)):
+        assert statuses(answer_to(keyless, f"GET {route} HTTP/1.0\r\n\r\n".encode())) == [status]
 
 
 def test_the_refusal_of_a_host_names_the_setting(keyless: FakeGateway) -> None:

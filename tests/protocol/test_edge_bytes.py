@@ -229,3 +229,68 @@ def test_a_body_in_chunks_of_a_sensible_size_passes(gateway: FakeGateway) -> Non
     chunked = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
     head = b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
     assert statuses(answer_to(gateway, POST + head + chunked)) == [200]
+
+
+ENDS = b"Connection: close\r\n\r\n"
+BEFORE = {
+    "an empty line": ([b"\r\n" + GET + ENDS], [200]),
+    "an empty line in pieces": ([b"\r", b"\n", GET + ENDS], [200]),
+    "an empty line and no request": ([b"\r\n", b""], []),
+    "an empty line after a body": ([request() + b"\r\n" + GET + ENDS], [200, 200]),
+    "an empty line before each": ([b"\r\n" + GET + b"\r\n", b"\r\n" + GET + ENDS], [200, 200]),
+    "two empty lines": ([b"\r\n\r\n" + GET + ENDS], [400]),
+    "a bare return": ([b"\r" + GET + ENDS], [400]),
+    "a space": ([b" " + GET + ENDS], [400]),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+@pytest.mark.fault("E16")
+def test_an_empty_line_before_a_request_is_skipped(gateway: FakeGateway, name: str) -> None:
+    """RFC 9112, section 2.2: clients send one after a body."""
+    pieces, expected = BEFORE[name]
+    answer = b""
+    with connect(gateway) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+            time.sleep(0.02)
+        answer = rest_of(connection)
+    assert statuses(answer) == expected
+
+
+TARGETS = {
+    "http://localhost/livez": 200,
+    "HTTP://localhost:8000/livez": 200,
+    "https://127.0.0.1/livez?a=b": 200,
+    "http://localhost": 404,
+    "http://localhost?a": 404,
+    "http://localhost/v1/models": 200,
+    "http://localhost/v1/completions": 405,
+    "http://evil.example/livez": 421,
+    "http:///livez": 400,
+    "http://a@localhost/livez": 400,
+    "http://local host/livez": 400,
+    "ftp://localhost/livez": 404,
+    "http:/localhost/livez": 404,
+    "//localhost/livez": 404,
+}
+
+
+@pytest.mark.parametrize("host", ["localhost", "evil.example"])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.fault("E16")
+def test_an_absolute_target_is_answered_under_its_own_host(
+    gateway: FakeGateway, target: str, host: str
+) -> None:
+    """RFC 9112, section 3.2.2: whatever the `Host` header names."""
+    sent = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+    status = TARGETS[target]
+    if host != "localhost" and not target.lower().startswith(("http://", "https://")):
+        status = 421
+    assert statuses(answer_to(gateway, sent)) == [status]
+
+
+@pytest.mark.fault("E16")
+def test_an_absolute_target_of_http_1_0_needs_no_host_header(gateway: FakeGateway) -> None:
+    assert statuses(answer_to(gateway, b"GET http://localhost/v1/models HTTP/1.0\r\n\r\n")) == [200]
+    assert statuses(answer_to(gateway, b"GET http://evil.example/v1/models HTTP/1.0\r\n\r\n")) == [421]

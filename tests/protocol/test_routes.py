@@ -9,6 +9,7 @@ import time
 
 import httpx
 import pytest
+from starlette.routing import Route
 from support.gateways import FakeGateway, Held, run_fake
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
@@ -50,6 +51,96 @@ def test_a_missing_or_odd_model_is_a_400_when_several_are_served(
     with fake_gateway.client() as client:
         response = client.post("/v1/completions", json=TEXT | {"model": model})
     assert (response.status_code, error_of(response)["param"]) == (400, "model")
+
+
+@pytest.mark.fault("E16")
+@pytest.mark.parametrize(
+    ("model", "near"), [("ALPHA", "alpha"), ("alpah", "alpha"), ("org/beta", "beta"), ("gpt-4", None)]
+)
+def test_an_unknown_model_is_told_the_nearest(
+    fake_gateway: FakeGateway, model: str, near: str | None
+) -> None:
+    with fake_gateway.client() as client:
+        for answer in (
+            client.post("/v1/chat/completions", json=CHAT | {"model": model}),
+            client.get(f"/v1/models/{model}"),
+        ):
+            assert answer.status_code == 404
+            message = str(error_of(answer)["message"])
+            assert (f"Did you mean '{near}'?" in message) if near else ("mean" not in message)
+
+
+@pytest.mark.fault("E16")
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/message", "/v1/messages"),
+        ("/V1/Models", "/v1/models"),
+        ("/wp-login.php", None),
+        ("/" + "x" * 8000, None),
+    ],
+)
+def test_an_unknown_path_is_told_the_nearest(fake_gateway: FakeGateway, path: str, near: str | None) -> None:
+    with fake_gateway.client() as client:
+        answer = client.post(path, json=CHAT)
+    assert answer.status_code == 404
+    message = str(error_of(answer)["message"])
+    assert (f"Did you mean '{near}'?" in message) if near else ("mean" not in message)
+
+
+def methods_of(gateway: FakeGateway) -> dict[str, set[str]]:
+    """The methods of each path that there is."""
+    found: dict[str, set[str]] = {}
+    for route in gateway.app.routes:
+        if isinstance(route, Route):
+            found.setdefault(route.path, set()).update(route.methods or ())
+    return found
+
+
+@pytest.mark.fault("E16")
+def test_whatever_may_be_read_answers_head_as_get_without_its_content(fake_gateway: FakeGateway) -> None:
+    reads = [path for path, methods in methods_of(fake_gateway).items() if "GET" in methods]
+    assert len(reads) > 10
+    with fake_gateway.client() as client:
+        for path in reads:
+            path = path.replace("{file}", "start.js").replace("{model:path}", "alpha")
+            get, head = client.get(path), client.head(path)
+            assert head.status_code == get.status_code, path
+            assert head.content == b""
+            varies = path in ("/metrics", "/v1/peer") or "{" in path  # the error names its request
+            if not varies:
+                assert head.headers["content-length"] == get.headers["content-length"], path
+            assert head.headers.get("content-type") == get.headers.get("content-type")
+        assert client.head("/v1/completions").status_code == 405
+        assert client.get("/livez").json() == {"status": "alive"}, "the connection is in step"
+
+
+@pytest.mark.fault("E16")
+def test_allow_names_every_method_of_a_path(fake_gateway: FakeGateway) -> None:
+    with fake_gateway.client() as client:
+        for path, methods in methods_of(fake_gateway).items():
+            answer = client.request("BREW", path.replace("{model:path}", "alpha"))
+            assert answer.status_code == 405, path
+            expected = methods | ({"HEAD"} if "GET" in methods else set())
+            assert set(answer.headers["allow"].split(", ")) == expected, path
+
+
+@pytest.mark.fault("E16")
+def test_a_request_that_names_no_model_gets_the_only_one_of_its_kind() -> None:
+    engines = FakeEngine("chat", aliases=("talk",)), FakeEngine("embed", pooling=True)
+    with run_fake(*engines) as gateway, gateway.client() as client:
+        assert client.post("/v1/completions", json={"prompt": "hi"}).json()["model"] == "chat"
+        assert client.post("/tokenize", json={"prompt": "hi"}).status_code == 200
+        assert client.post("/v1/embeddings", json={"input": "hi"}).json()["model"] == "embed"
+    with run_fake(FakeEngine("a"), FakeEngine("b"), FakeEngine("c", pooling=True)) as gateway:
+        with gateway.client() as client:
+            refused = client.post("/v1/completions", json={"prompt": "hi"})
+        assert (refused.status_code, error_of(refused)["message"]) == (
+            400,
+            "'model' must name one of: a, b, c.",
+        )
 
 
 def test_one_engine_alone_needs_no_name() -> None:

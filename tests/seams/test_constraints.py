@@ -69,6 +69,7 @@ def test_every_kind_of_constraint_is_compiled_and_not_only_refused() -> None:
     """A call that the installed compilers do not have would look like a schema that they refuse."""
     patterns = {"type": "object", "properties": {}, "patternProperties": {"^x": {"type": "string"}}}
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "object"}}}
+    older = {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}
     jobs = [
         ("json", json.dumps({"type": "object"})),
         ("json", json.dumps(patterns)),
@@ -77,6 +78,7 @@ def test_every_kind_of_constraint_is_compiled_and_not_only_refused() -> None:
         ("grammar", 'root ::= "a" | "b"'),
         ("grammar", 'start: "a" | "b"'),
         ("structural_tag", json.dumps(tag)),
+        ("structural_tag", json.dumps(older)),
     ]
     done = subprocess.run(
         [sys.executable, "-c", PARSE], input=json.dumps(jobs), capture_output=True, text=True, check=True
@@ -86,6 +88,7 @@ def test_every_kind_of_constraint_is_compiled_and_not_only_refused() -> None:
         "['Grammar', 'str']",
         "['Grammar', 'NoneType']",
         "['Grammar', 'str']",
+        "['Grammar']",
         "['Grammar']",
         "['Grammar']",
         "['Grammar']",

@@ -65,6 +65,19 @@ def test_tools_in_a_namespace_and_their_grammars_are_found() -> None:
     assert found == [("tools", "json"), ("tools[0].tools[1].format", "regex")]
 
 
+@pytest.mark.fault("E14")
+@pytest.mark.parametrize("schema", [{}, {"parameters": {}}, {"parameters": None}], ids=str)
+def test_a_tool_without_parameters_counts_by_its_name(schema: dict[str, Any]) -> None:
+    for wrap in (
+        lambda tool: tool,
+        lambda tool: {"function": tool},
+        lambda tool: {"type": "custom", "custom": tool},
+    ):
+        tools = [wrap({"name": f"{number:03}".ljust(128, "x")} | schema) for number in range(300)]
+        (found,) = require_moderate({"tools": tools}, LIMITS)
+        assert found.text.count("xxx")
+
+
 COSTLY = flat(160) | {"minProperties": 50, "maxProperties": 100}
 
 

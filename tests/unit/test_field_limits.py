@@ -166,3 +166,39 @@ def test_parsing_a_pattern_is_fast_for_every_input(piece: str, grammar: bool) ->
     with contextlib.suppress(TooCostly):
         expanded_size(text, 32, grammar=grammar)
     assert time.process_time() - began < 0.5
+
+
+NAMES = ["x" * 129, 'a"b', "a'b", "a\nb", "a\x00b", "<a>", "a\\b", "\x85", "a\u2028b"]
+
+
+@pytest.mark.fault("E14")
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+@pytest.mark.parametrize(
+    "tool",
+    [
+        lambda name: {"type": "function", "function": {"name": name}},
+        lambda name: {"type": "function", "name": name},
+        lambda name: {"type": "custom", "name": name},
+        lambda name: {"type": "custom", "custom": {"name": name}},
+        lambda name: {"name": name, "input_schema": {}},
+        lambda name: {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": name}]},
+    ],
+)
+def test_names_that_no_tool_has_are_refused_by_their_field(tool: Any, name: str) -> None:
+    for field in ("tools", "functions"):
+        with pytest.raises(InvalidRequest) as refused:
+            check_field_limits({field: [{"name": "good"}, tool(name)]}, LimitSettings())
+        assert refused.value.param is not None
+        assert refused.value.param.startswith(f"{field}[1].")
+        assert refused.value.param.endswith(".name")
+        assert "128" in refused.value.message
+    added = [
+        {"role": "system", "content": [{"type": "tool_addition", "tool": {"definition": {"name": name}}}]}
+    ]
+    with pytest.raises(InvalidRequest):
+        check_field_limits({"messages": added}, LimitSettings())
+
+
+@pytest.mark.parametrize("name", ["x" * 128, "mcp__files.read-all/2", "Suche_für_Größe", "天気", "a b:c"])
+def test_names_that_people_give_pass(name: str) -> None:
+    check_field_limits({"tools": [{"name": name}]}, LimitSettings())

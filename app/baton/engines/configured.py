@@ -26,6 +26,10 @@ class ConfiguredEngine:
         return self._settings.aliases
 
     @property
+    def generates(self) -> bool:
+        return self._settings.runner == "generate"
+
+    @property
     def supports_handoffs(self) -> bool:
         return self._settings.handoff
 

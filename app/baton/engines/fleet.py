@@ -69,9 +69,9 @@ class Fleet:
         return list(self._supervisors)
 
     @property
-    def served(self) -> str:
-        """All names and aliases that `pick` accepts, separated by commas, for error messages."""
-        return ", ".join((*self._supervisors, *self._aliases))
+    def served(self) -> list[str]:
+        """All names and aliases that `pick` accepts."""
+        return [*self._supervisors, *self._aliases]
 
     @property
     def states(self) -> dict[str, EngineState]:
@@ -135,26 +135,27 @@ class Fleet:
         await asyncio.gather(*supervisions, return_exceptions=True)
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
-    def pick(self, model: object) -> Engine:
+    def pick(self, model: object, *, pools: bool = False) -> Engine:
         """Return the ready engine whose name or alias is `model`.
 
         Args:
-            model: the request's `model`; None picks the only engine, where there is one only.
+            model: the request's `model`; None picks the only engine of its kind, where there is one only.
+            pools: whether the request is for an engine that pools; others are for one that generates.
 
         Raises:
-            InvalidRequest: `model` is missing while several engines are served, empty, or no string.
+            InvalidRequest: `model` is missing while several engines could answer, empty, or no string.
             ModelNotFound: no engine has that name or alias.
             EngineUnavailable: the engine is not ready.
         """
-        if model is None and len(self._supervisors) == 1:
-            model = self.names[0]
+        if model is None:
+            of_the_kind = [engine.name for engine in self.engines if engine.generates is not pools]
+            names = of_the_kind or self.names
+            model = names[0] if len(names) == 1 else None
         if not isinstance(model, str) or not model:
-            raise InvalidRequest(f"'model' must name one of: {self.served}.", param="model")
+            raise InvalidRequest(f"'model' must name one of: {', '.join(self.served)}.", param="model")
         supervisor = self._supervisors.get(self._aliases.get(model, model))
         if supervisor is None:
-            raise ModelNotFound(
-                f"The model '{model[:128]}' is not served here. Served are: {self.served}.", param="model"
-            )
+            raise ModelNotFound.among(model, self.served)
         if supervisor.state is not EngineState.READY:
             raise supervisor.refusal()
         return supervisor.engine

@@ -38,15 +38,21 @@ class Operation(StrEnum):
     @property
     def generates(self) -> bool:
         """Whether the engine generates tokens, so that schemas and grammars in a body are compiled."""
-        return self not in {
+        return not self.pools and self not in {
             Operation.COUNT_TOKENS,
+            Operation.TOKENIZE,
+            Operation.DETOKENIZE,
+        }
+
+    @property
+    def pools(self) -> bool:
+        """Whether an engine answers with what its model pools, not with tokens."""
+        return self in {
             Operation.EMBEDDINGS,
             Operation.POOLING,
             Operation.CLASSIFY,
             Operation.SCORE,
             Operation.RERANK,
-            Operation.TOKENIZE,
-            Operation.DETOKENIZE,
         }
 
 
@@ -210,6 +216,11 @@ class Engine(Protocol):
     @property
     def aliases(self) -> tuple[str, ...]:
         """Further names that pick it."""
+        ...
+
+    @property
+    def generates(self) -> bool:
+        """Whether it generates text; others pool."""
         ...
 
     @property

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
+
+LONGEST_WORD = 128
+"""Characters of a wrong name that are compared and shown."""
 
 
 class BatonError(Exception):
@@ -72,3 +76,16 @@ def with_fields(body: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, An
     """Return the body of an error with the fields of another server's; the request id stays ours."""
     ours = body["error"]
     return {"error": {**ours, **fields, "request_id": ours["request_id"]}}
+
+
+def did_you_mean(word: str, known: Iterable[str], *, alike: float = 0.5) -> str:
+    """Return a sentence with the known name nearest to `word`, to add to a message; empty: none is near.
+
+    Args:
+        word: the wrong name.
+        known: the right ones.
+        alike: how near a name must be, between 0 and 1.
+    """
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word[:LONGEST_WORD].lower(), names, n=1, cutoff=alike)
+    return f" Did you mean '{names[near[0]]}'?" if near else ""

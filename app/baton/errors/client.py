@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.errors.base import ClientError, with_fields
+from baton.errors.base import LONGEST_WORD, ClientError, did_you_mean, with_fields
 
 
 class InvalidJson(ClientError):
@@ -98,6 +98,15 @@ class NotFound(ClientError):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+    @classmethod
+    def among(cls, model: str, served: Sequence[str]) -> ModelNotFound:
+        """Return the error that names the nearest of the served models, and all of them."""
+        return cls(
+            f"The model '{model[:LONGEST_WORD]}' is not served here.{did_you_mean(model, served)} "
+            f"Served are: {', '.join(served)}.",
+            param="model",
+        )
 
 
 class HandoffNotFound(NotFound):

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from baton.engines.port import Engine, Operation
 from baton.errors import InvalidRequest, OperationUnsupported
+from baton.errors.invalid_fields import invalid_field
 
 WRITTEN_BY_THE_ENGINE = frozenset({Operation.RESPONSES, Operation.MESSAGES})
 """Operations whose prompt is what the request says, with a handoff too."""
@@ -182,14 +183,20 @@ def parse_options(kind: type[Model], given: object, where: str = "") -> Model:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        names = [where] if where else []
-        names += [str(part) for part in first["loc"] if part in FIELDS]  # the rest names types
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            message = f"There is no field '{str(first['loc'][-1])[:40]}' here"
-        name = ".".join(names)
-        raise InvalidRequest(f"{name}: {message}" if name else message, param=where or name or None) from None
+        raise _refusal(error, where) from None
+
+
+def _refusal(error: ValidationError, where: str) -> InvalidRequest:
+    items = error.errors(include_url=False, include_input=False)
+    unknown = next((item for item in items if item["type"] == "extra_forbidden"), None)
+    if unknown is not None:
+        path = [str(part) for part in unknown["loc"] if part in FIELDS]  # the rest names types
+        message = f"There is no field '{str(unknown['loc'][-1])[:40]}' here"
+    else:
+        found = invalid_field(error)
+        path, message = [found.path] if found.path else [], found.message
+    name = ".".join([where, *path] if where else path)
+    return InvalidRequest(f"{name}: {message}" if name else message, param=where or name or None)
 
 
 def take_options(body: dict[str, Any], engine: Engine, operation: Operation) -> HandoffOptions | None:

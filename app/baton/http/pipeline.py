@@ -33,7 +33,7 @@ from baton.http.request_images import completed, take_images
 from baton.http.request_state import context_of, state_of
 from baton.http.sse import ClientWatch, EventStream, event_stream
 from baton.http.state import Gateway, gateway_of
-from baton.http.validation.constraints import require_moderate
+from baton.http.validation.constraints import TOOLS, require_moderate
 from baton.http.validation.field_limits import check_field_limits
 from baton.http.validation.steering import ARGUMENTS, strip_arguments, strip_steering
 from baton.telemetry.ids import RequestContext
@@ -107,7 +107,7 @@ async def operate(
     """Answer a request that was admitted and whose body has been read."""
     gateway = gateway_of(request)
     await check(request, body)
-    engine = gateway.fleet.pick(body.get("model"))
+    engine = gateway.fleet.pick(body.get("model"), pools=operation.pools)
     state_of(request.scope).model = engine.name
     work = _respond(request, gateway, engine, operation, body, finish)
     return await unless_gone(request, work)
@@ -137,6 +137,10 @@ async def _respond(
         measure = partial(require_moderate, body, gateway.settings.limits)
         small = len(await request.body()) <= SMALL_SCHEMAS
         constraints = measure() if small else await in_a_thread(request, measure)
+        if engine.forwarding is None:  # what an engine here makes of tools is tried when it is made
+            constraints = [constraint for constraint in constraints if constraint.param not in TOOLS]
+            param = "tools" if body.get("tools") else "structured_outputs"
+            context.try_grammar = partial(gateway.compiler.require_made, param=param, tenant=context.tenant)
         await gateway.compiler.require(constraints, context.tenant)
     automatic = apply_header(body, request.headers.get(HEADER)) if operation in OPERATIONS else False
     if (forwarding := engine.forwarding) is not None:

@@ -30,7 +30,7 @@ from baton.errors import (
     TooManyConnections,
     UriTooLong,
 )
-from baton.http.middleware.request_head import MAX_HEAD_BYTES
+from baton.http.middleware.request_head import MAX_HEAD_BYTES, host_and_target
 from baton.telemetry.ids import new_request_id
 from baton.telemetry.metrics import GatewayMetrics
 
@@ -42,6 +42,8 @@ LEAST_TAKEN = 48 * 1024
 SMALL_CHUNKS = 1000
 LEAST_CHUNK = 16
 """`SMALL_CHUNKS` chunks of a body may have any size; with more, they average `LEAST_CHUNK` bytes at least."""
+EMPTY_LINE = b"\r\n"
+"""What some clients send after a body, and so before their next request; one of them is skipped."""
 OTHER_FILES = 256
 """File descriptors for models, stores and pipes to engines."""
 
@@ -108,17 +110,26 @@ class Timer:
 
 
 class Parser(h11.Connection):
-    """h11's parser, but bodies in very small chunks are refused: one of a byte costs as much as a request.
+    """h11's parser, which also takes what RFC 9112 allows before and in a request line (2.2 and 3.2.2).
 
-    The application cannot refuse them: it receives joined chunks, and one read of the socket holds many.
+    Bodies in very small chunks are refused: one of a byte costs as much as a request. The application cannot
+    refuse them: it receives joined chunks, and one read of the socket holds many.
     """
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self._chunks = 0
         self._bytes = 0
+        self._empty_line = False
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if self.their_state is h11.IDLE and not self._empty_line:
+            begins = bytes(self._receive_buffer._data[:2])
+            if begins == b"\r":
+                return h11.NEED_DATA
+            self._empty_line = begins == EMPTY_LINE
+            if self._empty_line:
+                self._receive_buffer.maybe_extract_at_most(len(EMPTY_LINE))
         event = super().next_event()
         if isinstance(event, h11.Data):
             self._chunks += event.chunk_start
@@ -127,6 +138,8 @@ class Parser(h11.Connection):
                 raise h11.RemoteProtocolError("the chunks of the body are too small")
         elif isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
+            self._empty_line = False
+            return in_origin_form(event)
         return event
 
     def send(self, event: h11.Event) -> bytes | None:
@@ -142,6 +155,19 @@ class Parser(h11.Connection):
         ):
             return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
         return super().send(event)
+
+
+def in_origin_form(request: h11.Request) -> h11.Request:
+    """Put the host of an absolute target into the `Host` header, whatever that was."""
+    host, target = host_and_target(request.target)
+    if host is None:
+        return request
+    if not host:
+        raise h11.RemoteProtocolError("the target names an empty host")
+    headers = [(b"host", host), *((name, value) for name, value in request.headers if name != b"host")]
+    return h11.Request(
+        method=request.method, target=target, headers=headers, http_version=request.http_version
+    )
 
 
 class EdgeProtocol(H11Protocol):

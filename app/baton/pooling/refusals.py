@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from baton.engines.scrub import scrub
 from baton.errors import BatonError, InvalidRequest, PluginBusy, PluginFailed, PluginRefusal
+from baton.errors.invalid_fields import invalid_field
 
 PLACES = 3
 CODE = re.compile(r"[a-z][a-z0-9_]{0,39}")
@@ -49,10 +50,9 @@ def _with_status(error: BaseException, status: int, code: str) -> BatonError | N
 
 
 def _validation(error: ValidationError) -> InvalidRequest:
-    first = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(("data", *(str(part) for part in first["loc"])))
-    message = first["msg"].removeprefix("Value error, ")
-    return InvalidRequest(scrub(f"{field}: {message}"), param=field[:200])
+    found = invalid_field(error)
+    field = f"data.{found.path}" if found.path else "data"
+    return InvalidRequest(scrub(f"{field}: {found.message}"), param=field[:200])
 
 
 def where(error: BaseException) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -35,6 +37,8 @@ class RequestContext:
         generated_tokens: generated tokens so far.
         hops: number of gateways that sent the request on before it came here.
         session_id: the `X-Session-Id` header, by which proxies choose a gateway, if it is well formed.
+        try_grammar: compiles on trial what an engine made of the request, as `structured_outputs` has it, and
+            raises where that takes too long. None: the request is the gateway's own.
         images: digests of the request's images, the only ones that its engine may get. None: vLLM names
             them itself.
     """
@@ -49,6 +53,7 @@ class RequestContext:
     images: frozenset[str] | None = frozenset()
     hops: int = 0
     session_id: str | None = None
+    try_grammar: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None
 
 
 def new_request_id() -> str:

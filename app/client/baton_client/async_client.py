@@ -11,7 +11,7 @@ import httpx
 from baton_client import routes
 from baton_client.async_driver import AsyncDriver
 from baton_client.call import Report
-from baton_client.client import BASE_URL, TIMEOUT_S
+from baton_client.client import BASE_URL, MAX_ANSWER_BYTES, TIMEOUT_S
 from baton_client.conversation import AsyncConversation
 from baton_client.handoffs import AsyncHandoffs
 from baton_client.retries import Retries
@@ -33,9 +33,10 @@ class AsyncBaton:
         timeout_s: float = TIMEOUT_S,
         retries: int = 2,
         transport: httpx.AsyncBaseTransport | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         options = client_options(base_url, api_key, timeout_s)
-        self._driver = AsyncDriver(options, Retries(retries), transport)
+        self._driver = AsyncDriver(options, Retries(retries), transport, max_answer_bytes)
         self.handoffs = AsyncHandoffs(self._driver)
 
     async def __aenter__(self) -> Self:

@@ -22,6 +22,7 @@ from baton_client.wire import client_options
 
 BASE_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0
+MAX_ANSWER_BYTES = 256 * 1024**2
 
 
 class Baton:
@@ -33,6 +34,8 @@ class Baton:
         timeout_s: most seconds to wait for an answer to begin, and for each next piece of it.
         retries: how often a request is sent again at most, where that is harmless or the gateway asks for it.
         transport: what sends requests, such as `httpx.HTTPTransport(proxy=...)`; None: httpx's own.
+        max_answer_bytes: most bytes that an answer may have; above them it is a `BadAnswer`. A file that is
+            written to `target` may have 64 times as many.
 
     Attributes:
         handoffs: the routes of `/v1/handoffs`.
@@ -46,9 +49,10 @@ class Baton:
         timeout_s: float = TIMEOUT_S,
         retries: int = 2,
         transport: httpx.BaseTransport | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         options = client_options(base_url, api_key, timeout_s)
-        self._driver = Driver(options, Retries(retries), transport)
+        self._driver = Driver(options, Retries(retries), transport, max_answer_bytes)
         self.handoffs = Handoffs(self._driver)
 
     def __enter__(self) -> Self:

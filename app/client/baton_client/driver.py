@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import httpx
 
 from baton_client.call import CHUNK_BYTES, Call, Pause, Reply, Script
-from baton_client.errors import ConnectionLost
+from baton_client.errors import BadAnswer, ConnectionLost
 from baton_client.retries import Retries
 from baton_client.wire import Arrival, Options, lost_of, options_of
 
@@ -22,10 +22,14 @@ class Driver:
         options: of the `httpx.Client`.
         retries: when calls are sent again.
         transport: what sends requests; None: httpx's own.
+        most: bytes that an answer may have in memory.
     """
 
-    def __init__(self, options: Options, retries: Retries, transport: httpx.BaseTransport | None) -> None:
+    def __init__(
+        self, options: Options, retries: Retries, transport: httpx.BaseTransport | None, most: int
+    ) -> None:
         self.retries = retries
+        self._most = most
         self._http = httpx.Client(**options, transport=transport)
 
     def close(self) -> None:
@@ -43,7 +47,7 @@ class Driver:
             while True:
                 try:
                     reply = self._do(step)
-                except ConnectionLost as lost:
+                except (ConnectionLost, BadAnswer) as lost:
                     step = script.throw(lost)
                 else:
                     step = script.send(reply)
@@ -55,13 +59,14 @@ class Driver:
         if isinstance(step, Pause):
             time.sleep(step.seconds)
             return None
-        arrival = Arrival(step)
+        arrival = Arrival(step, self._most)
         try:
             with self._http.stream(**options_of(step, asynchronous=False)) as response:
                 arrival.begin(response)
                 for piece in response.iter_bytes(CHUNK_BYTES):
-                    arrival.write(piece)
                     arrival.count(piece)
+                    arrival.write(piece)
+                    arrival.report()
                 return arrival.end()
         except httpx.RequestError as error:
             raise lost_of(error, self._http.base_url, answered=arrival.begun) from error

@@ -3,7 +3,7 @@
 BatonError
 ├── ConnectionLost          no answer came, or only a part of one
 │   └── TimedOut            none came in time
-├── BadAnswer               what answered is no Baton gateway
+├── BadAnswer               what answered is no Baton gateway, or the answer is too large
 ├── HandoffFailed           the request that should have saved the handoff failed
 ├── HandoffNotReady         the handoff is still pending after the time that was given
 └── ApiError                the gateway answered with an error
@@ -17,9 +17,27 @@ BatonError
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Control characters, with which a text can rule the terminal that shows it; not line breaks and tabs."""
+LONGEST = 10_000
+"""Characters of a message that are kept."""
+
+
+def printable(text: Any) -> Any:
+    """Write out the control characters of a text that somebody else sent; what is no text stays."""
+    if not isinstance(text, str):
+        return text
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text[:LONGEST])
+
 
 class BatonError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose; its message may be shown on a terminal."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class ConnectionLost(BatonError):
@@ -45,7 +63,7 @@ class TimedOut(ConnectionLost):
 
 
 class BadAnswer(BatonError):
-    """The answer is not in the form in which Baton answers."""
+    """The answer is not in the form in which Baton answers, or has more bytes than `max_answer_bytes`."""
 
 
 class HandoffFailed(BatonError):
@@ -80,11 +98,11 @@ class ApiError(BatonError):
     ) -> None:
         super().__init__(f"{message} ({', '.join(str(each) for each in (status, code, param) if each)})")
         self.status = status
-        self.code = code
-        self.message = message
-        self.param = param
+        self.code: str | None = printable(code)
+        self.message: str = printable(message)
+        self.param: str | None = printable(param)
         self.retry_after_s = retry_after_s
-        self.request_id = request_id
+        self.request_id: str | None = printable(request_id)
 
 
 class InvalidRequest(ApiError):

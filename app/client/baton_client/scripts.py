@@ -63,7 +63,7 @@ def result_of(call: Call[T], reply: Reply) -> T:
         raise error_of(reply)
     try:
         return call.read(reply)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise BadAnswer(
             f"The answer to {call.method} {call.path} is not in Baton's form ({type(error).__name__}: "
             f"{error}). Check that base_url is the address of a Baton gateway."
@@ -73,7 +73,7 @@ def result_of(call: Call[T], reply: Reply) -> T:
 def error_of(reply: Reply) -> ApiError:
     """Return the error that a reply reports, also where a proxy wrote it."""
     told: dict[str, Any] = {}
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         told = dict(json.loads(reply.content)["error"])
     message = told.get("message") or f"HTTP {reply.status} without a reason: it may not come from Baton."
     return error_class(reply.status)(

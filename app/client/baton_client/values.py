@@ -157,5 +157,8 @@ class SceneAnswer:
             ValueError: the answer is not JSON.
         """
         text = self.path.read_bytes() if self.path is not None else self.content
-        answer: Json = json.loads(text)
+        try:
+            answer: Json = json.loads(text)
+        except RecursionError:
+            raise ValueError("The answer is nested too deep.") from None
         return answer

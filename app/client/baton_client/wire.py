@@ -11,10 +11,14 @@ from typing import Any, BinaryIO, TypedDict
 import httpx
 
 from baton_client.call import Call, Reply, Upload
-from baton_client.errors import ConnectionLost, TimedOut
+from baton_client.errors import BadAnswer, ConnectionLost, TimedOut
 from baton_client.values import Progress
 
 CONNECT_WITHIN_S = 10.0
+PLAIN = {"Accept-Encoding": "identity"}
+"""A few bytes of a compressed answer may stand for all of a machine's memory."""
+OF_A_FILE = 64
+"""A file may have this many times the bytes of an answer in memory."""
 NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 WORTH_RESENDING = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
@@ -37,7 +41,7 @@ def client_options(base_url: str, api_key: str | None, timeout_s: float) -> Opti
     """
     return {
         "base_url": base_url.rstrip("/").removesuffix("/v1"),
-        "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+        "headers": PLAIN | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
         "timeout": httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_WITHIN_S)),
     }
 
@@ -73,28 +77,43 @@ class Arrival:
 
     The file appears under its name once it is whole; until then it has a name of its own beside it.
 
+    Args:
+        call: the call that is answered.
+        most: bytes that the answer may have in memory.
+
     Attributes:
         begun: whether the answer's first bytes have come.
         to_file: whether pieces are written to a file.
     """
 
-    def __init__(self, call: Call[Any]) -> None:
+    def __init__(self, call: Call[Any], most: int) -> None:
         self.begun = False
         self.to_file = False
         self._call = call
+        self._most = most
         self._pieces: list[bytes] = []
         self._file: BinaryIO | None = None
         self._done = 0
 
     def begin(self, response: httpx.Response) -> None:
-        """Take in the status and the headers."""
+        """Take in the status and the headers.
+
+        Raises:
+            BadAnswer: the answer is compressed.
+        """
         self.begun = True
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise BadAnswer(
+                f"The answer to {self._call.method} {self._call.path} is compressed, which was not asked "
+                "for: if a proxy before the gateway does it, turn that off."
+            )
         self._response = response
         length = response.headers.get("content-length", "")
         self._total = int(length) if length.isdigit() else None
         if self._call.target is not None and response.is_success:
             self._file = _open_beside(self._call.target)
             self.to_file = True
+            self._most *= OF_A_FILE
 
     def write(self, piece: bytes) -> None:
         """Take in a piece of the body; one for a file may be written in a thread."""
@@ -104,8 +123,20 @@ class Arrival:
             self._pieces.append(piece)
 
     def count(self, piece: bytes) -> None:
-        """Report how far the answer has come."""
+        """Count a piece before it is taken in.
+
+        Raises:
+            BadAnswer: the answer is too large.
+        """
         self._done += len(piece)
+        if self._done > self._most:
+            raise BadAnswer(
+                f"The answer to {self._call.method} {self._call.path} has more than {self._most} bytes: if "
+                "it may, raise max_answer_bytes of the client."
+            )
+
+    def report(self) -> None:
+        """Report how far the answer has come."""
         if self._call.report is not None and self._response.is_success:
             self._call.report(Progress("receiving", self._done, self._total))
 

@@ -148,6 +148,11 @@ class FakeEngine:
         slots = self.behaviour.slots
         self.slots = asyncio.Semaphore(slots) if slots else contextlib.nullcontext()
 
+    @property
+    def generates(self) -> bool:
+        """See `Engine.generates`."""
+        return not self.pooling and self.plugin is None
+
     async def start(self, report: Report) -> None:
         self.state = EngineState.STARTING
         self.starts += 1

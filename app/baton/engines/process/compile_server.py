@@ -153,7 +153,7 @@ class Compilers:
         if kind == "regex":
             return [_tried(lambda: grammar.from_regex(text)), text]
         if kind == "structural_tag":
-            return [_tried(lambda: grammar.from_structural_tag(text))]
+            return [_tried(lambda: self._tags(text))]
         lark = not any("::=" in line for line in text.split("\n"))
         return [_tried(lambda: grammar.from_lark(text) if lark else grammar.from_ebnf(text))]
 
@@ -164,6 +164,19 @@ class Compilers:
                 _tried(partial(self._outlines.Index, item, self._words))
             elif item is not None:
                 _tried(partial(self._compiler.compile_grammar, item))
+
+    def _tags(self, text: str) -> Any:
+        """Read a structural tag, also of vLLM's older form, a list of structures and their triggers."""
+        found = json.loads(text)
+        if "structures" not in found:
+            return self._xgrammar.Grammar.from_structural_tag(text)
+        items = [
+            self._xgrammar.StructuralTagItem(
+                begin=each["begin"], schema=json.dumps(each["schema"]), end=each["end"]
+            )
+            for each in found["structures"]
+        ]
+        return self._xgrammar.Grammar.from_structural_tag(items, found["triggers"])
 
     def _guided(self, schema: str) -> None:
         made = _tried(

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("baton.engine")
 
+GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
+"""What vLLM's `StructuredOutputsParams` may hold to compile."""
 DEAD_END = (
     "The model's tokens cannot spell what the request demands of the answer: loosen `structured_outputs`, "
     "`response_format` or the tool's schema, or keep to characters the model knows."
@@ -192,11 +194,14 @@ class WatchedClient:
             outputs = self._generate_with_images(
                 call, transfer.images, prompt, sampling_params, *args, **kwargs
             )
+            outputs = _after_trial(call, sampling_params, outputs)
             return call.watch(outputs, self._sent([image.digest for image in transfer.images]), transfer)
         _require_read_images(call, prompt)
         _refuse_image_placeholders(call, prompt)
         outputs = self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs)
-        return call.watch(outputs, self._sent(hashes_of(prompt)), transfer)
+        return call.watch(
+            _after_trial(call, sampling_params, outputs), self._sent(hashes_of(prompt)), transfer
+        )
 
     async def _generate_with_images(
         self, call: Call, images: Sequence[PlacedImage], prompt: Any, *args: Any, **kwargs: Any
@@ -217,6 +222,23 @@ class WatchedClient:
 
     def _sent(self, hashes: list[str]) -> Sent:
         return Sent(self._engine.renderer.mm_processor_cache, hashes) if hashes else Sent()
+
+
+def _after_trial(
+    call: Call, sampling_params: Any, outputs: AsyncGenerator[Any, None]
+) -> AsyncGenerator[Any, None]:
+    """Compile a prompt's grammar on trial before the engine gets it, whatever the grammar was made of."""
+    made, try_grammar = sampling_params.structured_outputs, call.context.try_grammar
+    if made is None or try_grammar is None:
+        return outputs
+
+    async def tried() -> AsyncGenerator[Any, None]:
+        async with aclosing(outputs):
+            await try_grammar({kind: getattr(made, kind) for kind in GRAMMARS})
+            async for output in outputs:
+                yield output
+
+    return tried()
 
 
 def failed(output: Any) -> bool:

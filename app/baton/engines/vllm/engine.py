@@ -209,7 +209,7 @@ class VllmEngine(ConfiguredEngine):
         try:
             return await serving.render(body)
         except Exception as error:  # the border to vLLM's renderer, which raises anything at all
-            raise self._translator.error(error) from error
+            raise self._translator.error(error, body=body) from error
 
     def _require_running(self) -> Running:
         if self._running is None:
@@ -375,7 +375,7 @@ class VllmEngine(ConfiguredEngine):
             request = serving.parse(operation, body)
             answer = await method(request, handlers.synthetic_request(context))
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all
-            raise self._translator.error(error) from error
+            raise self._translator.error(error, call, body) from error
         return await self._translator.reply(operation, answer, call)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from http import HTTPStatus
+from typing import Any
 
 from pydantic import ValidationError
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -42,6 +43,7 @@ from baton.errors import (
     OperationUnsupported,
     Unprocessable,
 )
+from baton.errors.invalid_fields import invalid_field
 from baton_vision.contract import MISCOUNTED
 
 TABLE: tuple[tuple[type[BaseException], type[BatonError]], ...] = (
@@ -80,17 +82,29 @@ MISPLACED_IMAGES = (
 UNPROCESSED_IMAGE = re.compile(r"Failed to apply \w+ on data=")
 """Text of vLLM's error when a model's own image processor raised; the image's data follow it."""
 
+TOO_DEEP = (
+    "Something in the request is nested too deep, such as the JSON in a past call's arguments: flatten it."
+)
+"""Message for Python's RecursionError, which vLLM's code raises at JSON within JSON."""
+
 CONTEXT_LENGTH = ("maximum context length", "max_model_len", "maximum model length")
 """Texts of vLLM's errors when prompt and answer exceed the model's context length."""
 
 
-def translate(error: BaseException) -> BatonError:
-    """Return the `BatonError` for an exception that vLLM raised; `InternalError` for an unknown one."""
+def translate(error: BaseException, body: Any = None) -> BatonError:
+    """Return the `BatonError` for an exception that vLLM raised; `InternalError` for an unknown one.
+
+    Args:
+        error: the exception.
+        body: the request's, in which an invalid field is looked for; None: it is not known.
+    """
     if isinstance(error, BatonError):
         return error
+    if isinstance(error, RecursionError):
+        return InvalidRequest(TOO_DEEP)
     if isinstance(error, ValidationError):
         of_an_answer = error.title.endswith(("Response", "StreamResponse", "Event"))
-        return GenerationFailed() if of_an_answer else from_validation(error)
+        return GenerationFailed() if of_an_answer else from_validation(error, body)
     if (image_error := _image_error(str(error))) is not None:
         return image_error
     for theirs, ours in TABLE:
@@ -143,28 +157,21 @@ def from_response(response: ErrorResponse) -> BatonError:
     return client_error(InvalidRequest, error.message, error.param)
 
 
-def from_validation(error: ValidationError) -> BatonError:
-    """Build the error for a body that pydantic refuses: the first invalid field, and how many more are."""
-    items = error.errors(include_url=False, include_input=False)
-    first = items[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, VLLMValidationError):
-        return translate(cause)
-    field = ".".join(str(part) for part in first["loc"] if _is_field(str(part)))
-    wants_object = first["type"] in ("model_type", "dataclass_type", "model_attributes_type")
-    message = "Input should be an object" if wants_object else first["msg"].removeprefix("Value error, ")
-    text = f"{field}: {message}" if field else message
-    if len(items) > 1:
-        text += f" (and {len(items) - 1} more)"
-    return client_error(InvalidRequest, text, field or None)
+def from_validation(error: ValidationError, body: Any = None) -> BatonError:
+    """Build the error for a body that pydantic refuses: the invalid field, and how many more are.
 
-
-def _is_field(part: str) -> bool:
-    """Return whether a part of a pydantic location is a name or an index of the client's body."""
-    return re.fullmatch(r"[a-z_][a-z0-9_]*|\d+", part) is not None and part not in _INNER_PARTS
-
-
-_INNER_PARTS = {"str", "int", "float", "bool", "list", "dict", "nullable", "union", "chain"}
+    Args:
+        error: pydantic's.
+        body: what was validated; None: it is not known.
+    """
+    causes = (
+        item.get("ctx", {}).get("error") for item in error.errors(include_url=False, include_input=False)
+    )
+    first = next(causes)
+    if isinstance(first, VLLMValidationError):
+        return translate(first)
+    found = invalid_field(error, body)
+    return client_error(InvalidRequest, str(found), found.path or None)
 
 
 __all__ = ["client_error", "create_error_response", "from_response", "from_validation", "scrub", "translate"]

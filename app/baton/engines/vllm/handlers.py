@@ -44,6 +44,7 @@ from vllm.renderers import merge_kwargs
 from vllm.tasks import POOLING_TASKS
 
 from baton.engines.port import Operation
+from baton.engines.vllm.bodies import readable_calls
 from baton.engines.vllm.client import WatchedClient
 from baton.engines.vllm.errors import from_response
 from baton.telemetry.ids import RequestContext
@@ -156,15 +157,18 @@ class Handlers:
         return getattr(serving, method) if serving is not None else None
 
     def parse(self, operation: Operation, body: dict[str, Any]) -> Any:
-        """Parse a body as vLLM's request type. Raises pydantic's ValidationError."""
-        return self._parsers[operation].validate_python(body)
+        """Parse a body as vLLM's request type.
+
+        Raises pydantic's ValidationError, and InvalidRequest for a past call that cannot be read.
+        """
+        return self._parsers[operation].validate_python(readable_calls(body))
 
     async def render(self, body: dict[str, Any]) -> str:
         """Render a conversation with the model's chat template, by the renderer of chat requests.
 
         Raises what vLLM raises: anything.
         """
-        request = self._parsers[Operation.CHAT].validate_python(body)
+        request = self.parse(Operation.CHAT, body)
         tools = [tool.model_dump() for tool in request.tools] if request.tools else None
         online = self._state.serving_tokenization.online_renderer
         refused = online.validate_chat_template(

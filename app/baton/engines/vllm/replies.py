@@ -11,7 +11,7 @@ from starlette.responses import Response
 from structlog.typing import FilteringBoundLogger
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from baton.engines.port import Operation, Reply, StreamReply, WholeReply
+from baton.engines.port import Json, Operation, Reply, StreamReply, WholeReply
 from baton.engines.vllm import handlers
 from baton.engines.vllm.client import CURRENT_CALL, Call
 from baton.engines.vllm.errors import UNFORESEEN, from_response, translate
@@ -31,9 +31,17 @@ class ReplyTranslator:
     def __init__(self, log: FilteringBoundLogger) -> None:
         self._log = log
 
-    def error(self, error: Exception) -> BatonError:
-        """Translate an exception of vLLM's, and log it where the client did not cause it."""
-        translated = translate(error)
+    def error(self, error: Exception, call: Call | None = None, body: Json | None = None) -> BatonError:
+        """Translate an exception of vLLM's, and log it where the client did not cause it.
+
+        Args:
+            error: the exception.
+            call: what vLLM worked on; None: it generates nothing.
+            body: of the request; None: it is not known.
+        """
+        translated = translate(error, body)
+        if isinstance(error, RecursionError) and call is not None and call.context.generated_tokens:
+            translated = GenerationFailed()  # it was the model that nested too deep
         unforeseen = isinstance(error, UNFORESEEN)
         if unforeseen or (translated.status >= 500 and not translated.retryable):
             self._log.error("engine_call_failed", exc_info=error)
@@ -72,7 +80,11 @@ class ReplyTranslator:
                     CURRENT_CALL.set(call)  # the next event may be taken by another task
             except BatonError:
                 raise
-            except (ValidationError, *UNFORESEEN) as error:  # midway in an answer: not the client's fault
+            except (
+                ValidationError,
+                RecursionError,
+                *UNFORESEEN,
+            ) as error:  # midway in an answer: not the client's fault
                 self._log.error("engine_stream_failed", exc_info=error)
                 raise GenerationFailed() from error
             except Exception as error:  # the border to vLLM's generators, which raise anything at all

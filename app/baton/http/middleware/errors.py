@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import (
@@ -22,6 +23,7 @@ from baton.errors import (
     MethodNotAllowed,
     NotFound,
 )
+from baton.errors.base import did_you_mean
 from baton.http.error_body import error_response
 from baton.telemetry.metrics import GatewayMetrics
 
@@ -69,10 +71,16 @@ class ErrorMiddleware:
 async def http_exception(request: Request, error: Exception) -> Response:
     """Answer Starlette's own errors (no such route, wrong method) in our JSON shape."""
     assert isinstance(error, HTTPException)
-    ours = STATUS_ERRORS.get(error.status_code, InternalError)()
-    response = error_response(ours, request.scope)
-    if error.headers and "allow" in {name.lower() for name in error.headers}:
-        response.headers["Allow"] = error.headers["Allow"]
+    kind = STATUS_ERRORS.get(error.status_code, InternalError)
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    if kind is NotFound:
+        near = did_you_mean(request.url.path, (route.path for route in routes), alike=0.7)
+        return error_response(NotFound(NotFound.default_message + near), request.scope)
+    response = error_response(kind(), request.scope)
+    if kind is MethodNotAllowed:
+        there = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        methods = {method for route in there for method in route.methods or ()}
+        response.headers["Allow"] = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
     return response
 
 

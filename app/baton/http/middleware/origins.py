@@ -104,17 +104,22 @@ class OriginMiddleware:
         await self._app(scope, receive, send)
 
     def _check_host(self, scope: Scope) -> None:
-        """Raise `HostNotAllowed` unless the gateway answers under the request's host."""
+        """Raise `HostNotAllowed` unless the gateway answers under the request's host.
+
+        A check of a load balancer may name none; a browser always does.
+        """
         host = _host(scope)
-        if self._hosts is not None and host not in self._hosts:
-            raise HostNotAllowed(_misdirected(host))
+        if host is None and scope["path"] in PUBLIC_PATHS:
+            return
+        if self._hosts is not None and (host or "") not in self._hosts:
+            raise HostNotAllowed(_misdirected(host or ""))
 
     def _check_page(self, scope: Scope) -> None:
         """Raise `OriginNotAllowed` if a browser reports that another site's page sent the request."""
         for name, value in scope["headers"]:
             if name == b"sec-fetch-site" and value not in OWN_PAGE:
                 raise OriginNotAllowed()
-            if name == b"origin" and not self._ours(value.decode("latin-1").lower(), _host(scope)):
+            if name == b"origin" and not self._ours(value.decode("latin-1").lower(), _host(scope) or ""):
                 raise OriginNotAllowed()
 
     def _ours(self, origin: str, host: str) -> bool:
@@ -126,17 +131,16 @@ def host_guard(names: HostNames | None) -> Callable[[Request], None]:
     """Return a FastAPI dependency with the same check, for a port without the gateway's middleware."""
 
     def check(request: Request) -> None:
-        host = _host(request.scope)
+        host = _host(request.scope) or ""
         if names is not None and host not in names:
             raise HTTPException(HostNotAllowed.status, _misdirected(host))
 
     return check
 
 
-def _host(scope: Scope) -> str:
-    """Return the `Host` header; the server's parser refuses requests with several."""
-    found = (value for name, value in scope["headers"] if name == b"host")
-    return next(found, b"").decode("latin-1")
+def _host(scope: Scope) -> str | None:
+    """Return the `Host` header; None: there is none. The server's parser refuses requests with several."""
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), None)
 
 
 def _misdirected(host: str) -> str:

@@ -13,6 +13,7 @@ MAX_HEADERS = 128
 MAX_TARGET_BYTES = 16 * 1024
 VERSIONS = ("1.0", "1.1")
 HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
+ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 
 
 class RequestHeadMiddleware:
@@ -28,6 +29,8 @@ class RequestHeadMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             refuse_bad_head(scope)
+            if scope["method"] == "HEAD":  # routes answer it as GET; the server leaves the content out
+                scope = scope | {"method": "GET"}
         await self._app(scope, receive, send)
 
 
@@ -60,3 +63,17 @@ def refuse_bad_head(scope: Scope) -> None:
         )
     if scope["http_version"] not in VERSIONS:
         raise MalformedRequest("The request is neither HTTP/1.1 nor HTTP/1.0.")
+
+
+def host_and_target(target: bytes) -> tuple[bytes | None, bytes]:
+    """Split an absolute target, which every server has to take (RFC 9112, section 3.2.2), into host and path.
+
+    Returns:
+        The host, which stands for that of the `Host` header, and the target as it usually is. None: the
+        target names no host. A host that is not valid is refused later, as that of a header is.
+    """
+    found = ABSOLUTE.fullmatch(target)
+    if found is None:
+        return None, target
+    path = found[2] if found[2].startswith(b"/") else b"/" + found[2]
+    return found[1], path

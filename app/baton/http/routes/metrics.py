@@ -40,7 +40,9 @@ def app_of_page(settings: Settings, page: Callable[[], bytes]) -> FastAPI:
     names = HostNames(settings.edge.allowed_hosts) if is_loopback(settings.metrics.host) else None
     app = FastAPI(openapi_url=None)
 
-    @app.get("/metrics", response_class=Response, dependencies=[Depends(host_guard(names))])
+    guard = Depends(host_guard(names))
+
+    @app.api_route("/metrics", methods=["GET", "HEAD"], response_class=Response, dependencies=[guard])
     async def page_of_metrics() -> Response:
         """Return all metrics of all tenants in Prometheus' text format."""
         return Response(page(), media_type=CONTENT_TYPE_LATEST)

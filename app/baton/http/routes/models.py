@@ -26,5 +26,4 @@ async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
         for card in engine.cards():
             if card["id"] == model:
                 return card
-    served = gateway_of(request).fleet.served
-    raise ModelNotFound(f"The model '{model[:128]}' is not served here. Served are: {served}.")
+    raise ModelNotFound.among(model, gateway_of(request).fleet.served)

@@ -48,7 +48,7 @@ async def create_pooling(request: Request) -> Response:
     if media_type_of(request) in UPLOAD_TYPES:
         return await _upload(request)
     body = await read_json(request, gateway.settings.limits, instead=JSON_OR_FILE)
-    engine = gateway.fleet.pick(body.get("model"))
+    engine = gateway.fleet.pick(body.get("model"), pools=True)
     runner = gateway.pooling.runner(engine)
     if runner is None:
         if engine.forwarding is None:
@@ -101,7 +101,7 @@ def _require_priority(value: object) -> None:
 
 async def _upload(request: Request) -> Response:
     gateway = gateway_of(request)
-    engine = gateway.fleet.pick(request.query_params.get("model"))
+    engine = gateway.fleet.pick(request.query_params.get("model"), pools=True)
     state_of(request.scope).model = engine.name
     runner = gateway.pooling.runner(engine)
     if runner is None:

@@ -7,6 +7,7 @@ unit is about a millisecond of xgrammar's with 16,000 tokens of vocabulary.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +27,8 @@ ELEMENT = 4
 """Units for each element of a pattern, with its repetitions expanded."""
 ITEMS_PER_UNIT, LETTERS_PER_UNIT = 40, 200
 """Values of an enumeration, and their characters, that cost one unit."""
+NAME_LETTERS_PER_UNIT = 50
+"""Characters of tools' names that cost one unit: a grammar holds each more than once, letter by letter."""
 OPTIONAL_SQUARED_PER_UNIT = 250
 """Optional properties, squared, that cost one unit: any two of them may follow each other."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -79,6 +82,11 @@ def cost_of_enum(values: list[Any]) -> int:
     """Return the cost of an enumeration."""
     letters = sum(len(value) for value in values if isinstance(value, str))
     return len(values) // ITEMS_PER_UNIT + letters // LETTERS_PER_UNIT
+
+
+def cost_of_names(names: Iterable[Any]) -> int:
+    """Return the cost of the names of tools."""
+    return sum(len(name) for name in names if isinstance(name, str)) // NAME_LETTERS_PER_UNIT
 
 
 def _is_number(value: Any) -> bool:

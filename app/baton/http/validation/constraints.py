@@ -15,9 +15,13 @@ from baton.http.validation.compile_cost import (
     LETTERS_PER_UNIT,
     cost_of_enum,
     cost_of_length,
+    cost_of_names,
     cost_of_pattern,
     cost_of_schema,
 )
+
+TOOLS = ("tools", "functions")
+"""Fields whose tools an engine makes one grammar of."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,21 @@ def require_moderate(body: Mapping[str, Any], limits: LimitSettings) -> list[Con
     return [constraint for constraint in found if constraint.cost > CHEAP]
 
 
+def doubtful_grammars(grammar: Mapping[str, Any], param: str) -> list[Constraint]:
+    """Find what needs a trial in the grammar that an engine made of a request.
+
+    Args:
+        grammar: it, as `structured_outputs` holds one.
+        param: the field that it was made of.
+    """
+    return [constraint for constraint in _structured(grammar, param) if constraint.cost > CHEAP]
+
+
 def _too_costly(
     body: Mapping[str, Any], costliest: Constraint, found: list[Constraint], limits: LimitSettings
 ) -> InvalidRequest:
     param = costliest.param
-    if param in ("tools", "functions"):
+    if param in TOOLS:
         param = next(
             (
                 where
@@ -81,8 +95,8 @@ def constraints_of(body: Mapping[str, Any]) -> Iterator[Constraint]:
         yield from _json("response_format", _at(format_, "json_schema", "schema"))
     yield from _json("text", _at(body, "text", "format", "schema"))
     yield from _json("output_config", _at(body, "output_config", "format", "schema"))
-    yield from _structured(body.get("structured_outputs"))
-    for field in ("tools", "functions") if body.get("tool_choice") != "none" else ():
+    yield from _structured(body.get("structured_outputs"), "structured_outputs")
+    for field in TOOLS if body.get("tool_choice") != "none" else ():
         tools = list(_tools(body, field))
         if tools:
             yield _together(field, tools)
@@ -108,16 +122,15 @@ def _schema(param: str, schema: Any, kind: str) -> Constraint:
     return Constraint(param, kind, text, cost)
 
 
-def _structured(value: Any) -> Iterator[Constraint]:
+def _structured(value: Any, param: str) -> Iterator[Constraint]:
     if not isinstance(value, dict):
         return
-    param = "structured_outputs"
     for kind in ("json", "structural_tag"):
         given = value.get(kind)
         if isinstance(given, str):
             try:
                 given = json.loads(given)
-            except ValueError:  # refused elsewhere, or by vLLM
+            except (ValueError, RecursionError):  # refused elsewhere, or by vLLM
                 continue
         if isinstance(given, dict):
             yield _schema(param, given, kind)
@@ -173,15 +186,26 @@ def _tool_grammars(body: Mapping[str, Any], field: str) -> Iterator[Constraint]:
 
 
 def _tools(body: Mapping[str, Any], field: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each tool's path, name and schema, in the shapes of OpenAI and Anthropic."""
+    """Yield each tool's path, name and schema, in the shapes of OpenAI and Anthropic.
+
+    A tool without a schema has the empty one: its name is compiled all the same.
+    """
     for place, tool in _listed(body, field):
-        inner = tool.get("function")
-        holders = [(tool, "")] + ([(inner, ".function")] if isinstance(inner, dict) else [])
-        for holder, path in holders:  # a handler reads only one of them
-            for key in ("parameters", "input_schema"):
-                schema = holder.get(key)
-                if isinstance(schema, dict):
-                    yield f"{place}{path}.{key}", holder.get("name"), schema
+        for holder, path in tool_holders(tool):  # a handler reads only one of them
+            schemas = [
+                (f".{key}", holder[key])
+                for key in ("parameters", "input_schema")
+                if isinstance(holder.get(key), dict)
+            ]
+            if schemas or isinstance(holder.get("name"), str):
+                for key, schema in schemas or [("", {})]:
+                    yield f"{place}{path}{key}", holder.get("name"), schema
+
+
+def tool_holders(tool: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str]]:
+    """List the objects that may hold a tool's name and schema, each with its path within the tool."""
+    inner = [(tool[key], f".{key}") for key in ("function", "custom") if isinstance(tool.get(key), dict)]
+    return [(tool, ""), *inner]
 
 
 def _together(field: str, tools: list[tuple[str, Any, Any]]) -> Constraint:
@@ -200,4 +224,7 @@ def _together(field: str, tools: list[tuple[str, Any, Any]]) -> Constraint:
     whole = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": options}}
     text = json.dumps(whole | ({"$defs": definitions} if definitions else {}))
     schemas = [schema for _, _, schema in tools]
-    return Constraint(field, "json", text, cost_of_schema(schemas) + cost_of_length(text, schemas))
+    cost = (
+        cost_of_schema(schemas) + cost_of_length(text, schemas) + cost_of_names(name for _, name, _ in tools)
+    )
+    return Constraint(field, "json", text, cost)

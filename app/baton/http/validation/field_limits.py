@@ -5,11 +5,13 @@ Values of the wrong type are not checked here: vLLM refuses them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.config.groups import LimitSettings
 from baton.errors import InvalidRequest
+from baton.http.validation.constraints import tool_holders
 from baton.http.validation.schema_limits import check_schema
 
 Check = Callable[[str, Any, LimitSettings], None]
@@ -21,6 +23,10 @@ VOCABULARY = 262_144
 """More tokens than any model's vocabulary has."""
 ENTRIES = 1024
 TOOLS = 512
+NAME_CHARS = 128
+"""Longest name of a tool: Anthropic's limit; OpenAI's is 64."""
+UNWRITABLE = re.compile(r"[\"'`\\<>\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""What would end the place in which grammars, templates and parsers write a tool's name."""
 ARGUMENTS = 64
 REPEATED_TOKENS = 1024
 RENDERER_ARGUMENTS = frozenset(
@@ -208,6 +214,7 @@ def _conversation(name: str, messages: list[Any], limits: LimitSettings) -> None
             for part in content:
                 if isinstance(part, dict) and isinstance(part.get("tool"), dict):
                     check_schema(name, part["tool"], limits)  # Anthropic's messages may define tools
+                    _tool_name(f"{name}.tool.definition", part["tool"].get("definition"))
         for key in ("tool_calls", "tools"):
             _entries(TOOLS, f"{key} in one message")(name, message.get(key), limits)
 
@@ -215,8 +222,28 @@ def _conversation(name: str, messages: list[Any], limits: LimitSettings) -> None
 def _tools(name: str, value: Any, limits: LimitSettings) -> None:
     if isinstance(value, list):
         _refuse_above(len(value), TOOLS, name, None, "has {} tools")
-        for tool in value:
+        for at, tool in enumerate(value):
             check_schema(name, tool, limits)
+            _tool_name(f"{name}[{at}]", tool)
+
+
+def _tool_name(place: str, tool: Any) -> None:
+    """Check the name of a tool, and of those within a namespace; `check_schema` has bounded its depth."""
+    if not isinstance(tool, dict):
+        return
+    for holder, path in tool_holders(tool):
+        text, param = holder.get("name"), f"{place}{path}.name"
+        if isinstance(text, str):
+            _refuse_above(len(text), NAME_CHARS, param, None, "has {} characters")
+            if found := UNWRITABLE.search(text):
+                raise InvalidRequest(
+                    f"'{param}' holds {found[0]!a}: the name of a tool has at most {NAME_CHARS} characters, "
+                    "no quotes, backslashes, angle brackets and control characters.",
+                    param=param,
+                )
+    inner = tool.get("tools")
+    for at, one in enumerate(inner if isinstance(inner, list) else ()):
+        _tool_name(f"{place}.tools[{at}]", one)
 
 
 def _repetition(name: str, value: Any, limits: LimitSettings) -> None:

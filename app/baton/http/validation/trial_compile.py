@@ -14,15 +14,16 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
 from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.config.groups import LimitSettings
 from baton.errors import GatewayOverloaded, InvalidRequest
-from baton.http.validation.constraints import Constraint
+from baton.http.validation.constraints import Constraint, doubtful_grammars
 from baton.telemetry.queues import QueueMetrics
 
 COMPILED = b"c"
@@ -110,6 +111,16 @@ class TrialCompiler:
                     "optional properties, shorter patterns and length limits.",
                     param=constraint.param,
                 )
+
+    async def require_made(self, grammar: Mapping[str, Any], *, param: str, tenant: str) -> None:
+        """Refuse the grammar that an engine made of a request, as `require` does the client's own.
+
+        Args:
+            grammar: it, as `structured_outputs` holds one.
+            param: the field that it was made of.
+            tenant: of the request.
+        """
+        await self.require(doubtful_grammars(grammar, param), tenant)
 
     async def _compiles(self, constraint: Constraint, tenant: str) -> bool:
         key = hashlib.sha256(f"{constraint.kind}\0{constraint.text}".encode()).digest()
