@@ -201,7 +201,10 @@ class Session:
         report, transfer = self.transfer.report, self.transfer
         tokens = report.prompt_ids[: self.prompt.saved_tokens]
         if not transfer.prompt_only:
-            tokens = tokens + report.output_ids
+            if report.answer_ids is None:  # another context than the client's own is none
+                self.handoffs.end(target, None)
+                return target.public()
+            tokens = tokens + report.answer_ids
         target.conversation = self._conversation(answer)
         target.exact = self.transfer.salt is None  # as the connector marks its entry
         if transfer.latent_steps:
@@ -212,14 +215,14 @@ class Session:
         return target.public()
 
     def _conversation(self, answer: ChatAnswer) -> Conversation | None:
-        """Return the conversation, now that it is known where the answer begins and how it ended."""
+        """Return the conversation, now that it is known where the answer begins."""
         conversation, report = self.prompt.conversation, self.transfer.report
         if conversation is None or conversation.answer_from is None:
             return conversation
         if AFTER_THE_PROMPT < conversation.answer_from < len(report.prompt_ids) and self.transfer.prompt_only:
             return conversation  # of joined contexts, the last of which is answered
         answered = not self.transfer.prompt_only
-        known: Json = {"ended": report.ended_by_token and answered}
+        known: Json = {}
         if conversation.answer_from == AFTER_THE_PROMPT:
             known["answer_from"] = len(report.prompt_ids)
         if (fingerprint := answer.fingerprint) is not None and answered:

@@ -86,7 +86,7 @@ class Answer:
         deaths = engine.deaths
         try:
             async with engine.slots:
-                for word in self._said:
+                for number, word in enumerate(self._said, 1):
                     await asyncio.sleep(engine.behaviour.token_seconds)
                     if engine.state is EngineState.FAILED or engine.deaths != deaths:
                         raise EngineRestarting()
@@ -94,8 +94,10 @@ class Answer:
                     self._context.generated_tokens += 1
                     for each in self._transfers:
                         each.report.output_ids.append(token_id(word.strip()))
-                    yield word
-            self._transfer.report.ended_by_token = engine.behaviour.ends_answers
+                    ends = engine.behaviour.ends_answers and number == len(self._said)
+                    yield "" if ends else word
+            said = self._transfer.report.output_ids
+            self._transfer.report.answer_ids = said[:-1] if engine.behaviour.ends_answers else said
             if self._chooser is not None and self._chosen is not None:
                 self._chooser.ended(self._chosen)
         except (asyncio.CancelledError, GeneratorExit):

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -28,12 +29,15 @@ from baton.telemetry.ids import RequestContext
 from baton_kv.contract import transfer_params
 
 if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from baton.engines.vllm.image_prompts import ImagePrompts
 
 log = structlog.get_logger("baton.engine")
 
+CUT_WITHIN = 8
+"""Most tokens before a cut that are tokenized again with the text between the last of them and the cut."""
 DEAD_END = (
     "The model's tokens cannot spell what the request demands of the answer: loosen `structured_outputs`, "
     "`response_format` or the tool's schema, or keep to characters the model knows."
@@ -76,7 +80,11 @@ class Call:
     noting: set[TransferRequest] = field(default_factory=set)
 
     async def watch(
-        self, outputs: AsyncGenerator[Any, None], sent: Sent, transfer: TransferRequest | None = None
+        self,
+        outputs: AsyncGenerator[Any, None],
+        sent: Sent,
+        transfer: TransferRequest | None = None,
+        text: AnswerText | None = None,
     ) -> AsyncIterator[Any]:
         """Pass the engine's outputs on, note the error that ends them, and close them at once.
 
@@ -86,8 +94,9 @@ class Call:
             outputs: the engine's outputs for one prompt.
             sent: the images of the prompt.
             transfer: what the engine loads and saves beside this prompt; receives the report.
+            text: reads the answer of a transfer that saves it.
         """
-        first = True
+        first, said = True, list[str]()
         async with aclosing(outputs):
             try:
                 async for output in outputs:
@@ -99,6 +108,9 @@ class Call:
                         raise Unprocessable(DEAD_END)
                     if transfer is not None:
                         _note(transfer.report, output, deltas=self.deltas)
+                        said.append(output.outputs[0].text)
+                        if output.finished and text is not None:
+                            transfer.report.answer_ids = text.tokens(transfer.report, "".join(said))
                         if transfer in self.noting:
                             self._note_first_token(transfer, output)
                         _correct(output, transfer.report)
@@ -163,6 +175,81 @@ CURRENT_CALL: ContextVar[Call] = ContextVar("baton_current_call")
 """The call that the running handler works on; set by `VllmEngine.call` and while its stream is read."""
 
 
+@dataclass(frozen=True)
+class AnswerText:
+    """Finds the tokens of an answer that say the text which its client received.
+
+    Attributes:
+        tokenizer: the model's tokenizer.
+        special: token ids that no text holds.
+        params: how the answer was sampled and read.
+    """
+
+    tokenizer: Any
+    special: frozenset[int]
+    params: SamplingParams
+
+    def tokens(self, report: TransferReport, text: str) -> list[int] | None:
+        """Return the token ids of an answer as its client received it.
+
+        Left out are a token or text that stopped it, special tokens that no text shows, and a character that
+        the answer's last tokens only begin. What remains of a token in which a stop string began is tokenized
+        again.
+
+        Args:
+            report: the ids of the prompt and of the generated tokens.
+            text: all text of the answer.
+
+        Returns:
+            None: no token ids say this text.
+        """
+        kept, shown, unshown, rest = list[int](), list[str](), list[int](), text
+        for token, piece in zip(report.output_ids, self._pieces(report, report.output_ids), strict=False):
+            if not piece:
+                unshown += [token] if token not in self.special else []
+            elif rest.startswith(piece):
+                kept += [*unshown, token]
+                shown += [*([""] * len(unshown)), piece]
+                unshown, rest = [], rest.removeprefix(piece)
+            else:
+                break
+        return kept if not rest else self._cut(report, kept, shown, text)
+
+    def _cut(
+        self, report: TransferReport, kept: list[int], shown: Sequence[str], text: str
+    ) -> list[int] | None:
+        """Return token ids that begin with most of `kept` and say `text`."""
+        for count in range(len(kept), max(-1, len(kept) - CUT_WITHIN), -1):
+            rest = text[len("".join(shown[:count])) :]
+            for written in (rest, rest.removeprefix(" ")):  # some tokenizers write a space before every text
+                ids = kept[:count] + self.tokenizer.encode(written, add_special_tokens=False)
+                if "".join(self._pieces(report, ids)) == text:
+                    return ids
+        return None
+
+    def _pieces(self, report: TransferReport, tokens: Sequence[int]) -> list[str]:
+        """Return the text that each of an answer's tokens added, as vLLM's own detokenizer reads it."""
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer  # takes seconds, and is there by now
+
+        params = SimpleNamespace(
+            stop=None,
+            min_tokens=0,
+            include_stop_str_in_output=False,
+            skip_special_tokens=self.params.skip_special_tokens,
+            spaces_between_special_tokens=self.params.spaces_between_special_tokens,
+        )
+        request: Any = SimpleNamespace(
+            request_id="", sampling_params=params, prompt_token_ids=report.prompt_ids, prompt_embeds=None
+        )
+        detokenizer: Any = IncrementalDetokenizer.from_new_request(self.tokenizer, request)
+        pieces = list[str]()
+        for token in tokens:
+            before = len(detokenizer.output_text)
+            detokenizer.update([token], stop_terminated=False)
+            pieces.append(detokenizer.output_text[before:])
+        return pieces
+
+
 class WatchedClient:
     """An `EngineClient` that checks and watches `generate` and `encode`, and is its `AsyncLLM` otherwise.
 
@@ -188,15 +275,24 @@ class WatchedClient:
         _refuse_latent_placeholders(call, prompt)
         _require_prompt(call, prompt)
         transfer = call.transfer_of(prompt, sampling_params)
+        saves = transfer is not None and transfer is call.transfer and transfer.saves_answer
+        text = self._answer_text(sampling_params) if saves else None
         if transfer is not None and transfer.images:
             outputs = self._generate_with_images(
                 call, transfer.images, prompt, sampling_params, *args, **kwargs
             )
-            return call.watch(outputs, self._sent([image.digest for image in transfer.images]), transfer)
+            sent = self._sent([image.digest for image in transfer.images])
+            return call.watch(outputs, sent, transfer, text)
         _require_read_images(call, prompt)
         _refuse_image_placeholders(call, prompt)
         outputs = self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs)
-        return call.watch(outputs, self._sent(hashes_of(prompt)), transfer)
+        return call.watch(outputs, self._sent(hashes_of(prompt)), transfer, text)
+
+    def _answer_text(self, params: SamplingParams) -> AnswerText:
+        """Return what reads an answer; in gpt-oss's, special tokens are what separates thoughts from words."""
+        tokenizer, config = self._engine.renderer.tokenizer, self._engine.model_config.hf_config
+        shown = not params.skip_special_tokens or config.model_type == "gpt_oss"
+        return AnswerText(tokenizer, frozenset() if shown else special_tokens(tokenizer), params)
 
     async def _generate_with_images(
         self, call: Call, images: Sequence[PlacedImage], prompt: Any, *args: Any, **kwargs: Any
@@ -217,6 +313,14 @@ class WatchedClient:
 
     def _sent(self, hashes: list[str]) -> Sent:
         return Sent(self._engine.renderer.mm_processor_cache, hashes) if hashes else Sent()
+
+
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the token ids of a tokenizer that are no text; of None, none."""
+    if tokenizer is None:
+        return frozenset()
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset([*tokenizer.all_special_ids, *(token for token, each in added.items() if each.special)])
 
 
 def failed(output: Any) -> bool:
@@ -320,7 +424,6 @@ def _note(report: TransferReport, output: Any, *, deltas: bool) -> None:
         at_stop_string = isinstance(completion.stop_reason, str)
         # After a stop string the engine saves, but cannot report it here.
         report.saves = output.kv_transfer_params is not None or at_stop_string
-        report.ended_by_token = completion.finish_reason == "stop" and not at_stop_string
     if deltas:
         report.output_ids.extend(completion.token_ids)
     else:

@@ -77,7 +77,7 @@ class Conversation(BaseModel):
         template: fields of the requests that decide how the model's template writes the messages.
         answer_from: index of the first token of the assistant's last answer, which is not among the
             messages yet; None: the context ends with a message.
-        ended: the last answer ends with the token that ends answers.
+        ended: the last answer ends with the token that ended it, as in older records.
         answer_fingerprints: fingerprints of the assistant's answers as clients received them, by index among
             the messages; the last answer has the number of messages. Older records call it `told`.
         weight: bytes of the messages and the template's fields as JSON.
