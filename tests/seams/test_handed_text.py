@@ -85,7 +85,9 @@ def said_in(path: str, event: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[Gateway]:
     model = str(ModelStore(load_settings().models_folder).resolve("smollm2"))
-    engine = ScriptedEngine(EngineSettings(name="a", model=model, handoff=True), model, salt=lambda _tenant: None)
+    engine = ScriptedEngine(
+        EngineSettings(name="a", model=model, handoff=True), model, salt=lambda _tenant: None
+    )
     with (
         run_fake(engine, handoffs={"auto": "off"}) as running,
         running.client() as http,
@@ -93,7 +95,23 @@ def gateway() -> Iterator[Gateway]:
         yield Gateway(engine, http)
 
 
-PIECES = ["Observation:", " 1, 2, 3, 4", ", 5, ", "\n", "\n\n", " ", "é", "日本語", "🙂", "👩‍👩‍👧", "the answer", " is", "x", "STOP", "</s>"]
+PIECES = [
+    "Observation:",
+    " 1, 2, 3, 4",
+    ", 5, ",
+    "\n",
+    "\n\n",
+    " ",
+    "é",
+    "日本語",
+    "🙂",
+    "👩‍👩‍👧",
+    "the answer",
+    " is",
+    "x",
+    "STOP",
+    "</s>",
+]
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
 texts = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map("".join)
 
@@ -133,7 +151,9 @@ def answers(draw: st.DrawFn) -> Said:
     inside = text[begin:end]
     return Said(
         text,
-        draw(st.sampled_from([(), (inside,), (inside,), ("never said", inside), ("Observation:",), (", 5",)])),
+        draw(
+            st.sampled_from([(), (inside,), (inside,), ("never said", inside), ("Observation:",), (", 5",)])
+        ),
         draw(st.none() | st.integers(0, 20)),
         draw(st.booleans()),
         draw(st.integers(1, 24)),
@@ -219,10 +239,13 @@ def test_a_text_goes_on_from_what_was_received_on_any_route(
     ends = begin(gateway, said)
     body = ends | {"messages": QUESTION, "max_tokens": said.limit, "stream": said.stream}
     if route == MESSAGES:
-        body = {"stop_sequences": ends["stop"]} | {key: body[key] for key in ("messages", "max_tokens", "stream")}
+        body = {"stop_sequences": ends["stop"]} | {
+            key: body[key] for key in ("messages", "max_tokens", "stream")
+        }
     elif route == RESPONSES:
         body = {"input": "Count.", "max_output_tokens": said.limit, "stream": said.stream} | {
-            key: ends[key] for key in ("stop", "skip_special_tokens", "include_stop_str_in_output", "ignore_eos")
+            key: ends[key]
+            for key in ("stop", "skip_special_tokens", "include_stop_str_in_output", "ignore_eos")
         }
     first = gateway.post(route, body | {"handoff": {"save": True}})
     asked = gateway.engine.text(gateway.engine.client.prompts[-1])

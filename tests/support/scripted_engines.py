@@ -128,7 +128,12 @@ class ScriptedEngine(VllmEngine):
         self._state = EngineState.READY
 
     async def call(
-        self, operation: Operation, body: Json, context: RequestContext, transfer: Any = None, chooser: Any = None
+        self,
+        operation: Operation,
+        body: Json,
+        context: RequestContext,
+        transfer: Any = None,
+        chooser: Any = None,
     ) -> Reply:
         if transfer is not None:
             transfer.report.save_over.set()  # there is no KV to wait for
@@ -138,5 +143,3 @@ class ScriptedEngine(VllmEngine):
         """What token ids say, special tokens too."""
         found: str = self.client.renderer.tokenizer.decode(list(tokens))
         return found
-
-

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
+from typing import Any
 
 from baton.engines.port import Json
 from baton.engines.scrub import scrub
@@ -26,6 +28,25 @@ NO_SUCH_ROUTE = (404, 405)
 def not_an_answer(what: str) -> RemoteFailed:
     """Return the error for what is no answer, or no whole one: "an event that is no text", for example."""
     return RemoteFailed(f"The server that answers for this model sent {what}.")
+
+
+def parsed_json(text: bytes | str) -> tuple[Any, bool]:
+    """Parse JSON of a server elsewhere; `NaN` and numbers without end, which are no JSON, become null.
+
+    Returns:
+        The value, and whether something became null, so that it has to be written again.
+
+    Raises:
+        ValueError: it is no JSON.
+        RecursionError: it is nested too deep.
+    """
+    nulls: list[str] = []
+
+    def finite(number: str) -> float | None:
+        value = float(number)
+        return value if math.isfinite(value) else nulls.append(number)
+
+    return json.loads(text, parse_float=finite, parse_constant=nulls.append), bool(nulls)
 
 
 def refusal(engine: str, status: int, headers: Mapping[str, str], body: bytes) -> BatonError:
@@ -63,7 +84,7 @@ def _with_type(fields: Json | None, status: int) -> Json:
 def error_fields(body: bytes | str) -> Json | None:
     """Return the `error` object of a body in OpenAI's or Anthropic's shape; None: it has another shape."""
     try:
-        parsed = json.loads(body)
+        parsed, _ = parsed_json(body)
     except (ValueError, RecursionError):
         return None
     return fields_of(parsed)

@@ -8,17 +8,18 @@ stream generators would turn into text of their own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from baton.engines.kv_transfer import TransferChooser, TransferReport, TransferRequest
 from baton.engines.port import ImageInput
+from baton.engines.vllm.answer_text import AnswerText, special_tokens
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.image_cache import Sent, hashes_of
 from baton.engines.vllm.image_input import image_positions, stray_placeholders
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("baton.engine")
 
-CUT_WITHIN = 8
-"""Most tokens before a cut that are tokenized again with the text between the last of them and the cut."""
 DEAD_END = (
     "The model's tokens cannot spell what the request demands of the answer: loosen `structured_outputs`, "
     "`response_format` or the tool's schema, or keep to characters the model knows."
@@ -175,81 +174,6 @@ CURRENT_CALL: ContextVar[Call] = ContextVar("baton_current_call")
 """The call that the running handler works on; set by `VllmEngine.call` and while its stream is read."""
 
 
-@dataclass(frozen=True)
-class AnswerText:
-    """Finds the tokens of an answer that say the text which its client received.
-
-    Attributes:
-        tokenizer: the model's tokenizer.
-        special: token ids that no text holds.
-        params: how the answer was sampled and read.
-    """
-
-    tokenizer: Any
-    special: frozenset[int]
-    params: SamplingParams
-
-    def tokens(self, report: TransferReport, text: str) -> list[int] | None:
-        """Return the token ids of an answer as its client received it.
-
-        Left out are a token or text that stopped it, special tokens that no text shows, and a character that
-        the answer's last tokens only begin. What remains of a token in which a stop string began is tokenized
-        again.
-
-        Args:
-            report: the ids of the prompt and of the generated tokens.
-            text: all text of the answer.
-
-        Returns:
-            None: no token ids say this text.
-        """
-        kept, shown, unshown, rest = list[int](), list[str](), list[int](), text
-        for token, piece in zip(report.output_ids, self._pieces(report, report.output_ids), strict=False):
-            if not piece:
-                unshown += [token] if token not in self.special else []
-            elif rest.startswith(piece):
-                kept += [*unshown, token]
-                shown += [*([""] * len(unshown)), piece]
-                unshown, rest = [], rest.removeprefix(piece)
-            else:
-                break
-        return kept if not rest else self._cut(report, kept, shown, text)
-
-    def _cut(
-        self, report: TransferReport, kept: list[int], shown: Sequence[str], text: str
-    ) -> list[int] | None:
-        """Return token ids that begin with most of `kept` and say `text`."""
-        for count in range(len(kept), max(-1, len(kept) - CUT_WITHIN), -1):
-            rest = text[len("".join(shown[:count])) :]
-            for written in (rest, rest.removeprefix(" ")):  # some tokenizers write a space before every text
-                ids = kept[:count] + self.tokenizer.encode(written, add_special_tokens=False)
-                if "".join(self._pieces(report, ids)) == text:
-                    return ids
-        return None
-
-    def _pieces(self, report: TransferReport, tokens: Sequence[int]) -> list[str]:
-        """Return the text that each of an answer's tokens added, as vLLM's own detokenizer reads it."""
-        from vllm.v1.engine.detokenizer import IncrementalDetokenizer  # takes seconds, and is there by now
-
-        params = SimpleNamespace(
-            stop=None,
-            min_tokens=0,
-            include_stop_str_in_output=False,
-            skip_special_tokens=self.params.skip_special_tokens,
-            spaces_between_special_tokens=self.params.spaces_between_special_tokens,
-        )
-        request: Any = SimpleNamespace(
-            request_id="", sampling_params=params, prompt_token_ids=report.prompt_ids, prompt_embeds=None
-        )
-        detokenizer: Any = IncrementalDetokenizer.from_new_request(self.tokenizer, request)
-        pieces = list[str]()
-        for token in tokens:
-            before = len(detokenizer.output_text)
-            detokenizer.update([token], stop_terminated=False)
-            pieces.append(detokenizer.output_text[before:])
-        return pieces
-
-
 class WatchedClient:
     """An `EngineClient` that checks and watches `generate` and `encode`, and is its `AsyncLLM` otherwise.
 
@@ -272,6 +196,7 @@ class WatchedClient:
         call.deltas = sampling_params.output_kind.name == "DELTA"
         call.constrained = sampling_params.structured_outputs is not None
         call.audited_tokens = self._audited_tokens
+        self._refuse_no_token(call, sampling_params)
         _refuse_latent_placeholders(call, prompt)
         _require_prompt(call, prompt)
         transfer = call.transfer_of(prompt, sampling_params)
@@ -288,8 +213,41 @@ class WatchedClient:
         outputs = self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs)
         return call.watch(outputs, self._sent(hashes_of(prompt)), transfer, text)
 
+    def _refuse_no_token(self, call: Call, params: SamplingParams) -> None:
+        """Refuse constraints that can leave no token, where vLLM would answer with token 0 again and again.
+
+        Raises:
+            InvalidRequest: `bad_words`, or `min_tokens`, can take away all of `allowed_token_ids`.
+        """
+        allowed = set(params.allowed_token_ids or ())
+        if not allowed or not (params.bad_words or params.min_tokens):
+            return
+        read, renderer = params.clone(), self._engine.renderer
+        generation = self._engine.input_processor.generation_config_fields
+        read.update_from_generation_config(generation, renderer.get_eos_token_id())
+        with contextlib.suppress(ValueError):  # which vLLM raises itself
+            read.update_from_tokenizer(renderer.tokenizer)
+        stops = read.all_stop_token_ids if params.min_tokens else set()
+        lasts: dict[tuple[int, ...], set[int]] = {(): set()}
+        for word in read.bad_words_token_ids or ():
+            lasts.setdefault(tuple(word[:-1]), set()).add(word[-1])
+        if not allowed <= stops.union(*lasts.values()):
+            return
+        lengths = {len(past) for past in lasts}
+        for past in lasts:
+            ends = [past[len(past) - length :] for length in lengths if length <= len(past)]
+            banned = set[int]().union(*(lasts.get(end, ()) for end in ends))
+            banned |= stops if len(past) < params.min_tokens else set()
+            if allowed <= banned and allowed.issuperset(past):
+                call.failure = InvalidRequest(
+                    "allowed_token_ids: 'bad_words', and 'min_tokens' of those that end an answer, can take "
+                    "away every one of them: allow further tokens.",
+                    param="allowed_token_ids",
+                )
+                raise call.failure
+
     def _answer_text(self, params: SamplingParams) -> AnswerText:
-        """Return what reads an answer; in gpt-oss's, special tokens are what separates thoughts from words."""
+        """Return what reads an answer; in gpt-oss's, special tokens separate thoughts from words."""
         tokenizer, config = self._engine.renderer.tokenizer, self._engine.model_config.hf_config
         shown = not params.skip_special_tokens or config.model_type == "gpt_oss"
         return AnswerText(tokenizer, frozenset() if shown else special_tokens(tokenizer), params)
@@ -313,14 +271,6 @@ class WatchedClient:
 
     def _sent(self, hashes: list[str]) -> Sent:
         return Sent(self._engine.renderer.mm_processor_cache, hashes) if hashes else Sent()
-
-
-def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """Return the token ids of a tokenizer that are no text; of None, none."""
-    if tokenizer is None:
-        return frozenset()
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset([*tokenizer.all_special_ids, *(token for token, each in added.items() if each.special)])
 
 
 def failed(output: Any) -> bool:

@@ -32,9 +32,10 @@ from baton.engines.port import (
 from baton.engines.progress import Progress
 from baton.engines.transfers import TransferWatch
 from baton.engines.vllm import arguments, handlers
+from baton.engines.vllm.answer_text import special_tokens
 from baton.engines.vllm.arguments import MOVES_EXTENSION
 from baton.engines.vllm.bodies import for_responses, with_whole_prompt
-from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient, special_tokens
+from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
 from baton.engines.vllm.engine_thread import EngineThread
 from baton.engines.vllm.errors import scrub
 from baton.engines.vllm.image_cache import confirm_before_reuse
