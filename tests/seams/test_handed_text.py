@@ -11,54 +11,36 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from support.gateways import run_fake  # after the skip
-from support.scripted_engines import ScriptedEngine  # after the skip
+from support.scripted_engines import ScriptedGateway, run_scripted  # after the skip
 
-from baton.config.groups import EngineSettings  # after the skip
-from baton.config.settings import load_settings  # after the skip
-from baton.models.store import ModelStore  # after the skip
-
-CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 CASES = 250
 """Of each of the four properties."""
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.fault("D11")]
 
 
-@dataclass(frozen=True)
-class Gateway:
-    """One gateway with an engine whose answers are given."""
+def answered(gateway: ScriptedGateway, path: str, body: dict[str, Any]) -> dict[str, str]:
+    """The text of an answer as its client received it, `said`, and the id of the handoff that is `left`."""
+    response = gateway.post(path, body)
+    assert response.status_code < 300, response.text
+    left = response.headers.get("x-handoff-id", "")
+    if not body.get("stream"):
+        return {"said": said_whole(path, response.json()), "left": left}
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    return {"said": "".join(said_in(path, event) for event in events), "left": left}
 
-    engine: ScriptedEngine
-    http: httpx.Client
 
-    def tokens(self, text: str) -> list[int]:
-        found: list[int] = self.engine.client.renderer.tokenizer.encode(text, add_special_tokens=False)
-        return found
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer, with its text as the client received it as `said`; a handoff's id is a header."""
-        response = self.http.post(path, json={"model": "a"} | body)
-        assert response.status_code < 300, response.text
-        if not body.get("stream"):
-            found: dict[str, Any] = response.json()
-            return found | {"said": said_whole(path, found), "left": response.headers.get("x-handoff-id")}
-        lines = response.text.splitlines()
-        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        said = "".join(said_in(path, event) for event in events)
-        return {"said": said, "left": response.headers.get("x-handoff-id")}
-
-    def prompt(self, path: str, body: dict[str, Any]) -> str:
-        """The text of the prompt that the engine gets for a request."""
-        self.post(path, {"max_output_tokens" if path == RESPONSES else "max_tokens": 1} | body)
-        return self.engine.text(self.engine.client.prompts[-1])
+def prompt_of(gateway: ScriptedGateway, path: str, body: dict[str, Any]) -> str:
+    """The text of the prompt that the engine gets for a request."""
+    answered(gateway, path, {"max_tokens": 1} | body)
+    return gateway.engine.text(gateway.engine.client.prompts[-1])
 
 
 def said_whole(path: str, answer: dict[str, Any]) -> str:
@@ -67,8 +49,6 @@ def said_whole(path: str, answer: dict[str, Any]) -> str:
     if path == RESPONSES:
         items = [item for item in answer["output"] if item["type"] == "message"]
         return "".join(part["text"] for item in items for part in item["content"])
-    if path == AHEAD:
-        return ""
     first = answer["choices"][0]
     return (first["message"]["content"] if path == CHAT else first["text"]) or ""
 
@@ -83,16 +63,9 @@ def said_in(path: str, event: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def gateway() -> Iterator[Gateway]:
-    model = str(ModelStore(load_settings().models_folder).resolve("smollm2"))
-    engine = ScriptedEngine(
-        EngineSettings(name="a", model=model, handoff=True), model, salt=lambda _tenant: None
-    )
-    with (
-        run_fake(engine, handoffs={"auto": "off"}) as running,
-        running.client() as http,
-    ):
-        yield Gateway(engine, http)
+def gateway() -> Iterator[ScriptedGateway]:
+    with run_scripted() as running:
+        yield running
 
 
 PIECES = [
@@ -164,7 +137,7 @@ def answers(draw: st.DrawFn) -> Said:
     )
 
 
-def begin(gateway: Gateway, said: Said) -> dict[str, Any]:
+def begin(gateway: ScriptedGateway, said: Said) -> dict[str, Any]:
     """Give the engine what it says next; returns what ends it, in OpenAI's terms."""
     tokens = gateway.tokens(said.text)
     if said.special is not None:
@@ -200,41 +173,41 @@ NEXT = {"role": "user", "content": " and now?"}
 @many
 @given(answers(), texts, st.booleans())
 def test_a_completion_goes_on_from_what_the_client_of_the_first_received(
-    gateway: Gateway, said: Said, own: str, joined: bool
+    gateway: ScriptedGateway, said: Said, own: str, joined: bool
 ) -> None:
     body = begin(gateway, said) | {"prompt": "Q:", "max_tokens": said.limit, "stream": said.stream}
-    first = gateway.post(TEXT, body | {"handoff": {"save": True}})
+    first = answered(gateway, TEXT, body | {"handoff": {"save": True}})
     wanted, sources = "Q:" + first["said"], first["left"]
     if joined:
         body = begin(gateway, said) | {"prompt": "A: ", "max_tokens": said.limit}
-        second = gateway.post(TEXT, body | {"handoff": {"save": True}})
+        second = answered(gateway, TEXT, body | {"handoff": {"save": True}})
         wanted, sources = wanted + "A: " + second["said"], [first["left"], second["left"]]
-    assert gateway.prompt(TEXT, {"prompt": own, "handoff": {"from": sources}}) == wanted + own
+    assert prompt_of(gateway, TEXT, {"prompt": own, "handoff": {"from": sources}}) == wanted + own
 
 
 @many
 @given(answers(), st.booleans(), st.booleans())
 def test_a_chat_goes_on_as_if_its_client_had_sent_all_of_it(
-    gateway: Gateway, said: Said, again: bool, joined: bool
+    gateway: ScriptedGateway, said: Said, again: bool, joined: bool
 ) -> None:
     body = begin(gateway, said) | {"messages": QUESTION, "max_tokens": said.limit, "stream": said.stream}
-    first = gateway.post(CHAT, body | {"handoff": {"save": True}})
+    first = answered(gateway, CHAT, body | {"handoff": {"save": True}})
     whole, sources = [*QUESTION, {"role": "assistant", "content": first["said"]}], first["left"]
     if joined:
         more = {"role": "user", "content": "Count again."}
         body = begin(gateway, said) | {"messages": [more], "max_tokens": said.limit}
-        second = gateway.post(CHAT, body | {"handoff": {"save": True}})
+        second = answered(gateway, CHAT, body | {"handoff": {"save": True}})
         whole += [more, {"role": "assistant", "content": second["said"]}]
         sources = [first["left"], second["left"]]
     messages = [*whole, NEXT] if again else [NEXT]
-    handed = gateway.prompt(CHAT, {"messages": messages, "handoff": {"from": sources}})
-    assert handed == gateway.prompt(CHAT, {"messages": [*whole, NEXT]})
+    handed = prompt_of(gateway, CHAT, {"messages": messages, "handoff": {"from": sources}})
+    assert handed == prompt_of(gateway, CHAT, {"messages": [*whole, NEXT]})
 
 
 @many
 @given(answers(), texts, st.sampled_from([MESSAGES, RESPONSES, CHAT]))
 def test_a_text_goes_on_from_what_was_received_on_any_route(
-    gateway: Gateway, said: Said, own: str, route: str
+    gateway: ScriptedGateway, said: Said, own: str, route: str
 ) -> None:
     ends = begin(gateway, said)
     body = ends | {"messages": QUESTION, "max_tokens": said.limit, "stream": said.stream}
@@ -247,26 +220,26 @@ def test_a_text_goes_on_from_what_was_received_on_any_route(
             key: ends[key]
             for key in ("stop", "skip_special_tokens", "include_stop_str_in_output", "ignore_eos")
         }
-    first = gateway.post(route, body | {"handoff": {"save": True}})
+    first = answered(gateway, route, body | {"handoff": {"save": True}})
     asked = gateway.engine.text(gateway.engine.client.prompts[-1])
-    handed = gateway.prompt(TEXT, {"prompt": own, "handoff": {"from": first["left"]}})
+    handed = prompt_of(gateway, TEXT, {"prompt": own, "handoff": {"from": first["left"]}})
     assert handed == asked + first["said"] + own
     again = {"messages": [*QUESTION, {"role": "assistant", "content": first["said"]}, NEXT]}
     if route == MESSAGES and first["said"]:
-        handed = gateway.prompt(route, again | {"handoff": {"from": first["left"]}})
-        assert handed == gateway.prompt(route, again)
+        handed = prompt_of(gateway, route, again | {"handoff": {"from": first["left"]}})
+        assert handed == prompt_of(gateway, route, again)
 
 
 @many
 @given(answers(), texts, st.integers(2, 3), st.sampled_from([TEXT, CHAT]))
 def test_of_several_answers_the_prompt_alone_goes_on(
-    gateway: Gateway, said: Said, own: str, count: int, route: str
+    gateway: ScriptedGateway, said: Said, own: str, count: int, route: str
 ) -> None:
     asked = {"prompt": "Q:"} if route == TEXT else {"messages": QUESTION}
     body = begin(gateway, said) | asked | {"max_tokens": said.limit, "n": count, "stream": said.stream}
-    first = gateway.post(route, body | {"handoff": {"save": {"scope": "prompt"}}})
+    first = answered(gateway, route, body | {"handoff": {"save": {"scope": "prompt"}}})
     if route == TEXT:
-        assert gateway.prompt(route, {"prompt": own, "handoff": {"from": first["left"]}}) == "Q:" + own
+        assert prompt_of(gateway, route, {"prompt": own, "handoff": {"from": first["left"]}}) == "Q:" + own
         return
-    handed = gateway.prompt(route, {"messages": [NEXT], "handoff": {"from": first["left"]}})
-    assert handed == gateway.prompt(route, {"messages": [*QUESTION, NEXT]})
+    handed = prompt_of(gateway, route, {"messages": [NEXT], "handoff": {"from": first["left"]}})
+    assert handed == prompt_of(gateway, route, {"messages": [*QUESTION, NEXT]})

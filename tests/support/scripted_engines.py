@@ -6,11 +6,14 @@ Rendering, sampling parameters, the stop of a token, detokenizing, stop strings 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
+import httpx
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.v1.core.sched.utils import check_stop
@@ -21,10 +24,13 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request
 
 from baton.config.groups import EngineSettings
+from baton.config.settings import load_settings
 from baton.engines.port import EngineState, Json, Operation, Reply, Report
 from baton.engines.vllm import arguments
 from baton.engines.vllm.engine import VllmEngine
+from baton.models.store import ModelStore
 from baton.telemetry.ids import RequestContext
+from support.gateways import run_fake
 
 LONGEST = 64
 """Tokens of an answer without a limit."""
@@ -143,3 +149,36 @@ class ScriptedEngine(VllmEngine):
         """What token ids say, special tokens too."""
         found: str = self.client.renderer.tokenizer.decode(list(tokens))
         return found
+
+
+@dataclass(frozen=True)
+class ScriptedGateway:
+    """A gateway with one engine, `a`, whose answers are given."""
+
+    engine: ScriptedEngine
+    http: httpx.Client
+
+    def tokens(self, text: str) -> list[int]:
+        found: list[int] = self.engine.client.renderer.tokenizer.encode(text, add_special_tokens=False)
+        return found
+
+    def says(self, text: str) -> None:
+        """Give the engine the tokens of its next answer, which it ends."""
+        self.engine.client.said.append([*self.tokens(text), *self.tokens("<|im_end|>")])
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return self.http.post(path, json={"model": "a"} | body)
+
+
+@contextmanager
+def run_scripted(**serving: Any) -> Iterator[ScriptedGateway]:
+    """Run a gateway whose engine has SmolLM2's tokenizer and template.
+
+    Args:
+        serving: vLLM's serving options.
+    """
+    model = str(ModelStore(load_settings().models_folder).resolve("smollm2"))
+    settings = EngineSettings(name="a", model=model, handoff=True, serving=serving)
+    engine = ScriptedEngine(settings, model, salt=lambda _tenant: None)
+    with run_fake(engine, handoffs={"auto": "off"}) as running, running.client() as http:
+        yield ScriptedGateway(engine, http)

@@ -129,6 +129,7 @@ class Whole:
         return self.body
 
 
+@pytest.mark.fault("I12")
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
 async def test_numbers_that_no_json_holds_become_null(number: str) -> None:
     body = f'{{"model": "far", "data": [{{"embedding": [0.5, {number}]}}]}}'.encode()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.images.image_position import ImagePosition
+from baton.images.image_position import ImagePosition, with_distinct_images
 from baton.images.placed_image import PlacedImage
 from baton_kv.contract import Mixture, MovedPart, TransferFailure
 
@@ -22,6 +22,7 @@ class TransferReport:
         answer_ids: the answer's token ids as its client received it: those that the engine generated, without
             what stopped it; None: no token ids say what the client received. Of a request that saves its
             answer alone.
+        images: where images stand in the prompt, once known.
         cached: number of prompt tokens that the engine did not prefill.
         loaded: number of tokens that a load brought, with those moved and those computed between them; None:
             nothing was loaded. Of several, after a preemption or for several answers, the one that moved and
@@ -41,6 +42,7 @@ class TransferReport:
     prompt_ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     answer_ids: list[int] | None = None
+    images: Sequence[ImagePosition] = ()
     cached: int = 0
     loaded: int | None = None
     moved: int = 0
@@ -52,6 +54,11 @@ class TransferReport:
     miss: TransferFailure | None = None
     first_token: dict[int, float] = field(default_factory=dict)
     save_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def distinct_prompt(self) -> Sequence[int]:
+        """The prompt's token ids, in which other images are other numbers; see `with_distinct_images`."""
+        return with_distinct_images(self.prompt_ids, self.images)
 
     @property
     def in_place(self) -> int:

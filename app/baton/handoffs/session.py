@@ -207,6 +207,7 @@ class Session:
             tokens = tokens + report.answer_ids
         target.conversation = self._conversation(answer)
         target.exact = self.transfer.salt is None  # as the connector marks its entry
+        target.positions = [] if transfer.images else [*report.images]  # without their pixels
         if transfer.latent_steps:
             target.latent_steps, target.placeholder = transfer.latent_steps, self.engine.placeholder
         self.handoffs.end(target, transfer, tokens)
@@ -270,7 +271,7 @@ class Session:
             shown |= self.translated.public(source)
             if self.translated.computed and self.exact:
                 shown |= {"outcome": "translated", "reason": None}
-        shown["shared_tokens"] = shared_tokens(source.tokens, report.prompt_ids)
+        shown["shared_tokens"] = shared_tokens(source.distinct_tokens, report.distinct_prompt)
         shown["resent_messages"] = self.prompt.resent
         if self.parts:
             shown["parts"] = self._parts()

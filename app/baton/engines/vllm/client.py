@@ -25,6 +25,7 @@ from baton.engines.vllm.image_cache import Sent, hashes_of
 from baton.engines.vllm.image_input import image_positions, stray_placeholders
 from baton.engines.vllm.log_probs import likeliest
 from baton.errors import BatonError, GenerationFailed, InvalidRequest, Unprocessable
+from baton.images.image_position import ImagePosition
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
 from baton_kv.contract import transfer_params
@@ -200,6 +201,9 @@ class WatchedClient:
         _refuse_latent_placeholders(call, prompt)
         _require_prompt(call, prompt)
         transfer = call.transfer_of(prompt, sampling_params)
+        if transfer is not None:
+            placed = [ImagePosition(each.digest, each.offset, each.length) for each in transfer.images]
+            transfer.report.images = placed or image_positions(prompt) or ()
         saves = transfer is not None and transfer is call.transfer and transfer.saves_answer
         text = self._answer_text(sampling_params) if saves else None
         if transfer is not None and transfer.images:

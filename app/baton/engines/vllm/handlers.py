@@ -170,8 +170,9 @@ class Handlers:
         Raises what vLLM raises: anything.
         """
         request = self._parsers[Operation.CHAT].validate_python(body)
-        tools = [tool.model_dump() for tool in request.tools] if request.tools else None
         online = self._state.serving_tokenization.online_renderer
+        unused = request.tool_choice == "none" and online.exclude_tools_when_tool_choice_none
+        tools = [tool.model_dump() for tool in request.tools] if request.tools and not unused else None
         refused = online.validate_chat_template(
             request_chat_template=request.chat_template,
             chat_template_kwargs=request.chat_template_kwargs,

@@ -153,8 +153,8 @@ class HandoffRecord(BaseModel):
         parents: ids of all handoffs that it continues; records of older versions have `parent` alone.
         label: the client's label.
         automatic: the gateway saved it by itself: it has no messages, and clients do not see it.
-        positions: where images stand in the context of an automatic handoff, which stores no images: requests
-            that continue it send them again.
+        positions: where images stand in a context that is stored without its images, because the handoff is
+            automatic or the engine wrote the prompt: requests that continue it send them again.
         audit: its last audit.
         translated_from: id of the handoff of other weights whose text it holds; None: it is no translation.
         exact: its KV is what the engine would compute of its tokens; not so if any was moved to its place.
