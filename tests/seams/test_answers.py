@@ -87,7 +87,7 @@ def test_a_call_whose_arguments_are_no_object_is_given_as_it_is(
         data["delta"].get("partial_json", "") for name, data in streamed if name == "content_block_delta"
     ]
     assert json.loads("".join(pieces)) == given
-    assert (block["name"], block.get("input")) == ("look", given)
+    assert (block["name"], block["input"]) == ("look", given)
 
 
 WORDS = (" dog", " cat")

@@ -13,6 +13,7 @@ from baton.engines.fake.shapes import CHUNK, KINDS, WHOLE, begun, chat_chunk, de
 from baton.engines.kv_transfer import TransferChooser, TransferRequest
 from baton.engines.port import EngineState, Json, Operation, WholeReply
 from baton.errors import ContextTooLong, EngineRestarting
+from baton.images.image_position import ImagePosition
 from baton.telemetry.ids import RequestContext
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Answer:
         self._chooser, self._chosen = chooser, self._choose(chooser)
         for each in self._transfers:
             each.report.prompt_ids = [token_id(word) for word in self._words]
+            each.report.images = [ImagePosition(one.digest, one.offset, one.length) for one in each.images]
             each.report.saves = False  # there is no KV
             if each.audited and self._said:
                 each.report.first_token = {token_id(self._said[0]): 0.0}  # it is sure of its answer

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import RootModel, TypeAdapter
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
@@ -53,6 +53,8 @@ BEFORE_THE_ENGINE = ("response.created", "response.in_progress")
 """Events that vLLM sends before the engine has accepted the request."""
 BEFORE_MORE = (*BEFORE_THE_ENGINE, "response.output_item.done")
 """Events that are held back until the next one."""
+NULL = RootModel[None](None)
+"""A null that is written where nulls are left out."""
 Method = Callable[[Any, Request], Awaitable[Any]]
 
 
@@ -264,7 +266,8 @@ def _with_any_arguments(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
         answer = convert(chat)
         blocks = [block for block in answer.content if block.type == "tool_use"]
         for block, arguments in zip(blocks, given, strict=True):
-            block.input = _parsed(arguments)
+            found = _parsed(arguments)
+            block.input = NULL if found is None else found
         return answer
 
     return converted
