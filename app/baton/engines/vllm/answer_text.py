@@ -44,17 +44,17 @@ class AnswerText:
         Returns:
             None: no token ids say this text.
         """
-        kept, shown, unshown, rest = list[int](), list[str](), list[int](), text
+        kept, shown, unshown, found = list[int](), list[str](), list[int](), 0
         for token, piece in zip(report.output_ids, self._pieces(report, report.output_ids), strict=False):
             if not piece:
                 unshown += [token] if token not in self.special else []
-            elif rest.startswith(piece):
+            elif text.startswith(piece, found):
                 kept += [*unshown, token]
                 shown += [*([""] * len(unshown)), piece]
-                unshown, rest = [], rest.removeprefix(piece)
+                unshown, found = [], found + len(piece)
             else:
                 break
-        return kept if not rest else self._cut(report, kept, shown, text)
+        return kept if found == len(text) else self._cut(report, kept, shown, text)
 
     def _cut(
         self, report: TransferReport, kept: list[int], shown: Sequence[str], text: str

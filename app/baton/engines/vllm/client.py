@@ -108,6 +108,8 @@ class Call:
                         raise Unprocessable(DEAD_END)
                     if transfer is not None:
                         _note(transfer.report, output, deltas=self.deltas)
+                        if not self.deltas:
+                            said.clear()
                         said.append(output.outputs[0].text)
                         if output.finished and text is not None:
                             transfer.report.answer_ids = text.tokens(transfer.report, "".join(said))
@@ -229,8 +231,9 @@ class WatchedClient:
         read, renderer = params.clone(), self._engine.renderer
         generation = self._engine.input_processor.generation_config_fields
         read.update_from_generation_config(generation, renderer.get_eos_token_id())
-        with contextlib.suppress(ValueError):  # which vLLM raises itself
-            read.update_from_tokenizer(renderer.tokenizer)
+        if renderer.tokenizer is not None:
+            with contextlib.suppress(ValueError):  # which vLLM raises itself
+                read.update_from_tokenizer(renderer.tokenizer)
         stops = read.all_stop_token_ids if params.min_tokens else set()
         lasts: dict[tuple[int, ...], set[int]] = {(): set()}
         for word in read.bad_words_token_ids or ():
