@@ -24,7 +24,14 @@ from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from baton_kv.blocks import KVBlocks, LayoutRefused
-from baton_kv.engine_facts import cache_groups, facts_of, head_shard, layers_of, require_supported
+from baton_kv.engine_facts import (
+    backends_of,
+    cache_groups,
+    facts_of,
+    head_shard,
+    layers_of,
+    require_supported,
+)
 from baton_kv.entry_format import MAX_IDENTIFIER, ImageRef
 from baton_kv.envelopes import StepMetadata, TransferStats, WorkerLayout, WorkerReport
 from baton_kv.fingerprint import fingerprint
@@ -114,7 +121,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             blocks = KVBlocks(list(layers.values()), config.num_blocks, shard, cache_groups(config), group_of)
         except LayoutRefused as error:
             raise ValueError(f"baton_kv: this model's KV cannot be handed over: {error}") from None
-        self._layout = WorkerLayout(tuple(layers), blocks.shapes, blocks.rows_a_block)
+        backends = backends_of(self._vllm_config, config)
+        self._layout = WorkerLayout(tuple(layers), blocks.shapes, blocks.rows_a_block, backends)
         self._worker = WorkerRole(
             self._store,
             self._secret,
@@ -250,7 +258,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                 "or they differ; handoffs cannot be exact"
             )
         facts = facts_of(self._vllm_config, self._kv_cache_config, self._digests)
-        facts["layers"] = layout.facts()
+        facts |= {"layers": layout.facts(), "backends": layout.backends}
         self._scheduler = SchedulerRole(
             self._store,
             self._secret,
@@ -301,6 +309,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         """Return whether saves will soon free blocks; vLLM then waits instead of preempting a request."""
         return self._planning.blocks_free_soon
+
+    def reset_cache(self) -> bool:
+        """Use no KV from before, and save none: vLLM calls this where weights are replaced."""
+        self._planning.renew()
+        return True
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -168,6 +168,8 @@ def facts_of(
         "packing": _packing(model.dtype, spec, config.cache_config.cache_dtype),
         "hf_overrides": repr(model.hf_overrides),
         "load_format": str(config.load_config.load_format),
+        "model_weights": str(model.model_weights),
+        "loader": repr(config.load_config.model_loader_extra_config),
         "long_rope": _long_rope(model),
         "images": _image_settings(model),
     }
@@ -188,6 +190,20 @@ def _spec_facts(spec: Any) -> dict[str, str]:
     """Return all that a spec says but what is of one rank or of the pool alone."""
     names = (field.name for field in fields(spec) if field.name not in NOT_OF_A_SLAB)
     return {"class": type(spec).__name__} | {name: str(getattr(spec, name)) for name in names}
+
+
+def backends_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[tuple[str, ...], ...]:
+    """Return the classes of the attention backends of each cache group: each packs a block as it likes.
+
+    Only workers know them, whose layers choose their backends.
+    """
+    layers = config.compilation_config.static_forward_context
+    return tuple(
+        tuple(
+            sorted({".".join(layers[name].get_attn_backend().full_cls_name()) for name in group.layer_names})
+        )
+        for group in kv_cache_config.kv_cache_groups
+    )
 
 
 def head_shard(config: VllmConfig, kv_cache_config: KVCacheConfig) -> HeadShard | None:

@@ -42,11 +42,13 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
         shapes: shape of each layer in the whole model.
         rows_a_block: rows (kernel blocks) that one block of the pool is split into; on CPUs each packs its K
             and V by itself.
+        backends: from `engine_facts.backends_of`.
     """
 
     names: tuple[str, ...]
     shapes: tuple[LayerShape, ...]
     rows_a_block: int = 1
+    backends: tuple[tuple[str, ...], ...] = ()
 
     def facts(self) -> list[tuple[str, int, int, int]]:
         """Return name, heads, bytes and rows a block of each layer, for the fingerprint."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def moved_fingerprint(fingerprint: str) -> str:
     return blake3(f"{fingerprint} moved".encode()).hexdigest()
 
 
+def renewed_fingerprint(fingerprint: str) -> str:
+    """Return a fingerprint that no other engine has, for weights that may have been replaced since."""
+    return blake3(f"{fingerprint} {secrets.token_hex(16)}".encode()).hexdigest()
+
+
 def weights_digest(model: str, revision: str | None = None, known: KnownDigests | None = None) -> str:
     """Identify a model's weights and configuration, so that other weights under the same name differ.
 
@@ -44,12 +50,19 @@ def weights_digest(model: str, revision: str | None = None, known: KnownDigests 
         known: digests that were computed before; None: the files are read.
 
     Raises:
-        ValueError: the hub id is not in the local cache, so its commit is unknown.
+        ValueError: the folder holds no weights, or the hub id is not in the local cache, so its commit is
+            unknown.
     """
     path, digest = Path(model), digest_of if known is None else known.digest
     if path.is_dir():
-        found = [file for pattern in (*CONFIGS, *WEIGHTS) for file in sorted(path.glob(pattern))]
-        return digest(found)
+        configs, weights = ([*_matching(path, patterns)] for patterns in (CONFIGS, WEIGHTS))
+        if not weights:  # vLLM leaves such folders for weights that it streams from elsewhere
+            raise ValueError(
+                f"baton_kv: there are no weights in '{model}' ({', '.join(WEIGHTS)}), so that two models of "
+                "one configuration could not be told apart: download them into the folder, or set "
+                "handoff = false"
+            )
+        return digest([*configs, *weights])
     if path.is_file():
         return digest([path])
     from huggingface_hub import try_to_load_from_cache  # not needed where models are folders
@@ -61,3 +74,9 @@ def weights_digest(model: str, revision: str | None = None, known: KnownDigests 
             "set `model` to a local folder instead"
         )
     return f"hub:{model}@{Path(cached).parent.name}"
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    """Yield a folder's files that match, pattern by pattern, each time in the order of their names."""
+    for pattern in patterns:
+        yield from sorted(folder.glob(pattern))

@@ -11,6 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from baton_kv.cache_groups import FULL_ATTENTION, CacheGroup, GroupBlocks
@@ -23,7 +24,7 @@ from baton_kv.contract import (
     parse,
 )
 from baton_kv.entry_format import ImageRef, Part
-from baton_kv.fingerprint import moved_fingerprint
+from baton_kv.fingerprint import moved_fingerprint, renewed_fingerprint
 from baton_kv.held_blocks import HeldBlocks
 from baton_kv.load_planner import LoadPlanner
 from baton_kv.lookup import Plan
@@ -65,9 +66,12 @@ class SchedulerRole:
         most_computed: int = 0,
     ) -> None:
         self._store = store
-        self._moved_fingerprint = moved_fingerprint(fingerprint)
-        self._planner = LoadPlanner(store, secret, fingerprint, block_size, groups, most_computed)
+        self._new_planner = partial(
+            LoadPlanner, store, secret, block_size=block_size, groups=groups, most_computed=most_computed
+        )
         self._fingerprint = fingerprint
+        self._planner = self._new_planner(fingerprint)
+        self._outdated: set[str] = set()
         self._block_size = block_size
         self._groups = groups
         self._plans: dict[str, Plan | None] = {}
@@ -106,6 +110,18 @@ class SchedulerRole:
         plan = self._plans[request_id]
         brings = plan.matched - computed if plan is not None else 0
         return 0 if brings < 1 or (computed and brings < MIN_TAIL_TOKENS) else brings
+
+    def renew(self) -> None:
+        """Use no KV that was saved before, and save none of the requests that have begun.
+
+        The weights may be others from now on, which no file of them tells: what is saved is for this engine
+        alone, until the next time.
+        """
+        self._outcomes += self._planner.take_outcomes()
+        self._fingerprint = renewed_fingerprint(self._fingerprint)
+        self._planner = self._new_planner(self._fingerprint)
+        self._outdated |= set(self._plans)
+        self._plans = dict.fromkeys(self._plans)
 
     def take_outcomes(self) -> list[TransferOutcome]:
         """Return what ended since the last call: jobs, failed looks, and saves that were not begun."""
@@ -203,6 +219,9 @@ class SchedulerRole:
             Whether the blocks must be held until the save is reported, and the answer's `kv_transfer_params`.
         """
         plan = self._plans.pop(request_id, None)
+        if request_id in self._outdated:
+            self._outdated.remove(request_id)
+            whole = False
         if (found := self._save_wanted(request_id, params)) is None:
             return False, None
         wanted, key = found
@@ -226,7 +245,7 @@ class SchedulerRole:
             tuple(tokens),
             kept,
             blocks,
-            self._fingerprint if wanted.apart is None else self._moved_fingerprint,
+            self._fingerprint if wanted.apart is None else moved_fingerprint(self._fingerprint),
             draft=secrets.token_hex(16),
             images=tuple(images),
             parts=parts,

@@ -130,6 +130,28 @@ def test_another_model_s_entry_is_never_used(store: MemoryStore) -> None:
     assert store.exists(key), "it is sound, only not ours"
 
 
+@pytest.mark.fault("B17")
+def test_kv_of_weights_that_were_replaced_is_neither_used_nor_saved(store: MemoryStore) -> None:
+    engine = Engine(store)
+    key = engine.save(params_to_save(), [1, 2, 3, 6])
+    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 49
+    assert engine.scheduler.matched("c", params_to_save(), PROMPT, 0) == 0
+    engine.scheduler.take_outcomes()
+    engine.scheduler.renew()
+    assert engine.scheduler.matched("b", params_to_load(key), PROMPT, 0) == 0, "it was planned before"
+    assert engine.scheduler.matched("d", params_to_load(key), PROMPT, 0) == 0
+    assert [told.failure for told in engine.scheduler.take_outcomes()] == ["incompatible"]
+    ended = {"prompt": 49, "computed": 50, "block_ids": ([1, 2, 3, 6],), "whole": True}
+    held, _ = engine.scheduler.finished("c", params_to_save(), tokens=PROMPT, **ended)
+    assert not held, "it has begun with the weights from before"
+    assert [told.failure for told in engine.scheduler.take_outcomes()] == ["not_whole"]
+    again = engine.save(params_to_save(), [1, 2, 3, 6])
+    assert engine.scheduler.matched("e", params_to_load(again), PROMPT, 0) == 49
+    assert Engine(store).scheduler.matched("b", params_to_load(again), PROMPT, 0) == 0, (
+        "its weights are others"
+    )
+
+
 def test_an_entry_that_turns_bad_between_look_and_load_costs_only_its_reuse(store: MemoryStore) -> None:
     engine = Engine(store)
     key = engine.save(params_to_save(), [1, 2, 3, 6])

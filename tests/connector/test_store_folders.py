@@ -13,8 +13,9 @@ from support.planted import foreign_folder, link, open_folder, pipe, plain_file
 
 from baton_kv.contract import new_key
 from baton_kv.secret import store_secret
+from baton_kv.stores import factory
 from baton_kv.stores.base import StoreError
-from baton_kv.stores.factory import open_store
+from baton_kv.stores.factory import network_file_system, open_store
 from baton_kv.stores.file import ABANDONED_AFTER_S, FileStore
 
 HANGS_AFTER_S = 20
@@ -190,3 +191,18 @@ def test_bytes_reach_the_device_before_the_name_and_the_name_before_the_put_is_o
     calls.seen.clear()
     plain.put(new_key("acme"), [b"x"])
     assert calls.seen == ["write", "rename"]
+
+
+def test_a_store_on_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request looks entries up in the engine's own loop, which a server that hangs would stop."""
+    device = os.stat(tmp_path).st_dev
+    line = f"36 35 {os.major(device)}:{os.minor(device)} / /there rw,noatime shared:1 - {{}} far:/there rw\n"
+    mounts = tmp_path / "mountinfo"
+    for kind, found in (("ext4", None), ("nfs4", "nfs4"), ("fuse.s3fs", "fuse.s3fs")):
+        mounts.write_text(line.format(kind))
+        assert network_file_system(tmp_path / "not" / "yet", mounts) == found
+    assert network_file_system(tmp_path, tmp_path / "missing") is None
+    assert network_file_system(tmp_path) is None
+    monkeypatch.setattr(factory, "network_file_system", lambda _folder: "nfs4")
+    assert "a network file system (nfs4)" in error_of(lambda: open_store(f"file:{tmp_path / 'store'}"))
+    assert not (tmp_path / "store").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -245,28 +246,92 @@ def test_several_answers_leave_one_prompt_behind(gateway: RealGateway) -> None:
     assert ids(relayed)[1] == ids(ask(gateway, "reader", ids(relayed)[0]))[1]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_context_where_the_answer_ends(gateway: RealGateway, stream: bool) -> None:
-    """Stop strings are found outside the engine, which then aborts the request: its KV is kept all the same."""
-    asked = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13,"
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as sdk:
-        left = sdk.completions.create(
-            model="reader",
-            prompt=asked,
-            max_tokens=40,
-            temperature=0,
-            stop=["16"],
-            stream=stream,
-            extra_body={"handoff": {"save": True}},
+COUNTING = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13,"
+
+
+def said_of(gateway: RealGateway, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The text that A's client received, and the handoff that A left, once it is saved."""
+    with gateway.client() as client:
+        response = client.post(
+            path, json={"model": "reader", "temperature": 0, "handoff": {"save": True}} | body
         )
-        handoff = once_saved(gateway, told(list(left)[-1] if isinstance(left, openai.Stream) else left))
+        assert response.status_code == 200, response.text
+        if not body.get("stream"):
+            first = response.json()["choices"][0]
+            said, left = first.get("text") or first["message"]["content"], response.json()["handoff"]
+        else:
+            lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+            chunks = [json.loads(line) for line in lines]
+            choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+            said = "".join(each.get("text") or each.get("delta", {}).get("content") or "" for each in choices)
+            left = next(chunk["handoff"] for chunk in chunks if "handoff" in chunk)
+    return said or "", once_saved(gateway, left)
+
+
+@pytest.mark.fault("D11")
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("ends", "last"),
+    [
+        ({"stop": ["16"]}, "15, "),
+        ({"stop": [", 16"]}, "15"),
+        ({"stop": ["6, "]}, "15, 1"),
+        ({"stop": ["16"], "include_stop_str_in_output": True}, "16"),
+        ({"max_tokens": 5}, ""),
+    ],
+    ids=["at a token", "before it", "in it", "included", "cut"],
+)
+def test_what_stopped_an_answer_is_not_in_what_goes_on(
+    gateway: RealGateway, ends: dict[str, Any], last: str, *, stream: bool
+) -> None:
+    """Stop strings are found outside the engine, which has computed more by then: its KV is good up to the cut."""
+    said, handoff = said_of(
+        gateway, "/v1/completions", {"prompt": COUNTING, "max_tokens": 40, "stream": stream} | ends
+    )
+    assert said.endswith(last)
     assert (handoff["state"], handoff["bytes"] > 0) == ("ready", True)
-    relayed = ask(gateway, "writer", " and", handoff={"from": handoff["id"]})
-    source = told(relayed)["source"]
-    assert source["outcome"] == "loaded"
-    assert source["loaded_tokens"] + source["resident_tokens"] >= handoff["tokens"] - 1
-    prompt, said = ids(relayed)
-    assert said == ids(ask(gateway, "reader", prompt))[1]
+    for model in ("reader", "writer"):
+        relayed = ask(gateway, model, " and", handoff={"from": handoff["id"]})
+        prompt, answer = ids(relayed)
+        assert text_of(gateway, prompt) == COUNTING + said + " and"
+        source = told(relayed)["source"]
+        assert (source["outcome"] in ("loaded", "resident"), source["exact"]) == (True, True)
+        reused = source["loaded_tokens"] + source["resident_tokens"]
+        assert reused >= 32 * ((handoff["tokens"] - 2) // 32), "whole blocks before the cut"
+        assert reused <= source["shared_tokens"] == handoff["tokens"]
+        assert answer == ids(ask(gateway, "reader", prompt))[1]
+
+
+@pytest.mark.fault("D11")
+def test_a_character_that_was_only_begun_is_not_in_what_goes_on(gateway: RealGateway) -> None:
+    with gateway.client() as client:
+        asked = {"model": "reader", "prompt": "🦜", "add_special_tokens": False}
+        begun = client.post("/tokenize", json=asked).json()["tokens"]
+    assert len(begun) > 1
+    ends = {"prompt": COUNTING, "max_tokens": 1, "allowed_token_ids": begun[:1]}
+    said, handoff = said_of(gateway, "/v1/completions", ends)
+    relayed = ask(gateway, "reader", " and", handoff={"from": handoff["id"]})
+    assert (said, text_of(gateway, ids(relayed)[0])) == ("", f"{COUNTING} and")
+
+
+@pytest.mark.fault("D11")
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_chat_that_was_stopped_goes_on_as_if_everything_had_been_sent_again(
+    gateway: RealGateway, stream: bool
+) -> None:
+    messages = [{"role": "user", "content": "Count from 1 to 9, with commas."}]
+    ends = {"max_tokens": 24, "stop": [", 5, "], "stream": stream}
+    said, handoff = said_of(gateway, "/v1/chat/completions", {"messages": messages} | ends)
+    assert (", 5, " in said, said.endswith("4")) == (False, True)
+    new = {"role": "user", "content": "Go on."}
+    whole = [*messages, {"role": "assistant", "content": said}, new]
+    wanted = text_of(gateway, chat(gateway, "writer", whole).prompt_token_ids)
+    for sent in (whole, [new]):
+        relayed = chat(gateway, "reader", sent, handoff={"from": handoff["id"]})
+        prompt = relayed.prompt_token_ids
+        assert text_of(gateway, prompt) == wanted
+        assert relayed.handoff["source"]["outcome"] == "loaded"
+        assert relayed.choices[0].token_ids == ids(ask(gateway, "reader", prompt))[1]
 
 
 def test_a_damaged_entry_costs_only_its_reuse_and_the_usage_says_so(

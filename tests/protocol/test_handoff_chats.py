@@ -68,12 +68,12 @@ def test_a_chain_of_chats_keeps_every_turn_once(relay: FakeGateway) -> None:
     ]
 
 
-def test_a_turn_that_ended_is_not_ended_twice(relay: FakeGateway) -> None:
+def test_an_answer_that_says_the_end_of_a_turn_goes_on_as_its_client_sends_it(relay: FakeGateway) -> None:
     (end,) = token_ids("<end>")
     body = FIRST | {"messages": [{"role": "user", "content": f"11 {end}"}]}
-    handoff = leave(relay, body)  # the fake says 11 and then the token that ends a turn
+    handoff = leave(relay, body)  # the fake says 11 and then the word that ends a turn
     chat_from(relay, handoff, USER)
-    assert prompts(relay)[-1] == [11, end, 11, end, *token_ids("<user> 22 <end> <assistant>")]
+    assert prompts(relay)[-1] == [11, end, 11, end, *token_ids("<end> <user> 22 <end> <assistant>")]
 
 
 def test_the_token_that_ended_an_answer_gives_way_to_the_template_s_own_end(relay: FakeGateway) -> None:

@@ -16,8 +16,9 @@ from support.noise import part, picture, text, user
 from baton.admission.api_keys import create_key
 from baton.config.groups import EngineSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.fake.prompt import IMAGE, token_id
+from baton.engines.fake.prompt import IMAGE, token_id, token_ids
 from baton.engines.port import ImageInput
+from baton.images.image_position import ImagePosition
 from baton.images.placed_image import PlacedImage
 
 CHAT = "/v1/chat/completions"
@@ -250,20 +251,67 @@ def test_another_tenant_s_images_cannot_be_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("given", "valid"),
     [
-        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
-        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}},
-        {"type": "image_embeds", "image_embeds": "x"},
-        {"type": "prompt_embeds", "data": "x"},
-        text("x") | {"image_url": None},
-        part(BIRD) | {"mm_processor_kwargs": {}},
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, False),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}, False),
+        ({"type": "image_embeds", "image_embeds": "x"}, False),
+        ({"type": "prompt_embeds", "data": "x"}, False),
+        (text("x") | {"image_url": None}, False),
+        (part(BIRD) | {"mm_processor_kwargs": {}}, True),
+        (part(BIRD) | {"cache_control": {"type": "ephemeral"}}, True),
+        ({"type": "input_image", "image_url": BIRD.url, "detail": "auto"}, True),
+        (text("22") | {"cache_control": {"type": "ephemeral"}, "annotations": [], "id": None}, True),
     ],
 )
-def test_what_is_neither_text_nor_image_is_not_handed_over(relay: FakeGateway, bad: dict[str, Any]) -> None:
+def test_a_part_is_as_valid_with_a_handoff_as_without(
+    relay: FakeGateway, given: dict[str, Any], valid: bool
+) -> None:
+    asked = {"messages": [user("1", given)]}
+    plain = post(relay, asked)
+    assert (plain.status_code == 200) is valid
     for path, body in ((CHAT, {"handoff": {"save": True}}), ("/v1/handoffs", {})):
-        refused = post(relay, {"messages": [user("1", bad)]} | body, path)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+        found = post(relay, asked | body, path)
+        assert (found.status_code < 300) is valid, found.text
+        if not valid:
+            assert found.json()["error"]["param"] == plain.json()["error"]["param"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "shown"),
+    [
+        (
+            "/v1/messages",
+            "messages",
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BIRD.base64}},
+        ),
+        ("/v1/responses", "input", {"type": "input_image", "image_url": BIRD.url, "detail": "auto"}),
+    ],
+)
+def test_other_routes_show_their_images_again_and_the_handoff_keeps_none(
+    relay: FakeGateway, path: str, field: str, shown: dict[str, Any]
+) -> None:
+    said = {"type": "input_text" if field == "input" else "text", "text": "11"}
+    asked = {field: [user(shown, said)]}
+    assert post(relay, asked, path).status_code == 200
+    left = post(relay, asked | {"handoff": {"save": True}}, path)
+    assert left.status_code == 200, left.text
+    found = left.json()["handoff"]
+    assert (found["state"], found["images"]) == ("ready", 0)
+    assert post(relay, asked | {"handoff": {"from": found["id"]}}, path).status_code == 200
+    record = relay.app.state.gateway.handoffs._index.known(found["id"])
+    record.positions = [ImagePosition(BIRD.digest, 0, BIRD.width)]  # as a real engine has it
+    refused = post(relay, {"prompt": "22", "handoff": {"from": found["id"]}}, "/v1/completions")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "handoff.from")
+
+
+def test_shared_tokens_end_where_another_image_begins(relay: FakeGateway) -> None:
+    """All images have the same placeholders; one that is shown again in another's place shares none of them."""
+    left = leave(relay, user("11", part(BIRD)))
+    again = {"messages": [user("11", part(picture(3, BIRD.width)))], "handoff": {"from": left["id"]}}
+    source = post(relay, again).json()["handoff"]["source"]
+    before = len(token_ids("<system> be kind <end> <user> 11"))
+    assert source["shared_tokens"] == before < left["tokens"]
 
 
 def test_images_of_a_request_that_was_given_up_are_not_kept(relay: FakeGateway) -> None:

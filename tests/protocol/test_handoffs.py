@@ -161,7 +161,7 @@ def test_an_aborted_producer_leaves_no_handoff(relay: FakeGateway) -> None:
         ({"echo": True}, "echo"),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-            "messages",
+            "messages[0].content[0].input_audio",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:x"}]}]},
@@ -169,7 +169,7 @@ def test_an_aborted_producer_leaves_no_handoff(relay: FakeGateway) -> None:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": None}]}]},
-            "messages",
+            "messages[0].content[0]",
         ),
         ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
     ],

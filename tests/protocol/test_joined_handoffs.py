@@ -455,8 +455,8 @@ def test_a_part_that_cannot_be_joined_is_named(relay: FakeGateway) -> None:
         "invalid_request",
         "handoff.from[1]",
     )
-    relay.engine("a").behaviour.ends_answers = True
-    torn = {"prompt": "5", "max_tokens": 1, "handoff": {"from": chat(relay, "1"), "save": True}}
+    asked_alone = chat(relay, "1", handoff={"save": {"scope": "prompt"}})
+    torn = {"prompt": "5", "max_tokens": 1, "handoff": {"from": asked_alone, "save": True}}
     ended = post(relay, torn, TEXT).json()["handoff"]["id"]
     assert error(asked(relay, other, ended)) == (400, "invalid_request", "handoff.from[1]")
 

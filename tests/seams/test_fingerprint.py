@@ -39,6 +39,14 @@ def test_other_weights_under_the_same_name_have_another_fingerprint(tmp_path: Pa
     assert weights_digest(str(tmp_path / "model.gguf")) != single
 
 
+@pytest.mark.fault("B16")
+def test_a_folder_without_weights_names_no_model(tmp_path: Path) -> None:
+    """vLLM leaves one for a model in object storage: two fine-tunes of one configuration would be equal."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="no weights in"):
+        weights_digest(str(tmp_path))
+
+
 def test_a_hub_id_stands_for_the_commit_in_the_cache_and_without_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +121,8 @@ CHANGES = {
     "packing": ("module._packing", lambda *_: "another"),
     "hf_overrides": ("vllm.model_config.hf_overrides", {"rope_theta": 7}),
     "load_format": ("vllm.load_config.load_format", "dummy"),
+    "model_weights": ("vllm.model_config.model_weights", "s3://models/tuned"),
+    "loader": ("vllm.load_config.model_loader_extra_config", {"tensorizer_uri": "s3://models/tuned.tensors"}),
     "long_rope": ("module._long_rope", lambda _: 7),
     "images": ("vllm.model_config.multimodal_config", SEES),
 }
@@ -235,6 +245,7 @@ def test_the_fingerprint_is_of_what_all_workers_hold(configured: Configured, tmp
         WorkerLayout(LAYOUT.names[::-1], LAYOUT.shapes),
         WorkerLayout(LAYOUT.names, (LayerShape(2, 2048), LayerShape(4, 1024))),
         WorkerLayout(LAYOUT.names[:1], LAYOUT.shapes[:1]),
+        WorkerLayout(LAYOUT.names, LAYOUT.shapes, backends=(("another.Backend",),)),
     ]
     for other in others:
         made = made_connector(configured, tmp_path / "store")
@@ -263,3 +274,28 @@ def test_workers_that_are_missing_or_differ_end_the_start(
 def test_the_order_of_facts_is_no_fact(configured: Configured) -> None:
     facts = configured.facts()
     assert fingerprint(dict(reversed(facts.items()))) == fingerprint(facts)
+
+
+def test_a_group_s_attention_backends_are_those_of_its_layers(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = cpu_attn.CPUAttentionBackend
+    layers = {name: SimpleNamespace(get_attn_backend=lambda: backend) for name in ("layer.0", "layer.1")}
+    monkeypatch.setattr(configured.vllm.compilation_config, "static_forward_context", layers)
+    (group,) = engine_facts.backends_of(configured.vllm, configured.cache)
+    assert group == (f"{backend.__module__}.{backend.__qualname__}",)
+
+
+@pytest.mark.fault("B17")
+def test_replaced_weights_have_a_fingerprint_that_no_other_engine_has(
+    configured: Configured, tmp_path: Path
+) -> None:
+    """vLLM's pause before an update of the weights resets the connector's cache too."""
+    made = made_connector(configured, tmp_path / "store")
+    made.set_xfer_handshake_metadata({0: LAYOUT})
+    found = [made._planning._fingerprint]
+    for _ in range(2):
+        assert made.reset_cache()
+        found.append(made._planning._fingerprint)
+        assert made._planning._planner._lookup._fingerprint == found[-1]
+    assert len(set(found)) == 3

@@ -254,12 +254,12 @@ async def test_a_prompt_that_is_written_anew_is_refused(
         await inserting(monkeypatch, **shape).place(prompt, [BIRD], begins=True)
 
 
-def test_beside_token_ids_messages_are_text_alone() -> None:
+def test_beside_token_ids_messages_hold_no_parts() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}, "uuid": "x"}
     text = {"type": "text", "text": "so?"}
     messages = [{"role": "user", "content": [image]}, {"role": "user", "content": [text, image]}]
     messages += [{"role": "user", "content": "so?"}]
     body = with_whole_prompt(Operation.CHAT, {"messages": messages}, TransferRequest(prompt=[1]))
-    assert [message["content"] for message in body["messages"]] == ["", [text], "so?"]
+    assert [message["content"] for message in body["messages"]] == ["", "", "so?"]
     assert body["kv_transfer_params"] == {"prompt_token_ids": [1]}
     assert messages[0]["content"] == [image], "the request's own body is as it was"

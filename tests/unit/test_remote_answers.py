@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from baton.engines.port import Operation
 from baton.engines.remote.answers import Names, StreamReader, TokenCount
 from baton.engines.remote.refusals import refusal
+from baton.engines.remote.replies import whole_reply
 from baton.engines.remote.server_events import EventSplitter, ServerEvent
 from baton.errors import BatonError, RemoteFailed
 from baton.telemetry.ids import RequestContext
@@ -62,9 +64,11 @@ def test_any_event_is_passed_on_or_refused(value: Any, operation: Operation, nam
     if failure is not None:
         body = failure.body("id")
         assert body["error"]["request_id"] == "id"
-        json.dumps(body)
+        json.dumps(body, allow_nan=False)
         assert len(failure.code) <= 64
     assert told == "" or told.endswith("\n\n")
+    for line in (line for line in told.splitlines() if line.startswith("data: ")):
+        json.loads(line[6:], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert "\n\n" not in told[:-2]
     assert 0 <= context.prompt_tokens <= 10**9
     assert 0 <= context.generated_tokens <= 10**9
@@ -78,6 +82,7 @@ def test_any_refusal_is_an_error_of_ours(value: Any, status: int, headers: dict[
     assert 400 <= error.status <= 599
     assert len(error.code) <= 64
     assert isinstance(error.body("id")["error"]["message"], str)
+    json.dumps(error.body("id"), allow_nan=False)
     assert error.retry_after_s is None or 1 <= error.retry_after_s <= 3600
 
 
@@ -109,3 +114,34 @@ def test_events_do_not_depend_on_how_their_bytes_are_cut(stream: bytes, data: st
 def test_no_event_of_a_server_becomes_two(text: str) -> None:
     told = str(ServerEvent("", text))
     assert EventSplitter(1000).feed(told.encode())[0].data == text
+
+
+@dataclass
+class Whole:
+    """The answer of a server elsewhere, which has come."""
+
+    body: bytes
+    media_type: str = "application/json"
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+    async def read(self, _most: int) -> bytes:
+        return self.body
+
+
+@pytest.mark.fault("I12")
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+async def test_numbers_that_no_json_holds_become_null(number: str) -> None:
+    body = f'{{"model": "far", "data": [{{"embedding": [0.5, {number}]}}]}}'.encode()
+    for there in ("far", "near"):
+        reply = await whole_reply(
+            Whole(body),  # type: ignore[arg-type]  # as much of an answer as is read
+            1000,
+            Names(there, "near"),
+            TokenCount(RequestContext("id")),
+        )
+        told = json.loads(reply.body, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        assert told["data"] == [{"embedding": [0.5, None]}]
+    whole = b'{"model":  "far", "data": [0.5]}'
+    reply = await whole_reply(Whole(whole), 1000, Names("far", "far"), TokenCount(RequestContext("id")))  # type: ignore[arg-type]  # as above
+    assert reply.body == whole, "what is JSON goes on byte by byte"

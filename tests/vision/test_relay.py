@@ -244,6 +244,45 @@ def test_a_picture_that_is_sent_again_starts_from_stored_kv_by_itself_and_anothe
     assert swapped.said != again.said, "the pictures matter to this model"
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_the_routes_that_show_a_picture_again_start_from_its_kv_and_not_from_another_s(
+    eyes: Eyes, path: str
+) -> None:
+    def asked(shown: ClientImage, **wish: Any) -> dict[str, Any]:
+        if path == "/v1/responses":
+            image: dict[str, Any] = {"type": "input_image", "image_url": shown.url, "detail": "auto"}
+            content = [
+                {"type": "input_text", "text": "what"},
+                image,
+                {"type": "input_text", "text": "is where?"},
+            ]
+            body: dict[str, Any] = {"input": [user(*content)], "max_output_tokens": 4}
+        else:
+            source = {"type": "base64", "media_type": shown.media_type, "data": shown.base64}
+            body = {
+                "messages": [user("what", {"type": "image", "source": source}, "is where?")],
+                "max_tokens": 4,
+            }
+        with eyes.gateway.client() as client:
+            response = client.post(path, json={"model": "reader", "temperature": 0, "handoff": wish} | body)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()["handoff"]
+        return found
+
+    one, other = picture(5401, 30, 30), picture(5402, 30, 30)
+    left = asked(one, save=True)["id"]
+    before = eyes.encoded("reader")
+    again = asked(one, **{"from": left})["source"]
+    eyes.encodes("reader", before, 0)
+    assert again["outcome"] in ("loaded", "resident")
+    swapped = asked(other, **{"from": left})["source"]
+    eyes.encodes("reader", before, 1)
+    reused = swapped["loaded_tokens"] + swapped["resident_tokens"]
+    assert reused <= swapped["shared_tokens"] < again["shared_tokens"], (
+        "from there on it is another picture's"
+    )
+
+
 @pytest.mark.parametrize("model", ENGINES)
 def test_chats_about_several_pictures_are_joined(eyes: Eyes, model: str) -> None:
     """Exactly; moved with every picture in its place, and nobody else meets what was moved."""

@@ -18,7 +18,8 @@ class HandoffSettings(Frozen):
     store: str | None = Field(
         None,
         pattern=r"^file:/",
-        description="Where handoffs' KV is kept: `file:/ABSOLUTE/FOLDER`, in memory or on disk. "
+        description="Where handoffs' KV is kept: `file:/ABSOLUTE/FOLDER`, in memory or on disk, "
+        "on no network file system. "
         "Unset: a folder of this user in `/dev/shm`, else in the user's cache.",
     )
     budget: ByteSize = Field(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.images.image_position import ImagePosition
+from baton.images.image_position import ImagePosition, with_distinct_images
 from baton.images.placed_image import PlacedImage
 from baton_kv.contract import Mixture, MovedPart, TransferFailure
 
@@ -19,6 +19,10 @@ class TransferReport:
     Attributes:
         prompt_ids: the prompt's token ids, once known.
         output_ids: the token ids generated so far.
+        answer_ids: the answer's token ids as its client received it: those that the engine generated, without
+            what stopped it; None: no token ids say what the client received. Of a request that saves its
+            answer alone.
+        images: where images stand in the prompt, once known.
         cached: number of prompt tokens that the engine did not prefill.
         loaded: number of tokens that a load brought, with those moved and those computed between them; None:
             nothing was loaded. Of several, after a preemption or for several answers, the one that moved and
@@ -29,7 +33,6 @@ class TransferReport:
         lost: number of tokens whose KV is in the entry but could not be loaded.
         load_ms: milliseconds that the load took.
         saves: False once the engine has reported that it saves nothing.
-        ended_by_token: whether the answer's last token is an end-of-sequence token.
         miss: why the entry could not be used; None: it could, or there was none.
         first_token: raw log probabilities of the likeliest tokens at the first place of the answer, by token
             id; empty unless the request is audited.
@@ -38,6 +41,8 @@ class TransferReport:
 
     prompt_ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
+    answer_ids: list[int] | None = None
+    images: Sequence[ImagePosition] = ()
     cached: int = 0
     loaded: int | None = None
     moved: int = 0
@@ -46,10 +51,14 @@ class TransferReport:
     lost: int = 0
     load_ms: float = 0.0
     saves: bool = True
-    ended_by_token: bool = False
     miss: TransferFailure | None = None
     first_token: dict[int, float] = field(default_factory=dict)
     save_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def distinct_prompt(self) -> Sequence[int]:
+        """The prompt's token ids, in which other images are other numbers; see `with_distinct_images`."""
+        return with_distinct_images(self.prompt_ids, self.images)
 
     @property
     def in_place(self) -> int:
@@ -97,6 +106,11 @@ class TransferRequest:
     def moves_kv(self) -> bool:
         """Whether the connector has a part in the request; otherwise it only replaces the body's prompt."""
         return self.save is not None or self.load is not None or self.mixture is not None
+
+    @property
+    def saves_answer(self) -> bool:
+        """Whether the answer is saved behind its prompt."""
+        return self.save is not None and not self.prompt_only
 
 
 class TransferChooser(Protocol):

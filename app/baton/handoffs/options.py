@@ -330,38 +330,9 @@ def require_one_prompt(body: dict[str, Any], beside: str, *, may_be_left_out: bo
 
 
 def _require_chat(body: dict[str, Any]) -> None:
-    require_known_parts(body)
     if body.get("continue_final_message") or body.get("add_generation_prompt") is False:
         raise InvalidRequest(
             "A chat with a handoff must end with a message that the model answers: leave out "
             "'continue_final_message' and 'add_generation_prompt'.",
             param="continue_final_message",
         )
-
-
-TEXT_KEYS = {"type", "text"}
-"""Keys of a text part. vLLM takes a part with any other key for an image, and then ignores our token ids."""
-IMAGE_KEYS = {"type", "image_url", "uuid", "detail"}
-
-
-def require_known_parts(body: dict[str, Any]) -> None:
-    """Refuse message parts that a handoff cannot store: it has token ids and images only.
-
-    Raises:
-        InvalidRequest: a message holds audio, video, embeddings, or a part with unknown fields.
-    """
-    messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and not _is_known(part):
-                raise InvalidRequest(
-                    "messages: with a handoff, their parts may only be texts and images, with no other "
-                    "fields.",
-                    param="messages",
-                )
-
-
-def _is_known(part: dict[str, Any]) -> bool:
-    keys = {"text": TEXT_KEYS, "image_url": IMAGE_KEYS}.get(str(part.get("type")))
-    return keys is not None and part.keys() <= keys

@@ -201,9 +201,13 @@ class Session:
         report, transfer = self.transfer.report, self.transfer
         tokens = report.prompt_ids[: self.prompt.saved_tokens]
         if not transfer.prompt_only:
-            tokens = tokens + report.output_ids
+            if report.answer_ids is None:  # another context than the client's own is none
+                self.handoffs.end(target, None)
+                return target.public()
+            tokens = tokens + report.answer_ids
         target.conversation = self._conversation(answer)
         target.exact = self.transfer.salt is None  # as the connector marks its entry
+        target.positions = [] if transfer.images else [*report.images]  # without their pixels
         if transfer.latent_steps:
             target.latent_steps, target.placeholder = transfer.latent_steps, self.engine.placeholder
         self.handoffs.end(target, transfer, tokens)
@@ -212,14 +216,14 @@ class Session:
         return target.public()
 
     def _conversation(self, answer: ChatAnswer) -> Conversation | None:
-        """Return the conversation, now that it is known where the answer begins and how it ended."""
+        """Return the conversation, now that it is known where the answer begins."""
         conversation, report = self.prompt.conversation, self.transfer.report
         if conversation is None or conversation.answer_from is None:
             return conversation
         if AFTER_THE_PROMPT < conversation.answer_from < len(report.prompt_ids) and self.transfer.prompt_only:
             return conversation  # of joined contexts, the last of which is answered
         answered = not self.transfer.prompt_only
-        known: Json = {"ended": report.ended_by_token and answered}
+        known: Json = {}
         if conversation.answer_from == AFTER_THE_PROMPT:
             known["answer_from"] = len(report.prompt_ids)
         if (fingerprint := answer.fingerprint) is not None and answered:
@@ -267,7 +271,7 @@ class Session:
             shown |= self.translated.public(source)
             if self.translated.computed and self.exact:
                 shown |= {"outcome": "translated", "reason": None}
-        shown["shared_tokens"] = shared_tokens(source.tokens, report.prompt_ids)
+        shown["shared_tokens"] = shared_tokens(source.distinct_tokens, report.distinct_prompt)
         shown["resent_messages"] = self.prompt.resent
         if self.parts:
             shown["parts"] = self._parts()

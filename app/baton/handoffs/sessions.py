@@ -32,6 +32,7 @@ from baton.handoffs.session import JoinedPart, Session
 from baton.handoffs.session_request import SessionRequest, parts_in_order
 from baton.handoffs.source import Source
 from baton.images.client_image import ClientImage
+from baton.images.image_position import ImagePosition, with_distinct_images
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import HandoffMetrics
@@ -301,7 +302,10 @@ class Sessions:
     def _decide(self, engine: Engine, source: HandoffRecord | None, prompt: ContextPrompt) -> Decision | None:
         if source is None:
             return None
-        shared = shared_tokens(source.tokens, prompt.tokens) if prompt.tokens is not None else None
+        shared = None
+        if prompt.tokens is not None:
+            images = [ImagePosition(each.digest, each.offset, each.length) for each in prompt.images]
+            shared = shared_tokens(source.distinct_tokens, with_distinct_images(prompt.tokens, images))
         decision = self.planner.decide(engine, source, shared, self.handoffs.skipped_fetch_s(source))
         self.metrics.decisions.labels(decision.choice.value).inc()
         return decision

@@ -13,6 +13,7 @@ from baton.engines.fake.shapes import CHUNK, KINDS, WHOLE, begun, chat_chunk, de
 from baton.engines.kv_transfer import TransferChooser, TransferRequest
 from baton.engines.port import EngineState, Json, Operation, WholeReply
 from baton.errors import ContextTooLong, EngineRestarting
+from baton.images.image_position import ImagePosition
 from baton.telemetry.ids import RequestContext
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Answer:
         self._chooser, self._chosen = chooser, self._choose(chooser)
         for each in self._transfers:
             each.report.prompt_ids = [token_id(word) for word in self._words]
+            each.report.images = [ImagePosition(one.digest, one.offset, one.length) for one in each.images]
             each.report.saves = False  # there is no KV
             if each.audited and self._said:
                 each.report.first_token = {token_id(self._said[0]): 0.0}  # it is sure of its answer
@@ -86,7 +88,7 @@ class Answer:
         deaths = engine.deaths
         try:
             async with engine.slots:
-                for word in self._said:
+                for number, word in enumerate(self._said, 1):
                     await engine.behaviour.wait(engine.behaviour.token_seconds)
                     if engine.state is EngineState.FAILED or engine.deaths != deaths:
                         raise EngineRestarting()
@@ -94,8 +96,10 @@ class Answer:
                     self._context.generated_tokens += 1
                     for each in self._transfers:
                         each.report.output_ids.append(token_id(word.strip()))
-                    yield word
-            self._transfer.report.ended_by_token = engine.behaviour.ends_answers
+                    ends = engine.behaviour.ends_answers and number == len(self._said)
+                    yield "" if ends else word
+            said = self._transfer.report.output_ids
+            self._transfer.report.answer_ids = said[:-1] if engine.behaviour.ends_answers else said
             if self._chooser is not None and self._chosen is not None:
                 self._chooser.ended(self._chosen)
         except (asyncio.CancelledError, GeneratorExit):

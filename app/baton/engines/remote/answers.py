@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
-from jiter import from_json
 
 from baton.engines.port import Json, Operation
-from baton.engines.remote.refusals import fields_of, not_an_answer, of_the_server_itself, shown
+from baton.engines.remote.refusals import fields_of, not_an_answer, of_the_server_itself, parsed_json, shown
 from baton.engines.remote.server_events import ServerEvent
 from baton.errors import RemoteFailed
 from baton.telemetry.ids import RequestContext
@@ -134,9 +133,9 @@ class StreamReader:
             self.complete = True
             return str(event)
         try:
-            parsed = from_json(event.data.encode())  # it goes less deep than whoever reads the event again
+            parsed, nulled = parsed_json(event.data.encode())
         except ValueError:
-            parsed = None
+            parsed, nulled = None, False
         if not isinstance(parsed, dict):
             raise not_an_answer("an event that is no JSON object")
         self._refuse_error(event, parsed)
@@ -145,7 +144,7 @@ class StreamReader:
         self._count(parsed, kind)
         if self.hides_usage and _is_usage(parsed):
             return ""
-        changed = self.names.put(parsed) or "\n" in event.data
+        changed = self.names.put(parsed) or nulled or "\n" in event.data
         return str(ServerEvent(event.name, json.dumps(parsed)) if changed else event)
 
     def _refuse_error(self, event: ServerEvent, parsed: Json) -> None:

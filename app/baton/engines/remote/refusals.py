@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
+from typing import Any
+
+from jiter import from_json
 
 from baton.engines.port import Json
 from baton.engines.scrub import scrub
@@ -26,6 +30,25 @@ NO_SUCH_ROUTE = (404, 405)
 def not_an_answer(what: str) -> RemoteFailed:
     """Return the error for what is no answer, or no whole one: "an event that is no text", for example."""
     return RemoteFailed(f"The server that answers for this model sent {what}.")
+
+
+def parsed_json(text: bytes) -> tuple[Any, bool]:
+    """Parse JSON of a server elsewhere; `NaN` and numbers without end, which are no JSON, become null.
+
+    Returns:
+        The value, and whether something became null, so that it has to be written again.
+
+    Raises:
+        ValueError: it is no JSON, or nested too deep.
+    """
+    from_json(text, allow_inf_nan=True)  # it goes less deep than whoever reads the answer again
+    nulls: list[str] = []
+
+    def finite(number: str) -> float | None:
+        value = float(number)
+        return value if math.isfinite(value) else nulls.append(number)
+
+    return json.loads(text, parse_float=finite, parse_constant=nulls.append), bool(nulls)
 
 
 def refusal(engine: str, status: int, headers: Mapping[str, str], body: bytes) -> BatonError:
@@ -63,7 +86,7 @@ def _with_type(fields: Json | None, status: int) -> Json:
 def error_fields(body: bytes | str) -> Json | None:
     """Return the `error` object of a body in OpenAI's or Anthropic's shape; None: it has another shape."""
     try:
-        parsed = json.loads(body)
+        parsed, _ = parsed_json(body)
     except (ValueError, RecursionError):
         return None
     return fields_of(parsed)

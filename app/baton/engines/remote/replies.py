@@ -8,12 +8,10 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from jiter import from_json
-
 from baton.engines.port import Json, WholeReply
 from baton.engines.remote.answers import Names, StreamReader, TokenCount
 from baton.engines.remote.client import Answer
-from baton.engines.remote.refusals import not_an_answer
+from baton.engines.remote.refusals import not_an_answer, parsed_json
 from baton.engines.remote.server_events import EventSplitter
 from baton.errors import BatonError, RemoteFailed
 
@@ -61,12 +59,12 @@ async def whole_reply(answer: Answer, most: int, names: Names, count: TokenCount
 
     def read() -> tuple[Json, bytes]:
         try:
-            parsed = from_json(body)  # it goes less deep than whoever reads the answer again
+            parsed, nulled = parsed_json(body)
         except ValueError:
-            parsed = None
+            parsed, nulled = None, False
         if not isinstance(parsed, dict):
             raise not_an_answer("an answer that is no JSON object")
-        return parsed, json.dumps(parsed).encode() if names.put(parsed) else body
+        return parsed, json.dumps(parsed).encode() if names.put(parsed) or nulled else body
 
     parsed, told = read() if len(body) <= SMALL else await asyncio.to_thread(read)
     count.read(parsed)

@@ -33,25 +33,21 @@ def with_whole_prompt(operation: Operation, body: Json, transfer: TransferReques
     if transfer is None or transfer.prompt is None:
         return body
     if operation is Operation.CHAT:
-        return _without_images(body) | {"kv_transfer_params": {"prompt_token_ids": transfer.prompt}}
+        return _without_parts(body) | {"kv_transfer_params": {"prompt_token_ids": transfer.prompt}}
     return body | {"prompt": transfer.prompt, "add_special_tokens": False}
 
 
-def _without_images(body: Json) -> Json:
-    """Drop the images of a chat's messages.
+def _without_parts(body: Json) -> Json:
+    """Drop the parts of a chat's messages.
 
     vLLM does not use a prompt of token ids beside messages that hold more than text. The messages are not
     rendered then, so that their content does not matter.
     """
-    return body | {"messages": [_text_alone(message) for message in body["messages"]]}
-
-
-def _text_alone(message: Json) -> Json:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts = [part for part in content if not isinstance(part, dict) or part.get("type") != "image_url"]
-    return message | {"content": texts or ""}
+    messages = [
+        message | {"content": ""} if isinstance(message.get("content"), list) else message
+        for message in body["messages"]
+    ]
+    return body | {"messages": messages}
 
 
 def readable_calls(body: Json) -> Json:

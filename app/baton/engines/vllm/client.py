@@ -8,6 +8,7 @@ stream generators would turn into text of their own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -18,16 +19,19 @@ import structlog
 
 from baton.engines.kv_transfer import TransferChooser, TransferReport, TransferRequest
 from baton.engines.port import ImageInput
+from baton.engines.vllm.answer_text import AnswerText, special_tokens
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.image_cache import Sent, hashes_of
 from baton.engines.vllm.image_input import image_positions, stray_placeholders
 from baton.engines.vllm.log_probs import likeliest
 from baton.errors import BatonError, GenerationFailed, InvalidRequest, Unprocessable
+from baton.images.image_position import ImagePosition
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
 from baton_kv.contract import transfer_params
 
 if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from baton.engines.vllm.image_prompts import ImagePrompts
@@ -78,7 +82,11 @@ class Call:
     noting: set[TransferRequest] = field(default_factory=set)
 
     async def watch(
-        self, outputs: AsyncGenerator[Any, None], sent: Sent, transfer: TransferRequest | None = None
+        self,
+        outputs: AsyncGenerator[Any, None],
+        sent: Sent,
+        transfer: TransferRequest | None = None,
+        text: AnswerText | None = None,
     ) -> AsyncIterator[Any]:
         """Pass the engine's outputs on, note the error that ends them, and close them at once.
 
@@ -88,8 +96,9 @@ class Call:
             outputs: the engine's outputs for one prompt.
             sent: the images of the prompt.
             transfer: what the engine loads and saves beside this prompt; receives the report.
+            text: reads the answer of a transfer that saves it.
         """
-        first = True
+        first, said = True, list[str]()
         async with aclosing(outputs):
             try:
                 async for output in outputs:
@@ -101,6 +110,11 @@ class Call:
                         raise Unprocessable(DEAD_END)
                     if transfer is not None:
                         _note(transfer.report, output, deltas=self.deltas)
+                        if not self.deltas:
+                            said.clear()
+                        said.append(output.outputs[0].text)
+                        if output.finished and text is not None:
+                            transfer.report.answer_ids = text.tokens(transfer.report, "".join(said))
                         if transfer in self.noting:
                             self._note_first_token(transfer, output)
                         _correct(output, transfer.report)
@@ -187,21 +201,67 @@ class WatchedClient:
         call.deltas = sampling_params.output_kind.name == "DELTA"
         call.constrained = sampling_params.structured_outputs is not None
         call.audited_tokens = self._audited_tokens
+        self._refuse_no_token(call, sampling_params)
         _refuse_latent_placeholders(call, prompt)
         _require_prompt(call, prompt)
         transfer = call.transfer_of(prompt, sampling_params)
+        if transfer is not None:
+            placed = [ImagePosition(each.digest, each.offset, each.length) for each in transfer.images]
+            transfer.report.images = placed or image_positions(prompt) or ()
+        saves = transfer is not None and transfer is call.transfer and transfer.saves_answer
+        text = self._answer_text(sampling_params) if saves else None
         if transfer is not None and transfer.images:
             outputs = self._generate_with_images(
                 call, transfer.images, prompt, sampling_params, *args, **kwargs
             )
             outputs = _after_trial(call, sampling_params, outputs)
-            return call.watch(outputs, self._sent([image.digest for image in transfer.images]), transfer)
+            sent = self._sent([image.digest for image in transfer.images])
+            return call.watch(outputs, sent, transfer, text)
         _require_read_images(call, prompt)
         _refuse_image_placeholders(call, prompt)
         outputs = self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs)
-        return call.watch(
-            _after_trial(call, sampling_params, outputs), self._sent(hashes_of(prompt)), transfer
-        )
+        outputs = _after_trial(call, sampling_params, outputs)
+        return call.watch(outputs, self._sent(hashes_of(prompt)), transfer, text)
+
+    def _refuse_no_token(self, call: Call, params: SamplingParams) -> None:
+        """Refuse constraints that can leave no token, where vLLM would answer with token 0 again and again.
+
+        Raises:
+            InvalidRequest: `bad_words`, or `min_tokens`, can take away all of `allowed_token_ids`.
+        """
+        allowed = set(params.allowed_token_ids or ())
+        if not allowed or not (params.bad_words or params.min_tokens):
+            return
+        read, renderer = params.clone(), self._engine.renderer
+        generation = self._engine.input_processor.generation_config_fields
+        read.update_from_generation_config(generation, renderer.get_eos_token_id())
+        if renderer.tokenizer is not None:
+            with contextlib.suppress(ValueError):  # which vLLM raises itself
+                read.update_from_tokenizer(renderer.tokenizer)
+        stops = read.all_stop_token_ids if params.min_tokens else set()
+        lasts: dict[tuple[int, ...], set[int]] = {(): set()}
+        for word in read.bad_words_token_ids or ():
+            lasts.setdefault(tuple(word[:-1]), set()).add(word[-1])
+        if not allowed <= stops.union(*lasts.values()):
+            return
+        lengths = {len(past) for past in lasts}
+        for past in lasts:
+            ends = [past[len(past) - length :] for length in lengths if length <= len(past)]
+            banned = set[int]().union(*(lasts.get(end, ()) for end in ends))
+            banned |= stops if len(past) < params.min_tokens else set()
+            if allowed <= banned and allowed.issuperset(past):
+                call.failure = InvalidRequest(
+                    "allowed_token_ids: 'bad_words', and 'min_tokens' of those that end an answer, can take "
+                    "away every one of them: allow further tokens.",
+                    param="allowed_token_ids",
+                )
+                raise call.failure
+
+    def _answer_text(self, params: SamplingParams) -> AnswerText:
+        """Return what reads an answer; in gpt-oss's, special tokens separate thoughts from words."""
+        tokenizer, config = self._engine.renderer.tokenizer, self._engine.model_config.hf_config
+        shown = not params.skip_special_tokens or config.model_type == "gpt_oss"
+        return AnswerText(tokenizer, frozenset() if shown else special_tokens(tokenizer), params)
 
     async def _generate_with_images(
         self, call: Call, images: Sequence[PlacedImage], prompt: Any, *args: Any, **kwargs: Any
@@ -342,7 +402,6 @@ def _note(report: TransferReport, output: Any, *, deltas: bool) -> None:
         at_stop_string = isinstance(completion.stop_reason, str)
         # After a stop string the engine saves, but cannot report it here.
         report.saves = output.kv_transfer_params is not None or at_stop_string
-        report.ended_by_token = completion.finish_reason == "stop" and not at_stop_string
     if deltas:
         report.output_ids.extend(completion.token_ids)
     else:

@@ -32,6 +32,7 @@ from baton.engines.port import (
 from baton.engines.progress import Progress
 from baton.engines.transfers import TransferWatch
 from baton.engines.vllm import arguments, handlers
+from baton.engines.vllm.answer_text import special_tokens
 from baton.engines.vllm.arguments import MOVES_EXTENSION
 from baton.engines.vllm.bodies import for_responses, with_whole_prompt
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
@@ -272,7 +273,7 @@ class VllmEngine(ConfiguredEngine):
         image_prompts = ImagePrompts(client, self.name)
         watched = WatchedClient(client, image_prompts, audited_tokens(client))
         serving = await handlers.Handlers.build(watched, self._namespace, plugin=plugin is not None)
-        return Running(client, serving, image_prompts, plugin, _special_tokens(client.renderer.tokenizer))
+        return Running(client, serving, image_prompts, plugin, special_tokens(client.renderer.tokenizer))
 
     async def _make_plugin(self, client: AsyncLLM) -> Plugin | None:
         name = chosen_plugin(client.vllm_config)
@@ -385,14 +386,6 @@ def _end_requests(client: AsyncLLM) -> None:
         client.output_handler.cancel()  # else it logs the engine's end as a failure
         # The cancelled handler no longer fails the requests that still run.
         client.output_processor.propagate_error(EngineDeadError())
-
-
-def _special_tokens(tokenizer: Any) -> frozenset[int]:
-    """Return the token ids of a tokenizer that are no text; of None, none."""
-    if tokenizer is None:
-        return frozenset()
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset([*tokenizer.all_special_ids, *(token for token, each in added.items() if each.special)])
 
 
 def _first_words(error: Exception) -> str:

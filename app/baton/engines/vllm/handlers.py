@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import RootModel, TypeAdapter
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
@@ -51,6 +52,10 @@ from baton.telemetry.ids import RequestContext
 
 BEFORE_THE_ENGINE = ("response.created", "response.in_progress")
 """Events that vLLM sends before the engine has accepted the request."""
+BEFORE_MORE = (*BEFORE_THE_ENGINE, "response.output_item.done")
+"""Events that are held back until the next one."""
+NULL = RootModel[None](None)
+"""A null that is written where nulls are left out."""
 Method = Callable[[Any, Request], Awaitable[Any]]
 
 
@@ -94,7 +99,7 @@ HANDLERS: dict[Operation, Handler] = {
         AnthropicMessagesRequest,
         AnthropicMessagesResponse,
         ("anthropic_serving_messages", "create_messages"),
-        {"exclude_none": True},
+        {"exclude_none": True, "warnings": False},  # of a call's arguments that are no object
     ),
     Operation.COUNT_TOKENS: Handler(
         AnthropicCountTokensRequest,
@@ -148,6 +153,8 @@ class Handlers:
         namespace.structured_outputs_config = client.vllm_config.structured_outputs_config
         # The wrapper answers everything an EngineClient does.
         await init_app_state(client, state, namespace, tasks)
+        if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
+            messages.messages_full_converter = _with_any_arguments(messages.messages_full_converter)
         return cls(state)
 
     def method(self, operation: Operation) -> Method | None:
@@ -169,8 +176,9 @@ class Handlers:
         Raises what vLLM raises: anything.
         """
         request = self.parse(Operation.CHAT, body)
-        tools = [tool.model_dump() for tool in request.tools] if request.tools else None
         online = self._state.serving_tokenization.online_renderer
+        unused = request.tool_choice == "none" and online.exclude_tools_when_tool_choice_none
+        tools = [tool.model_dump() for tool in request.tools] if request.tools and not unused else None
         refused = online.validate_chat_template(
             request_chat_template=request.chat_template,
             chat_template_kwargs=request.chat_template_kwargs,
@@ -206,20 +214,80 @@ async def events(operation: Operation, generator: AsyncIterator[Any]) -> AsyncIt
     """Yield a handler's stream as server-sent events; `/v1/responses` yields objects, the others text.
 
     vLLM sends the first two events of a response before the engine has accepted the request. They are held
-    back until the third, so that a request that the engine refuses still gets an HTTP status of its own.
+    back until the third, so that a request that the engine refuses still gets an HTTP status of its own. An
+    item that is done is held back for one event, which says whether the answer was cut there.
     """
     if operation is not Operation.RESPONSES:
         async for event in generator:
             yield event
         return
-    held = ""
+    held: list[Any] = []
     async for event in generator:
-        text = f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
-        if event.type in BEFORE_THE_ENGINE:
-            held += text
-            continue
-        yield held + text
-        held = ""
+        if event.type == "response.completed":
+            mark_cut(event.response, *(each.item for each in held if hasattr(each, "item")))
+        held.append(event)
+        if event.type not in BEFORE_MORE:
+            yield "".join(map(_written, held))
+            held = []
+    if held and held[-1].type not in BEFORE_THE_ENGINE:
+        yield "".join(map(_written, held))
+
+
+def mark_cut(response: Any, *items: Any) -> None:
+    """Mark the last item of a response that was cut as incomplete: vLLM calls every item completed.
+
+    Args:
+        response: the whole response.
+        items: the same item, as it was streamed.
+    """
+    if response.status == "incomplete":
+        for item in (*response.output[-1:], *items):
+            if hasattr(item, "status"):
+                item.status = "incomplete"
+
+
+def _written(event: Any) -> str:
+    """Write an event of a response; vLLM has none of its own for a response that was cut."""
+    name, data = event.type, event.model_dump_json(by_alias=True)
+    if name == "response.completed" and event.response.status == "incomplete":
+        name = "response.incomplete"
+        data = json.dumps(json.loads(data) | {"type": name})
+    return f"event: {name}\ndata: {data}\n\n"
+
+
+def _with_any_arguments(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let an answer of `/v1/messages` hold calls whose arguments are no object, as a streamed one does.
+
+    Args:
+        convert: the method of vLLM's handler that makes such an answer from a chat's.
+    """
+
+    def converted(chat: Any) -> Any:
+        calls = [call.function for call in chat.choices[0].message.tool_calls]
+        given = [call.arguments for call in calls]
+        for call in calls:
+            call.arguments = "{}"
+        answer = convert(chat)
+        blocks = [block for block in answer.content if block.type == "tool_use"]
+        for block, arguments in zip(blocks, given, strict=True):
+            found = _parsed(arguments)
+            block.input = NULL if found is None else found
+        return answer
+
+    return converted
+
+
+def _parsed(arguments: str) -> Any:
+    """Return a call's arguments; those that are no JSON, as an answer that was cut leaves them, as text."""
+    try:
+        return json.loads(arguments, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _refuse_constant(name: str) -> Any:
+    """Refuse `NaN` and the like, which are no JSON."""
+    raise ValueError(name)
 
 
 __all__ = ["HANDLERS", "ErrorResponse", "Handler", "Handlers", "Response", "events", "synthetic_request"]

@@ -59,6 +59,8 @@ class ReplyTranslator:
                 self._log.error("engine_call_failed", cause=answer.error.message)
             raise failure
         if isinstance(answer, handlers.HANDLERS[operation].response):
+            if operation is Operation.RESPONSES:
+                handlers.mark_cut(answer)
             body = answer.model_dump_json(**handlers.HANDLERS[operation].dump)
             return WholeReply(body.encode())
         if isinstance(answer, Response):

@@ -24,8 +24,8 @@ from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
 
-MAX_OVERLAP = 8
-"""Most tokens that end a turn."""
+TRIMMED = 8
+"""Most tokens at an answer's end that are looked at one by one where the template trims the answer."""
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,6 @@ class Writer:
     ) -> tuple[list[int], list[PlacedImage], list[Json]]:
         """Close the assistant's turn and write the new messages after it.
 
-        The token that ended the answer is left out, because the template writes the end of the turn itself.
-
         Returns:
             The prompt's tokens, the images of the new messages, and the assistant's message.
         """
@@ -246,16 +244,24 @@ class Writer:
             raise TemplateUnsupported()
         added, images = await self._place_images(await self._text.tokenize(after))
         tokens = list(source.tokens[:-1] if past.ended else source.tokens)
-        overlap = _overlap(tokens[past.answer_from :], added)
-        content = await self._text.detokenize(tokens[past.answer_from : len(tokens) - overlap])
-        answer = [{"role": "assistant", "content": content}]
-        if content.strip():
+        said = await self._text.detokenize(tokens[past.answer_from :])
+        answer = [{"role": "assistant", "content": said}]
+        if said.strip():
             whole = await self._suffix(base, [*past.messages, *answer, *messages], template, answered)
-            if not whole.endswith(after) or whole.removesuffix(after).strip() != content.strip():
+            written = whole.removesuffix(after)
+            if not whole.endswith(after) or written.strip() != said.strip():
                 raise TemplateUnsupported()
-        if images and images[0].offset < overlap:
-            raise TemplateUnsupported()
-        return [*tokens, *added[overlap:]], shift_images(images, len(tokens) - overlap), answer
+            if written != said:
+                tokens = await self._trimmed(tokens, past.answer_from or 0, written)
+        return [*tokens, *added], shift_images(images, len(tokens)), answer
+
+    async def _trimmed(self, tokens: list[int], begin: int, written: str) -> list[int]:
+        """Return a context whose answer, from the token `begin` on, is as the template writes it."""
+        for count in range(len(tokens), max(begin, len(tokens) - TRIMMED), -1):
+            said = await self._text.detokenize(tokens[begin:count])
+            if written.startswith(said):
+                return [*tokens[:count], *await self._text.tokenize(written.removeprefix(said))]
+        return [*tokens[:begin], *await self._text.tokenize(written)]
 
     def _misplaced(self) -> ImagesMisplaced:
         marks = " or ".join(f"'{text}'" for text in self._engine.images.texts)
@@ -300,9 +306,3 @@ def _conversation(
     fingerprints: Mapping[int, str] | None = None,
 ) -> Conversation:
     return conversation_from(messages, template, len(tokens) if answered else None, fingerprints)
-
-
-def _overlap(answer: list[int], added: list[int]) -> int:
-    """Return how many tokens the end of the answer and the beginning of what is added share."""
-    longest = min(len(answer), len(added), MAX_OVERLAP)
-    return next((count for count in range(longest, 0, -1) if answer[-count:] == added[:count]), 0)

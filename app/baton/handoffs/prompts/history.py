@@ -22,6 +22,8 @@ ANSWER_FIELDS = frozenset({"annotations", "audio", "parsed", "reasoning", "reaso
 """Fields of an assistant's message that servers and SDKs add; clients may send them back or drop them."""
 INSTRUCTIONS = frozenset({"developer", "system"})
 """Roles whose messages are not turns: a client may repeat or change them with every request."""
+HINTS = frozenset({"cache_control"})
+"""Fields of messages and their parts that say nothing to a model; clients move them from turn to turn."""
 DIGEST_CHARS = 32
 
 
@@ -61,10 +63,10 @@ class Turn:
 def fingerprint(message: Json) -> str:
     """Return a digest of what a message says, the same for every way in which SDKs write it.
 
-    Fields that are null or an empty list are ignored, and a single text part equals its text. Of an
+    Hints and fields that are null or an empty list are ignored, and a single text part equals its text. Of an
     assistant's message, the fields that only answers have and white space around the content are ignored too.
     """
-    said = {key: value for key, value in message.items() if value not in (None, [])}
+    said = _said(message)
     said["content"] = _content(message.get("content"))
     if message.get("role") == "assistant":
         said = {key: value for key, value in said.items() if key not in ANSWER_FIELDS}
@@ -220,8 +222,13 @@ def _part(part: object) -> object:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if isinstance(part, dict):
-        return {key: value for key, value in part.items() if value is not None}
+        return _said(part)
     return part
+
+
+def _said(given: Json) -> Json:
+    """Return the fields of a message or a part that say something."""
+    return {key: value for key, value in given.items() if key not in HINTS and value not in (None, [])}
 
 
 def _calls(calls: object) -> object:

@@ -84,7 +84,7 @@ async def write_prompt(
         BatonError: the request cannot continue the handoff.
     """
     if operation in WRITTEN_BY_THE_ENGINE:
-        return _written_by_the_engine(writer, source)
+        return _written_by_the_engine(source)
     if operation is Operation.COMPLETIONS:
         return await _completion(writer, source, seen, body, written=latent or not answered)
     if not answered:
@@ -99,16 +99,15 @@ async def write_prompt(
     return prompt
 
 
-def _written_by_the_engine(writer: Writer, source: HandoffRecord | None) -> ContextPrompt:
+def _written_by_the_engine(source: HandoffRecord | None) -> ContextPrompt:
     """Leave the prompt to the engine: it is what the request says, and KV is of use for what they share.
 
     Raises:
-        InvalidRequest: the request or the handoff holds images, or the handoff latent steps.
+        InvalidRequest: the handoff holds latent steps.
     """
-    if writer.client_images or (source is not None and (source.images or source.latent_steps)):
+    if source is not None and source.latent_steps:
         raise InvalidRequest(
-            "Handoffs with images or latent steps are for /v1/completions and /v1/chat/completions: "
-            "use one of these.",
+            "Handoffs with latent steps are for /v1/completions and /v1/chat/completions: use one of these.",
             param="handoff",
         )
     # Its messages are not known in the form that chats have, so that no chat can continue it.
@@ -120,6 +119,12 @@ async def _completion(
 ) -> ContextPrompt:
     prompt = body.get("prompt") or ""
     if source is not None:
+        if source.positions:
+            raise InvalidRequest(
+                "The handoff holds images that came by /v1/messages or /v1/responses and keeps none of them: "
+                "continue it there.",
+                param="handoff.from",
+            )
         own, images = await writer.plain(prompt, special=False, after=len(source.tokens))
         conversation = with_text(source.conversation)
         return ContextPrompt([*source.tokens, *own], [*seen, *images], conversation)

@@ -77,7 +77,7 @@ class Conversation(BaseModel):
         template: fields of the requests that decide how the model's template writes the messages.
         answer_from: index of the first token of the assistant's last answer, which is not among the
             messages yet; None: the context ends with a message.
-        ended: the last answer ends with the token that ends answers.
+        ended: the last answer ends with the token that ended it, as in older records.
         answer_fingerprints: fingerprints of the assistant's answers as clients received them, by index among
             the messages; the last answer has the number of messages. Older records call it `told`.
         weight: bytes of the messages and the template's fields as JSON.
@@ -153,8 +153,8 @@ class HandoffRecord(BaseModel):
         parents: ids of all handoffs that it continues; records of older versions have `parent` alone.
         label: the client's label.
         automatic: the gateway saved it by itself: it has no messages, and clients do not see it.
-        positions: where images stand in the context of an automatic handoff, which stores no images: requests
-            that continue it send them again.
+        positions: where images stand in a context that is stored without its images, because the handoff is
+            automatic or the engine wrote the prompt: requests that continue it send them again.
         audit: its last audit.
         translated_from: id of the handoff of other weights whose text it holds; None: it is no translation.
         exact: its KV is what the engine would compute of its tokens; not so if any was moved to its place.

@@ -19,7 +19,6 @@ from baton.handoffs.options import (
     SaveOptions,
     parse_options,
     require_handoffs,
-    require_known_parts,
     require_latent,
     require_steps_behind_text,
     translates,
@@ -49,7 +48,6 @@ async def create_handoff(request: Request) -> Response:
     admit(request)
     body = await read_json(request, gateway.settings.limits)
     await check(request, body)
-    require_known_parts(body)
     options = parse_options(NewHandoff, body)
     require_steps_behind_text(options)
     engine = gateway.fleet.pick(options.model)
