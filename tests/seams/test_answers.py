@@ -93,7 +93,7 @@ def test_a_call_whose_arguments_are_no_object_is_given_as_it_is(
 WORDS = (" dog", " cat")
 
 
-@pytest.mark.fault("E16")
+@pytest.mark.fault("E18")
 @pytest.mark.parametrize(
     ("allowed", "constraints", "left"),
     [
