@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import structlog
 from prometheus_client import REGISTRY
@@ -116,6 +117,8 @@ def prepare_fleet(
         models[engine.name] = store.resolve(engine.model, partial(progress.phase, row))
         if engine.model in EMBEDDED:
             progress.done(row, "files verified")
+    for engine in settings.own_engines:
+        _check_chat_template(engine)
     check_vllm()
     progress.phase("vllm", "importing")
     from baton.engines.vllm.build_fleet import (
@@ -148,6 +151,24 @@ def _fork_server(settings: Settings, opened: ExitStack | None) -> ForkServer | N
         return opened.enter_context(ForkServer(FORKED_MODULES, private))
     log.info("engines_are_spawned", reason=reason)
     return None
+
+
+def _check_chat_template(engine: EngineSettings) -> None:
+    """Refuse a chat template that is neither a template nor a file, before vLLM is imported.
+
+    Raises:
+        StartError: it names a file that does not exist.
+    """
+    template = engine.serving.get("chat_template")
+    if (
+        isinstance(template, str)
+        and not any(sign in template for sign in "{}\n")
+        and not Path(template).exists()
+    ):
+        raise StartError(
+            f"engines '{engine.name}': serving.chat_template: there is no file {template}; "
+            "give the path of one, or the template itself"
+        )
 
 
 def _may_need_hub(engine: EngineSettings) -> bool:

@@ -71,7 +71,24 @@ def test_the_cause_is_what_the_engine_raised_not_what_its_parent_said_of_it() ->
     output.last_lines.append(
         "(MainProcess pid=1) RuntimeError: Engine core initialization failed. See root cause above."
     )
-    assert output.root_cause() == "no memory"
+    assert output.root_cause() == "RuntimeError: no memory"
+
+
+def test_the_cause_names_the_line_that_raised_it() -> None:
+    """vLLM prints a core's traceback with a prefix a line, and tells of it in other processes afterwards."""
+    place = "(EngineCore pid=7) ERROR 11-21 11:37:17 [core.py:1]"
+    output = EngineOutput()
+    output.last_lines += [
+        f"{place} Traceback (most recent call last):",
+        f'{place}   File "/x/vllm/v1/engine/core.py", line 900, in run_engine_core',
+        f"{place}     engine_core = EngineCoreProc()",
+        f'{place}   File "/x/vllm/model_executor/models/llama.py", line 120, in load_weights',
+        f"{place}     raise ValueError(name)",
+        f"{place} vllm.errors.ValueError: no layer 31",
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) "
+        "for the root cause.",
+    ]
+    assert output.root_cause() == "ValueError: no layer 31 (llama.py:120)"
 
 
 def test_of_an_engine_s_traceback_one_line_is_shown() -> None:

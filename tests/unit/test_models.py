@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from baton.config.groups import EngineSettings
 from baton.errors import StartError
 from baton.models import store as store_module
 from baton.models.catalog import EMBEDDED, SMOLLM2, EmbeddedModel
 from baton.models.store import MANIFEST, ModelStore
+from baton.prepare import _check_chat_template
 
 WEIGHTS = b"not really weights"
 
@@ -161,3 +163,23 @@ def test_a_local_folder_and_a_hub_id_are_taken_as_they_are(tmp_path: Path) -> No
 def test_a_conversion_that_fails_ends_in_its_last_line(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"could not be unpacked: FileNotFoundError: .*no\.gguf"):
         store_module._convert(tmp_path / "no.gguf", tmp_path / "out")
+
+
+def test_a_name_that_is_nearly_an_embedded_model_s_is_asked_of_no_hub(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="did you mean 'smollm2'"):
+        ModelStore(tmp_path).resolve("smollm")
+    assert ModelStore(tmp_path).resolve("gpt2") == "gpt2"
+    assert ModelStore(tmp_path).resolve("somebody/smollm") == "somebody/smollm"
+
+
+def test_a_chat_template_that_is_no_file_is_refused_before_vllm_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}")
+
+    def check(template: str) -> None:
+        _check_chat_template(EngineSettings(name="a", model="x", serving={"chat_template": template}))
+
+    check(str(file))
+    check("{{ messages }}")
+    with pytest.raises(StartError, match=r"serving.chat_template: there is no file \./no\.jinja"):
+        check("./no.jinja")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.util
 import json
@@ -40,7 +41,8 @@ class ModelStore:
         """Return the model that vLLM gets: the folder of an embedded model, or `model` unchanged.
 
         Raises:
-            StartError: the embedded model cannot be prepared, or the folder `model` does not exist.
+            StartError: the embedded model cannot be prepared, the folder `model` does not exist, or its name
+                is nearly an embedded model's, which a hub would be asked for in vain.
         """
         if model in EMBEDDED:
             return str(self.prepare(EMBEDDED[model], report))
@@ -49,6 +51,12 @@ class ModelStore:
             if not (path / "config.json").is_file():
                 raise StartError(f"The model folder {path} does not exist or holds no config.json.")
             return str(path)
+        if "/" not in model and not Path(model).exists():
+            for near in difflib.get_close_matches(model, EMBEDDED, n=1, cutoff=0.75):
+                raise StartError(
+                    f"There is no embedded model '{model}'; did you mean '{near}'? A model of a hub is named "
+                    "with its owner, such as 'owner/model', a folder with its path, such as './model'."
+                )
         return model
 
     def prepare(self, model: EmbeddedModel, report: Report = lambda _: None) -> Path:

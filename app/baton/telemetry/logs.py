@@ -19,6 +19,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import IO, Any, Literal, TextIO
 
 import structlog
@@ -27,7 +28,10 @@ from structlog.typing import ExcInfo
 VLLM_LINE = re.compile(
     r"^\((?P<process>\w+)[^)]*\) (?P<level>[A-Z]+) [\d-]+ [\d:]+ (?P<place>\[[^]]+\]) ?(?P<text>.*)"
 )
-RAISED = re.compile(r"(?:\([^)]*\)\s*)?[\w.]*(?:Error|Exception): (.+)")
+RAISED = re.compile(r"(?:\([^)]*\)\s*)?([\w.]*(?:Error|Exception)): (.+)")
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+SYMPTOMS = ("See root cause above", "Engine core init", "EngineCore encountered an issue", "EngineDeadError")
+"""Texts of exceptions by which vLLM's processes tell that another one failed."""
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 MAX_LINE = 4000
 MAX_VALUE = 512
@@ -191,13 +195,24 @@ class EngineOutput:
                 last_place = found["place"] if found else None
 
     def root_cause(self) -> str | None:
-        """Return the last line that ends a traceback, the likely cause of an engine's failure."""
-        for line in reversed(self.last_lines):
-            prefixed = VLLM_LINE.match(line)
-            text = prefixed["text"] if prefixed else line
-            found = RAISED.match(text.strip())
-            if found and "See root cause above" not in line and "Engine core init" not in line:
-                return found[1][:600]
+        """Find the exception that the last traceback ends with, the likely cause of an engine's failure.
+
+        Returns:
+            Its class and message, and the line that raised it, such as `ValueError: no such layer
+            (llama.py:120)`; None: there is no traceback. What one process says of another's end is no cause.
+        """
+        lines = [VLLM_LINE.match(line) for line in self.last_lines]
+        texts = [
+            (found["text"] if found else line).strip()
+            for line, found in zip(self.last_lines, lines, strict=True)
+        ]
+        for number in range(len(texts) - 1, -1, -1):
+            found = RAISED.match(texts[number])
+            if found is None or any(symptom in texts[number] for symptom in SYMPTOMS):
+                continue
+            frame = next((FRAME.match(text) for text in texts[number::-1] if FRAME.match(text)), None)
+            place = f" ({Path(frame['file']).name}:{frame['line']})" if frame else ""
+            return f"{found[1].rpartition('.')[2]}: {found[2][:600]}{place}"
         return None
 
 

@@ -299,7 +299,10 @@ class VllmEngine(ConfiguredEngine):
             return error
         await asyncio.sleep(LAST_WORDS_WAIT_S)
         cause = self._last_words() or _first_words(error)
-        return StartError(f"The engine '{self.name}' could not start: {cause}")
+        return StartError(
+            f"The engine '{self.name}' could not start: {cause}\n"
+            'The setting log_level = "debug" shows all that it printed.'
+        )
 
     async def stop(self) -> None:
         self._state = EngineState.STOPPED
