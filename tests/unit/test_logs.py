@@ -43,7 +43,7 @@ with EngineOutput() as output:
 print("cause:", cause)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "cause: the weights are gone" in done.stdout
+    assert "cause: ValueError: the weights are gone (<string>:1)" in done.stdout
     assert "Traceback" not in done.stderr
 
 
