@@ -21,7 +21,7 @@ TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 INSTALL = $(BIN)/python .ci/install.py
 
-.PHONY: help serve demo demo-vision ray test lint format docs docs-reference bench bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas next-vllm dist clean
+.PHONY: help serve demo demo-vision ray test lint format docs docs-reference bench bench-starts bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas next-vllm dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -59,6 +59,9 @@ docs-reference: $(VENV)/.dev ## Rewrite the reference pages that are made from t
 
 bench: $(VENV)/.dev ## Measure against plain vLLM's server, side by side (minutes)
 	$(BIN)/python bench/overhead.py $(ARGS)
+
+bench-starts: $(VENV)/.dev ## Measure how long engines take to start and to come back, forked and spawned (minutes)
+	$(BIN)/python bench/starts.py $(ARGS)
 
 bench-handoff: $(VENV)/.dev ## Measure what handoffs save and cost (about ten minutes; fewer and shorter rounds on a slow machine)
 	$(BIN)/python bench/handoff.py $(ARGS)

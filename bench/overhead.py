@@ -27,6 +27,7 @@ from rich.progress import track
 from servers import ENVIRONMENT, Server, baton, cpu_seconds, machine, plain_vllm, tiny_model
 
 from baton.config.settings import load_settings
+from baton.config.vllm_environment import SPINS
 from baton.models.store import ModelStore
 
 Round = Callable[..., Coroutine[Any, Any, dict[str, float]]]
@@ -111,13 +112,15 @@ def added_over_direct(servers: list[Server], model: Path, rounds: int) -> list[s
     return rows
 
 
-def compare(title: str, model: Path, clients: list[int], rounds: int, *, tokens: int, part: str) -> list[str]:
+def compare(
+    title: str, model: Path, clients: list[int], *, rounds: int, tokens: int, part: str, spins: str | None
+) -> list[str]:
     """Everything that is compared on one model."""
     lines = [f"\n### {title}"]
     with (
         tempfile.TemporaryDirectory() as folder,
         baton(model, Path(folder)) as ours,
-        plain_vllm(model) as theirs,
+        plain_vllm(model, spins=spins) as theirs,
     ):
         servers = [ours, theirs]
         for count in clients if part != "one-token" else ():
@@ -142,8 +145,10 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--part", choices=["all", "one-token"], default="all")
     parser.add_argument("--only", choices=["tiny", "smollm2"])
+    parser.add_argument("--spin", action="store_true", help="plain vLLM's OpenMP threads wait as Baton's do")
     options = parser.parse_args()
     smollm2 = Path(ModelStore(load_settings().models_folder).resolve("smollm2"))
+    ways = {"rounds": options.rounds, "part": options.part, "spins": SPINS if options.spin else None}
     lines = [
         f"## overhead: {datetime.date.today()}, {machine()}, `make bench ARGS='{' '.join(sys.argv[1:])}'`"
     ]
@@ -151,11 +156,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             tiny = tiny_model(smollm2, Path(folder))
             title = "Random two-layer model: the front end is what is measured"
-            lines += compare(title, tiny, options.clients, options.rounds, tokens=32, part=options.part)
+            lines += compare(title, tiny, options.clients, tokens=32, **ways)
     if options.only != "tiny":
-        lines += compare(
-            "SmolLM2-135M", smollm2, options.clients[:2], options.rounds, tokens=16, part=options.part
-        )
+        lines += compare("SmolLM2-135M", smollm2, options.clients, tokens=16, **ways)
     print("\n".join(lines))
 
 

@@ -127,8 +127,8 @@ def baton(model: Path, folder: Path) -> Server:
     return Server("baton", command, f"http://127.0.0.1:{port}")
 
 
-def plain_vllm(model: Path) -> Server:
-    """vLLM's own server with the same engine settings."""
+def plain_vllm(model: Path, *, spins: str | None = None) -> Server:
+    """vLLM's own server with the same engine settings; `spins`: how long its OpenMP threads wait."""
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -137,7 +137,8 @@ def plain_vllm(model: Path) -> Server:
     ]
     for key, value in ENGINE_ARGS.items():
         command += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    return Server("plain vLLM", command, f"http://127.0.0.1:{port}")
+    own = {} if spins is None else {"GOMP_SPINCOUNT": spins}
+    return Server("plain vLLM", command, f"http://127.0.0.1:{port}", own)
 
 
 def tiny_model(source: Path, folder: Path) -> Path:
