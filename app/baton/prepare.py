@@ -45,6 +45,7 @@ FORKED_MODULES = (
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.layers.quantization.compressed_tensors.utils",
     "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "setproctitle",
     "baton_kv.connector",
     "baton_kv.extension",
     "baton_kv.joins.gap_forward",

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import pytest
+from vllm.model_executor.models import registry
 from vllm.platforms import cpu
 from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -66,3 +67,9 @@ def test_vllm_takes_the_executor_of_one_process_on_a_cpu() -> None:
     source = inspect.getsource(cpu.CpuPlatform.check_and_update_config)
     assert 'distributed_executor_backend == "uni"' in source
     assert issubclass(UniProcExecutor, Executor)
+
+
+def test_vllm_looks_at_a_model_s_class_in_another_process_for_cuda_s_sake_alone() -> None:
+    source = inspect.getsource(registry._LazyRegisteredModel.inspect_model_cls)
+    assert "Performed in another process to avoid initializing CUDA" in source
+    assert "_run_in_subprocess(" in source

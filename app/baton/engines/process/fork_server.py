@@ -278,10 +278,8 @@ def main() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
         gc.collect()
         gc.freeze()  # keeps the modules' memory shared between the children
-        with contextlib.suppress(ImportError):
-            import setproctitle
-
-            setproctitle.getproctitle()  # finds the title's memory, before a child changes its environment
+        if (titles := sys.modules.get("setproctitle")) is not None:
+            titles.getproctitle()  # finds the title's memory, before a child changes its environment
         with contextlib.suppress(OSError):  # the gateway has ended
             control.sendall(CUDA if _cuda_is_open() else READY)
             while True:

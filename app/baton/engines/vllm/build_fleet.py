@@ -23,7 +23,7 @@ from baton.engines.process.fork_server import ForkServer
 from baton.engines.vllm.arguments import processor_dtype
 from baton.engines.vllm.command_line import settings_from_command_line
 from baton.engines.vllm.engine import VllmEngine
-from baton.engines.vllm.engine_thread import Starts, fork_cores
+from baton.engines.vllm.engine_thread import Starts, fork_cores, inspect_models_here
 from baton.engines.vllm_version import is_cpu_build
 from baton.telemetry.memory import MemoryReader
 
@@ -58,6 +58,8 @@ def build_fleet(
     starts = Starts(server)
     if server is not None:
         fork_cores()
+    if is_cpu_build():
+        inspect_models_here()
     engines = [
         VllmEngine(
             engine,

@@ -19,6 +19,7 @@ import psutil
 import structlog
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.models import registry
 from vllm.utils.system_utils import get_mp_context
 from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -41,6 +42,15 @@ log = structlog.get_logger("baton.engine")
 def fork_cores() -> None:
     """Make vLLM start the core of an engine that has a `Launch` through it: the seam of the fork server."""
     utils.get_mp_context = _context_of_launch
+
+
+def inspect_models_here() -> None:
+    """Make vLLM look at a model's class in this process, where no GPU can be opened by that.
+
+    Otherwise it starts an interpreter that imports vLLM once more, some ten seconds for each architecture
+    that it has not seen on this machine.
+    """
+    registry._run_in_subprocess = lambda look: look()
 
 
 def _context_of_launch() -> Any:
