@@ -18,7 +18,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 try:
     from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, make_arg_parser
 except ImportError:  # vLLM 0.33
-    from vllm.entrypoints.common.cli_args import BaseFrontendArgs, make_arg_parser
+    from vllm.entrypoints.common.cli_args import (  # type: ignore[import-not-found]  # types are of the lock's vLLM
+        BaseFrontendArgs,
+        make_arg_parser,
+    )
 
 from baton.config.groups import CPU_KV_CACHE_BYTES, EngineSettings
 from baton.config.settings import nearest
