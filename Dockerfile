@@ -9,7 +9,7 @@
 # Where things come from is an argument: BASE_IMAGE, VLLM_IMAGE, and what pip reads, PIP_INDEX_URL,
 # PIP_EXTRA_INDEX_URL and TORCH_INDEX. None of them is left in an image.
 
-# A Debian or Ubuntu with Python 3.11 or newer and its venv module; for `cuda` with its headers too.
+# A Debian or Ubuntu with Python 3.11 to 3.14 and its venv module; for `cuda` with its headers too.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 # Any image in which `python3 -m pip` installs beside vLLM 0.32 or 0.33.
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0

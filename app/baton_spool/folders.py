@@ -56,7 +56,7 @@ def require_folder(folder: Path | None) -> None:
         FolderRefused: see `opened`; or the folder is not writable.
     """
     with opened(folder) as descriptor:
-        if not os.access(f"/proc/self/fd/{descriptor}", os.W_OK | os.X_OK):
+        if not os.access(".", os.W_OK | os.X_OK, dir_fd=descriptor):
             raise FolderRefused(f"{place(folder)} is not writable")
 
 

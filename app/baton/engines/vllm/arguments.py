@@ -19,7 +19,10 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 try:
     from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, make_arg_parser
 except ImportError:  # vLLM 0.33
-    from vllm.entrypoints.common.cli_args import BaseFrontendArgs, make_arg_parser
+    from vllm.entrypoints.common.cli_args import (  # type: ignore[import-not-found]  # types are of the lock's vLLM
+        BaseFrontendArgs,
+        make_arg_parser,
+    )
 
 from baton.config.groups import CPU_KV_CACHE_BYTES, EngineSettings
 from baton.config.settings import nearest
