@@ -66,11 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give all files that name a shared gateway to one process of pytest-xdist, the others file by file."""
+    """Give all files that name a shared gateway to one process of pytest-xdist, and the seams; the others file by file."""
     from xdist.scheduler import LoadScopeScheduling  # where the tests run in one process it is not needed
 
     @functools.cache
     def group(file: str) -> str:
+        if "/seams/" in file:  # what vLLM imports on its first use, it imports once
+            return "seams"
         text = (config.rootpath / file).read_text()
         return next((name for name in SHARED_GATEWAYS if name in text), file)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.gateways import FakeProcess
+from support.gateways import FakeProcess, run_fake
 from support.wire import wait_for
 
 from baton.config.groups import EngineSettings
@@ -28,6 +28,7 @@ from baton.engines.kv_transfer import TransferRequest
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.service import Handoffs
+from baton.http import uvicorn_server
 from baton.server import create_app
 
 STREAMS = 50
@@ -217,6 +218,21 @@ async def test_an_engine_ends_after_the_saves_it_was_told_to_make(tmp_path: Path
         record = await saving(app.state.gateway.handoffs)
         assert record.state is HandoffState.PENDING
     assert states == [HandoffState.READY]
+
+
+def test_a_stop_wakes_the_servers_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both the gateway's and that of the metrics' port, however seldom they look."""
+    monkeypatch.setattr(uvicorn_server, "DATE_EVERY_S", 3600)
+    keyless = {
+        "host": "0.0.0.0",
+        "auth": {"allow_unauthenticated": True},
+    }  # so that metrics have a port of their own
+    with run_fake(FakeEngine("a"), **keyless) as gateway, gateway.client() as client:
+        assert client.get("/livez").headers["date"]
+        assert gateway.metrics_url != gateway.url
+    assert [server.is_serving() for server in gateway.server.servers] == [False]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{gateway.metrics_url}/metrics")
 
 
 def test_a_start_that_is_told_to_stop_stops_with_0_and_leaves_nothing() -> None:

@@ -16,6 +16,7 @@ from support.gateways import FakeGateway, run_fake
 from support.wire import (
     TEXT,
     address,
+    answer_on,
     answer_to,
     connect,
     error_of,
@@ -132,7 +133,7 @@ def test_the_second_request_head_on_a_connection_has_a_deadline_too() -> None:
     with run_fake(FakeEngine("a"), edge={"header_s": 0.5}) as gateway, connect(gateway) as connection:
         for _ in range(3):
             connection.sendall(request())
-            assert statuses(connection.recv(65536)) == [200]
+            assert statuses(answer_on(connection)) == [200]
         began = time.monotonic()
         connection.sendall(b"P")
         answer = rest_of(connection)
@@ -191,7 +192,7 @@ def test_the_rest_of_a_refused_body_is_not_awaited_for_ever() -> None:
         sent = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
         with connect(gateway) as connection:
             connection.sendall(sent)
-            assert statuses(connection.recv(65536)) == [404]
+            assert statuses(answer_on(connection)) == [404]
             began = time.monotonic()
             dribble(connection, 60)
             assert time.monotonic() - began < 20
@@ -237,7 +238,7 @@ def test_connections_above_the_limit_get_a_503_and_others_go_on() -> None:
     with run_fake(FakeEngine("a"), edge={"connections": 20, "header_s": 60}) as gateway:
         with connect(gateway) as kept:
             kept.sendall(request())
-            assert statuses(kept.recv(65536)) == [200]
+            assert statuses(answer_on(kept)) == [200]
             idle = [connect(gateway) for _ in range(19)]
             wait_for(lambda: open_connections(gateway) == 20, "not all got in")
             began = time.monotonic()
@@ -248,7 +249,7 @@ def test_connections_above_the_limit_get_a_503_and_others_go_on() -> None:
                 assert error_of(answer)["code"] == "too_many_connections"
                 assert b"\r\nretry-after: 1\r\n" in answer
             kept.sendall(request())
-            assert statuses(kept.recv(65536)) == [200]
+            assert statuses(answer_on(kept)) == [200]
             for connection in idle:
                 connection.close()
         wait_for(lambda: open_connections(gateway) == 0, "some stay")

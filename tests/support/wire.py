@@ -21,6 +21,7 @@ from baton.engines.fake.engine import FakeEngine
 from support.gateways import FakeGateway, run_fake
 
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
+LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n")
 TEXT = {"model": "a", "prompt": "one two three", "max_tokens": 4}
 
 
@@ -48,6 +49,16 @@ def rest_of(connection: socket.socket) -> bytes:
     with contextlib.suppress(ConnectionResetError, BrokenPipeError):
         while part := connection.recv(65536):
             answer += part
+    return answer
+
+
+def answer_on(connection: socket.socket) -> bytes:
+    """The next answer, whole; its head and its body may come one after the other, and the connection stays."""
+    answer = b""
+    while not (length := LENGTH.search(answer)) or len(answer.partition(b"\r\n\r\n")[2]) < int(length[1]):
+        part = connection.recv(65536)
+        assert part, f"the connection was ended after {answer!r}"
+        answer += part
     return answer
 
 
