@@ -246,6 +246,10 @@ WAYS = {
     "Landsat, GDAL's scale and offset": Way(
         LANDSAT, names=said(OLI), tags={"LANDSAT_PRODUCT_ID": LC08}, line=(2.75e-5, -0.2)
     ),
+    "Landsat 8's numbers, by SR_B6": Way(LANDSAT, names=said(OLI), line=(2.75e-5, -0.2)),
+    "Landsat's numbers without SR_B6": Way(
+        LANDSAT, names=said(TM), line=(2.75e-5, -0.2), becomes="!is missing.*indices"
+    ),
     "Landsat 7's numbers": Way(
         LANDSAT, names=said(TM), tags={"LANDSAT_PRODUCT_ID": LE07}, line=(2.75e-5, -0.2)
     ),

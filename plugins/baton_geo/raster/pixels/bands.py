@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton_geo.card import Card
 from baton_geo.errors import RasterUnusable, RequestInvalid
@@ -64,6 +64,7 @@ BROAD = ("NIR_BROAD", PANCHROMATIC)
 THERMAL_NM = 3000.0
 NUMBERED = re.compile(r"(?:srband|srb|b)0*(\d{1,2}a?)")  # not `band4`, which may be the file's fourth
 NUMBER = re.compile(r"b\d{1,2}a?")
+LANDSAT_8 = re.compile(r"SR_?B0?6", re.IGNORECASE)  # a name that no other product has
 WORDS = 8  # of a name that are looked at
 
 
@@ -133,6 +134,8 @@ def choose_bands(file: FileBands, card: Card, indices: tuple[int, ...] | None) -
     """
     if indices is not None:
         return _by_index(file, card, indices)
+    if any(band.name and LANDSAT_8.fullmatch(band.name.strip()) for band in file.bands):
+        file = replace(file, product=file.product or "Landsat 8-9")
     wanted = [_identity(band.name, band.aliases) for band in card.bands]
     named = [_named_as(file, number, card) for number in range(len(file.bands))]
     by_wavelength = {

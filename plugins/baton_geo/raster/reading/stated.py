@@ -46,7 +46,9 @@ def read_band(name: str | None, tags: Tags, colour: str | None, *, alpha: bool) 
     names = tuple(
         value[:NAME_CHARACTERS] for key, value in known.items() if key.endswith(NAME_TAGS) and value.strip()
     )
-    stated = (_nanometres(value) for key, value in known.items() if key.endswith(WAVELENGTH_TAGS))
+    stated = (
+        _nanometres(value[:NAME_CHARACTERS]) for key, value in known.items() if key.endswith(WAVELENGTH_TAGS)
+    )
     said = (wavelength(text) for text in (name, *names) if text)
     return FileBand(name, names, next((nm for nm in (*stated, *said) if nm), None), colour, alpha)
 
