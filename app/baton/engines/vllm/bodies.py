@@ -27,6 +27,8 @@ OF_A_HOST = frozenset(
     }
 )
 """Types of tools that OpenAI's servers run, or that its models alone were trained to call."""
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""Names of the longest answer; of a chat's two the first one decides."""
 STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
@@ -159,3 +161,15 @@ def require_honoured_tools(body: Json, *, reads_calls: bool) -> None:
 def countable(body: Json) -> Json:
     """Let the tools of a request be counted on an engine that cannot read their calls: none are made."""
     return body | {"tool_choice": {"type": "none"}} if body.get("tools") else body
+
+
+def asked_tokens(body: Json) -> int | None:
+    """Return the most tokens that an answer may have, by the request; None: it does not say."""
+    found = (body.get(field) for field in LENGTHS)
+    return next((value for value in found if type(value) is int), None)
+
+
+def within_context(body: Json, longest: int) -> Json:
+    """Let no answer be longer than the model's context, which vLLM refuses; it cuts to what is left of it."""
+    above = {field: longest for field in LENGTHS if type(body.get(field)) is int and body[field] > longest}
+    return body | above
