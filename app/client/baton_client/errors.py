@@ -18,7 +18,9 @@ BatonError
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TypeVar
+
+Text = TypeVar("Text")
 
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Control characters, with which a text can rule the terminal that shows it; not line breaks and tabs."""
@@ -26,11 +28,12 @@ LONGEST = 10_000
 """Characters of a message that are kept."""
 
 
-def printable(text: Any) -> Any:
+def printable(text: Text) -> Text:
     """Write out the control characters of a text that somebody else sent; what is no text stays."""
     if not isinstance(text, str):
         return text
-    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text[:LONGEST])
+    escaped = UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text[:LONGEST])
+    return escaped  # type: ignore[return-value]  # it is a text, as what was given
 
 
 class BatonError(Exception):
@@ -98,11 +101,11 @@ class ApiError(BatonError):
     ) -> None:
         super().__init__(f"{message} ({', '.join(str(each) for each in (status, code, param) if each)})")
         self.status = status
-        self.code: str | None = printable(code)
-        self.message: str = printable(message)
-        self.param: str | None = printable(param)
+        self.code = printable(code)
+        self.message = printable(message)
+        self.param = printable(param)
         self.retry_after_s = retry_after_s
-        self.request_id: str | None = printable(request_id)
+        self.request_id = printable(request_id)
 
 
 class InvalidRequest(ApiError):
