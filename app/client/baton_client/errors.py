@@ -18,9 +18,6 @@ BatonError
 from __future__ import annotations
 
 import re
-from typing import TypeVar
-
-Text = TypeVar("Text")
 
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Control characters, with which a text can rule the terminal that shows it; not line breaks and tabs."""
@@ -28,12 +25,11 @@ LONGEST = 10_000
 """Characters of a message that are kept."""
 
 
-def printable(text: Text) -> Text:
+def printable(text: str | None) -> str | None:
     """Write out the control characters of a text that somebody else sent; what is no text stays."""
     if not isinstance(text, str):
         return text
-    escaped = UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text[:LONGEST])
-    return escaped  # type: ignore[return-value]  # it is a text, as what was given
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text[:LONGEST])
 
 
 class BatonError(Exception):
@@ -102,7 +98,7 @@ class ApiError(BatonError):
         super().__init__(f"{message} ({', '.join(str(each) for each in (status, code, param) if each)})")
         self.status = status
         self.code = printable(code)
-        self.message = printable(message)
+        self.message = printable(message) or ""
         self.param = printable(param)
         self.retry_after_s = retry_after_s
         self.request_id = printable(request_id)
