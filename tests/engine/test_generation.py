@@ -144,9 +144,21 @@ def test_an_error_reaches_the_sdk_as_its_own_kind(sdk: openai.OpenAI) -> None:
         sdk.completions.create(model="gpt-4", prompt="x")
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as bad:
-        sdk.completions.create(model="smollm2", prompt="x", max_tokens=10**6)
-    assert bad.value.code == "context_length_exceeded"
-    assert bad.value.param == "max_tokens"
+        sdk.completions.create(model="smollm2", prompt="x", max_tokens=2, temperature=-1)
+    assert bad.value.param == "temperature"
+
+
+def test_an_answer_may_be_asked_for_that_is_longer_than_the_context(real_gateway: RealGateway) -> None:
+    """Agents ask for 32,000 tokens whatever the model."""
+    sent = {"model": "smollm2", "prompt": PROMPTS[0], "max_tokens": 10**6, "temperature": 0, "stop": ["."]}
+    with real_gateway.client() as client:
+        whole = client.post("/v1/completions", json=sent)
+        streamed = client.post("/v1/completions", json=sent | {"stream": True})
+    tokens = whole.json()["usage"]["prompt_tokens"]
+    for answer in (whole, streamed):
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-baton-max-tokens"] == str(8192 - tokens)
+    assert whole.json()["choices"][0]["finish_reason"] == "stop"
 
 
 BAD_REQUESTS: list[dict[str, Any]] = [

@@ -43,6 +43,12 @@ class LimitSettings(Frozen):
         description="Most tokens that may be asked for, under any of the field's names: "
         "`max_tokens`, `max_completion_tokens`, `max_output_tokens`, `min_tokens`, ...",
     )
+    cut_max_tokens: bool = Field(
+        True,
+        description="Whether `max_tokens`, under any of its names, is an upper bound: above what a prompt "
+        "leaves of the model's context it is cut to that, and the header `X-Baton-Max-Tokens` of the answer "
+        "says to what. False: 400.",
+    )
     logprobs: int = Field(
         20,
         ge=0,

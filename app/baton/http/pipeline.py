@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -142,6 +143,7 @@ async def _respond(
             param = "tools" if body.get("tools") else "structured_outputs"
             context.try_grammar = partial(gateway.compiler.require_made, param=param, tenant=context.tenant)
         await gateway.compiler.require(constraints, context.tenant)
+        context.cuts_max_tokens = gateway.settings.limits.cut_max_tokens
     automatic = apply_header(body, request.headers.get(HEADER)) if operation in OPERATIONS else False
     if (forwarding := engine.forwarding) is not None:
         await prepare_forwarded(request, engine, forwarding, operation, body)
@@ -183,10 +185,11 @@ async def _response(
     if not isinstance(reply, StreamReply):
         ticket.leave_engine()  # neither a slow reader nor what follows need hold it
     reply = await finish(reply)
+    headers = ChainMap(context_of(request).answer_headers, dict(reply.headers))
     if not isinstance(reply, StreamReply):
-        return Response(reply.body, reply.status, media_type=reply.media_type, headers=dict(reply.headers))
+        return Response(reply.body, reply.status, media_type=reply.media_type, headers=dict(headers))
     seconds = gateway.settings.edge.keep_alive_s
-    return await event_stream(reply.events, gateway.metrics, reply.headers, keep_alive_s=seconds)
+    return await event_stream(reply.events, gateway.metrics, headers, keep_alive_s=seconds)
 
 
 async def _sources(

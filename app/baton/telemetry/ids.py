@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -37,6 +37,8 @@ class RequestContext:
         generated_tokens: generated tokens so far.
         hops: number of gateways that sent the request on before it came here.
         session_id: the `X-Session-Id` header, by which proxies choose a gateway, if it is well formed.
+        cuts_max_tokens: whether an answer that may be longer than the context leaves is cut, or refused.
+        answer_headers: headers of the answer that the engine adds, before its first event.
         try_grammar: compiles on trial what an engine made of the request, as `structured_outputs` has it, and
             raises where that takes too long. None: the request is the gateway's own.
         images: digests of the request's images, the only ones that its engine may get. None: vLLM names
@@ -53,6 +55,8 @@ class RequestContext:
     images: frozenset[str] | None = frozenset()
     hops: int = 0
     session_id: str | None = None
+    cuts_max_tokens: bool = True
+    answer_headers: dict[str, str] = field(default_factory=dict)
     try_grammar: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None
 
 

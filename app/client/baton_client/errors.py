@@ -18,7 +18,6 @@ BatonError
 from __future__ import annotations
 
 import re
-from typing import Any
 
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Control characters, with which a text can rule the terminal that shows it; not line breaks and tabs."""
@@ -26,7 +25,7 @@ LONGEST = 10_000
 """Characters of a message that are kept."""
 
 
-def printable(text: Any) -> Any:
+def printable(text: str | None) -> str | None:
     """Write out the control characters of a text that somebody else sent; what is no text stays."""
     if not isinstance(text, str):
         return text
@@ -98,11 +97,11 @@ class ApiError(BatonError):
     ) -> None:
         super().__init__(f"{message} ({', '.join(str(each) for each in (status, code, param) if each)})")
         self.status = status
-        self.code: str | None = printable(code)
-        self.message: str = printable(message)
-        self.param: str | None = printable(param)
+        self.code = printable(code)
+        self.message = printable(message) or ""
+        self.param = printable(param)
         self.retry_after_s = retry_after_s
-        self.request_id: str | None = printable(request_id)
+        self.request_id = printable(request_id)
 
 
 class InvalidRequest(ApiError):

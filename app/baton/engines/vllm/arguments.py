@@ -28,8 +28,7 @@ from baton.config.groups import CPU_KV_CACHE_BYTES, EngineSettings
 from baton.config.settings import nearest
 from baton.engines.cpu import read_processor
 from baton.engines.dtype import dtype_for
-from baton.engines.scrub import WRONG_KIND
-from baton.engines.vllm.errors import scrub
+from baton.engines.scrub import WRONG_KIND, scrub
 from baton.errors import SettingsError
 from baton.models.catalog import EMBEDDED
 from baton.telemetry.memory import MemoryReader

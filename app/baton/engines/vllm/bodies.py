@@ -13,6 +13,22 @@ from baton.engines.port import Json, Operation
 from baton.errors import InvalidRequest
 from baton.telemetry.ids import RequestContext
 
+NO_PARSER = (
+    "The model '{model}' has no parser for calls of tools: set `engines.serving.tool_call_parser` and "
+    "`engines.serving.enable_auto_tool_choice` of its engine, or leave 'tools' out."
+)
+CALLED_BY_CLIENTS = frozenset({"function", "custom", "namespace"})
+"""Types of tools whose calls the client answers."""
+OF_A_HOST = frozenset(
+    {
+        *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search"),
+        *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search"),
+        *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    }
+)
+"""Types of tools that OpenAI's servers run, or that its models alone were trained to call."""
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""Names of the longest answer; of a chat's two the first one decides."""
 STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
@@ -106,3 +122,50 @@ def _is_whole(text: str) -> bool:
     """Return whether every bracket is closed."""
     bare = STRINGS.sub("", text)
     return bare.count("[") == bare.count("]") and bare.count("{") == bare.count("}")
+
+
+def require_honoured_tools(body: Json, *, reads_calls: bool) -> None:
+    """Refuse tools of a request to `/v1/responses` that vLLM would drop without a word.
+
+    Args:
+        body: of the request.
+        reads_calls: whether calls of tools are found in what the model says.
+
+    Raises:
+        InvalidRequest: `param` names the tool.
+    """
+    choice, tools = body.get("tool_choice"), body.get("tools")
+    if choice == "none" or not isinstance(tools, list):
+        return
+    for at, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind in OF_A_HOST:
+            raise InvalidRequest(
+                f"'tools[{at}]' is of the type '{kind}', which this gateway does not run: leave it out, or "
+                f"offer a tool of your own (types {', '.join(sorted(CALLED_BY_CLIENTS))}).",
+                param=f"tools[{at}].type",
+            )
+        if kind in CALLED_BY_CLIENTS and not reads_calls:
+            raise InvalidRequest(NO_PARSER.format(model=body.get("model")), param="tools")
+    if isinstance(choice, dict) and choice.get("type") in OF_A_HOST:
+        raise InvalidRequest(
+            f"'tool_choice' names a tool of the type '{choice['type']}', which this gateway does not run.",
+            param="tool_choice",
+        )
+
+
+def countable(body: Json) -> Json:
+    """Let the tools of a request be counted on an engine that cannot read their calls: none are made."""
+    return body | {"tool_choice": {"type": "none"}} if body.get("tools") else body
+
+
+def asked_tokens(body: Json) -> int | None:
+    """Return the most tokens that an answer may have, by the request; None: it does not say."""
+    found = (body.get(field) for field in LENGTHS)
+    return next((value for value in found if type(value) is int), None)
+
+
+def within_context(body: Json, longest: int) -> Json:
+    """Let no answer be longer than the model's context, which vLLM refuses; it cuts to what is left of it."""
+    above = {field: longest for field in LENGTHS if type(body.get(field)) is int and body[field] > longest}
+    return body | above

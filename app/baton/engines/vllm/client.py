@@ -24,7 +24,7 @@ from baton.engines.vllm.errors import translate
 from baton.engines.vllm.image_cache import Sent, hashes_of
 from baton.engines.vllm.image_input import image_positions, stray_placeholders
 from baton.engines.vllm.log_probs import likeliest
-from baton.errors import BatonError, GenerationFailed, InvalidRequest, Unprocessable
+from baton.errors import BatonError, ContextTooLong, GenerationFailed, InvalidRequest, Unprocessable
 from baton.images.image_position import ImagePosition
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
@@ -40,6 +40,7 @@ log = structlog.get_logger("baton.engine")
 
 GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
 """What vLLM's `StructuredOutputsParams` may hold to compile."""
+CUT_HEADER = "X-Baton-Max-Tokens"
 DEAD_END = (
     "The model's tokens cannot spell what the request demands of the answer: loosen `structured_outputs`, "
     "`response_format` or the tool's schema, or keep to characters the model knows."
@@ -62,6 +63,7 @@ class Call:
         placeholder: token id that stands for a latent step; None: the engine was configured without `latent`.
         images: how the model takes images.
         deltas: whether each output holds only the tokens since the last one.
+        asked: most tokens that the answer may have, by the request; None: it does not say.
         constrained: whether a grammar constrains the answer, e.g. by `response_format` or a named tool.
         audited_tokens: most tokens whose raw log probabilities the engine may be asked for; 0: it has none.
         noting: the audited transfers whose first token's log probabilities the engine was asked for.
@@ -77,6 +79,7 @@ class Call:
     placeholder: int | None = None
     images: ImageInput = field(default_factory=ImageInput)
     deltas: bool = False
+    asked: int | None = None
     constrained: bool = False
     audited_tokens: int = 0
     noting: set[TransferRequest] = field(default_factory=set)
@@ -204,6 +207,8 @@ class WatchedClient:
         self._refuse_no_token(call, sampling_params)
         _refuse_latent_placeholders(call, prompt)
         _require_prompt(call, prompt)
+        if call.asked is not None:
+            _note_cut(call, call.asked, prompt, self._engine.model_config.max_model_len)
         transfer = call.transfer_of(prompt, sampling_params)
         if transfer is not None:
             placed = [ImagePosition(each.digest, each.offset, each.length) for each in transfer.images]
@@ -335,6 +340,26 @@ def _require_prompt(call: Call, prompt: Any) -> None:
         log.error("relay_prompt_not_used")
         call.failure = GenerationFailed()
         raise call.failure
+
+
+def _note_cut(call: Call, asked: int, prompt: Any, longest: int) -> None:
+    """Note in the answer's headers to how many tokens vLLM cuts it, because its prompt leaves no more.
+
+    Raises:
+        ContextTooLong: answers are not cut.
+    """
+    given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    if given is None or asked <= (left := longest - len(given)):
+        return
+    if not call.context.cuts_max_tokens:
+        call.failure = ContextTooLong(
+            f"The prompt has {len(given)} tokens and leaves {left} of the model's {longest}; {asked} were "
+            "asked for (setting limits.cut_max_tokens).",
+            param="max_tokens",
+        )
+        raise call.failure
+    before = int(call.context.answer_headers.get(CUT_HEADER, left))
+    call.context.answer_headers[CUT_HEADER] = str(min(before, left))  # of several prompts the longest's
 
 
 def _refuse_latent_placeholders(call: Call, prompt: Any) -> None:

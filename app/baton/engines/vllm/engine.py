@@ -34,7 +34,7 @@ from baton.engines.transfers import TransferWatch
 from baton.engines.vllm import arguments, handlers
 from baton.engines.vllm.answer_text import special_tokens
 from baton.engines.vllm.arguments import MOVES_EXTENSION
-from baton.engines.vllm.bodies import for_responses, with_whole_prompt
+from baton.engines.vllm.bodies import asked_tokens, for_responses, with_whole_prompt, within_context
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
 from baton.engines.vllm.engine_thread import EngineThread, Starts
 from baton.engines.vllm.errors import scrub
@@ -356,7 +356,8 @@ class VllmEngine(ConfiguredEngine):
         transfer: TransferRequest | None = None,
         chooser: TransferChooser | None = None,
     ) -> Reply:
-        serving = self._require_running().serving
+        running = self._require_running()
+        serving, longest = running.serving, running.client.model_config.max_model_len
         method = serving.method(operation)
         if method is None:
             raise unsupported(self.name, operation)
@@ -370,12 +371,15 @@ class VllmEngine(ConfiguredEngine):
             expect=self._watch.add,
             placeholder=self._placeholder,
             images=self._images,
+            asked=asked_tokens(body) if operation.generates else None,
         )
         if transfer is not None:
             self._watch.add(context.request_id, transfer)
         CURRENT_CALL.set(call)
         try:
             body = with_whole_prompt(operation, for_responses(operation, body, context), transfer)
+            if call.asked is not None and context.cuts_max_tokens:
+                body = within_context(body, longest)
             request = serving.parse(operation, body)
             answer = await method(request, handlers.synthetic_request(context))
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all

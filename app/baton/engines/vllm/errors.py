@@ -6,11 +6,13 @@ server errors are always Baton's.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from http import HTTPStatus
 from typing import Any
 
 from pydantic import ValidationError
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import (
@@ -26,7 +28,9 @@ from vllm.exceptions import (
 )
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from baton.config.groups import EngineSettings
 from baton.engines.scrub import scrub
+from baton.engines.vllm.arguments import SERVING_OPTIONS
 from baton.errors import (
     BatonError,
     ContextTooLong,
@@ -46,6 +50,8 @@ from baton.errors import (
 from baton.errors.invalid_fields import invalid_field
 from baton_vision.contract import MISCOUNTED
 
+ARGUMENTS = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
+"""The arguments of an engine that its `args` table may hold."""
 TABLE: tuple[tuple[type[BaseException], type[BatonError]], ...] = (
     (EngineDeadError, EngineRestarting),
     (RetryableRequestError, EngineUnavailable),
@@ -87,8 +93,27 @@ TOO_DEEP = (
 )
 """Message for Python's RecursionError, which vLLM's code raises at JSON within JSON."""
 
+FLAG = re.compile(r"`?(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])(?:\.\w+)*`?")
+"""A flag of vLLM's server in one of its messages."""
+
 CONTEXT_LENGTH = ("maximum context length", "max_model_len", "maximum model length")
 """Texts of vLLM's errors when prompt and answer exceed the model's context length."""
+
+
+def told(message: str) -> str:
+    """Return a message of vLLM's as clients get it: scrubbed, and with Baton's settings in place of flags."""
+    return FLAG.sub(_setting, scrub(message))
+
+
+def _setting(flag: re.Match[str]) -> str:
+    name = flag[1].replace("-", "_")
+    if name in EngineSettings.model_fields:
+        return f"the setting `engines.{name}`"
+    if name in SERVING_OPTIONS:
+        return f"the setting `engines.serving.{name}`"
+    if name in ARGUMENTS:
+        return f"the setting `engines.args.{name}`"
+    return "an option that this gateway does not have"
 
 
 def translate(error: BaseException, body: Any = None) -> BatonError:
@@ -111,7 +136,7 @@ def translate(error: BaseException, body: Any = None) -> BatonError:
         if isinstance(error, theirs):
             return _build(ours, error)
     if any(cls.__name__ == "TemplateError" for cls in type(error).__mro__):
-        return InvalidRequest("The model's chat template refuses these messages: " + scrub(str(error)))
+        return InvalidRequest("The model's chat template refuses these messages: " + told(str(error)))
     return InternalError()
 
 
@@ -136,7 +161,7 @@ def _build(ours: type[BatonError], error: BaseException) -> BatonError:
 
 def client_error(ours: type[BatonError], message: str, param: str | None) -> BatonError:
     """Build a client error with vLLM's message, scrubbed."""
-    text = scrub(message)
+    text = told(message)
     if ours is InvalidRequest and any(word in text for word in CONTEXT_LENGTH):
         ours = ContextTooLong
     return ours(text, param=param)
@@ -149,7 +174,7 @@ def from_response(response: ErrorResponse) -> BatonError:
         missing = ModelNotFound if error.param == "model" else NotFound
         return client_error(missing, error.message, error.param)
     if error.code == HTTPStatus.NOT_IMPLEMENTED:
-        return OperationUnsupported(scrub(error.message))
+        return OperationUnsupported(told(error.message))
     if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
         return EngineOverloaded()
     if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:

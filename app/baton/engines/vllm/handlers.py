@@ -43,9 +43,10 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 )
 from vllm.renderers import merge_kwargs
 from vllm.tasks import POOLING_TASKS
+from vllm.utils.mistral import is_mistral_tokenizer
 
 from baton.engines.port import Operation
-from baton.engines.vllm.bodies import readable_calls
+from baton.engines.vllm.bodies import countable, readable_calls, require_honoured_tools
 from baton.engines.vllm.client import WatchedClient
 from baton.engines.vllm.errors import from_response
 from baton.telemetry.ids import RequestContext
@@ -163,11 +164,24 @@ class Handlers:
         serving = getattr(self._state, attribute, None)
         return getattr(serving, method) if serving is not None else None
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools are found in what the model says: as vLLM's chat handler decides it."""
+        online = self._state.serving_tokenization.online_renderer
+        parser = online.parser
+        named = parser is not None and parser.tool_parser_cls is not None
+        return named or online.use_harmony or is_mistral_tokenizer(online.renderer.tokenizer)
+
     def parse(self, operation: Operation, body: dict[str, Any]) -> Any:
         """Parse a body as vLLM's request type.
 
-        Raises pydantic's ValidationError, and InvalidRequest for a past call that cannot be read.
+        Raises pydantic's ValidationError, and InvalidRequest for a past call that cannot be read or a tool
+        that cannot be honoured.
         """
+        if operation is Operation.RESPONSES:
+            require_honoured_tools(body, reads_calls=self.reads_calls)
+        elif operation is Operation.COUNT_TOKENS and not self.reads_calls:
+            body = countable(body)
         return self._parsers[operation].validate_python(readable_calls(body))
 
     async def render(self, body: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ class RequestHeadMiddleware:
         if scope["type"] == "http":
             refuse_bad_head(scope)
             if scope["method"] == "HEAD":  # routes answer it as GET; the server leaves the content out
-                scope = scope | {"method": "GET"}
+                scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)
 
 
