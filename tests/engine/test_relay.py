@@ -258,7 +258,8 @@ def said_of(gateway: RealGateway, path: str, body: dict[str, Any]) -> tuple[str,
         assert response.status_code == 200, response.text
         if not body.get("stream"):
             first = response.json()["choices"][0]
-            said, left = first.get("text") or first["message"]["content"], response.json()["handoff"]
+            said = first["text"] if "text" in first else first["message"]["content"]
+            left = response.json()["handoff"]
         else:
             lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
             chunks = [json.loads(line) for line in lines]

@@ -307,9 +307,10 @@ def test_other_routes_show_their_images_again_and_the_handoff_keeps_none(
 
 def test_shared_tokens_end_where_another_image_begins(relay: FakeGateway) -> None:
     """All images have the same placeholders; one that is shown again in another's place shares none of them."""
-    left = leave(relay, user("11", part(BIRD)))
-    again = {"messages": [user("11", part(picture(3, BIRD.width)))], "handoff": {"from": left["id"]}}
-    source = post(relay, again).json()["handoff"]["source"]
+    first = post(relay, {"messages": [user("11", part(BIRD))], "handoff": {"save": True}}).json()
+    left, said = first["handoff"], first["choices"][0]["message"]
+    again = [user("11", part(picture(3, BIRD.width))), said, user("22")]
+    source = post(relay, {"messages": again, "handoff": {"from": left["id"]}}).json()["handoff"]["source"]
     before = len(token_ids("<system> be kind <end> <user> 11"))
     assert source["shared_tokens"] == before < left["tokens"]
 

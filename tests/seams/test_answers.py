@@ -120,7 +120,7 @@ def test_constraints_that_leave_no_token_are_refused_before_the_engine_sees_them
     tokens = [token for text in allowed for token in gateway.tokens(text)]
     assert len(tokens) == len(allowed)
     before = len(gateway.engine.client.prompts)
-    body = {"allowed_token_ids": tokens, "max_tokens": 2} | constraints
+    body = {"allowed_token_ids": tokens, "max_tokens": 4} | constraints
     for stream in (False, True):
         asked = {"prompt": "My"} if route == TEXT else {"messages": ASKED}
         response = gateway.post(route, body | asked | {"stream": stream})

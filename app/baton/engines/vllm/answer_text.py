@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from baton.engines.kv_transfer import TransferReport
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
+AT_ONCE = 64
+"""Tokens that are read without a pause: a millisecond or two of the event loop."""
 CUT_WITHIN = 8
 """Most tokens before a cut that are tokenized again with the text between the last of them and the cut."""
 
@@ -30,7 +33,7 @@ class AnswerText:
     special: frozenset[int]
     params: SamplingParams
 
-    def tokens(self, report: TransferReport, text: str) -> list[int] | None:
+    async def tokens(self, report: TransferReport, text: str) -> list[int] | None:
         """Return the token ids of an answer as its client received it.
 
         Left out are a token or text that stopped it, special tokens that no text shows, and a character that
@@ -45,7 +48,8 @@ class AnswerText:
             None: no token ids say this text.
         """
         kept, shown, unshown, found = list[int](), list[str](), list[int](), 0
-        for token, piece in zip(report.output_ids, self._pieces(report, report.output_ids), strict=False):
+        pieces = await self._pieces(report.prompt_ids, report.output_ids)
+        for token, piece in zip(report.output_ids, pieces, strict=True):
             if not piece:
                 unshown += [token] if token not in self.special else []
             elif text.startswith(piece, found):
@@ -54,22 +58,22 @@ class AnswerText:
                 unshown, found = [], found + len(piece)
             else:
                 break
-        return kept if found == len(text) else self._cut(report, kept, shown, text)
+        return kept if found == len(text) else await self._cut(report.prompt_ids, kept, shown, text)
 
-    def _cut(
-        self, report: TransferReport, kept: list[int], shown: Sequence[str], text: str
+    async def _cut(
+        self, prompt: list[int], kept: list[int], shown: Sequence[str], text: str
     ) -> list[int] | None:
         """Return token ids that begin with most of `kept` and say `text`."""
         for count in range(len(kept), max(-1, len(kept) - CUT_WITHIN), -1):
             rest = text[len("".join(shown[:count])) :]
             for written in (rest, rest.removeprefix(" ")):  # some tokenizers write a space before every text
-                ids = kept[:count] + self.tokenizer.encode(written, add_special_tokens=False)
-                if "".join(self._pieces(report, ids)) == text:
-                    return ids
+                ids = self.tokenizer.encode(written, add_special_tokens=False)
+                if "".join(await self._pieces([*prompt, *kept[:count]], ids)) == rest:
+                    return [*kept[:count], *ids]
         return None
 
-    def _pieces(self, report: TransferReport, tokens: Sequence[int]) -> list[str]:
-        """Return the text that each of an answer's tokens added, as vLLM's own detokenizer reads it."""
+    async def _pieces(self, before: list[int], tokens: Sequence[int]) -> list[str]:
+        """Return the text that each token adds to those before, as vLLM's own detokenizer reads it."""
         from vllm.v1.engine.detokenizer import IncrementalDetokenizer  # takes seconds, and is there by now
 
         params = SimpleNamespace(
@@ -80,14 +84,16 @@ class AnswerText:
             spaces_between_special_tokens=self.params.spaces_between_special_tokens,
         )
         request: Any = SimpleNamespace(
-            request_id="", sampling_params=params, prompt_token_ids=report.prompt_ids, prompt_embeds=None
+            request_id="", sampling_params=params, prompt_token_ids=before, prompt_embeds=None
         )
         detokenizer: Any = IncrementalDetokenizer.from_new_request(self.tokenizer, request)
         pieces = list[str]()
-        for token in tokens:
-            before = len(detokenizer.output_text)
+        for number, token in enumerate(tokens, 1):
+            read = len(detokenizer.output_text)
             detokenizer.update([token], stop_terminated=False)
-            pieces.append(detokenizer.output_text[before:])
+            pieces.append(detokenizer.output_text[read:])
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
         return pieces
 
 

@@ -117,7 +117,7 @@ class Call:
                             said.clear()
                         said.append(output.outputs[0].text)
                         if output.finished and text is not None:
-                            transfer.report.answer_ids = text.tokens(transfer.report, "".join(said))
+                            transfer.report.answer_ids = await text.tokens(transfer.report, "".join(said))
                         if transfer in self.noting:
                             self._note_first_token(transfer, output)
                         _correct(output, transfer.report)
