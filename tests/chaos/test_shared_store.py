@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from support.halted import halt
 from support.history_checker import run_workers, violations
+from support.shared_fuzz import survive
 from support.shared_history import BUDGET, connect
 from support.shared_index import index_errors
 from support.shared_stores import ENGINE, Machine, StoreServer, machine, servers, store_server
@@ -340,3 +341,9 @@ async def test_a_gateway_that_dies_while_it_saves_leaves_nothing_pending(name: s
             assert time.monotonic() < deadline
             await asyncio.sleep(0.5)
         assert index_errors(server.client) == []
+
+
+@pytest.mark.fault("C25")
+async def test_ten_thousand_bad_values_hold_no_gateway_up(name: str, tmp_path: Path) -> None:
+    with store_server(name, tmp_path) as running:
+        await survive(running, tmp_path, 10_000, seed=2)

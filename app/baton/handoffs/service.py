@@ -237,9 +237,11 @@ class Handoffs:
             HandoffNotFound: it has.
         """
         origin: HandoffRecord | None = record
-        while origin is not None and origin.translated_from is not None:
+        passed: set[str] = set()
+        while origin is not None and origin.translated_from is not None and origin.id not in passed:
+            passed.add(origin.id)
             origin = await self._sync.look_up(origin.translated_from, record.tenant)
-        if origin is None:
+        if origin is None or origin.id in passed:  # no gateway makes a circle
             raise HandoffNotFound()
 
     async def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[HandoffRecord], bool]:
