@@ -51,6 +51,10 @@ class ResponseRequest:
     stores: bool
 
 
+SMALL = 64 * 1024
+"""Bytes of an answer that are parsed on the event loop."""
+
+
 def response_threads(metrics: QueueMetrics, wait_s: float) -> FairThreads:
     """Create the threads of one gateway that read and write stored responses.
 
@@ -70,6 +74,7 @@ class StoredResponses:
         settings: how long responses live.
         store: where they are kept; None: they are not.
         threads: read and write them.
+        body_threads: parse and write large answers as JSON.
         metrics: where they are counted.
     """
 
@@ -78,11 +83,13 @@ class StoredResponses:
         settings: ResponseSettings,
         store: ResponseStore | None,
         threads: FairThreads,
+        body_threads: FairThreads,
         metrics: ResponseMetrics,
     ) -> None:
         self._settings = settings
         self._store = store
         self._threads = threads
+        self._body_threads = body_threads
         self._metrics = metrics
 
     def close(self) -> None:
@@ -166,6 +173,17 @@ class StoredResponses:
 
         if not await self._run(tenant, work):
             raise ResponseNotFound()
+
+    async def small_or_in_a_thread(
+        self, request: ResponseRequest, size: int, work: Callable[[], Result]
+    ) -> Result:
+        """Parse or write JSON: on the event loop if it takes a millisecond at most, else in a thread.
+
+        The answer has been computed, so it waits for a thread however long that takes.
+        """
+        if size <= SMALL:
+            return work()
+        return await self._body_threads.run(request.tenant, work, patient=True)
 
     async def _save(self, request: ResponseRequest, body: Json) -> bool:
         def work(store: ResponseStore) -> bool:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.port import Json, WholeReply
 from baton.engines.remote.answers import Names, StreamReader, TokenCount
 from baton.engines.remote.client import Answer
@@ -66,7 +67,7 @@ async def whole_reply(answer: Answer, most: int, names: Names, count: TokenCount
             raise not_an_answer("an answer that is no JSON object")
         return parsed, json.dumps(parsed).encode() if names.put(parsed) else body
 
-    parsed, told = read() if len(body) <= SMALL else await asyncio.to_thread(read)
+    parsed, told = read() if len(body) <= SMALL else await in_own_thread(read)
     count.read(parsed)
     return WholeReply(told, JSON, headers, status)
 

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
 from baton.http.accept import JSON, ZIP, Wanted, chosen, names_of, wanted_types
@@ -200,10 +201,10 @@ async def _as_zip(
     gateway: Gateway, answer: PluginAnswer, files: list[ResultFile], context: RequestContext
 ) -> Response:
     folder = gateway.settings.pooling.spool_dir
-    packed = await asyncio.to_thread(make, folder, RESULTS)
+    packed = await in_own_thread(make, folder, RESULTS)
 
     async def release() -> None:
-        await asyncio.to_thread(packed.remove)
+        await in_own_thread(packed.remove)
         await answer.close()
 
     try:
