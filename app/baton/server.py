@@ -153,6 +153,7 @@ def create_app(
         version=__version__,
         lifespan=lifespan,
         redirect_slashes=False,
+        openapi_url=None,  # FastAPI would write the document anew for every request
         docs_url=None,  # FastAPI's own pages load scripts from other hosts
         redoc_url=None,
     )
@@ -234,7 +235,7 @@ def _add_middleware(
         uploads=BodyBudget(rooms.disk, held.labels("disk")),
         edge=settings.edge,
     )
-    app.add_middleware(AuthMiddleware, keyring=keyring)
+    app.add_middleware(AuthMiddleware, keyring=keyring, admission=gateway.admission)
     app.add_middleware(OriginMiddleware, settings=settings, keyless=keyring is None)
     app.add_middleware(RequestHeadMiddleware)
     app.add_middleware(ErrorMiddleware, metrics=gateway.metrics)

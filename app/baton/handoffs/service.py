@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from baton.admission.fair_threads import OURS, in_own_thread
@@ -268,19 +269,17 @@ class Handoffs:
             HandoffNotFound: the tenant has no handoff with the id `after`.
         """
         await self._sync.refresh()
-        self._sweeper.drop_expired()
-        mine = [record for record in self._index.of(tenant)[::-1] if self._is_listed(record)]
-        if after is not None:
-            ids = [record.id for record in mine]
-            if after not in ids:
-                raise HandoffNotFound()
-            mine = mine[ids.index(after) + 1 :]
-        return mine[:limit], len(mine) > limit
+        last = self._index.find(after) if after is not None else None
+        if after is not None and (last is None or last.tenant != tenant or not self._is_listed(last)):
+            raise HandoffNotFound()
+        listed = (each for each in self._index.newest(tenant, last) if self._is_listed(each))
+        page = list(islice(listed, limit + 1))
+        return page[:limit], len(page) > limit
 
     def _is_listed(self, record: HandoffRecord) -> bool:
-        """Return whether a handoff is shown: its client made it, and what it is a translation of is there."""
-        origin = record.translated_from
-        return not record.automatic and (origin is None or self._index.find(origin) is not None)
+        """Return whether a handoff is shown: it and what it is a translation of have not expired."""
+        origins = [record.id] if record.translated_from is None else [record.id, record.translated_from]
+        return not record.automatic and all(self._index.find(each) is not None for each in origins)
 
     async def change(self, record: HandoffRecord, changes: dict[str, Any]) -> None:
         """Set a handoff's `label`, `ttl_s` (from now, within the longest life) or `pin`.

@@ -22,7 +22,7 @@ from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, Pl
 from baton.http.accept import JSON, ZIP, Wanted, chosen, names_of, wanted_types
 from baton.http.follow_up import FIELD, FollowUp, ask_follow_up, refuse_old_name, take_follow_up
 from baton.http.media_types import UPLOAD_TYPES, media_type_of
-from baton.http.pipeline import admit, operate, strip, unless_gone
+from baton.http.pipeline import operate, strip, unless_gone
 from baton.http.request_body import read_json
 from baton.http.request_state import context_of, state_of
 from baton.http.state import Gateway, gateway_of
@@ -41,7 +41,6 @@ QUERY_OURS = ("model", "priority")
 async def create_pooling(request: Request) -> Response:
     """Pool texts or tokens, or have the model's IO processor plugin process the data."""
     gateway = gateway_of(request)
-    admit(request)  # the plugin's runner has a queue of its own
     if media_type_of(request) in UPLOAD_TYPES:
         return await _upload(request)
     body = await read_json(request, gateway.settings.limits)
