@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import structlog
@@ -43,12 +44,15 @@ class ResponseRequest:
         previous: id of the response that it continues; None: none.
         input: the items of the request itself, a JSON list in ASCII.
         stores: whether its answer is to be stored.
+        id: what its answer is called, whatever its engine calls it: no server elsewhere chooses a name that
+            another tenant's response has, or that cannot be stored.
     """
 
     tenant: str
     previous: str | None
     input: str
     stores: bool
+    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(16)}")
 
 
 SMALL = 64 * 1024
@@ -114,8 +118,8 @@ class StoredResponses:
         return told
 
     def told(self, request: ResponseRequest) -> Json:
-        """Return the fields of an answer that tell what it continues and whether it is stored."""
-        return {PREVIOUS: request.previous, "store": request.stores}
+        """Return the fields of an answer that tell its id, what it continues and whether it is stored."""
+        return {"id": request.id, PREVIOUS: request.previous, "store": request.stores}
 
     async def body(self, response_id: str, tenant: str) -> str:
         """Return one of a tenant's responses as JSON.
@@ -197,7 +201,7 @@ class StoredResponses:
             stored = False
         self._metrics.stored.labels("stored" if stored else "not_stored").inc()
         if not stored:
-            log.warning("response_not_stored", response=body.get("id"))
+            log.warning("response_not_stored", response=request.id)
         return stored
 
     def _measure(self, store: ResponseStore) -> None:
@@ -229,7 +233,7 @@ class StoredResponses:
 def _new_response(request: ResponseRequest, body: Json) -> NewResponse:
     lasting = {name: value for name, value in body.items() if name not in LEFT_OUT}
     return NewResponse(
-        str(body.get("id")),
+        request.id,
         request.tenant,
         request.previous,
         time.time(),

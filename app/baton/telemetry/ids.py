@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -37,6 +38,8 @@ class RequestContext:
         session_id: the `X-Session-Id` header, by which proxies choose a gateway, if it is well formed.
         images: digests of the request's images, the only ones that its engine may get. None: vLLM names
             them itself.
+        take_memory: counts further bytes that the request holds until it ends, of its body or its answer;
+            raises `RateLimited` or `GatewayOverloaded` where these bytes are too many.
     """
 
     request_id: str
@@ -49,6 +52,7 @@ class RequestContext:
     images: frozenset[str] | None = frozenset()
     hops: int = 0
     session_id: str | None = None
+    take_memory: Callable[[int], None] = lambda _size: None
 
 
 def new_request_id() -> str:

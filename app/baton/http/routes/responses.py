@@ -12,7 +12,7 @@ from baton.errors import InvalidRequest
 from baton.http.pipeline import operate
 from baton.http.request_body import in_a_thread, read_json
 from baton.http.request_responses import take_response_request
-from baton.http.request_state import context_of, state_of
+from baton.http.request_state import context_of
 from baton.http.state import gateway_of
 from baton.responses.replies import stored
 from baton.responses.response import listed_items
@@ -38,7 +38,7 @@ async def retrieve_response(request: Request, response_id: str, stream: bool = F
     if stream:
         raise InvalidRequest("A stored response is shown in one piece: leave 'stream' out.", param="stream")
     responses, tenant = gateway_of(request).responses, context_of(request).tenant
-    state_of(request.scope).take_memory(await responses.body_size(response_id, tenant))
+    context_of(request).take_memory(await responses.body_size(response_id, tenant))
     found = await responses.body(response_id, tenant)
     return Response(found, media_type="application/json")
 
@@ -63,7 +63,7 @@ async def list_input_items(
     For the next page, set `after` to the `last_id` of this one.
     """
     responses, tenant = gateway_of(request).responses, context_of(request).tenant
-    state_of(request.scope).take_memory(await responses.size(response_id, tenant))
+    context_of(request).take_memory(await responses.size(response_id, tenant))
     turns = await responses.conversation(response_id, tenant)
     items = await in_a_thread(request, partial(listed_items, turns))
     items = items if order == "asc" else items[::-1]
