@@ -176,3 +176,26 @@ async def test_a_save_of_a_flood_waits_however_long_that_takes() -> None:
     await end(storage, tasks)
     await handoffs.settled(record, 20)
     assert record.state is HandoffState.READY
+
+
+async def test_a_save_that_holds_the_budgets_lock_does_not_wait_behind_its_tenants_flood() -> None:
+    """Others' saves wait for that lock."""
+    storage, handoffs = slow_handoffs()
+    tasks = flood(lambda: handoffs.get(new_id(), "flood"))
+    await until(storage, THREADS)
+    for tenant in ("flood", "another"):
+        record = handoffs.begin(ENGINE, tenant, automatic=new_id(automatic=True))
+        record.tokens.extend(range(64))
+        await asyncio.wait_for(handoffs._saves._write_record(record), 20)
+    await end(storage, tasks)
+
+
+async def test_lists_do_not_wait_behind_removals() -> None:
+    storage, handoffs = slow_handoffs()
+    storage.go.set()
+    gone = threading.Event()
+    removing = flood(lambda: handoffs._sweeper._run(gone.wait, 50))
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(handoffs.page("another", limit=9, after=None), 20) == ([], False)
+    gone.set()
+    await asyncio.gather(*removing)

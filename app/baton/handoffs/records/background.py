@@ -22,6 +22,9 @@ PUSHES = 4
 MAX_PUSHES = 64
 """Of more, the KV is not copied: the store is slower than the engines, and other machines compute."""
 RETRY_AFTER_S = 5
+LOOKS, WRITES = " looks", " writes"
+"""What all tenants wait for takes turns of its own, like a tenant: looks for what other gateways changed, and
+writes under the budget's lock. Neither waits behind removals, or behind a tenant's flood."""
 
 
 class HandoffThreads:

@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from baton.admission.fair_threads import OURS
 from baton.config.groups import HandoffSettings
-from baton.handoffs.records.background import HandoffThreads, Result
+from baton.handoffs.records.background import WRITES, HandoffThreads, Result
 from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.storage import HandoffStorage
@@ -86,4 +85,4 @@ class RecordBudget:
         return True
 
     async def _run(self, work: Callable[..., Result], *args: object) -> Result:
-        return await self._threads.run(OURS, work, *args, patient=True)
+        return await self._threads.run(WRITES, work, *args, patient=True)

@@ -12,7 +12,7 @@ import structlog
 
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import GatewayOverloaded
-from baton.handoffs.records.background import HandoffThreads, Result
+from baton.handoffs.records.background import WRITES, HandoffThreads, Result
 from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.changes import ChangeRules
 from baton.handoffs.records.index import HandoffIndex
@@ -173,6 +173,10 @@ class Saves:
     async def _run(self, record: HandoffRecord, work: Callable[..., Result], *args: object) -> Result:
         return await self._threads.storage.run(record.tenant, work, *args, patient=True)
 
+    async def _write(self, work: Callable[..., Result], *args: object) -> Result:
+        """Write while the budget's lock is held, which others wait for."""
+        return await self._threads.storage.run(WRITES, work, *args, patient=True)
+
     async def write_unshared(self) -> None:
         """Write the records of handoffs that are still being pushed, as the gateway ends."""
         records = [self._index.known(each) for each in self._sharing]
@@ -204,7 +208,7 @@ class Saves:
             async with self._budget.guard:
                 fits = await self._budget.make_room(record, record.image_bytes)
                 if fits and not self._storage.shared:
-                    await self._run(record, self._storage.save_images, record)
+                    await self._write(self._storage.save_images, record)
             if fits and self._storage.shared:  # it counts bytes itself, and others need not wait for it
                 await self._push(self._storage.save_images, record, patient=True)
 
@@ -220,12 +224,12 @@ class Saves:
                 if await self._budget.make_room(record, record.disk_bytes):
                     await self._create(record, edit)
                 else:
-                    await self._run(record, self._storage.change, record, edit)
+                    await self._write(self._storage.change, record, edit)
             self._index.count_bytes(record)
 
     async def _create(self, record: HandoffRecord, edit: Edit) -> None:
         try:
-            record.on_disk = await self._run(record, self._storage.create, record, edit)
+            record.on_disk = await self._write(self._storage.create, record, edit)
         except RecordDeleted:
             self._index.forget(record)
         if self._storage.shared:  # another gateway may have changed its lifetime while it was pending

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from baton.admission.fair_threads import OURS
-from baton.handoffs.records.background import HandoffThreads
+from baton.handoffs.records.background import LOOKS, HandoffThreads
 from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.state import HandoffState
@@ -121,7 +120,7 @@ class IndexSync:
         if known.on_disk or known.archived:
             self._index.evict(known)
         elif known.announced:
-            now = await self._threads.run(OURS, self._storage.reread, known, patient=True)
+            now = await self._threads.run(LOOKS, self._storage.reread, known, patient=True)
             self._update_unwritten(known, now)
 
     async def refresh(self) -> None:
@@ -137,7 +136,7 @@ class IndexSync:
         if before is not None:
             await asyncio.wait({before})
         self._refreshing, self._next = self._next, None
-        news = await self._threads.run(OURS, self._storage.refresh, patient=True)
+        news = await self._threads.run(LOOKS, self._storage.refresh, patient=True)
         for handoff_id in news.gone:
             if (gone := self._index.known(handoff_id)) is not None:
                 await self._gone(gone)
