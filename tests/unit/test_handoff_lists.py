@@ -17,6 +17,7 @@ from baton.handoffs.service import Handoffs
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.stores.memory import MemoryStore
 
+pytestmark = pytest.mark.fault("E16")
 MANY = 10_000
 
 
