@@ -173,10 +173,16 @@ class PoolFiles:
         if None in told:
             raise EntryMissing(name)
         size, chunk = map(number, told)
-        if not (0 < size < MAX_FILE_BYTES and 0 < chunk <= 64 * CHUNK_BYTES):
+        if not (0 < size < MAX_FILE_BYTES and CHUNK_BYTES <= chunk <= 64 * CHUNK_BYTES):
             raise StoreError("the shared store holds something else than a file")
         if size > most:
             raise StoreError(f"a file in the shared store has {size} bytes, more than its record says")
+        count = -(-size // chunk)
+        lengths = self._connection.batch(
+            "look", lambda pipe: [pipe.hstrlen(key, str(each)) for each in range(count)]
+        )
+        if max(lengths) > chunk:
+            raise StoreError("a chunk in the shared store is too long")
         return size, self._read(name, size, chunk, until)
 
     def touch(self, entry: str, *, automatic: bool) -> None:
@@ -346,10 +352,11 @@ class PoolFiles:
             if time.monotonic() > until:
                 raise FetchCutOff("fetching from the shared store took too long", index * chunk)
             for ahead in range(index + len(coming), min(index + BATCHES, count)):
-                coming.append(self._begin(self._connection.fields, "fetch", key, chunk, [str(ahead)]))
-            (part,) = coming.popleft().result()
+                get = partial(_get, key, str(ahead))
+                coming.append(self._begin(self._connection.ask, "fetch", get))
+            part = coming.popleft().result()
             if part is None:
-                raise EntryMissing(name)  # expired, evicted or deleted meanwhile, or larger than a chunk
+                raise EntryMissing(name)  # expired, evicted or deleted meanwhile
             if len(part) != min(chunk, size - index * chunk):
                 raise StoreError("a chunk in the shared store has another length")
             yield part
@@ -360,3 +367,7 @@ def _add_chunks(aside: str, start: int, view: memoryview, pipe: Client) -> None:
     for at in range(0, len(view), CHUNK_BYTES):
         pipe.hset(aside, str((start + at) // CHUNK_BYTES), view[at : at + CHUNK_BYTES])
     pipe.pexpire(aside, WRITING_MS)  # also where it had expired, and is begun anew by these
+
+
+def _get(key: str, field: str, client: Client) -> Any:
+    return client.hget(key, field)
