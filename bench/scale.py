@@ -40,7 +40,7 @@ from servers import Server, free_port, machine
 
 from baton.handoffs.shared.clients import SharedAddress
 from baton.handoffs.shared.connection import SharedConnection
-from baton.handoffs.shared.files import PoolFiles, Room, SharedFile
+from baton.handoffs.shared.files import MAX_FILE_BYTES, PoolFiles, Room, SharedFile
 from baton.telemetry.shared_store_metrics import SharedStoreMetrics
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
@@ -171,7 +171,7 @@ def read_into(store: FileStore, key: str, start: int, view: memoryview) -> int:
 
 def fetch(files: PoolFiles, store: FileStore, key: str, copy: str) -> None:
     """Copy a file of the shared store into this machine's, under another name."""
-    size, chunks = files.chunks(key, time.monotonic() + 60)
+    size, chunks = files.chunks(key, time.monotonic() + 60, MAX_FILE_BYTES)
     store.put(copy, chunks, size=size)
 
 

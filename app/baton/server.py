@@ -27,6 +27,7 @@ from baton.handoffs.automatic.save_rule import SaveRule
 from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.forwarded import ForwardedHandoffs
 from baton.handoffs.planner import Planner
+from baton.handoffs.records.background import HandoffThreads
 from baton.handoffs.records.image_store import ImageStore
 from baton.handoffs.records.repository import HandoffRepository
 from baton.handoffs.records.storage import HandoffStorage
@@ -71,9 +72,10 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
     Raises:
         SettingsError: the store cannot be used.
     """
+    threads = HandoffThreads(settings.admission.wait_s, metrics.queues)
     if not any(engine.handoff for engine in settings.engines):
         nowhere = HandoffStorage(MemoryStore(), HandoffRepository(None), ImageStore(None))
-        return Handoffs(settings.handoffs, nowhere, metrics.handoffs)
+        return Handoffs(settings.handoffs, nowhere, metrics.handoffs, threads=threads)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
         folder = Path(settings.handoff_store.removeprefix("file:"))
@@ -92,7 +94,7 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
     except OSError as error:
         raise SettingsError(f"handoffs.store: {settings.handoff_store}: {error.strerror}") from None
     automatic = any((engine.auto or settings.handoffs.auto) != "off" for engine in settings.own_engines)
-    return Handoffs(settings.handoffs, storage, metrics.handoffs, automatic=automatic)
+    return Handoffs(settings.handoffs, storage, metrics.handoffs, automatic=automatic, threads=threads)
 
 
 def responses_of(settings: Settings) -> ResponseStore | None:
@@ -153,6 +155,7 @@ def create_app(
         version=__version__,
         lifespan=lifespan,
         redirect_slashes=False,
+        openapi_url=None,  # FastAPI would write the document anew for every request
         docs_url=None,  # FastAPI's own pages load scripts from other hosts
         redoc_url=None,
     )
@@ -176,6 +179,7 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
     sessions = Sessions(handoffs, planner, metrics.handoffs, settings.handoffs, audits)
     admission = Admission(settings.admission, fleet.names, metrics.admission)
     sources = Sources(handoffs, settings.handoffs.wait_s)
+    bodies = body_threads(metrics.queues, settings.admission.wait_s)
     translations = Translations(fleet.engines, handoffs, sessions, admission)
     return Gateway(
         settings,
@@ -197,11 +201,12 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
             audits,
         ),
         audits,
-        ForwardedHandoffs(handoffs.storage),
+        ForwardedHandoffs(handoffs),
         StoredResponses(
             settings.responses,
             responses_of(settings),
             response_threads(metrics.queues, settings.admission.wait_s),
+            bodies,
             metrics.responses,
         ),
         Pooling(settings.pooling, metrics.pooling, metrics.queues),
@@ -214,7 +219,7 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
             queues=metrics.queues,
             wait_s=settings.admission.wait_s,
         ),
-        body_threads(metrics.queues, settings.admission.wait_s),
+        bodies,
         TrialCompiler(settings.limits, metrics.queues),
     )
 
@@ -232,7 +237,7 @@ def _add_middleware(
         uploads=BodyBudget(rooms.disk, held.labels("disk")),
         edge=settings.edge,
     )
-    app.add_middleware(AuthMiddleware, keyring=keyring)
+    app.add_middleware(AuthMiddleware, keyring=keyring, admission=gateway.admission)
     app.add_middleware(OriginMiddleware, settings=settings, keyless=keyring is None)
     app.add_middleware(RequestHeadMiddleware)
     app.add_middleware(ErrorMiddleware, metrics=gateway.metrics)

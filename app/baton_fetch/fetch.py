@@ -11,6 +11,8 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 from urllib.parse import urljoin
 
@@ -146,7 +148,9 @@ class Fetcher:
             return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # unused; an empty context is cheap
         if self._tls is None:
             # Takes about 20 ms, since hundreds of certificates are parsed.
-            self._tls = await asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
+            make = partial(httpx.create_ssl_context, trust_env=False)
+            with ThreadPoolExecutor(1, thread_name_prefix="baton-fetch-tls") as once:
+                self._tls = await asyncio.get_running_loop().run_in_executor(once, make)
         return self._tls
 
     async def _addresses(self, target: Target) -> list[IP]:

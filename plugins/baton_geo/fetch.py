@@ -77,7 +77,8 @@ class _ToDisk:
         self._spool.expect(size)
 
     async def write(self, data: bytes) -> None:
-        await asyncio.to_thread(self._spool.write, data)  # a full disk cache makes writes wait
+        # A full disk cache makes writes wait. This is the plugin's own loop, whose requests are few.
+        await asyncio.to_thread(self._spool.write, data)  # noqa: TID251
 
 
 __all__ = ["RasterFetcher", "Resolver", "system_resolver"]

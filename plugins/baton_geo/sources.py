@@ -66,7 +66,8 @@ class Sources:
         if request.data_format == "url":
             return await self._fetcher.fetch(str(request.data))
         with self._spool() as spool:
-            await asyncio.to_thread(self._writer(request), spool)
+            # On the plugin's own loop, whose requests are few: `pooling.requests`.
+            await asyncio.to_thread(self._writer(request), spool)  # noqa: TID251
             return spool.finish()
 
     def open_sync(self, request: GeoRequest) -> Spooled:

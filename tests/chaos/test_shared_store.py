@@ -17,13 +17,14 @@ from urllib.parse import urlsplit
 import pytest
 from support.halted import halt
 from support.history_checker import run_workers, violations
+from support.shared_fuzz import survive
 from support.shared_history import BUDGET, connect
 from support.shared_index import index_errors
 from support.shared_stores import ENGINE, Machine, StoreServer, machine, servers, store_server
 from support.tcp_proxy import TcpProxy, tcp_proxy
 
 from baton.errors import BatonError, HandoffNotFound, HandoffPinsFull, HandoffStoreUnavailable
-from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.record import HandoffRecord, new_id
 from baton.handoffs.records.state import HandoffState
 from baton_kv.stores.base import EntryMissing
 
@@ -341,3 +342,33 @@ async def test_a_gateway_that_dies_while_it_saves_leaves_nothing_pending(name: s
             assert time.monotonic() < deadline
             await asyncio.sleep(0.5)
         assert index_errors(server.client) == []
+
+
+@pytest.mark.fault("C25")
+async def test_ten_thousand_bad_values_hold_no_gateway_up(name: str, tmp_path: Path) -> None:
+    with store_server(name, tmp_path) as running:
+        await survive(running, tmp_path, 10_000, seed=2)
+
+
+@pytest.mark.fault("E19")
+async def test_a_flood_over_a_slow_store_holds_up_no_other_tenant(name: str, tmp_path: Path) -> None:
+    with behind_proxy(name, tmp_path) as (server, proxy, slow):
+        one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", slow)
+        theirs = await one.leave("another")
+        proxy.delay_s = 0.3
+        flood = [
+            asyncio.create_task(
+                looked_up(two, HandoffRecord.model_copy(theirs, update={"id": new_id(), "tenant": "flood"}))
+            )
+            for _ in range(120)
+        ]
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        found = await two.handoffs.get(theirs.id, "another")
+        took = time.monotonic() - began
+        await two.handoffs.bring(found, ENGINE)
+        print(f"E16 {name}: another's look-up {took:.2f} s, with its KV {time.monotonic() - began:.2f} s")
+        proxy.delay_s = 0.0
+        await asyncio.gather(*flood)
+        assert took < 2
+        assert two.handoffs.is_here(found)

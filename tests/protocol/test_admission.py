@@ -14,12 +14,17 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from starlette.routing import Route
 from support.gateways import FakeGateway, Held, run_fake
 from support.plugin_gateways import ask, until, upload
 from support.sample_plugins import Current, Files, plugin
 
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import GenerationFailed
+from baton.http import openapi
+from baton.http.middleware.auth import PUBLIC_PATHS
+from baton.http.routes import ROUTERS
 from baton.telemetry import memory
 from baton.telemetry.memory import MemoryReader
 
@@ -54,7 +59,7 @@ def refused(response: httpx.Response, status: int, code: str) -> None:
 
 @pytest.mark.fault("E8")
 def test_a_tenant_above_its_rate_gets_openais_rate_limit_error() -> None:
-    """Before the body is read; looking costs nothing."""
+    """Before the body is read, whatever the route."""
     limits = {"tenant_rate": 1, "tenant_burst": 2}
     with run_fake(FakeEngine("a"), admission=limits) as gateway, gateway.client() as client:
         assert [client.post("/v1/completions", json=BODY).status_code for _ in range(2)] == [200, 200]
@@ -65,9 +70,9 @@ def test_a_tenant_above_its_rate_gets_openais_rate_limit_error() -> None:
         refused(client.post("/v1/completions", content=b"{"), 429, "rate_limited")
         refused(client.post("/pooling", json=BODY), 429, "rate_limited")
         refused(client.post("/v1/handoffs", json=BODY), 429, "rate_limited")
-        assert client.get("/v1/models").status_code == 200
+        refused(client.get("/v1/models"), 429, "rate_limited")
         page = client.get("/metrics").text
-    assert 'baton_rejections_total{reason="rate_limited"} 4.0' in page
+    assert 'baton_rejections_total{reason="rate_limited"} 5.0' in page
     assert len(gateway.engine("a").bodies) == 2
 
 
@@ -78,6 +83,47 @@ def test_a_tenants_running_requests_are_limited() -> None:
         with streaming(gateway):
             refused(client.post("/v1/completions", json=BODY), 429, "rate_limited")
         assert until(lambda: client.post("/v1/completions", json=BODY).status_code == 200)
+
+
+KEYED = sorted(
+    (method, route.path)
+    for router in ROUTERS
+    for route in router.routes
+    if isinstance(route, Route) and route.path not in PUBLIC_PATHS
+    for method in route.methods or ()
+)
+
+
+@pytest.mark.fault("E8")
+def test_every_route_that_needs_a_key_is_held_to_the_tenants_limits() -> None:
+    """None but the probes' answers a tenant that is above its rate, or has its requests running."""
+    asked = [*KEYED, ("GET", "/openapi.json"), ("GET", "/nothing"), ("OPTIONS", "/v1/handoffs")]
+    for limits in ({"tenant_rate": 1, "tenant_burst": 1}, {"tenant_requests": 1}):
+        with run_fake(slow(), admission=limits) as gateway, gateway.client() as client, streaming(gateway):
+            for method, path in asked:
+                refused(client.request(method, path.replace("{", "").replace("}", "")), 429, "rate_limited")
+            assert [client.get(path).status_code for path in sorted(PUBLIC_PATHS)] == [200] * len(
+                PUBLIC_PATHS
+            )
+    assert len(asked) > 30
+
+
+@pytest.mark.fault("E19")
+def test_the_openapi_document_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """463 kB of JSON: one tenant that asks again and again held up the event loop for all."""
+    made = []
+
+    async def counted(work: Any) -> Any:
+        made.append(work)
+        return await in_own_thread(work)
+
+    monkeypatch.setattr(openapi, "in_own_thread", counted)
+    with run_fake(FakeEngine("a")) as gateway, gateway.client() as client:
+        answers = {client.get("/openapi.json").content for _ in range(20)}
+        with ThreadPoolExecutor(20) as pool:
+            answers |= set(pool.map(lambda _: httpx.get(f"{gateway.url}/openapi.json").content, range(20)))
+    assert len(made) == len(answers) == 1
+    assert json.loads(answers.pop())["openapi"]
 
 
 @pytest.mark.fault("E8")

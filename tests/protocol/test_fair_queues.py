@@ -27,6 +27,9 @@ from support.sample_plugins import Current, Files, plugin
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import ImageInput
+from baton.handoffs.records.background import THREADS
+from baton.handoffs.records.record import HandoffRecord
+from baton.handoffs.records.storage import HandoffStorage
 from baton.http import request_body
 from baton.images import reader
 
@@ -295,3 +298,32 @@ def test_large_bodies(tmp_path: Path) -> None:
             took = tenants.ask("/v1/completions", modest)
             assert tenants.waits('baton_queue_waiting{engine="",queue="bodies"}', 36)
     compare("large bodies", baseline, took)
+
+
+def test_look_ups_in_a_store_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`GET` of a handoff holds a thread as long as the store takes, and places at engines bound none of them."""
+    go, find = threading.Event(), HandoffStorage.find
+
+    def slow(storage: HandoffStorage, handoff_id: str, tenant: str) -> HandoffRecord | None:
+        if tenant == "greedy":
+            go.wait(60)
+        return find(storage, handoff_id, tenant)
+
+    monkeypatch.setattr(HandoffStorage, "find", slow)
+    relay = FakeEngine("a", supports_handoffs=True)
+    with serving(tmp_path, relay, handoffs={"store": f"file:{tmp_path}/kv"}) as tenants:
+        body = json.dumps({"model": "a", "prompt": "one two"}).encode()
+        made = httpx.post(
+            f"{tenants.gateway.url}/v1/handoffs",
+            content=body,
+            headers={"authorization": f"Bearer {tenants.modest}", **JSON},
+            timeout=PATIENCE_S,
+        ).json()["id"]
+        again = json.dumps(SHORT | {"handoff": {"from": made}}).encode()
+        baseline = tenants.ask("/v1/completions", again)
+        flood = json.dumps(SHORT | {"handoff": {"from": "A" * 32}}).encode()
+        with tenants.flood(120, "/v1/completions", flood, JSON):
+            assert tenants.waits('baton_queue_running{engine="",queue="handoffs"}', THREADS)
+            took = tenants.ask("/v1/completions", again)
+            go.set()
+    compare("stored handoffs", baseline, took)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +180,6 @@ def test_what_follows_the_last_event_holds_no_client(
     client, server = asked
 
     async def events() -> AsyncIterator[bytes]:
-        import asyncio
-
         yield chunk("a") + DONE
         for _ in range(600):
             yield last
@@ -349,3 +351,95 @@ def test_a_long_code_of_the_servers_does_not_fill_the_log(asked: tuple[httpx.Cli
     answer = complete(client)
     assert answer.status_code == 400
     assert len(answer.text) < 1000
+
+
+@pytest.mark.fault("I13")
+def test_a_stream_of_comments_alone_ends() -> None:
+    """Each of them came in time; its client, and its place at the engine, were held for good."""
+
+    async def comments() -> AsyncIterator[bytes]:
+        for _ in range(6000):
+            yield b": still here\n\n"
+            await asyncio.sleep(0.01)
+
+    with (
+        other_server() as server,
+        run_near(remote(server.url, remote={"answer_s": 0.5})) as gateway,
+        gateway.client() as client,
+    ):
+        server.answer = lambda _: StreamingResponse(comments(), media_type="text/event-stream")
+        answer = complete(client, stream=True)
+        assert "remote_timeout" in answer.text
+        wait_for(lambda: metric(gateway, 'baton_admission_running{engine="near"}') == 0, "it keeps its place")
+
+
+@pytest.mark.fault("I13")
+@pytest.mark.parametrize("named", ["\ud800", None, 7, "resp_equal", ["x"], "x" * 10_000])
+def test_a_response_has_a_name_of_ours_whatever_the_server_calls_it(tmp_path: Path, named: object) -> None:
+    """`"\\ud800"` was 500, none was stored as "None", and an equal one cost another tenant its own."""
+    message = {"type": "message", "id": "m", "role": "assistant", "status": "completed"}
+    text = message | {"content": [{"type": "output_text", "text": "hello", "annotations": []}]}
+    told = {"id": named, "object": "response", "status": "completed", "model": "far", "output": [text]}
+    done = {"type": "response.completed", "response": told}
+    near = {"responses": {"budget": "1MiB", "folder": tmp_path / "responses"}}
+    with (
+        other_server() as server,
+        run_near(remote(server.url), **near) as gateway,
+        gateway.client() as client,
+    ):
+        ids = []
+        for streams in (False, False, True):
+            server.answer = lambda _, streams=streams: (
+                streamed(f"event: response.completed\ndata: {json.dumps(done)}\n\n".encode())
+                if streams
+                else Response(json.dumps(told), media_type="application/json")
+            )
+            answer = client.post("/v1/responses", json={"model": "near", "input": "a", "stream": streams})
+            assert answer.status_code == 200, answer.text
+            shown = json.loads(answer.text.partition("data: ")[2])["response"] if streams else answer.json()
+            ids.append(shown["id"])
+            assert client.get(f"/v1/responses/{shown['id']}").json()["id"] == shown["id"]
+        assert len({*ids, named if isinstance(named, str) else ""}) == 4
+        assert all(re.fullmatch(r"resp_[0-9a-f]{32}", each) for each in ids)
+
+
+@pytest.mark.fault("I13")
+def test_the_answers_of_all_requests_share_one_memory_budget(tmp_path: Path) -> None:
+    """A dozen answers of 55 MB took 1.1 GiB, though each was within `remote.answer_bytes`."""
+    mib = 1024 * 1024
+    body = json.dumps(completion("far", "a") | {"padding": "x" * 6 * mib}).encode()
+    release, asked = threading.Event(), []
+
+    async def dripping() -> AsyncIterator[bytes]:
+        yield body[:-1]
+        while not release.is_set():  # noqa: ASYNC110  # it is set by the test's thread
+            await asyncio.sleep(0.01)
+        yield body[-1:]
+
+    limits = {"body_bytes": "1MiB", "bodies_bytes": "56MiB"}
+    with (
+        other_server() as server,
+        run_near(remote(server.url), limits=limits) as gateway,
+        ThreadPoolExecutor(12) as pool,
+    ):
+        headers = {"content-length": str(len(body))}
+        server.answer = lambda _: StreamingResponse(
+            dripping(), headers=headers, media_type="application/json"
+        )
+
+        def ask() -> int:
+            with gateway.client() as client:
+                return complete(client).status_code
+
+        def held() -> float:
+            return metric(gateway, 'baton_bodies_bytes{place="memory"}')
+
+        asked += [pool.submit(ask) for _ in range(4)]
+        wait_for(lambda: held() > 4 * 11 * mib, "they are not counted")
+        later = [pool.submit(ask) for _ in range(8)]
+        refused = [each.result() for each in later]
+        most = held()
+        release.set()
+        told = [each.result() for each in asked]
+    assert (refused.count(503), told) == (8, [200] * 4)
+    assert most <= 56 * mib

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import datetime
 import ipaddress
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from support.wire import wait_for
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine
+from baton.engines.remote.client import RemoteClient
 from baton.engines.remote.keys import RemoteKeys
 from baton.errors import SettingsError, StartError
 
@@ -267,3 +271,31 @@ def test_a_key_in_clear_is_warned_of(tmp_path: Path) -> None:
         built = build_remote_engines(load_settings(engines=engines), tenants=False)
     assert len(built) == 3
     assert [(each["event"], each["engine"]) for each in logs] == [("remote_key_in_clear", "e1")]
+
+
+@pytest.mark.fault("I13")
+async def test_a_second_answer_over_tls_is_not_the_answer_to_the_next_request(authorities: Path) -> None:
+    """It waits in records that nobody has decrypted, where no look at the socket finds it."""
+    made = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal made
+        made += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+                if head.split()[1] == b"/twice":
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nsecret")
+
+    secured = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    secured.load_cert_chain(authorities / "right.pem", authorities / "right.key")
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=secured)
+    url = f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    client = RemoteClient(settings_of(url, remote={"ca_file": authorities / "ca.pem"}))
+    try:
+        for path in ("/twice", "/whole", "/whole", "/twice", "/whole"):
+            assert await (await client.ask("GET", path, {})).read(100) == b"ok"
+        assert made == 3
+    finally:
+        await client.close()
+        listening.close()

@@ -17,9 +17,10 @@ from starlette.requests import Request
 from baton.admission.tenants import Admission, Ticket, TokenBucket
 from baton.config.groups import AdmissionSettings
 from baton.errors import BatonError, EngineOverloaded, GatewayOverloaded, InternalError, RateLimited
+from baton.http.middleware.auth import AuthMiddleware
 from baton.http.middleware.memory_shortage import MemoryShortageMiddleware
 from baton.http.request_state import RequestState, state_of
-from baton.telemetry.ids import RequestContext
+from baton.telemetry.ids import LOCAL_TENANT, RequestContext
 from baton.telemetry.queues import AdmissionMetrics
 
 
@@ -59,11 +60,6 @@ def admission_of(clock: Clock | None = None, **settings: Any) -> Admission:
 Handler = Callable[[Request], Awaitable[None]]
 
 
-def admit(admission: Admission, request: Request) -> None:
-    state = state_of(request.scope)
-    admission.admit(state.ticket, state.context.tenant)
-
-
 async def enter(admission: Admission, request: Request, engine: str) -> Ticket:
     state = state_of(request.scope)
     await admission.enter(state.ticket, state.context.tenant, engine)
@@ -71,7 +67,12 @@ async def enter(admission: Admission, request: Request, engine: str) -> Ticket:
 
 
 async def through(
-    handler: Handler, tenant: str = "acme", *, method: str = "POST", short: bool = False
+    handler: Handler,
+    *,
+    tenant: str = LOCAL_TENANT,
+    admission: Admission | None = None,
+    method: str = "POST",
+    short: bool = False,
 ) -> None:
     """One request through the middleware, to `handler`."""
 
@@ -81,10 +82,11 @@ async def through(
     async def nothing(*_: Any) -> Any:
         return None
 
-    scope: dict[str, Any] = {"type": "http", "method": method, "headers": []}
+    scope: dict[str, Any] = {"type": "http", "path": "/v1/x", "method": method, "headers": []}
     RequestState(RequestContext("id", tenant=tenant)).attach(scope)
     memory: Any = SimpleNamespace(short=short)
-    await MemoryShortageMiddleware(app, memory=memory)(scope, nothing, nothing)
+    inner = MemoryShortageMiddleware(app, memory=memory)
+    await AuthMiddleware(inner, keyring=None, admission=admission or admission_of())(scope, nothing, nothing)
 
 
 @pytest.mark.fault("E8")
@@ -92,19 +94,19 @@ async def test_each_tenant_has_its_own_rate_and_gets_retry_after() -> None:
     clock = Clock()
     admission = admission_of(clock, tenant_rate=6, tenant_burst=2)
 
-    async def handler(request: Request) -> None:
-        admit(admission, request)
+    async def handler(_: Request) -> None:
+        return None
 
-    await through(handler)
-    await through(handler)
+    await through(handler, admission=admission)
+    await through(handler, admission=admission)
     for passed, left in ((0.0, 10), (2.5, 8)):
         clock.now += passed
         with pytest.raises(RateLimited) as refused:
-            await through(handler)
+            await through(handler, admission=admission)
         assert refused.value.retry_after_s == left
-    await through(handler, "globex")
+    await through(handler, admission=admission, tenant="globex")
     clock.now += 8
-    await through(handler)
+    await through(handler, admission=admission)
 
 
 @pytest.mark.fault("E8")
@@ -114,27 +116,25 @@ async def test_a_tenants_running_requests_are_counted_until_their_answers_end() 
     open_door = asyncio.Event()
 
     async def slow(request: Request) -> None:
-        admit(admission, request)
         await open_door.wait()
 
     async def failing(request: Request) -> None:
-        admit(admission, request)
         raise InternalError
 
-    running = asyncio.create_task(through(slow))
+    running = asyncio.create_task(through(slow, admission=admission))
     await soon()
     for _ in range(2):
         with pytest.raises(RateLimited):
-            await through(slow)
+            await through(slow, admission=admission)
     with pytest.raises(InternalError):
-        await through(failing, "globex")
+        await through(failing, admission=admission, tenant="globex")
     with pytest.raises(InternalError):
-        await through(failing, "globex")
+        await through(failing, admission=admission, tenant="globex")
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
     open_door.set()
-    await through(slow)
+    await through(slow, admission=admission)
 
 
 @pytest.mark.fault("E8")
@@ -144,19 +144,18 @@ async def test_a_request_refused_because_others_are_under_way_costs_nothing_of_t
     open_door = asyncio.Event()
 
     async def slow(request: Request) -> None:
-        admit(admission, request)
         await open_door.wait()
 
-    running = asyncio.create_task(through(slow))
+    running = asyncio.create_task(through(slow, admission=admission))
     await soon()
     for _ in range(5):
         with pytest.raises(RateLimited, match="are running"):
-            await through(slow)
+            await through(slow, admission=admission)
     open_door.set()
     await running
-    await through(slow)
+    await through(slow, admission=admission)
     with pytest.raises(RateLimited, match="a minute"):
-        await through(slow)
+        await through(slow, admission=admission)
 
 
 @pytest.mark.fault("E8")
@@ -169,10 +168,10 @@ async def test_a_full_engine_does_not_delay_another() -> None:
     async def at_e(request: Request) -> None:
         await enter(admission, request, "e")
         with pytest.raises(EngineOverloaded):
-            await through(at_e)
-        await through(at_f)
+            await through(at_e, admission=admission)
+        await through(at_f, admission=admission)
 
-    await through(at_e)
+    await through(at_e, admission=admission)
 
 
 @pytest.mark.fault("E8")
@@ -182,16 +181,15 @@ async def test_work_that_goes_on_after_the_answer_keeps_its_place() -> None:
     work = asyncio.create_task(done.wait())
 
     async def handler(request: Request) -> None:
-        admit(admission, request)
         (await enter(admission, request, "e")).keep_until(work)
 
-    await through(handler)
+    await through(handler, admission=admission)
     with pytest.raises(RateLimited):
-        await through(handler)
+        await through(handler, admission=admission)
     done.set()
     await work
     await soon()
-    await through(handler)
+    await through(handler, admission=admission)
 
 
 @pytest.mark.fault("E8")
@@ -225,7 +223,6 @@ async def test_no_place_is_lost_whatever_ends_three_thousand_requests(seed: int)
 
     async def handler(request: Request) -> None:
         nonlocal most
-        admit(admission, request)
         ticket = await enter(admission, request, "e")
         most = max(most, int(shown("running") or 0))
         await asyncio.sleep(draw.random() * 0.004)
@@ -239,7 +236,7 @@ async def test_no_place_is_lost_whatever_ends_three_thousand_requests(seed: int)
 
     async def ask() -> None:
         try:
-            await through(handler, draw.choice(["a", "a", "a", "b", "c"]))
+            await through(handler, admission=admission, tenant=draw.choice(["a", "a", "a", "b", "c"]))
             ended["answered"] += 1
         except BatonError as error:
             ended[error.code] += 1

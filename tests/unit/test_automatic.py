@@ -16,7 +16,7 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Operation
 from baton.errors import HandoffNotFound
-from baton.handoffs.automatic.save_rule import TRIED, SaveRule
+from baton.handoffs.automatic.save_rule import SEEN, TRIED, SaveRule
 from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.planner import Planner
 from baton.handoffs.records.index import SUPERSEDED_FOR_S
@@ -390,3 +390,13 @@ class TestSaveRule:
         for _ in range(TRIED // 8):
             rule.used("a")
         assert rule.is_worth_saving("a", tokens(100, 900), None, conversation=True)
+
+    @pytest.mark.fault("E20")
+    def test_one_tenants_prompts_are_not_forgotten_for_anothers(self) -> None:
+        """A flood of others' prompts kept a tenant's own from being seen again."""
+        rule = SaveRule(64)
+        assert not rule.is_worth_saving("a", tokens(100), None, conversation=False)
+        for number in range(SEEN + 1):
+            rule.is_worth_saving("flood", tokens(70, number), None, conversation=False)
+        assert rule.is_worth_saving("a", tokens(100), None, conversation=False)
+        assert rule._seen._count == sum(map(len, rule._seen._tenants.values())) == SEEN

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from support.plugin_gateways import notice_blocked_loops_soon
 
+from baton.admission.fair_threads import WorkEscape
 from baton.errors import PluginBusy
-from baton.pooling.hooks import HookEscape, HookLoop, HookThreads
+from baton.pooling.hooks import HookLoop, hook_threads
 
 
 async def idle(seconds: float = 0.0) -> str:
@@ -38,16 +39,16 @@ async def test_what_no_future_can_hold_is_told_all_the_same(kind: type[BaseExcep
     def hook() -> None:
         raise kind
 
-    threads = HookThreads("x", 1)
+    threads = hook_threads("x", 1)
     for _ in range(3):
-        with pytest.raises(HookEscape):
+        with pytest.raises(WorkEscape):
             await asyncio.wait_for(threads.run("acme", hook), 20)
     assert await threads.run("acme", lambda: 7) == 7
 
 
 async def test_a_cancel_that_meets_a_finished_hook_leaves_nobody_behind() -> None:
     """The count would never fall again, and in the end every request would be refused."""
-    threads = HookThreads("x", 2)
+    threads = hook_threads("x", 2)
     over = threading.Event()
     task = asyncio.ensure_future(threads.run("acme", over.set))
     await asyncio.sleep(0)
@@ -61,7 +62,7 @@ async def test_a_cancel_that_meets_a_finished_hook_leaves_nobody_behind() -> Non
 
 async def test_a_hook_left_behind_is_counted_until_it_comes_back() -> None:
     """And no longer."""
-    threads = HookThreads("x", 1)
+    threads = hook_threads("x", 1)
     begun, release = threading.Event(), threading.Event()
 
     def hook() -> None:
@@ -144,7 +145,7 @@ async def test_a_coroutine_that_raises_what_ends_tasks_only_fails(kind: type[Bas
 
     loop = HookLoop("x", 4)
     with loop.borrowed() as thread:
-        with pytest.raises(HookEscape):
+        with pytest.raises(WorkEscape):
             await thread.run_here(hook())
         task = asyncio.ensure_future(thread.run_here(idle(30)))
         await asyncio.sleep(0.05)

@@ -220,3 +220,19 @@ def test_a_running_gateway_follows_its_keys_file(tmp_path: Path) -> None:
     file.unlink()
     now = 5 * LOOK_EVERY_S
     assert keyring.tenant(second) is None
+
+
+@pytest.mark.fault("G10")
+@pytest.mark.parametrize(
+    ("mode", "taken"), [(0o666, False), (0o602, False), (0o644, True), (0o440, True), (0o660, True)]
+)
+def test_a_file_that_every_user_may_write_is_refused(tmp_path: Path, mode: int, taken: bool) -> None:
+    """Whoever may write it can make keys of any tenant. Groups are those of mounts."""
+    file = tmp_path / "keys.json"
+    key = create_key(file, "acme")
+    file.chmod(mode)
+    if taken:
+        assert Keyring(read_keys(file)).tenant(key) == "acme"
+    else:
+        with pytest.raises(SettingsError, match="chmod o-w"):
+            read_keys(file)

@@ -17,7 +17,7 @@ from baton.engines.remote.client import RemoteClient
 
 @dataclass
 class Server:
-    """Answers `/whole` at once, `/late` never, and `/stream` with one piece and no end.
+    """Answers `/whole` at once, `/late` never, `/stream` with one piece and no end, `/twice` with two answers.
 
     Attributes:
         open: connections that are open now.
@@ -29,6 +29,7 @@ class Server:
     open: int = 0
     made: int = 0
     asked: int = 0
+    later: asyncio.StreamWriter | None = None
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.open, self.made = self.open + 1, self.made + 1
@@ -38,6 +39,13 @@ class Server:
                 path = head.split()[1]
                 if path == b"/whole":
                     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+                elif path in (b"/twice", b"/later"):
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+                    if path == b"/later":
+                        await writer.drain()
+                        self.later = writer
+                    else:
+                        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nsecret")
                 elif path == b"/stream":
                     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n")
                 await writer.drain()
@@ -78,6 +86,31 @@ async def test_requests_after_one_another_share_one_connection() -> None:
         for _ in range(10):
             assert await whole(client) == b"ok"
         assert (server.made, server.asked) == (1, 10)
+
+
+@pytest.mark.fault("I13")
+async def test_a_second_answer_is_not_the_answer_to_the_next_request() -> None:
+    """It was told to whoever asked next, another tenant perhaps."""
+    async with asked() as (client, server):
+        for _ in range(5):
+            assert await (await client.ask("GET", "/twice", {})).read(100) == b"ok"
+            assert await whole(client) == b"ok"
+        assert server.made >= 5
+        assert await (await client.ask("GET", "/later", {})).read(100) == b"ok"
+        assert server.later is not None
+        server.later.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nsecret")
+        await server.later.drain()
+        await asyncio.sleep(0.05)  # it is on its way
+        assert await whole(client) == b"ok"
+
+
+@pytest.mark.fault("I13")
+async def test_no_connection_goes_from_one_tenant_to_another() -> None:
+    async with asked() as (client, server):
+        for tenant in ("a", "b", "a", "b"):
+            answer = await client.ask("GET", "/whole", {}, tenant=tenant)
+            assert await answer.read(100) == b"ok"
+        assert (server.made, server.asked) == (2, 4)
 
 
 async def test_requests_at_once_have_one_each_and_those_unused_are_closed(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import sqlite3
 import stat
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from baton.responses import store as responses_store
 from baton.responses.response import NewResponse, conversation_json, input_items, listed_items, replayed_items
 from baton.responses.store import FILE, PAGE, ResponseStore
 
@@ -266,3 +271,79 @@ def test_listed_items_have_ids_and_parts(store: ResponseStore) -> None:
     assert [item["id"] for item in listed] == ["item_one_0", "item_one_1", "mine", "out", "item_two_0"]
     assert listed[0]["content"] == [{"type": "input_text", "text": "hello"}]
     assert listed[0]["type"] == "message"
+
+
+@pytest.mark.fault("H7")
+def test_a_clock_that_is_set_back_keeps_nobody_from_storing(store: ResponseStore, clock: Clock) -> None:
+    """All that was stored had been used in the future, and nothing could give way."""
+    for number in range(64):
+        save(store, f"r{number}")
+    clock.now -= 3600
+    for number in range(64, 100):
+        save(store, f"r{number}", tenant="b" if number % 2 else "a")
+    assert store.body("r99", "b") is not None
+    assert store.body("r0", "a") is None
+    assert store.usage() == (64, 64 * PAGE)
+
+
+@pytest.fixture
+def small_device(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=0700", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(command, check=False).returncode:
+        pytest.skip("no small device can be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.fault("H7")
+def test_on_a_full_device_the_oldest_give_way_and_deleting_works(small_device: Path, clock: Clock) -> None:
+    store = ResponseStore(small_device / "responses", 1024 * 1024 * 1024, wall=clock)
+    text = "x" * 40_000
+    stored = [
+        store.save(response(f"r{number}", tenant="ab"[number % 2], text=text), HOUR) for number in range(60)
+    ]
+    assert stored == [True] * 60
+    assert store.body("r59", "b") is not None
+    assert store.body("r0", "a") is None
+    kept = [
+        (f"r{number}", tenant) for number in range(60) if store.body(f"r{number}", tenant := "ab"[number % 2])
+    ]
+    assert len(kept) == store.usage()[0] > 10
+    (small_device / "filler").write_bytes(b"")
+    with contextlib.suppress(OSError), (small_device / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(PAGE))
+    assert all(store.delete(name, tenant) for name, tenant in kept)
+    assert store.usage() == (0, 0)
+    store.close()
+    again = ResponseStore(small_device / "responses", 1024 * 1024, wall=clock)
+    assert again.usage() == (0, 0)
+    again.close()
+
+
+@pytest.mark.fault("H7")
+def test_others_have_a_turn_while_many_give_way_to_one(
+    store: ResponseStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large response that evicts ten thousand small ones held the file for seconds."""
+    monkeypatch.setattr(responses_store, "EVICTED_AT_ONCE", 4)
+    for number in range(64):
+        save(store, f"r{number}")
+    freed: list[int] = []
+    change = ResponseStore._change
+
+    @contextlib.contextmanager
+    def counted(self: ResponseStore, *, full: bool = False) -> Iterator[Any]:
+        with change(self, full=full) as made:
+            before = self._total()
+            yield made
+            freed.append((before - self._total()) // PAGE)
+
+    monkeypatch.setattr(ResponseStore, "_change", counted)
+    save(store, "large", text="x" * 10 * PAGE)
+    assert max(freed) == 4
+    assert sum(each == 4 for each in freed) >= 5
+    assert store.body("large", "a") is not None

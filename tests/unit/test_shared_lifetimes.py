@@ -34,7 +34,7 @@ def rows(server: StoreServer) -> dict[str, int]:
 
 
 def read_back(one: Machine, name: str) -> bytes:
-    _, chunks = one.storage.files.chunks(name, time.monotonic() + 10)
+    _, chunks = one.storage.files.chunks(name, time.monotonic() + 10, 1 << 30)
     return b"".join(chunks)
 
 

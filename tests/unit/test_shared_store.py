@@ -32,7 +32,7 @@ from baton.handoffs.audits.service import Audits
 from baton.handoffs.automatic.save_rule import SaveRule
 from baton.handoffs.automatic.service import AutomaticHandoffs
 from baton.handoffs.planner import Planner
-from baton.handoffs.records import saves
+from baton.handoffs.records import background
 from baton.handoffs.records.fetches import MEASURE_EVERY
 from baton.handoffs.records.record import HandoffRecord, new_id
 from baton.handoffs.records.state import HandoffState
@@ -617,10 +617,11 @@ async def test_pushes_leave_threads_for_requests(tmp_path: Path, monkeypatch: py
 
 async def test_no_more_than_so_many_pushes_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with store_server("valkey", tmp_path) as server:
+        monkeypatch.setattr(background, "PUSHES", 1)
+        monkeypatch.setattr(background, "MAX_PUSHES", 1)
         one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
         over = threading.Event()
         monkeypatch.setattr(SharedStorage, "share", lambda *_: over.wait(60))
-        monkeypatch.setattr(saves, "MAX_PUSHES", 2)
         records = []
         for _ in range(3):
             records.append(one.handoffs.begin(ENGINE, "local"))

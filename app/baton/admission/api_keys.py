@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -167,10 +168,15 @@ def read_keys(file: Path) -> list[StoredKey]:
     """Read the stored keys; an empty list: there is no file.
 
     Raises:
-        SettingsError: the file cannot be read, or is no keys file.
+        SettingsError: the file cannot be read, is no keys file, or may be written by every user.
     """
     try:
-        return FILE.validate_json(file.read_bytes())
+        with file.open("rb") as stream:
+            if os.fstat(stream.fileno()).st_mode & stat.S_IWOTH:
+                raise SettingsError(
+                    f"{file}: every user of this machine may write it, and so make keys: `chmod o-w` it"
+                )
+            return FILE.validate_json(stream.read())
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -82,8 +82,12 @@ class FairQueue:
         self.running = 0
         self.waiting = 0
 
-    async def enter(self, tenant: str) -> None:
+    async def enter(self, tenant: str, *, patient: bool = False) -> None:
         """Take a place, at once or after waiting; `leave` gives it back.
+
+        Args:
+            tenant: who takes it.
+            patient: wait however many do, and however long.
 
         Raises:
             BatonError: too many requests wait already, or this one waited for `wait_s`.
@@ -92,9 +96,10 @@ class FairQueue:
             self._take(tenant)
             self._record_wait(0.0)
             return
-        self.require_room(tenant)
+        if not patient:
+            self.require_room(tenant)
         began = time.monotonic()
-        await self._turn(tenant)
+        await self._turn(tenant, None if patient else self._wait_s)
         self._record_wait(time.monotonic() - began)
 
     def leave(self, tenant: str) -> None:
@@ -168,14 +173,12 @@ class FairQueue:
         self._take(tenant)
         waiter.set_result(None)
 
-    async def _turn(self, tenant: str) -> None:
+    async def _turn(self, tenant: str, wait_s: float | None) -> None:
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         self._turns.setdefault(tenant, OrderedDict())[waiter] = None
         self.waiting += 1
-        timer = (
-            None if self._wait_s is None else loop.call_later(self._wait_s, self._too_late, tenant, waiter)
-        )
+        timer = None if wait_s is None else loop.call_later(wait_s, self._too_late, tenant, waiter)
         try:
             await waiter
         except asyncio.CancelledError:

@@ -39,8 +39,8 @@ class HandoffSettings(Frozen):
     )
     shared_secret_file: Path | None = Field(
         None,
-        description="File with a secret of at least 32 characters, the same on all machines that share "
-        "handoffs, from which the key of all digests of KV is made. Needed with `shared`.",
+        description="File with a secret of at least 32 characters or bytes, the same on all machines that "
+        "share handoffs, from which the key of all digests of KV is made. Needed with `shared`.",
     )
     shared_password_file: Path | None = Field(
         None, description="File with the password for the shared store. Unset: none, or the address has it."

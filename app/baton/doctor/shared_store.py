@@ -101,7 +101,7 @@ def _throughput(files: PoolFiles) -> Finding:
     began = time.perf_counter()
     files.write(SharedFile(name, len(data), partial(_read_into, data)), 60_000, time.monotonic() + 60)
     written = time.perf_counter()
-    _, chunks = files.chunks(name, time.monotonic() + 60)
+    _, chunks = files.chunks(name, time.monotonic() + 60, len(data))
     for index, chunk in enumerate(chunks):
         if chunk != data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]:
             raise StoreError("the store gave other bytes back than were written")

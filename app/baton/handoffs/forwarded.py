@@ -6,7 +6,6 @@ the key must be the same tenant's; otherwise a client could name the handoffs of
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import secrets
 import time
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from baton.engines.port import Engine, Forwarding
 from baton.errors import OperationUnsupported
 from baton.handoffs.options import require_handoffs
-from baton.handoffs.records.storage import HandoffStorage
+from baton.handoffs.service import Handoffs
 from baton.telemetry.ids import RequestContext
 
 TRUSTED_S = 30.0
@@ -27,12 +26,12 @@ class ForwardedHandoffs:
     """Knows which gateways have proved that they use this one's store.
 
     Attributes:
-        storage: the store.
+        handoffs: with the store.
         proved: until when an engine's gateway is trusted with a tenant's handoffs sent with a certain key, by
             monotonic seconds.
     """
 
-    storage: HandoffStorage
+    handoffs: Handoffs
     proved: dict[tuple[str, str, str], float] = field(default_factory=dict)
 
     async def require(self, engine: Engine, forwarding: Forwarding, context: RequestContext) -> None:
@@ -58,7 +57,7 @@ class ForwardedHandoffs:
     async def _reason(self, forwarding: Forwarding, context: RequestContext) -> str | None:
         """Return why a tenant's handoffs cannot be sent on; None: they can."""
         challenge = secrets.token_hex(32)
-        ours = await asyncio.to_thread(self.storage.proof, challenge)
+        ours = await self.handoffs.proof(challenge, context.tenant)
         if ours is None:
             return "this gateway has no store of its own to share"
         peer = await forwarding.peer(challenge, context)

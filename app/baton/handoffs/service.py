@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
+from baton.admission.fair_threads import OURS, in_own_thread
 from baton.config.groups import HandoffSettings
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine
 from baton.errors import HandoffNotFound
 from baton.handoffs.records.announcements import Announcements
-from baton.handoffs.records.background import BackgroundWork, Result
+from baton.handoffs.records.background import BackgroundWork, HandoffThreads, Result
 from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.changes import ChangeRules
 from baton.handoffs.records.deletions import Deletions
@@ -47,6 +49,7 @@ class Handoffs:
         clock: monotonic seconds, by which handoffs expire.
         wall: seconds since the epoch, which clients see and records hold.
         automatic: whether requests that name no handoff look for one.
+        threads: wait for the storage; None: their queues are not watched, and refuse nobody.
 
     Attributes:
         background: what goes on when the request that began it is cancelled.
@@ -61,6 +64,7 @@ class Handoffs:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         automatic: bool = True,
+        threads: HandoffThreads | None = None,
     ) -> None:
         self._settings = settings
         self._storage = storage
@@ -70,16 +74,17 @@ class Handoffs:
         self.background = BackgroundWork()
         self._index = HandoffIndex(clock, automatic=automatic)
         self._rules = ChangeRules(settings, storage.pin, storage.pinned_kv)
-        self._sync = IndexSync(self._index, storage, wall)
-        self._budget = RecordBudget(settings, self._index, storage, self._sync.refresh)
+        self._threads = threads = threads or HandoffThreads()
+        self._sync = IndexSync(self._index, storage, wall, threads)
+        self._budget = RecordBudget(settings, self._index, storage, self._sync.refresh, threads)
         self._sweeper = Sweeper(
-            self._index, storage, self._sync, self._budget, metrics, self.background.begin
+            self._index, storage, self._sync, self._budget, metrics, self.background.begin, threads
         )
-        self._saves = Saves(self._index, storage, self._budget, self._rules, self._sync)
-        self._announcements = Announcements(self._index, storage, self._saves, self._sync)
-        self._deletions = Deletions(self._index, storage, self._sync, self.background.begin)
-        self._distrust = Distrust(self._index, storage, self._sync, self.kv_gone)
-        self._fetches = Fetches(storage, metrics, settings.fetch_s)
+        self._saves = Saves(self._index, storage, self._budget, self._rules, self._sync, threads)
+        self._announcements = Announcements(self._index, storage, self._saves, self._sync, threads)
+        self._deletions = Deletions(self._index, storage, self._sync, self.background.begin, threads)
+        self._distrust = Distrust(self._index, storage, self._sync, self.kv_gone, threads)
+        self._fetches = Fetches(storage, metrics, settings.fetch_s, threads)
         self._saving: set[asyncio.Task[None]] = set()
         for record in (found := storage.records.read_all()):
             self._sync.adopt(record)
@@ -89,6 +94,10 @@ class Handoffs:
     def storage(self) -> HandoffStorage:
         """What the handoffs have on disk and in a shared store."""
         return self._storage
+
+    async def proof(self, challenge: str, tenant: str) -> str | None:
+        """Return `HandoffStorage.proof` for a tenant's request."""
+        return await self._threads.storage.run(tenant, self._storage.proof, challenge)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -103,9 +112,8 @@ class Handoffs:
             for task in tasks:
                 task.cancel()
             await asyncio.wait({*tasks, *self.background.running}, timeout=CLOSE_WITHIN_S)
-            self._saves.close()
-            self._fetches.close()
-            await asyncio.to_thread(self._storage.close)
+            self._threads.close()
+            await in_own_thread(self._storage.close)
 
     @contextlib.asynccontextmanager
     async def settling(self) -> AsyncIterator[None]:
@@ -215,7 +223,9 @@ class Handoffs:
         Raises:
             HandoffImagesLost: an image is missing or has changed.
         """
-        return await asyncio.to_thread(self._storage.read_images, record) if record.images else []
+        if not record.images:
+            return []
+        return await self._threads.storage.run(record.tenant, self._storage.read_images, record)
 
     async def get(self, handoff_id: str, tenant: str) -> HandoffRecord:
         """Return one of a tenant's handoffs, also one that another gateway over the same store saved.
@@ -237,9 +247,11 @@ class Handoffs:
             HandoffNotFound: it has.
         """
         origin: HandoffRecord | None = record
-        while origin is not None and origin.translated_from is not None:
+        passed: set[str] = set()
+        while origin is not None and origin.translated_from is not None and origin.id not in passed:
+            passed.add(origin.id)
             origin = await self._sync.look_up(origin.translated_from, record.tenant)
-        if origin is None:
+        if origin is None or origin.id in passed:  # no gateway makes a circle
             raise HandoffNotFound()
 
     async def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[HandoffRecord], bool]:
@@ -257,19 +269,17 @@ class Handoffs:
             HandoffNotFound: the tenant has no handoff with the id `after`.
         """
         await self._sync.refresh()
-        self._sweeper.drop_expired()
-        mine = [record for record in self._index.of(tenant)[::-1] if self._is_listed(record)]
-        if after is not None:
-            ids = [record.id for record in mine]
-            if after not in ids:
-                raise HandoffNotFound()
-            mine = mine[ids.index(after) + 1 :]
-        return mine[:limit], len(mine) > limit
+        last = self._index.find(after) if after is not None else None
+        if after is not None and (last is None or last.tenant != tenant or not self._is_listed(last)):
+            raise HandoffNotFound()
+        listed = (each for each in self._index.newest(tenant, last) if self._is_listed(each))
+        page = list(islice(listed, limit + 1))
+        return page[:limit], len(page) > limit
 
     def _is_listed(self, record: HandoffRecord) -> bool:
-        """Return whether a handoff is shown: its client made it, and what it is a translation of is there."""
-        origin = record.translated_from
-        return not record.automatic and (origin is None or self._index.find(origin) is not None)
+        """Return whether a handoff is shown: it and what it is a translation of have not expired."""
+        origins = [record.id] if record.translated_from is None else [record.id, record.translated_from]
+        return not record.automatic and all(self._index.find(each) is not None for each in origins)
 
     async def change(self, record: HandoffRecord, changes: dict[str, Any]) -> None:
         """Set a handoff's `label`, `ttl_s` (from now, within the longest life) or `pin`.
@@ -285,7 +295,7 @@ class Handoffs:
             unsaved = self._index.unsaved_usage(record) if changes.get("pin") else []
             edit = self._rules.apply(changes, self._wall(), unsaved)
             before = record.expires_at
-            now = await asyncio.to_thread(self._storage.change, record, edit)
+            now = await self._threads.storage.run(record.tenant, self._storage.change, record, edit)
             self._sync.update(record, now)
             if record not in self._index:
                 raise HandoffNotFound()
@@ -324,7 +334,7 @@ class Handoffs:
 
     async def _kv_gone(self, record: HandoffRecord) -> None:
         """Note that a handoff's KV is not here, and perhaps nowhere."""
-        if not any(await asyncio.to_thread(self._storage.stored_bytes, [record])):
+        if not any(await self._threads.storage.run(OURS, self._storage.stored_bytes, [record], patient=True)):
             self._sweeper.kv_gone(record)
 
     def is_here(self, record: HandoffRecord) -> bool:
@@ -345,10 +355,10 @@ class Handoffs:
             engine: the engine that is to load it.
         """
         if self._storage.shared and record.on_disk and not (record.bytes or record.id in self._saves.pending):
-            await asyncio.to_thread(self._storage.drop_copy, record)
+            await self._threads.storage.run(record.tenant, self._storage.drop_copy, record)
         if self._storage.remote and record.bytes and record.weights == engine.weights:
             await self._fetches.bring(record, engine)
-            if not await asyncio.to_thread(self._storage.is_here, record):
+            if not await self._threads.storage.run(record.tenant, self._storage.is_here, record):
                 self.kv_gone(record)
 
     def __contains__(self, record: HandoffRecord) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.port import Engine, Json, Operation
 from baton.handoffs.joins.overlap import continued_parts
 from baton.handoffs.joins.parts import Part
@@ -104,7 +104,7 @@ async def parts_in_order(
     ]
     if options.order == "given" or len(parts) < 2:
         return parts
-    continued = await asyncio.to_thread(continued_parts, parts)
+    continued = await in_own_thread(continued_parts, parts)
 
     def worth(part: Part) -> tuple[bool, bool, float, int]:
         loads = part.record.exact or options.join == "moved"

@@ -6,10 +6,10 @@ the handoff that will be saved. It returns a session, of which only `run` is lef
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import HandoffSettings
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, Json, Operation
@@ -294,7 +294,7 @@ class Sessions:
         Raises:
             BatonError: of one of them; `param` names it.
         """
-        continued = await asyncio.to_thread(continued_parts, parts)
+        continued = await in_own_thread(continued_parts, parts)
         require_joinable(engine, parts, continued)
         ContextLimits(self.settings).require_light_parts(parts)
         return continued

@@ -69,8 +69,14 @@ class Sources:
             HandoffIncompatible: the engine cannot continue it, see `require_compatible`.
         """
         record = await self._there(handoff_id, engine, tenant, translates=translates)
+        return await self._ready(record, engine, translates=translates, wait_s=wait_s)
+
+    async def _ready(
+        self, record: HandoffRecord, engine: Engine, *, translates: bool, wait_s: float | None
+    ) -> HandoffRecord:
+        """Wait until a handoff is not pending, and return it; see `one`."""
         await self.handoffs.settled(record, self.wait_s if wait_s is None else wait_s)
-        record = await self._there(handoff_id, engine, tenant, translates=translates)
+        record = await self._there(record.id, engine, record.tenant, translates=translates)
         if record.state is HandoffState.PENDING:
             raise HandoffPending()
         await self.handoffs.bring(record, engine)
@@ -97,23 +103,34 @@ class Sources:
             wait_s: as for `one`.
 
         Raises:
-            BatonError: as `one`; of several handoffs `param` names the one at fault.
+            BatonError: as `one`; of several handoffs `param` names the first at fault.
         """
-        found = [self.one(each, engine, tenant, translates=translates, wait_s=wait_s) for each in ids]
-        if len(found) < 2:
+        if len(ids) < 2:
+            found = [self.one(each, engine, tenant, translates=translates, wait_s=wait_s) for each in ids]
             return [await _of_field(each, field) for each in found]
-        waiting = [asyncio.ensure_future(each) for each in found]
+        # All are looked for before one is named: which look ends first tells whose an id is.
+        looks = [self._there(each, engine, tenant, translates=translates) for each in ids]
+        there = await asyncio.gather(*looks, return_exceptions=True)
+        known = []
+        for index, each in enumerate(there):
+            if isinstance(each, BatonError):
+                raise naming(each, part_name(field, index))
+            if isinstance(each, BaseException):
+                raise each
+            known.append(each)
+        ready = [self._ready(each, engine, translates=translates, wait_s=wait_s) for each in known]
+        waiting = [asyncio.ensure_future(each) for each in ready]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
-            for index, each in enumerate(waiting):
-                if each.done() and isinstance(error := each.exception(), BatonError):
+            for index, task in enumerate(waiting):
+                if task.done() and isinstance(error := task.exception(), BatonError):
                     raise naming(error, part_name(field, index))
             records = list(await asyncio.gather(*waiting))
             await self.require_there(records, tenant, field)  # others were waited for meanwhile
             return records
         finally:
-            for each in waiting:
-                each.cancel()
+            for task in waiting:
+                task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def usable(

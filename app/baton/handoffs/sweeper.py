@@ -10,6 +10,8 @@ from typing import Any
 
 import structlog
 
+from baton.admission.fair_threads import OURS
+from baton.handoffs.records.background import HandoffThreads, Result
 from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.record import HandoffRecord
@@ -39,6 +41,7 @@ class Sweeper:
         budget: evicts handoffs for their records and images.
         metrics: where handoffs are counted.
         begin_work: runs work in the background.
+        threads: of the handoffs.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Sweeper:
         budget: RecordBudget,
         metrics: HandoffMetrics,
         begin_work: Callable[[Coroutine[Any, Any, Any]], object],
+        threads: HandoffThreads,
     ) -> None:
         self._index = index
         self._storage = storage
@@ -56,6 +60,7 @@ class Sweeper:
         self._budget = budget
         self._metrics = metrics
         self._begin_work = begin_work
+        self._threads = threads.storage
         self._log = structlog.get_logger("baton.handoffs")
 
     async def run(self) -> None:
@@ -66,7 +71,7 @@ class Sweeper:
             try:
                 if time.monotonic() >= next_orphans:
                     next_orphans = time.monotonic() + ORPHANS_EVERY_S
-                    await asyncio.to_thread(self._storage.sweep_orphans)
+                    await self._run(self._storage.sweep_orphans)
                 await self._sweep()
             except Exception as error:  # noqa: BLE001  # the border of the sweeper: the next round may work
                 self._log.warning("handoff_sweep_failed", reason=f"{type(error).__name__}: {error}")
@@ -82,7 +87,7 @@ class Sweeper:
             await self._budget.make_room(None, 0)
         await self.forget_evicted()
         self._metrics.kept.set(len(self._index))
-        self._metrics.store_bytes.set(await asyncio.to_thread(self._storage.all_bytes))
+        self._metrics.store_bytes.set(await self._run(self._storage.all_bytes))
 
     def drop_expired(self) -> None:
         """Drop expired handoffs; their files are removed in the background."""
@@ -93,7 +98,7 @@ class Sweeper:
             self._begin_work(self._remove_expired(record))
 
     async def _remove_expired(self, record: HandoffRecord) -> None:
-        extended = await asyncio.to_thread(self._storage.remove_expired, record)
+        extended = await self._run(self._storage.remove_expired, record)
         if extended is not None:
             self._sync.adopt(extended)
 
@@ -101,7 +106,7 @@ class Sweeper:
         """Remove some of the automatic handoffs whose KV was evicted; they would hide others from prompts."""
         found = self._index.automatic_records()
         some = random.sample(found, min(len(found), EVICTED_LOOKS))
-        sizes = await asyncio.to_thread(self._storage.stored_bytes, some)
+        sizes = await self._run(self._storage.stored_bytes, some)
         for record, size in zip(some, sizes, strict=True):
             if not size:
                 self.kv_gone(record)
@@ -130,4 +135,7 @@ class Sweeper:
 
     def _evict(self, record: HandoffRecord) -> None:
         self._index.evict(record)
-        self._begin_work(asyncio.to_thread(self._storage.remove, record))
+        self._begin_work(self._run(self._storage.remove, record))
+
+    async def _run(self, work: Callable[..., Result], *args: object) -> Result:
+        return await self._threads.run(OURS, work, *args, patient=True)

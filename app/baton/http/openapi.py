@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from functools import cache
 from importlib.resources import files
@@ -11,8 +12,11 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode
+from starlette.requests import Request
+from starlette.responses import Response
 
 from baton import __version__
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.port import Operation
 from baton.engines.vllm_version import installed_vllm, minor_of
 from baton.handoffs import header, options
@@ -148,7 +152,8 @@ def _vllm_schemas() -> dict[str, Any]:
 
 
 def install(app: FastAPI) -> None:
-    """Let `app` serve the full document at `/openapi.json`; it is built at the first request."""
+    """Let `app` serve the full document at `/openapi.json`; it is written once, at the first request."""
+    made: list[asyncio.Task[bytes]] = []
 
     @cache
     def document() -> dict[str, Any]:
@@ -161,7 +166,13 @@ def install(app: FastAPI) -> None:
         _add_schemas(openapi)
         return openapi
 
+    async def serve(_request: Request) -> Response:
+        if not made:
+            made.append(asyncio.create_task(in_own_thread(lambda: json.dumps(document()).encode())))
+        return Response(await asyncio.shield(made[0]), media_type="application/json")
+
     app.openapi = document  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+    app.add_route("/openapi.json", serve, include_in_schema=False)
 
 
 def _add_schemas(openapi: dict[str, Any]) -> None:

@@ -56,19 +56,8 @@ async def answer(request: Request, operation: Operation) -> Response:
     The engine's work is cancelled when the client disconnects: here until the answer begins, and by the
     response itself after that.
     """
-    admit(request)
     body = await read_json(request, gateway_of(request).settings.limits)
     return await operate(request, operation, body)
-
-
-def admit(request: Request) -> None:
-    """Count a request against its tenant's limits, before its body is read.
-
-    Raises:
-        RateLimited: the tenant has too many requests at once, or in the last minute.
-    """
-    state = state_of(request.scope)
-    gateway_of(request).admission.admit(state.ticket, state.context.tenant)
 
 
 async def take_place(request: Request, engine: Engine) -> Ticket:

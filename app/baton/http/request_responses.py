@@ -97,7 +97,7 @@ async def _past(request: Request, previous: str) -> list[Any]:
                 f"{limits.body_bytes} are allowed (setting limits.body_bytes). Begin a new conversation.",
                 param=PREVIOUS,
             )
-        state.take_memory(size - len(await request.body()))
+        state.context.take_memory(size - len(await request.body()))
         await gateway.responses.note_use(previous, tenant)
         turns = await gateway.responses.conversation(previous, tenant)
         state.large = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -27,8 +26,6 @@ class RequestState:
         error_code: code of the error that it was answered with, if any.
         error_reason: reason of that error, a label of the metric of rejections.
         large: work on its body is done in threads, however small the body is that was sent.
-        take_memory: counts further bytes that its body takes, until the request ends; raises `RateLimited` or
-            `GatewayOverloaded` where these bytes are too many.
         send: sends ASGI messages to the server, past all middleware.
     """
 
@@ -38,7 +35,6 @@ class RequestState:
     error_code: str | None = None
     error_reason: str | None = None
     large: bool = False
-    take_memory: Callable[[int], None] = lambda _size: None
     send: Send | None = None
 
     def note(self, error: BatonError) -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 import structlog
 
 from baton.admission.fair_queue import FairQueue, QueueLimits
+from baton.admission.fair_threads import FairThreads, WorkEscape
 from baton.errors import PluginBusy
 
 Result = TypeVar("Result")
@@ -29,94 +29,20 @@ STALLED_S = 1.0
 """A plugin's loop that has not run its heartbeat for so many seconds is blocked."""
 
 
-class HookEscape(Exception):
-    """Stands for an exception of a plugin that would mean something else to its caller, as `SystemExit`."""
+def hook_threads(name: str, limit: int | None) -> FairThreads:
+    """Return threads for one plugin's synchronous code, shared between tenants.
+
+    Args:
+        name: the plugin's name, for the threads' names.
+        limit: threads of one tenant at once; None: no limit.
+    """
+    queue = None if limit is None else FairQueue(QueueLimits(limit), _never)
+    return FairThreads(queue, f"hook-{name}", may_hang=True)
 
 
 def _never(_waited_s: float | None) -> PluginBusy:
     """Return the error that `FairQueue` asks for; never raised, for a hook waits without a limit."""
     return PluginBusy()
-
-
-class HookThreads:
-    """Threads for one plugin's synchronous code, shared between tenants.
-
-    Args:
-        name: the plugin's name, for the threads' names.
-        limit: threads of one tenant at once; None: no limit.
-
-    Attributes:
-        left_behind: threads that still run though their request is over.
-    """
-
-    def __init__(self, name: str, limit: int | None) -> None:
-        self._name = name
-        self._places = None if limit is None else FairQueue(QueueLimits(limit), _never)
-        self.left_behind = 0
-
-    async def run(self, tenant: str, hook: Callable[..., Result], *args: Any) -> Result:
-        """Call `hook` in a thread, once it is the tenant's turn, and return what it returns.
-
-        Raises:
-            Exception: the hook raised it.
-        """
-        async with self._places.place(tenant) if self._places else contextlib.nullcontext():
-            call = _Call(asyncio.get_running_loop(), hook, args)
-            context = contextvars.copy_context()
-            threading.Thread(
-                target=context.run, args=(call.work,), name=f"hook-{self._name}", daemon=True
-            ).start()
-            try:
-                result: Result = await call.future
-                return result
-            except asyncio.CancelledError:
-                if not call.done:
-                    self.left_behind += 1
-                    call.when_done = self._one_ended
-                raise
-
-    def _one_ended(self) -> None:
-        self.left_behind -= 1
-
-
-class _Call:
-    """One call of a hook in a thread."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, hook: Callable[..., Any], args: tuple[Any, ...]
-    ) -> None:
-        self._loop = loop
-        self._hook = hook
-        self._args = args
-        self.future: asyncio.Future[Any] = loop.create_future()
-        self.done = False
-        self.when_done: Callable[[], None] = lambda: None
-
-    def work(self) -> None:
-        result: Any = None
-        error: Exception | None = None
-        try:
-            result = self._hook(*self._args)
-        except (StopIteration, StopAsyncIteration) as raised:  # no future can hold one
-            error = HookEscape(type(raised).__name__)
-        except Exception as raised:  # noqa: BLE001  # the thread's border: raised where the hook is awaited
-            error = raised
-        except BaseException as raised:  # noqa: BLE001  # a plugin must not end the process
-            error = HookEscape(type(raised).__name__)
-        try:
-            self._loop.call_soon_threadsafe(self._settle, result, error)
-        except RuntimeError:  # the loop is closed; nobody awaits the call
-            log.debug("hook_outlived_gateway")
-
-    def _settle(self, result: Any, error: Exception | None) -> None:
-        self.done = True
-        self.when_done()
-        if self.future.done():
-            return
-        if error is None:
-            self.future.set_result(result)
-        else:
-            self.future.set_exception(error)
 
 
 class HookLoop:
@@ -234,6 +160,6 @@ async def _contained(coroutine: Coroutine[Any, Any, Result]) -> Result:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise HookEscape("CancelledError") from None
+        raise WorkEscape("CancelledError") from None
     except BaseException as error:  # noqa: BLE001  # a plugin must not end the thread
-        raise HookEscape(type(error).__name__) from None
+        raise WorkEscape(type(error).__name__) from None

@@ -36,7 +36,7 @@ from typing import Any
 
 from baton.engines.port import Json, Plugin
 from baton.errors import OperationUnsupported, PluginBusy, PluginFailed
-from baton.pooling.hooks import HookLoop, HookThreads, PluginLoopThread
+from baton.pooling.hooks import HookLoop, PluginLoopThread, hook_threads
 from baton.pooling.values import Description, ResultFile, Upload
 from baton.telemetry.ids import LOCAL_TENANT
 
@@ -58,8 +58,8 @@ class PluginProcessor:
         self._plugin = plugin
         self._instance = plugin.instance
         self._limit = threads
-        self._threads = HookThreads(plugin.name, threads)
-        self._last_threads = HookThreads(plugin.name, None)
+        self._threads = hook_threads(plugin.name, threads)
+        self._last_threads = hook_threads(plugin.name, None)
         self._loop = HookLoop(plugin.name, threads)
 
     def close(self) -> None:

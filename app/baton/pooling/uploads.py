@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 
 import baton_spool
+from baton.admission.fair_threads import in_own_thread
 from baton.errors import InvalidRequest, PluginBusy, SettingsError
 from baton_spool import FolderRefused, Made, Naming, Swept, make
 
@@ -65,7 +66,7 @@ class UploadSpool:
 
     async def _opened(self) -> None:
         """Make the file, completely also when the request is cancelled, so that `close` removes it."""
-        opening = asyncio.ensure_future(asyncio.to_thread(self._open))
+        opening = asyncio.ensure_future(in_own_thread(self._open))
         try:
             await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -83,9 +84,9 @@ class UploadSpool:
             held += chunk
             size += len(chunk)
             if len(held) >= PIECE:
-                await asyncio.to_thread(self._append, bytes(held))
+                await in_own_thread(self._append, bytes(held))
                 held.clear()
-        await asyncio.to_thread(self._append, bytes(held))
+        await in_own_thread(self._append, bytes(held))
         return size
 
     def _append(self, data: bytes) -> None:
@@ -97,7 +98,7 @@ class UploadSpool:
     async def close(self) -> None:
         """Remove the file, in a thread, for freeing a large one takes long; a second call does nothing."""
         if self._made is not None:
-            await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(self._remove)))
+            await asyncio.shield(asyncio.ensure_future(in_own_thread(self._remove)))
 
     def _remove(self) -> None:
         with self._guard:

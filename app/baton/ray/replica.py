@@ -16,6 +16,7 @@ from ray import serve
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.admission.api_keys import keyring_for
+from baton.admission.fair_threads import in_own_thread
 from baton.config.settings import Settings, load_settings
 from baton.engines.fleet import Fleet
 from baton.engines.process.orphan_reaper import OrphanReaper
@@ -96,7 +97,7 @@ class GatewayReplica:
         self._sending.cancel()
         await asyncio.gather(self._sending, return_exceptions=True)
         await self._running.stop()
-        await asyncio.to_thread(self._reaper.__exit__)
+        await in_own_thread(self._reaper.__exit__)
 
 
 def drain_s(settings: Settings) -> float:

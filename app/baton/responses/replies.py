@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator
 
 from baton.engines.port import Json, Reply, StreamReply, WholeReply
 from baton.responses.service import ResponseRequest, StoredResponses
 
-Result = TypeVar("Result")
-SMALL = 64 * 1024
-"""Bytes of an answer that are parsed on the event loop."""
 LAST = ("response.completed", "response.incomplete")
 """Events with the whole answer."""
 WITH_ANSWER = ("response.created", "response.in_progress", "response.failed", *LAST)
@@ -24,9 +19,9 @@ async def stored(responses: StoredResponses, request: ResponseRequest, reply: Re
     if isinstance(reply, StreamReply):
         return StreamReply(_StoredEvents(responses, request, reply.events), reply.headers)
     size = len(reply.body)
-    body = await _small_or_in_a_thread(size, lambda: json.loads(reply.body))
+    body = await responses.small_or_in_a_thread(request, size, lambda: json.loads(reply.body))
     body = await responses.keep(request, body)
-    told = await _small_or_in_a_thread(size, lambda: json.dumps(body).encode())
+    told = await responses.small_or_in_a_thread(request, size, lambda: json.dumps(body).encode())
     return WholeReply(told, reply.media_type, reply.headers)
 
 
@@ -65,18 +60,13 @@ async def _event(responses: StoredResponses, request: ResponseRequest, event: st
     name = head.removeprefix("event: ")
     if name not in WITH_ANSWER:
         return event
-    said: Json = await _small_or_in_a_thread(len(data), lambda: json.loads(data))
+    said: Json = await responses.small_or_in_a_thread(request, len(data), lambda: json.loads(data))
     if name in LAST:
         said["response"] = await responses.keep(request, said["response"])
     else:
         said["response"] |= responses.told(request)
-    written = await _small_or_in_a_thread(len(data), lambda: json.dumps(said))
+    written = await responses.small_or_in_a_thread(request, len(data), lambda: json.dumps(said))
     return f"{head}\ndata: {written}\n\n"
-
-
-async def _small_or_in_a_thread(size: int, work: Callable[[], Result]) -> Result:
-    """Parse or write JSON: on the event loop if it takes a millisecond at most, else in a thread."""
-    return work() if size <= SMALL else await asyncio.to_thread(work)
 
 
 def _events(several: str) -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import structlog
@@ -43,12 +44,19 @@ class ResponseRequest:
         previous: id of the response that it continues; None: none.
         input: the items of the request itself, a JSON list in ASCII.
         stores: whether its answer is to be stored.
+        id: what its answer is called, whatever its engine calls it: no server elsewhere chooses a name that
+            another tenant's response has, or that cannot be stored.
     """
 
     tenant: str
     previous: str | None
     input: str
     stores: bool
+    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(16)}")
+
+
+SMALL = 64 * 1024
+"""Bytes of an answer that are parsed on the event loop."""
 
 
 def response_threads(metrics: QueueMetrics, wait_s: float) -> FairThreads:
@@ -70,6 +78,7 @@ class StoredResponses:
         settings: how long responses live.
         store: where they are kept; None: they are not.
         threads: read and write them.
+        body_threads: parse and write large answers as JSON.
         metrics: where they are counted.
     """
 
@@ -78,11 +87,13 @@ class StoredResponses:
         settings: ResponseSettings,
         store: ResponseStore | None,
         threads: FairThreads,
+        body_threads: FairThreads,
         metrics: ResponseMetrics,
     ) -> None:
         self._settings = settings
         self._store = store
         self._threads = threads
+        self._body_threads = body_threads
         self._metrics = metrics
 
     def close(self) -> None:
@@ -107,8 +118,8 @@ class StoredResponses:
         return told
 
     def told(self, request: ResponseRequest) -> Json:
-        """Return the fields of an answer that tell what it continues and whether it is stored."""
-        return {PREVIOUS: request.previous, "store": request.stores}
+        """Return the fields of an answer that tell its id, what it continues and whether it is stored."""
+        return {"id": request.id, PREVIOUS: request.previous, "store": request.stores}
 
     async def body(self, response_id: str, tenant: str) -> str:
         """Return one of a tenant's responses as JSON.
@@ -167,6 +178,17 @@ class StoredResponses:
         if not await self._run(tenant, work):
             raise ResponseNotFound()
 
+    async def small_or_in_a_thread(
+        self, request: ResponseRequest, size: int, work: Callable[[], Result]
+    ) -> Result:
+        """Parse or write JSON: on the event loop if it takes a millisecond at most, else in a thread.
+
+        The answer has been computed, so it waits for a thread however long that takes.
+        """
+        if size <= SMALL:
+            return work()
+        return await self._body_threads.run(request.tenant, work, patient=True)
+
     async def _save(self, request: ResponseRequest, body: Json) -> bool:
         def work(store: ResponseStore) -> bool:
             stored = store.save(_new_response(request, body), self._settings.ttl_s)
@@ -179,7 +201,7 @@ class StoredResponses:
             stored = False
         self._metrics.stored.labels("stored" if stored else "not_stored").inc()
         if not stored:
-            log.warning("response_not_stored", response=body.get("id"))
+            log.warning("response_not_stored", response=request.id)
         return stored
 
     def _measure(self, store: ResponseStore) -> None:
@@ -211,7 +233,7 @@ class StoredResponses:
 def _new_response(request: ResponseRequest, body: Json) -> NewResponse:
     lasting = {name: value for name, value in body.items() if name not in LEFT_OUT}
     return NewResponse(
-        str(body.get("id")),
+        request.id,
         request.tenant,
         request.previous,
         time.time(),

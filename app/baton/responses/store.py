@@ -8,12 +8,14 @@ Several gateways may use one file. A process that is killed leaves it whole.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -28,6 +30,10 @@ PAGE = 4096
 """Bytes of the file's pages: what a response takes is rounded up to them."""
 EXPIRED_AT_ONCE = 100
 """Most responses that one save removes because they have expired."""
+EVICTED_AT_ONCE = 64
+"""Most responses that are evicted before others have a turn at the file."""
+FULL_TRIES = 8
+"""Times that a save makes room on a full device, before its response is not stored."""
 ROW_BYTES = 256
 """Bytes that a response takes beside its texts, about."""
 TABLES = """
@@ -60,6 +66,7 @@ WITH RECURSIVE chain (id, previous, depth) AS (
 """
 """The response `:id` and all that it continues."""
 
+Result = TypeVar("Result")
 log = structlog.get_logger("baton.responses")
 
 
@@ -95,7 +102,7 @@ class ResponseStore:
         """Store a response that lives `ttl_s` seconds.
 
         The least recently used responses of the tenant with most bytes make room, but none that this one
-        continues.
+        continues; so they do while the device is full. They go in batches, between which others have a turn.
 
         Returns:
             Whether it was stored: not if there is no room, or what it continues was deleted meanwhile.
@@ -105,19 +112,32 @@ class ResponseStore:
         """
         texts = (response.input, response.output, response.body)
         size = -(-(sum(map(len, texts)) + ROW_BYTES) // PAGE) * PAGE
+        self._whatever_the_device(self._drop_expired)
+        for full in (False, *[True] * FULL_TRIES):
+            try:
+                while (fits := self._make_room(response, size, full=full)) is None:
+                    pass
+                return fits and self._insert(response, size, ttl_s)
+            except sqlite3.OperationalError as error:
+                _require_full(error)
+        return False
+
+    def _drop_expired(self, *, full: bool) -> None:
+        with self._change(full=full) as (database, now):
+            _drop_expired(database, now)
+
+    def _insert(self, response: NewResponse, size: int, ttl_s: float) -> bool:
         with self._change() as (database, now):
-            _drop_expired(database, now)  # on its own, so that it stays if there is no room
-        with self._change() as (database, now):
-            row = (response.id, response.tenant, response.previous, response.created_at)
+            used = self._touch(response.previous, response.tenant, now)
+            row = (response.id, response.tenant, response.previous, response.created_at, now + ttl_s, used)
+            texts = (response.input, response.output, response.body)
             database.execute(
-                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?)",
-                (*row, now + ttl_s, now, size, *texts),
+                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?)", (*row, size, *texts)
             )
-            self._touch(response.id, response.tenant, now)
-            if not self._is_whole(response) or not self._make_room(now):
-                database.rollback()
-                return False
-        return True
+            if self._is_whole(response) and self._evict(response.tenant, used, self._budget):
+                return True
+            database.rollback()
+        return False
 
     def body(self, response_id: str, tenant: str) -> str | None:
         """Return one of a tenant's responses as JSON.
@@ -169,16 +189,28 @@ class ResponseStore:
             self._touch(response_id, tenant, now)
 
     def delete(self, response_id: str, tenant: str) -> bool:
-        """Delete one of a tenant's responses; returns whether it existed."""
-        with self._change() as (database, now):
-            gone = database.execute(
-                "UPDATE responses SET deleted = 1"
-                " WHERE id = ? AND tenant = ? AND deleted = 0 AND expires_at > ?",
-                (response_id, tenant, now),
-            ).rowcount
-            if gone:
-                _drop(database, response_id)
-        return bool(gone)
+        """Delete one of a tenant's responses; returns whether it existed. It works on a full device too."""
+
+        def work(*, full: bool) -> bool:
+            with self._change(full=full) as (database, now):
+                gone = database.execute(
+                    "UPDATE responses SET deleted = 1"
+                    " WHERE id = ? AND tenant = ? AND deleted = 0 AND expires_at > ?",
+                    (response_id, tenant, now),
+                ).rowcount
+                if gone:
+                    _drop(database, response_id)
+            return bool(gone)
+
+        return self._whatever_the_device(work)
+
+    def _whatever_the_device(self, work: Callable[..., Result]) -> Result:
+        """Do work that frees space; if the device is too full for a journal, without one on it."""
+        try:
+            return work(full=False)
+        except sqlite3.OperationalError as error:
+            _require_full(error)
+            return work(full=True)
 
     def usage(self) -> tuple[int, int]:
         """Return the number of responses and the bytes that they take."""
@@ -187,16 +219,26 @@ class ResponseStore:
             return int(number), self._total()
 
     @contextlib.contextmanager
-    def _change(self) -> Iterator[tuple[sqlite3.Connection, float]]:
+    def _change(self, *, full: bool = False) -> Iterator[tuple[sqlite3.Connection, float]]:
         """Hold the file's lock against other gateways; commit at the end, or roll back what failed.
+
+        Args:
+            full: the device is full, so what undoes the change is kept in memory: a process that is killed at
+                this moment may leave a damaged file, which the next start puts aside.
 
         Yields:
             The connection, and the time.
         """
         with self._lock:
-            self._connection.execute("BEGIN IMMEDIATE")
-            with self._connection:
-                yield self._connection, self._wall()
+            if full:
+                self._connection.execute("PRAGMA journal_mode = MEMORY")
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                with self._connection:
+                    yield self._connection, self._wall()
+            finally:
+                if full:
+                    self._connection.execute("PRAGMA journal_mode = TRUNCATE")
 
     def _is_whole(self, response: NewResponse) -> bool:
         """Return whether what a response continues is stored; it may have been deleted meanwhile."""
@@ -204,26 +246,73 @@ class ResponseStore:
         found = self._connection.execute("SELECT 1 FROM responses WHERE id = ? AND tenant = ?", names)
         return response.previous is None or found.fetchone() is not None
 
-    def _touch(self, response_id: str, tenant: str, now: float) -> None:
-        self._connection.execute(
-            CHAIN + "UPDATE responses SET used_at = :now WHERE id IN (SELECT id FROM chain)",
-            {"id": response_id, "tenant": tenant, "now": now},
-        )
+    def _touch(self, response_id: str | None, tenant: str, now: float) -> float:
+        """Mark a response, and what it continues, as the last ones that their tenant used.
 
-    def _make_room(self, now: float) -> bool:
-        """Remove what was not used just now until all fits the budget; returns whether it does."""
-        while self._total() > self._budget:
+        Returns:
+            The number of this use. The order is that of a counter: clocks are set back.
+        """
+        found = self._connection.execute(
+            "SELECT MAX(used_at) FROM responses WHERE tenant = ?", (tenant,)
+        ).fetchone()
+        used = float(found[0] or 0) + 1
+        self._connection.execute(
+            CHAIN + "UPDATE responses SET used_at = :used WHERE id IN (SELECT id FROM chain)",
+            {"id": response_id, "tenant": tenant, "now": now, "used": used},
+        )
+        return used
+
+    def _make_room(self, response: NewResponse, size: int, *, full: bool) -> bool | None:
+        """Remove some responses until another one fits.
+
+        Args:
+            response: the one to come.
+            size: its bytes.
+            full: the device has no room for what is there now.
+
+        Returns:
+            Whether it fits; None: more must go.
+        """
+        with self._change(full=full) as (database, now):
+            used = self._touch(response.previous, response.tenant, now)
+            kept = database.execute(
+                "SELECT TOTAL(bytes) FROM responses WHERE tenant = ? AND used_at = ?", (response.tenant, used)
+            ).fetchone()[0]
+            most = (min(self._budget, self._total()) if full else self._budget) - size
+            if kept + size > self._budget or most < kept:
+                return False
+            before = self._total()
+            if self._evict(response.tenant, used, most):
+                return True
+            return None if self._total() < before else False
+
+    def _evict(self, tenant: str, used: float, most: int) -> bool:
+        """Remove a batch of responses, but none that a tenant used last; returns whether enough are gone.
+
+        Args:
+            tenant: the tenant.
+            used: the number of its last use.
+            most: bytes that all responses may take.
+        """
+        for _ in range(EVICTED_AT_ONCE):
+            if self._total() <= most:
+                return True
             found = self._connection.execute(
-                "SELECT id, previous FROM responses WHERE used_at < ? AND tenant ="
-                " (SELECT tenant FROM usage ORDER BY bytes DESC LIMIT 1)"
+                "SELECT id, previous FROM responses WHERE used_at < :most AND tenant = :tenant"
                 " ORDER BY used_at, created_at DESC LIMIT 1",
-                (now,),
+                self._largest(tenant, used),
             ).fetchone()
             if found is None:
-                return False
+                break
             self._connection.execute("DELETE FROM responses WHERE id = ?", found[:1])
             _drop(self._connection, found[1])
-        return True
+        return self._total() <= most
+
+    def _largest(self, tenant: str, used: float) -> dict[str, object]:
+        """Return the tenant with most bytes, and the use before which its responses may go."""
+        found = self._connection.execute("SELECT tenant FROM usage ORDER BY bytes DESC LIMIT 1").fetchone()
+        largest = found[0] if found is not None else tenant
+        return {"tenant": largest, "most": used if largest == tenant else math.inf}
 
     def _total(self) -> int:
         return int(self._connection.execute("SELECT TOTAL(bytes) FROM usage").fetchone()[0])
@@ -258,6 +347,12 @@ def _connect(path: Path, *, durable: bool) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _require_full(error: sqlite3.OperationalError) -> None:
+    """Raise an error again that does not say that the device is full."""
+    if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+        raise error
 
 
 def _drop_expired(database: sqlite3.Connection, now: float) -> None:

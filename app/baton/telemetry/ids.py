@@ -43,6 +43,8 @@ class RequestContext:
             raises where that takes too long. None: the request is the gateway's own.
         images: digests of the request's images, the only ones that its engine may get. None: vLLM names
             them itself.
+        take_memory: counts further bytes that the request holds until it ends, of its body or its answer;
+            raises `RateLimited` or `GatewayOverloaded` where these bytes are too many.
     """
 
     request_id: str
@@ -58,6 +60,7 @@ class RequestContext:
     cuts_max_tokens: bool = True
     answer_headers: dict[str, str] = field(default_factory=dict)
     try_grammar: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None
+    take_memory: Callable[[int], None] = lambda _size: None
 
 
 def new_request_id() -> str:

@@ -84,7 +84,7 @@ class GatewayMetrics(RequestMetrics):
         self.admission = AdmissionMetrics(registry)
         self.bodies = Gauge(
             "baton_bodies_bytes",
-            "Bytes that the bodies of running requests hold.",
+            "Bytes that the bodies of running requests hold, and answers of servers elsewhere.",
             ("place",),
             registry=registry,
         )

@@ -6,7 +6,13 @@ from prometheus_client import CollectorRegistry
 
 from baton.telemetry.far_store_metrics import FarStoreMetrics
 
-ERRORS = {"timeout": "", "full": "", "error": "", "resting": "it was left alone after failures"}
+ERRORS = {
+    "timeout": "",
+    "full": "",
+    "error": "",
+    "resting": "it was left alone after failures",
+    "unreadable": "a value that no gateway of the pool wrote, which was left out",
+}
 
 
 class SharedStoreMetrics(FarStoreMetrics):

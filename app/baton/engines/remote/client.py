@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import httpx
 
 from baton import __version__
+from baton.admission.fair_threads import OURS
 from baton.config.groups import EngineSettings, RemoteSettings
 from baton.engines.remote.connections import Connection, Connections
 from baton.engines.remote.refusals import not_an_answer
@@ -53,6 +54,11 @@ class Answer:
             "content-length" in self._response.headers
         )
 
+    @property
+    def event_s(self) -> float:
+        """Seconds after which the next event of a stream must have come, whatever comments come before."""
+        return self._settings.answer_s
+
     async def next(self) -> bytes | None:
         """Return its next bytes; None: there are no more.
 
@@ -64,12 +70,15 @@ class Answer:
             async with asyncio.timeout(self._settings.silence_s):
                 return await anext(self._bytes, None)
 
-    async def read(self, most: int, *, cut: bool = False) -> bytes:
+    async def read(
+        self, most: int, *, cut: bool = False, take: Callable[[int], None] = lambda _size: None
+    ) -> bytes:
         """Return its whole body, and close it.
 
         Args:
             most: bytes that it may have.
             cut: whether a longer body is cut off.
+            take: counts bytes that have come; it raises where these are too many.
 
         Raises:
             RemoteFailed: it is too long.
@@ -79,13 +88,14 @@ class Answer:
         try:
             with _translated():
                 async with asyncio.timeout(self._settings.answer_s):
-                    return await self._read(most, cut=cut)
+                    return await self._read(most, cut=cut, take=take)
         finally:
             await self.close()
 
-    async def _read(self, most: int, *, cut: bool) -> bytes:
+    async def _read(self, most: int, *, cut: bool, take: Callable[[int], None]) -> bytes:
         body = bytearray()
         while len(body) <= most and (part := await self.next()) is not None:
+            take(len(part))
             body += part
         if len(body) > most and not cut:
             raise RemoteFailed(
@@ -137,6 +147,7 @@ class RemoteClient:
         content: bytes | None = None,
         *,
         query: Mapping[str, str] | None = None,
+        tenant: str = OURS,
     ) -> Answer:
         """Send a request and return the answer once its head has come. A cancelled request is closed.
 
@@ -146,6 +157,7 @@ class RemoteClient:
             headers: of the request.
             content: its body.
             query: its query.
+            tenant: whose connection it takes.
 
         Raises:
             RemoteUnreachable: there is no connection to the server.
@@ -160,7 +172,7 @@ class RemoteClient:
         request = httpx.Request(method, url, headers={**own, **headers}, content=content)
         connect_s = self._settings.connect_s
         request.extensions["timeout"] = {"connect": connect_s, "write": self._settings.silence_s}
-        connection = self._connections.take()
+        connection = self._connections.take(tenant)
         try:
             with _translated():
                 async with asyncio.timeout(self._settings.answer_s):

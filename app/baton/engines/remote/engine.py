@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 from prometheus_client import CollectorRegistry
 
+from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineSettings
 from baton.engines.configured import ConfiguredEngine
 from baton.engines.kv_transfer import TransferChooser, TransferRequest
@@ -146,7 +147,7 @@ class RemoteEngine(ConfiguredEngine):
         Raises:
             EngineUnavailable: it cannot be reached.
         """
-        await asyncio.to_thread(self._keys.refresh)
+        await in_own_thread(self._keys.refresh)
         try:
             found = await look(self._client, self._settings.remote, self._keys.of_looks, self._settings.model)
             card = found.card or {}

@@ -8,12 +8,13 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.port import Json, WholeReply
 from baton.engines.remote.answers import Names, StreamReader, TokenCount
 from baton.engines.remote.client import Answer
 from baton.engines.remote.refusals import not_an_answer, parsed_json
 from baton.engines.remote.server_events import EventSplitter
-from baton.errors import BatonError, RemoteFailed
+from baton.errors import BatonError, RemoteFailed, RemoteTimeout
 
 JSON = "application/json"
 BYTES = "application/octet-stream"
@@ -26,6 +27,8 @@ PASSED_ON = {
 """Headers of an answer that clients get, and their form: those of packed embeddings, and a handoff's id."""
 SMALL = 64 * 1024
 """Bytes of an answer that are parsed on the event loop."""
+COPIES = 2
+"""Times that an answer's bytes are in memory once it is parsed, about: they are counted as they come."""
 END_S = 1.0
 """Seconds that a server gets to end a stream after its last event, so that its connection can be kept."""
 Over = Callable[[str], None]
@@ -53,7 +56,7 @@ async def whole_reply(answer: Answer, most: int, names: Names, count: TokenCount
     if kind not in (JSON, BYTES):
         await answer.close()
         raise not_an_answer("an answer of an unknown kind")
-    body = await answer.read(most)
+    body = await answer.read(most, take=lambda size: count.context.take_memory(COPIES * size))
     if kind == BYTES:
         return WholeReply(body, BYTES, headers, status)
 
@@ -66,7 +69,7 @@ async def whole_reply(answer: Answer, most: int, names: Names, count: TokenCount
             raise not_an_answer("an answer that is no JSON object")
         return parsed, json.dumps(parsed).encode() if names.put(parsed) or nulled else body
 
-    parsed, told = read() if len(body) <= SMALL else await asyncio.to_thread(read)
+    parsed, told = read() if len(body) <= SMALL else await in_own_thread(read)
     count.read(parsed)
     return WholeReply(told, JSON, headers, status)
 
@@ -88,19 +91,24 @@ class RemoteEvents:
         self._ready: list[str] = []
         self._failure: BatonError | None = None
         self._over: Over | None = over
+        self._counted = 0
 
     def __aiter__(self) -> RemoteEvents:
         return self
 
     async def __anext__(self) -> str:
         try:
-            while not self._ready:
-                if self._failure is not None:
-                    raise self._failure
-                if self._reader.complete:
-                    await self._finish()
-                    raise StopAsyncIteration
-                await self._read()
+            async with asyncio.timeout(self._answer.event_s):
+                while not self._ready:
+                    if self._failure is not None:
+                        raise self._failure
+                    if self._reader.complete:
+                        await self._finish()
+                        raise StopAsyncIteration
+                    await self._read()
+        except TimeoutError:
+            await self._end("timeout")
+            raise RemoteTimeout() from None
         except BatonError:
             await self._end("failed")
             raise
@@ -122,7 +130,11 @@ class RemoteEvents:
             self._reader.complete = True
             return
         try:
-            for event in self._splitter.feed(data):
+            events = self._splitter.feed(data)
+            if (more := self._splitter.held - self._counted) > 0:
+                self._counted += more
+                self._reader.count.context.take_memory(more)
+            for event in events:
                 if self._reader.complete:
                     break
                 if told := self._reader.passed_on(event):

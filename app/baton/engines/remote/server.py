@@ -177,7 +177,7 @@ class RemoteServer:
             )
         began = time.monotonic()
         try:
-            answer = await self._client.ask("POST", path, headers, content)
+            answer = await self._client.ask("POST", path, headers, content, tenant=context.tenant)
         except RemoteUnreachable as error:
             if self._breaker.failed():
                 self._log.error("remote_unreachable", reason=str(error.__cause__)[:300])

@@ -40,6 +40,11 @@ class EventSplitter:
         self._began = False
         self._return = False
 
+    @property
+    def held(self) -> int:
+        """Bytes of an event that is not complete."""
+        return len(self._rest)
+
     def feed(self, data: bytes) -> list[ServerEvent]:
         """Return the events that these bytes complete; comments are left out.
 

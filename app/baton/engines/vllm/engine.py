@@ -15,6 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineSettings
 from baton.engines.configured import ConfiguredEngine
 from baton.engines.kv_transfer import TransferChooser, TransferRequest
@@ -279,7 +280,7 @@ class VllmEngine(ConfiguredEngine):
         name = chosen_plugin(client.vllm_config)
         if name is None:
             return None
-        return await asyncio.to_thread(
+        return await in_own_thread(
             make_plugin, name, client.vllm_config, client.renderer, classic=self._settings.classic_plugin
         )
 
@@ -313,7 +314,7 @@ class VllmEngine(ConfiguredEngine):
 
     async def kill(self) -> None:
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.kill)
+            await in_own_thread(self._thread.kill)
 
     def stalled_s(self) -> float:
         running = self._running if self._state is EngineState.READY else None

@@ -5,7 +5,6 @@ The engine's core is forked from a `ForkServer` where there is one, else spawned
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import multiprocessing
@@ -25,6 +24,7 @@ from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.process.fork_server import CURRENT, ForkContext, ForkServer, Launch
 from baton.engines.process.processes import kill, trees_of, wait_until_gone
 from baton.engines.process.shared_memory import release, segments_of
@@ -158,7 +158,7 @@ class EngineThread(threading.Thread):
     async def end(self) -> None:
         """Stop the engine, or its build, and wait until its processes are gone."""
         self._ended.set()
-        await asyncio.to_thread(self._end)
+        await in_own_thread(self._end)
 
     def _end(self) -> None:
         if self.is_alive() and not self._settled.is_set() and not self._cores():

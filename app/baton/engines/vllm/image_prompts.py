@@ -7,7 +7,6 @@ put into those: each at its recorded place, which must hold the tokens that the 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from vllm.inputs.engine import mm_input
 from vllm.renderers.chat_utils import parse_chat_messages_async
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.vllm.image_input import IMAGE
 from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
 from baton.images.client_image import ClientImage
@@ -50,8 +50,8 @@ class ImagePrompts:
         self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
         """Do `Engine.place`. Raises what vLLM raises: anything."""
-        digests = await asyncio.to_thread(lambda: [image.digest for image in images])
-        parts = await asyncio.to_thread(_parts, images, digests)
+        digests = await in_own_thread(lambda: [image.digest for image in images])
+        parts = await in_own_thread(_parts, images, digests)
         rendered = await self._processed(prompt, parts, cached=False)
         ranges = _ranges(rendered, digests)
         tokens = list(rendered["prompt_token_ids"])
@@ -111,10 +111,10 @@ class ImagePrompts:
         cache = self._client.renderer.mm_processor_cache
         new = [cache is None or not cache.is_cached_item(digest) for digest in digests]
         if not all(new):
-            parts = await asyncio.to_thread(_parts, [each.image for each in placed], digests, new)
+            parts = await in_own_thread(_parts, [each.image for each in placed], digests, new)
             with contextlib.suppress(ValueError):  # an image was evicted just now
                 return await self._processed(prompt, parts, cached=True)
-        parts = await asyncio.to_thread(_parts, [each.image for each in placed], digests)
+        parts = await in_own_thread(_parts, [each.image for each in placed], digests)
         return await self._processed(prompt, parts, cached=True)
 
     async def _processed(self, prompt: list[int], parts: list[Any], *, cached: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing, nullcontext
@@ -15,6 +14,7 @@ from vllm.entrypoints.pooling.pooling.protocol import IOProcessorRequest
 from vllm.plugins import IO_PROCESSOR_PLUGINS_GROUP
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.installed_plugins import InstalledPlugin, installed_plugins
 from baton.engines.port import Json, Plugin
 from baton.engines.vllm.classic_plugins import classic_names
@@ -116,7 +116,7 @@ async def close_plugin(plugin: Plugin) -> None:
     if close is None:
         return
     try:
-        await asyncio.to_thread(close)
+        await in_own_thread(close)
     except Exception as error:  # noqa: BLE001  # the border to the plugin; its engine ends anyway
         structlog.get_logger("baton.engine").error("plugin_close_failed", plugin=plugin.name, exc_info=error)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from baton.config.groups import HandoffSettings
@@ -16,10 +15,9 @@ from baton.handoffs.archive.records import ArchiveRecords
 from baton.handoffs.archive.storage import ArchivedStorage
 from baton.handoffs.records.changes import PINNED_SHARE
 from baton.handoffs.records.storage import HandoffStorage
+from baton.handoffs.records.store_proof import pool_secret
 from baton.telemetry.archive_metrics import ArchiveMetrics
 from baton_kv.secret import install_secret
-
-LEAST_SECRET = 32
 
 
 def open_archived(
@@ -95,10 +93,7 @@ def names_of(settings: HandoffSettings) -> Names:
 
 def _secret(settings: HandoffSettings) -> bytes:
     assert settings.shared_secret_file is not None
-    secret = _read("handoffs.shared_secret_file", settings.shared_secret_file).strip()
-    if len(secret) < LEAST_SECRET:
-        raise SettingsError(f"handoffs.shared_secret_file: give at least {LEAST_SECRET} characters")
-    return hashlib.sha256(secret.encode()).digest()
+    return pool_secret(settings.shared_secret_file)
 
 
 def _key(path: Path) -> tuple[str, str]:

@@ -23,7 +23,7 @@ BEGUN_S = 5.0
 """For so long after a save was chosen, no other is that shares half of its prompt with it."""
 TENANTS = 10_000
 SEEN = 10_000
-"""Most prompts that are remembered, of all tenants, to see whether one comes again."""
+"""Most prompts that are remembered, of all tenants, to see whether one comes again; each has a share."""
 
 
 @dataclass
@@ -37,6 +37,34 @@ class Usage:
 
     saved: int = 0
     used: int = 0
+
+
+class Prompts:
+    """Prompts that tenants sent, each with a number. Whoever sent most forgets first."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, OrderedDict[bytes, float]] = {}
+        self._count = 0
+
+    def pop(self, tenant: str, prompt: Sequence[int]) -> float | None:
+        """Forget a prompt; returns its number, None: it is not known."""
+        found = self._tenants.get(tenant, OrderedDict()).pop(_digest(prompt), None)
+        self._count -= found is not None
+        return found
+
+    def add(self, tenant: str, prompt: Sequence[int], number: float) -> None:
+        """Remember a prompt that is not known."""
+        self._tenants.setdefault(tenant, OrderedDict())[_digest(prompt)] = number
+        self._count += 1
+        if self._count <= SEEN:
+            return
+        over = tenant
+        if len(self._tenants[tenant]) <= SEEN // len(self._tenants):
+            over = max(self._tenants, key=lambda each: len(self._tenants[each]))
+        self._tenants[over].popitem(last=False)
+        self._count -= 1
+        if not self._tenants[over]:
+            del self._tenants[over]
 
 
 class SaveRule:
@@ -54,9 +82,9 @@ class SaveRule:
     def __init__(self, least: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._least = least
         self._clock = clock
-        self._begun: OrderedDict[bytes, float] = OrderedDict()
+        self._begun = Prompts()
         self._usage: OrderedDict[str, Usage] = OrderedDict()
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._seen = Prompts()
 
     def is_worth_saving(
         self, tenant: str, prompt: Sequence[int], match: PrefixMatch | None, *, conversation: bool
@@ -106,27 +134,20 @@ class SaveRule:
 
         What agents that begin at the same time share is saved once.
         """
-        shared = array("i", prompt[: 1 << max(0, len(prompt).bit_length() - 1)])
-        digest = hashlib.blake2b(shared.tobytes(), digest_size=16, person=_person(tenant)).digest()
+        shared = prompt[: 1 << max(0, len(prompt).bit_length() - 1)]
         now = self._clock()
-        before = self._begun.pop(digest, None)
+        before = self._begun.pop(tenant, shared)
         begun = before is not None and now - before < BEGUN_S
-        self._begun[digest] = before if begun and before is not None else now
-        if len(self._begun) > SEEN:
-            self._begun.popitem(last=False)
+        self._begun.add(tenant, shared, before if begun and before is not None else now)
         return begun
 
     def _seen_before(self, tenant: str, prompt: Sequence[int], stored: int) -> bool:
         """Return whether a prompt began so before, up to the fewest tokens that would be worth saving."""
-        begins = array("i", prompt[: stored + self._least])
-        digest = hashlib.blake2b(begins.tobytes(), digest_size=16, person=_person(tenant)).digest()
-        seen = digest in self._seen
-        self._seen[digest] = None
-        self._seen.move_to_end(digest)
-        if len(self._seen) > SEEN:
-            self._seen.popitem(last=False)
+        begins = prompt[: stored + self._least]
+        seen = self._seen.pop(tenant, begins) is not None
+        self._seen.add(tenant, begins, self._clock())
         return seen
 
 
-def _person(tenant: str) -> bytes:
-    return hashlib.blake2b(tenant.encode(), digest_size=16).digest()
+def _digest(prompt: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("i", prompt).tobytes(), digest_size=16).digest()

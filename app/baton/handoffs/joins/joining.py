@@ -8,10 +8,10 @@ handoff's KV is loaded, the rest is computed.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.port import Engine, Json
 from baton.errors import BatonError, InvalidRequest, TemplateUnsupported
 from baton.handoffs.joins.overlap import shared_messages
@@ -85,7 +85,7 @@ async def _shared(engine: Engine, context: RequestContext, parts: Sequence[Part]
     What a chat has behind them may be its answer alone, to the question that they end with. That question is
     written again before it, unless only other answers to it stand between and the template takes several.
     """
-    shared = await asyncio.to_thread(shared_messages, parts)
+    shared = await in_own_thread(shared_messages, parts)
     answers = [part.past.answer_from is not None and not part.past.messages[shared:] for part in parts]
     if not any(answers[1:]):
         return shared

@@ -8,11 +8,11 @@ written again from its messages: KV is loaded for what it shares with the handof
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.port import Engine, Json
 from baton.errors import ImagesMisplaced, InvalidRequest, TemplateUnsupported
 from baton.handoffs.prompts.engine_text import EngineText
@@ -177,7 +177,7 @@ class Writer:
         """Compare the messages with the handoff's conversation."""
         said = await self._last_answer(source, past) if has_answer(messages) else []
         answer = said[0]["content"] if said else None
-        return await asyncio.to_thread(resent, past, messages, answer)
+        return await in_own_thread(resent, past, messages, answer)
 
     async def after(
         self,

@@ -8,6 +8,8 @@ from array import array
 
 import structlog
 
+from baton.admission.fair_threads import OURS
+from baton.handoffs.records.background import HandoffThreads
 from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.saves import Saves
@@ -29,12 +31,21 @@ class Announcements:
         storage: tells other machines.
         saves: the saves under way here.
         sync: reads what others have written.
+        threads: of the handoffs.
     """
 
-    def __init__(self, index: HandoffIndex, storage: HandoffStorage, saves: Saves, sync: IndexSync) -> None:
+    def __init__(
+        self,
+        index: HandoffIndex,
+        storage: HandoffStorage,
+        saves: Saves,
+        sync: IndexSync,
+        threads: HandoffThreads,
+    ) -> None:
         self._index = index
         self._storage = storage
         self._saves = saves
+        self._threads = threads.storage
         self._sync = sync
         self._log = structlog.get_logger("baton.handoffs")
 
@@ -44,7 +55,7 @@ class Announcements:
             if not self._saves.is_pending(record) or record.on_disk:
                 return
             copy = record.model_copy(update={"tokens": array("i")})
-            await asyncio.to_thread(self._storage.announce, copy)
+            await self._threads.run(record.tenant, self._storage.announce, copy, patient=True)
             record.announced, record.revision = copy.announced, copy.revision
 
     async def run(self) -> None:
@@ -52,7 +63,9 @@ class Announcements:
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
             try:
-                deleted = await asyncio.to_thread(self._storage.keep_pending, self._announced())
+                deleted = await self._threads.run(
+                    OURS, self._storage.keep_pending, self._announced(), patient=True
+                )
             except Exception as error:  # noqa: BLE001  # the border of this task: the next report may work
                 self._log.warning("handoffs_not_reported", reason=f"{type(error).__name__}: {error}")
                 continue

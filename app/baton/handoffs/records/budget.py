@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from baton.config.groups import HandoffSettings
+from baton.handoffs.records.background import WRITES, HandoffThreads, Result
 from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.storage import HandoffStorage
@@ -26,6 +27,7 @@ class RecordBudget:
         index: the handoffs.
         storage: their files and KV.
         refresh: reads what other gateways over the store changed.
+        threads: of the handoffs.
 
     Attributes:
         guard: hold it from `make_room` until the bytes are written.
@@ -37,12 +39,14 @@ class RecordBudget:
         index: HandoffIndex,
         storage: HandoffStorage,
         refresh: Callable[[], Awaitable[None]],
+        threads: HandoffThreads,
     ) -> None:
         self.guard = asyncio.Lock()
         self._settings = settings
         self._index = index
         self._storage = storage
         self._refresh = refresh
+        self._threads = threads.storage
         self._log = structlog.get_logger("baton.handoffs")
 
     async def make_room(self, record: HandoffRecord | None, size: int) -> bool:
@@ -68,7 +72,7 @@ class RecordBudget:
         share, refreshed = NON_KV_SHARE * self._settings.whole_budget, False
         if size > share:
             return False
-        while (taken := await asyncio.to_thread(self._storage.non_kv_bytes) + size) > share:
+        while (taken := await self._run(self._storage.non_kv_bytes) + size) > share:
             if not refreshed:
                 await self._refresh()
                 refreshed = True
@@ -77,5 +81,8 @@ class RecordBudget:
             if (other := self._index.next_evictable(record)) is None:
                 return False
             self._index.evict(other)
-            await asyncio.to_thread(self._storage.remove, other)
+            await self._run(self._storage.remove, other)
         return True
+
+    async def _run(self, work: Callable[..., Result], *args: object) -> Result:
+        return await self._threads.run(WRITES, work, *args, patient=True)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from baton.handoffs.records.background import HandoffThreads
 from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.storage import HandoffStorage
@@ -20,6 +21,7 @@ class Deletions:
         storage: their files and KV.
         sync: tells what other gateways over the store did.
         begin_work: runs work in the background, which goes on when the request that began it is cancelled.
+        threads: of the handoffs.
     """
 
     def __init__(
@@ -28,11 +30,13 @@ class Deletions:
         storage: HandoffStorage,
         sync: IndexSync,
         begin_work: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+        threads: HandoffThreads,
     ) -> None:
         self._index = index
         self._storage = storage
         self._sync = sync
         self._begin_work = begin_work
+        self._threads = threads.storage
 
     async def delete(self, record: HandoffRecord) -> None:
         """Delete a handoff, its translations, and the automatic ones that continue it or that it continues.
@@ -55,10 +59,10 @@ class Deletions:
     async def _remove_all(self, records: Iterable[HandoffRecord]) -> None:
         for record in records:
             async with record.guard:  # so that nobody writes it again after this
-                await asyncio.to_thread(self._storage.delete, record)
+                await self._threads.run(record.tenant, self._storage.delete, record)
 
     async def retract(self, record: HandoffRecord) -> None:
         """Take back what other machines were told of a handoff whose request failed; here it is shown."""
         async with record.guard:
-            await asyncio.to_thread(self._storage.remove, record)
+            await self._threads.run(record.tenant, self._storage.remove, record, patient=True)
         record.announced = False

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import HandoffStoreUnavailable
+from baton.handoffs.records.background import HandoffThreads
 from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.public import HandoffAudit
 from baton.handoffs.records.record import HandoffRecord
@@ -26,12 +26,14 @@ class Distrust:
         storage: where their KV is.
         sync: keeps the index as other gateways' changes have it.
         kv_gone: notes that a handoff's KV is not here.
+        threads: of the handoffs.
     """
 
     index: HandoffIndex
     storage: HandoffStorage
     sync: IndexSync
     kv_gone: Callable[[HandoffRecord], None]
+    threads: HandoffThreads
 
     async def remove_kv(self, record: HandoffRecord, saved: str | None) -> None:
         """Move KV away, and all that may be made of it.
@@ -41,13 +43,13 @@ class Distrust:
             saved: key of the entry that the request saved which loaded it; None: none.
         """
         for each in [record, *self.index.beginning_like(record), *self.index.blended_from(record)]:
-            await asyncio.to_thread(self.storage.quarantine, each)
+            await self.threads.storage.run(each.tenant, self.storage.quarantine, each, patient=True)
             self.kv_gone(each)
             if self.storage.shared and not each.automatic:  # other machines may have copies
                 with contextlib.suppress(HandoffStoreUnavailable):
                     await self._tell_kv_gone(each)
         if saved is not None:
-            await asyncio.to_thread(self.storage.store.quarantine, saved)
+            await self.threads.storage.run(record.tenant, self.storage.store.quarantine, saved, patient=True)
 
     async def _tell_kv_gone(self, record: HandoffRecord) -> None:
         """Note in a record that its KV is not to be used.
@@ -60,7 +62,10 @@ class Distrust:
             changed.bytes = 0
 
         async with record.guard:
-            self.sync.update(record, await asyncio.to_thread(self.storage.change, record, edit))
+            now = await self.threads.storage.run(
+                record.tenant, self.storage.change, record, edit, patient=True
+            )
+            self.sync.update(record, now)
 
     async def note(self, record: HandoffRecord, audit: HandoffAudit) -> None:
         """Note the result of an audit of a handoff's KV."""
@@ -74,4 +79,7 @@ class Distrust:
             changed.bytes = 0 if wrong else changed.bytes
 
         async with record.guard:
-            self.sync.update(record, await asyncio.to_thread(self.storage.change, record, edit))
+            now = await self.threads.storage.run(
+                record.tenant, self.storage.change, record, edit, patient=True
+            )
+            self.sync.update(record, now)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
 from baton.engines.port import Engine
-from baton.errors import HandoffStoreUnavailable
+from baton.errors import GatewayOverloaded, HandoffStoreUnavailable
+from baton.handoffs.records.background import HandoffThreads
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.storage import FetchCutOff, HandoffStorage
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.base import StoreError
 
-THREADS = 4
-"""Fetches at once; they are not the threads that files of this machine are read by."""
 NEWEST_SHARE = 0.3
 """Weight of the newest fetch in the estimate of the rate."""
 MAX_SKIPPED = 1000
@@ -34,22 +32,21 @@ class Fetches:
         storage: the handoffs' KV, here and elsewhere.
         metrics: where fetches are counted.
         within_s: seconds that one may take.
+        threads: of the handoffs.
     """
 
-    def __init__(self, storage: HandoffStorage, metrics: HandoffMetrics, within_s: float) -> None:
+    def __init__(
+        self, storage: HandoffStorage, metrics: HandoffMetrics, within_s: float, threads: HandoffThreads
+    ) -> None:
         self._storage = storage
         self._metrics = metrics
         self._within_s = within_s
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="handoff-fetch")
+        self._threads = threads
         self._running: dict[str, asyncio.Future[None]] = {}
         self._rates: dict[str, float] = {}
         self._slower = 0
         self._skipped: OrderedDict[str, float] = OrderedDict()
         self._log = structlog.get_logger("baton.handoffs")
-
-    def close(self) -> None:
-        """Begin no more fetches; those under way end by their deadlines."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def bring(self, record: HandoffRecord, engine: Engine) -> None:
         """Copy a handoff's KV to this machine, unless it is here, or faster to compute.
@@ -59,9 +56,10 @@ class Fetches:
             engine: the engine that is to load it.
         """
         self._skipped.pop(record.id, None)
-        if await asyncio.to_thread(self._storage.is_here, record):
+        run = self._threads.storage.run
+        if await run(record.tenant, self._storage.is_here, record):
             return
-        source = await asyncio.to_thread(self._storage.source_of, record)
+        source = await run(record.tenant, self._storage.source_of, record)
         seconds = self._seconds_if_slower(record, engine, self._rates.get(source))
         if seconds is None:
             await asyncio.wait({self._begin(record, source)}, timeout=self._within_s)
@@ -101,10 +99,8 @@ class Fetches:
     async def _fetch(self, record: HandoffRecord, source: str) -> None:
         began = time.monotonic()
         try:
-            size = await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._storage.fetch, record, self._within_s
-            )
-        except (StoreError, HandoffStoreUnavailable) as error:
+            size = await self._threads.fetches.run(record.tenant, self._storage.fetch, record, self._within_s)
+        except (StoreError, HandoffStoreUnavailable, GatewayOverloaded) as error:
             if isinstance(error, FetchCutOff):
                 self._note_cut_off(source, error.got, time.monotonic() - began)
             self._metrics.fetches.labels("failed").inc()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from baton.handoffs.records.prefix_index import BLOCK, PrefixIndex, shared_tokens
 from baton.handoffs.records.record import HandoffRecord, Usage
@@ -37,6 +38,7 @@ class HandoffIndex:
         self._records: dict[str, HandoffRecord] = {}
         self._deadlines: dict[str, float] = {}
         self._tenants: dict[str, dict[str, HandoffRecord]] = {}
+        self._by_age: dict[str, list[tuple[float, str]]] = {}
         self._non_kv_bytes: Counter[str] = Counter()
         self._counted: dict[str, int] = {}
         self._forgotten: OrderedDict[str, None] = OrderedDict()
@@ -53,6 +55,8 @@ class HandoffIndex:
             return
         self._records[record.id] = record
         self._tenants.setdefault(record.tenant, {})[record.id] = record
+        if not record.automatic:
+            insort(self._by_age.setdefault(record.tenant, []), _age(record))
         self.expire_in(record, seconds)
         self.count_bytes(record)
 
@@ -166,15 +170,19 @@ class HandoffIndex:
 
     def drop(self, record: HandoffRecord) -> None:
         """Take a record out; it may be added again from its file."""
-        if self._records.pop(record.id, None) is None:
+        if (known := self._records.pop(record.id, None)) is None:
             return
         self.prefixes.remove(record)
         self._deadlines.pop(record.id, None)
         self._non_kv_bytes[record.tenant] -= self._counted.pop(record.id, 0)
         mine = self._tenants[record.tenant]
         del mine[record.id]
+        if not record.automatic:
+            ages = self._by_age[record.tenant]
+            ages.pop(bisect_left(ages, _age(known)))
         if not mine:
             del self._tenants[record.tenant], self._non_kv_bytes[record.tenant]
+            self._by_age.pop(record.tenant, None)
 
     def known(self, handoff_id: str) -> HandoffRecord | None:
         """Return the record with an id, even if it has just expired."""
@@ -190,9 +198,19 @@ class HandoffIndex:
         now = self._clock()
         return [self._records[found] for found, deadline in self._deadlines.items() if deadline <= now]
 
-    def of(self, tenant: str) -> list[HandoffRecord]:
-        """Return a tenant's records, the oldest first, also those that have just expired."""
-        return sorted(self._tenants.get(tenant, {}).values(), key=lambda record: record.created_at)
+    def newest(self, tenant: str, after: HandoffRecord | None) -> Iterator[HandoffRecord]:
+        """Yield the records that a tenant's clients made, the newest first, some of which have just expired.
+
+        What precedes a page costs no time, however much it is.
+
+        Args:
+            tenant: the owner.
+            after: begin behind this record; None: with the newest.
+        """
+        ages = self._by_age.get(tenant, [])
+        end = bisect_left(ages, _age(after)) if after is not None else len(ages)
+        for at in range(end - 1, -1, -1):
+            yield self._records[ages[at][1]]
 
     def by_eviction(self, tenant: str) -> list[HandoffRecord]:
         """Return a tenant's records in the order in which they are evicted: automatic ones go first."""
@@ -236,6 +254,10 @@ class HandoffIndex:
     def count(self, tenant: str) -> int:
         """Return how many records a tenant has."""
         return len(self._tenants.get(tenant, {}))
+
+
+def _age(record: HandoffRecord) -> tuple[float, str]:
+    return record.created_at, record.id
 
 
 def _may_go(record: HandoffRecord, newest: HandoffRecord | None) -> bool:

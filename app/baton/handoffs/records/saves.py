@@ -7,11 +7,12 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
 from baton.engines.kv_transfer import TransferRequest
+from baton.errors import GatewayOverloaded
+from baton.handoffs.records.background import WRITES, HandoffThreads, Result
 from baton.handoffs.records.budget import RecordBudget
 from baton.handoffs.records.changes import ChangeRules
 from baton.handoffs.records.index import HandoffIndex
@@ -27,10 +28,6 @@ GIVEN_UP_AFTER_S = 120.0
 """KV that is not saved by then is not waited for."""
 AUTOMATIC_WITHIN_S = 30.0
 """An automatic handoff whose KV is not saved by then is dropped."""
-PUSHES = 4
-"""Handoffs that are copied to other machines at once, in threads that no request waits for."""
-MAX_PUSHES = 64
-"""Of more, the KV is not copied: the store is slower than the engines, and other machines compute."""
 LOOK_EVERY_S = 0.25
 """The engine reports the end of a save; the store is looked at too, in case that report was lost."""
 
@@ -44,6 +41,7 @@ class Saves:
         budget: makes room for records and images.
         rules: apply pins.
         sync: updates the index from disk.
+        threads: of the handoffs.
 
     Attributes:
         closing: the gateway ends; KV is not waited for any longer.
@@ -56,6 +54,7 @@ class Saves:
         budget: RecordBudget,
         rules: ChangeRules,
         sync: IndexSync,
+        threads: HandoffThreads,
     ) -> None:
         self.closing = False
         self._index = index
@@ -66,12 +65,8 @@ class Saves:
         self._pending: dict[str, asyncio.Event] = {}
         self._awaited: Counter[str] = Counter()
         self._sharing: set[str] = set()
-        self._pushes = ThreadPoolExecutor(PUSHES, thread_name_prefix="handoff-push")
+        self._threads = threads
         self._log = structlog.get_logger("baton.handoffs")
-
-    def close(self) -> None:
-        """Begin no more pushes; those under way end by their deadlines."""
-        self._pushes.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, record: HandoffRecord) -> None:
         """Note that a handoff is pending."""
@@ -114,7 +109,7 @@ class Saves:
         The engine reports when the KV is saved; the entry in the store is what counts.
         """
         try:
-            await asyncio.to_thread(record.prepare)
+            await self._run(record, record.prepare)
             await self._write_images(record)
             if not await self._kv_known(record, transfer, COMMIT_WITHIN_S):
                 await self._write_record(record)
@@ -127,7 +122,7 @@ class Saves:
             self._settle(record, HandoffState.READY)  # its token ids are known, with or without KV
             self._index.publish(record)
             if self._index.known(record.id) is None:  # deleted or expired: remove what was written since
-                await asyncio.to_thread(self._storage.remove, record)
+                await self._run(record, self._storage.remove, record)
 
     async def finish_automatic(self, record: HandoffRecord, transfer: TransferRequest) -> None:
         """Write the record of an automatic handoff once its KV is saved; without KV nothing is left of it.
@@ -138,7 +133,7 @@ class Saves:
         try:
             await self._kv_known(record, transfer, AUTOMATIC_WITHIN_S)
             if record.bytes:
-                await asyncio.to_thread(record.prepare)
+                await self._run(record, record.prepare)
                 self._settle(record, HandoffState.READY)
                 self._index.publish(record)
                 await self._share(record)
@@ -150,14 +145,11 @@ class Saves:
             if not record.bytes:
                 self._index.forget(record)
             if self._index.known(record.id) is None:
-                await asyncio.to_thread(self._storage.remove, record)
+                await self._run(record, self._storage.remove, record)
 
     async def _share(self, record: HandoffRecord) -> None:
         """Copy a handoff's KV to where other machines find it; requests of this machine need not wait."""
         if not self._storage.shared or not record.bytes:
-            return
-        if len(self._sharing) >= MAX_PUSHES:
-            self._log.warning("handoff_not_shared", handoff=record.id, reason="too many are being pushed")
             return
         self._sharing.add(record.id)
         if not record.image_data:
@@ -165,14 +157,25 @@ class Saves:
             self._index.publish(record)
         await self._push(self._storage.share, record)
 
-    async def _push(self, work: Callable[[HandoffRecord], object], record: HandoffRecord) -> None:
+    async def _push(
+        self, work: Callable[[HandoffRecord], object], record: HandoffRecord, *, patient: bool = False
+    ) -> None:
         """Write to the shared store beside all else; as the gateway ends, no longer."""
         try:
-            await asyncio.get_running_loop().run_in_executor(self._pushes, work, record)
+            await self._threads.pushes.run(record.tenant, work, record, patient=patient)
+        except GatewayOverloaded:
+            self._log.warning("handoff_not_shared", handoff=record.id, reason="too many are being pushed")
         except (RuntimeError, asyncio.CancelledError) as error:
             if not self.closing:
                 raise
             self._log.warning("handoff_not_shared", handoff=record.id, reason=type(error).__name__)
+
+    async def _run(self, record: HandoffRecord, work: Callable[..., Result], *args: object) -> Result:
+        return await self._threads.storage.run(record.tenant, work, *args, patient=True)
+
+    async def _write(self, work: Callable[..., Result], *args: object) -> Result:
+        """Write while the budget's lock is held, which others wait for."""
+        return await self._threads.storage.run(WRITES, work, *args, patient=True)
 
     async def write_unshared(self) -> None:
         """Write the records of handoffs that are still being pushed, as the gateway ends."""
@@ -191,7 +194,7 @@ class Saves:
         report, deadline = transfer.report, time.monotonic() + within_s
         while True:
             over = report.save_over.is_set() or not report.saves
-            record.bytes = await asyncio.to_thread(self._storage.kv_bytes, record)
+            record.bytes = await self._run(record, self._storage.kv_bytes, record)
             if record.bytes or over or self.closing:
                 return True
             if time.monotonic() >= deadline:
@@ -205,9 +208,9 @@ class Saves:
             async with self._budget.guard:
                 fits = await self._budget.make_room(record, record.image_bytes)
                 if fits and not self._storage.shared:
-                    await asyncio.to_thread(self._storage.save_images, record)
+                    await self._write(self._storage.save_images, record)
             if fits and self._storage.shared:  # it counts bytes itself, and others need not wait for it
-                await self._push(self._storage.save_images, record)
+                await self._push(self._storage.save_images, record, patient=True)
 
     async def _write_record(self, record: HandoffRecord) -> None:
         """Write a record to disk, unless its images could not be: no other process could use it."""
@@ -215,18 +218,18 @@ class Saves:
             record.state = HandoffState.READY
             edit = self._rules.settle(record.bytes, self._index.unsaved_usage(record) if record.pin else ())
             if record.on_disk or record.image_data or record not in self._index:
-                self._sync.update(record, await asyncio.to_thread(self._storage.change, record, edit))
+                self._sync.update(record, await self._run(record, self._storage.change, record, edit))
                 return
             async with self._budget.guard:
                 if await self._budget.make_room(record, record.disk_bytes):
                     await self._create(record, edit)
                 else:
-                    await asyncio.to_thread(self._storage.change, record, edit)
+                    await self._write(self._storage.change, record, edit)
             self._index.count_bytes(record)
 
     async def _create(self, record: HandoffRecord, edit: Edit) -> None:
         try:
-            record.on_disk = await asyncio.to_thread(self._storage.create, record, edit)
+            record.on_disk = await self._write(self._storage.create, record, edit)
         except RecordDeleted:
             self._index.forget(record)
         if self._storage.shared:  # another gateway may have changed its lifetime while it was pending

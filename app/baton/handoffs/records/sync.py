@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from baton.handoffs.records.background import LOOKS, HandoffThreads
 from baton.handoffs.records.index import HandoffIndex
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.state import HandoffState
@@ -32,12 +33,22 @@ class IndexSync:
         index: the handoffs of this gateway.
         storage: the records on disk.
         wall: seconds since the epoch.
+        threads: of the handoffs.
     """
 
-    def __init__(self, index: HandoffIndex, storage: HandoffStorage, wall: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        index: HandoffIndex,
+        storage: HandoffStorage,
+        wall: Callable[[], float],
+        threads: HandoffThreads,
+    ) -> None:
         self._index = index
         self._storage = storage
         self._wall = wall
+        self._threads = threads.storage
+        self._refreshing: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[None] | None = None
 
     def adopt(self, record: HandoffRecord) -> None:
         """Add a record of an earlier run, or of another gateway over the same store."""
@@ -83,12 +94,12 @@ class IndexSync:
         """
         known = self._index.known(handoff_id)
         if known is None:
-            if (found := await asyncio.to_thread(self._storage.find, handoff_id, tenant)) is not None:
+            if (found := await self._threads.run(tenant, self._storage.find, handoff_id, tenant)) is not None:
                 self.adopt(found)
         elif known.on_disk or known.archived:
-            self.update(known, await asyncio.to_thread(self._storage.reread, known))
+            self.update(known, await self._threads.run(tenant, self._storage.reread, known))
         elif known.announced:
-            self._update_unwritten(known, await asyncio.to_thread(self._storage.reread, known))
+            self._update_unwritten(known, await self._threads.run(tenant, self._storage.reread, known))
         return self._index.find(handoff_id)
 
     def _update_unwritten(self, known: HandoffRecord, now: HandoffRecord | None) -> None:
@@ -109,11 +120,23 @@ class IndexSync:
         if known.on_disk or known.archived:
             self._index.evict(known)
         elif known.announced:
-            self._update_unwritten(known, await asyncio.to_thread(self._storage.reread, known))
+            now = await self._threads.run(LOOKS, self._storage.reread, known, patient=True)
+            self._update_unwritten(known, now)
 
     async def refresh(self) -> None:
-        """Update the index with everything that other gateways over the store changed."""
-        news = await asyncio.to_thread(self._storage.refresh)
+        """Update the index with everything that other gateways over the store changed.
+
+        Whoever asks while one look is under way shares the next one: it is one look however many ask.
+        """
+        if self._next is None:
+            self._next = asyncio.create_task(self._look_again(self._refreshing))
+        await asyncio.shield(self._next)
+
+    async def _look_again(self, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait({before})
+        self._refreshing, self._next = self._next, None
+        news = await self._threads.run(LOOKS, self._storage.refresh, patient=True)
         for handoff_id in news.gone:
             if (gone := self._index.known(handoff_id)) is not None:
                 await self._gone(gone)

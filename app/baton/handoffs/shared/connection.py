@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
+from blake3 import blake3
 from valkey import ValkeyCluster
 from valkey.exceptions import (
     AuthenticationError,
@@ -24,7 +25,7 @@ from valkey.exceptions import TimeoutError as ValkeyTimeoutError
 
 from baton.errors import HandoffStoreUnavailable, SettingsError
 from baton.handoffs.shared.clients import Client, SharedAddress, open_client
-from baton.handoffs.shared.scripts import CHECK
+from baton.handoffs.shared.scripts import CHECK, READ_FIELDS
 from baton.telemetry.shared_store_metrics import SharedStoreMetrics
 
 FAILURES = 3
@@ -35,6 +36,7 @@ CHECK_EVERY_S = 60.0
 SKEW_S = 1.0
 """A clock that differs less from the store's is taken to be right."""
 LEAST_VERSION = 7
+MOST_DIGITS = 18
 TIMEOUTS = (TimeoutError, ValkeyTimeoutError)
 REFUSALS = (AuthenticationError, NoPermissionError)
 FAILURE_TYPES = (ValkeyError, ValkeyClusterException, OSError)
@@ -75,6 +77,7 @@ class SharedConnection:
         self.base = f"{address.pool}:{{i}}"
         self._pool = address.pool
         self._secret = address.secret
+        self._seal_key = blake3(address.secret, derive_key_context="baton shared store 2026 records").digest()
         self._metrics = metrics
         self._clock = clock
         self._address = address
@@ -101,6 +104,24 @@ class SharedConnection:
     def ahead_s(self) -> float:
         """Seconds by which the store's clock is ahead of this machine's; 0 if they about agree."""
         return self._ahead_s
+
+    def seal(self, *parts: str | bytes | int) -> str:
+        """Return a keyed digest of some values, which nobody without the pool's secret can make."""
+        told = [str(part).encode() if not isinstance(part, bytes) else part for part in (self._pool, *parts)]
+        sized = b"".join(len(part).to_bytes(8, "big") + part for part in told)
+        return blake3(sized, key=self._seal_key).hexdigest()
+
+    def not_readable(self, what: str, name: str) -> None:
+        """Count and log a value that no gateway of the pool wrote; it is left out."""
+        self._metrics.not_used("unreadable")
+        self._log.warning("shared_value_unreadable", what=what, name=name)
+
+    def fields(self, operation: str, key: str, most: int, names: Sequence[str]) -> list[bytes | None]:
+        """Read fields of a hash; one of more than `most` bytes counts as missing, see `ask`."""
+        found: list[bytes | None] = self.ask(
+            operation, lambda client: client.eval(READ_FIELDS, 1, key, most, *names)
+        )
+        return found
 
     def ask(self, operation: str, work: Callable[[Client], Any]) -> Any:
         """Exchange something with the store.
@@ -225,7 +246,7 @@ class SharedConnection:
             self._secret, f"baton shared store {self._pool}".encode(), hashlib.sha256
         ).hexdigest()
         found, version, seconds, micros = self._evaluate(self._client(), CHECK, [proof])
-        if not hmac.compare_digest(found, proof.encode()):
+        if not hmac.compare_digest(found or b"", proof.encode()):
             raise HandoffStoreUnavailable(
                 f"the gateways of the pool '{self._pool}' have another secret (handoffs.shared_secret_file)"
             )
@@ -251,6 +272,13 @@ class SharedConnection:
         if known is None:
             known = self._scripts[script] = client.register_script(script)
         return known(keys=[self.base], args=list(arguments))
+
+
+def number(value: bytes | int | None) -> int:
+    """Return the count that a value of the store says; one that no gateway wrote counts as 0."""
+    if isinstance(value, int):
+        return max(0, value)
+    return int(value) if value is not None and value.isdigit() and len(value) <= MOST_DIGITS else 0
 
 
 def _all_nodes(client: Client) -> dict[str, Any]:

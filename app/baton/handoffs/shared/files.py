@@ -21,7 +21,7 @@ from typing import Any
 from baton.errors import HandoffStoreUnavailable
 from baton.handoffs.records.storage import FetchCutOff
 from baton.handoffs.shared.clients import Client
-from baton.handoffs.shared.connection import SharedConnection
+from baton.handoffs.shared.connection import SharedConnection, number
 from baton.handoffs.shared.scripts import BEFORE_OTHERS_US, BEGIN_FILE, DROP, PIN, PLACE_FILE, RESERVE
 from baton.telemetry.shared_store_metrics import SharedStoreMetrics
 from baton_kv.stores.base import MAX_SHARED, EntryMissing, StoreError, StoreFull
@@ -37,6 +37,8 @@ WRITING_MS = 60_000
 PUSH_WITHIN_S = 120.0
 """An entry that is not written by then is given up, so that a slow store does not hold threads for long."""
 MAX_FILE_BYTES = 1 << 40
+MAX_NUMBER_BYTES = 18
+MAX_NAMES_BYTES = 256 * (MAX_SHARED + 1)
 ReadInto = Callable[[int, memoryview], int]
 """Fills a buffer from an offset of a file on; returns the number of bytes read."""
 
@@ -125,13 +127,16 @@ class PoolFiles:
             HandoffStoreUnavailable: the store failed.
             StoreError: they are no names of files of one tenant.
         """
-        key = self._connection.own_key("entry")
-        found = self._connection.ask("look", lambda client: client.hget(key, entry))
-        names = found.decode(errors="replace").split() if found is not None else []
+        (names,) = self._names([entry])
         scope = entry.partition("/")[0]
         if len(names) > MAX_SHARED + 1 or any(name.partition("/")[0] != scope for name in names):
             raise StoreError("the shared store's index is damaged")
         return names
+
+    def _names(self, entries: Sequence[str]) -> list[list[str]]:
+        key = self._connection.own_key("entry")
+        lines = self._connection.fields("look", key, MAX_NAMES_BYTES, entries)
+        return [(line or b"").decode(errors="replace").split() for line in lines]
 
     def sizes(self, entries: Sequence[str]) -> list[int]:
         """Return the bytes of the files that each entry needs; 0: there is no such entry.
@@ -141,36 +146,43 @@ class PoolFiles:
         """
         if not entries:
             return []
-        key, size_key = self._connection.own_key("entry"), self._connection.own_key("size")
-        lines = self._connection.ask("look", lambda client: client.hmget(key, list(entries)))
-        names = [line.decode().split() if line is not None else [] for line in lines]
+        size_key, names = self._connection.own_key("size"), self._names(entries)
         wanted = sorted({name for each in names for name in each})
         if not wanted:
             return [0] * len(entries)
-        found = self._connection.ask("look", lambda client: client.hmget(size_key, wanted))
+        found = self._connection.fields("look", size_key, MAX_NUMBER_BYTES, wanted)
         bytes_of = dict(zip(wanted, found, strict=True))
-        return [sum(int(bytes_of[name] or 0) for name in each) for each in names]
+        return [sum(number(bytes_of[name]) for name in each) for each in names]
 
-    def chunks(self, name: str, until: float) -> tuple[int, Generator[bytes]]:
+    def chunks(self, name: str, until: float, most: int) -> tuple[int, Generator[bytes]]:
         """Return the size of a file, and an iterator over its chunks.
 
         Args:
             name: name of the file.
             until: monotonic time by which all must have been read.
+            most: bytes that it may have.
 
         Raises:
             EntryMissing: there is no such file.
-            StoreError: what is there is not a file.
+            StoreError: what is there is not a file, or is larger.
             FetchCutOff: by the iterator: it took too long.
             HandoffStoreUnavailable: the store failed.
         """
         key = self._connection.file_key(name)
-        told = self._connection.ask("look", lambda client: client.hmget(key, ["n", "c"]))
+        told = self._connection.fields("look", key, MAX_NUMBER_BYTES, ["n", "c"])
         if None in told:
             raise EntryMissing(name)
-        size, chunk = (int(each) if each.isdigit() else 0 for each in told)
-        if not (0 < size < MAX_FILE_BYTES and 0 < chunk <= 64 * CHUNK_BYTES):
+        size, chunk = map(number, told)
+        if not (0 < size < MAX_FILE_BYTES and CHUNK_BYTES <= chunk <= 64 * CHUNK_BYTES):
             raise StoreError("the shared store holds something else than a file")
+        if size > most:
+            raise StoreError(f"a file in the shared store has {size} bytes, more than its record says")
+        count = -(-size // chunk)
+        lengths = self._connection.batch(
+            "look", lambda pipe: [pipe.hstrlen(key, str(each)) for each in range(count)]
+        )
+        if max(lengths) > chunk:
+            raise StoreError("a chunk in the shared store is too long")
         return size, self._read(name, size, chunk, until)
 
     def touch(self, entry: str, *, automatic: bool) -> None:
@@ -213,7 +225,7 @@ class PoolFiles:
         """Remove the bytes of files that the index has freed."""
         if not names:
             return
-        keys = [self._connection.file_key(name.decode()) for name in names]
+        keys = [self._connection.file_key(name.decode(errors="replace")) for name in names]
 
         def fill(pipe: Client) -> None:
             for key in keys:
@@ -228,7 +240,7 @@ class PoolFiles:
         Raises:
             HandoffStoreUnavailable: the store failed.
         """
-        keys = [self._connection.file_key(name.decode()) for name in names]
+        keys = [self._connection.file_key(name.decode(errors="replace")) for name in names]
 
         def fill(pipe: Client) -> None:
             for key in keys:
@@ -244,7 +256,7 @@ class PoolFiles:
             HandoffStoreUnavailable: the store failed.
         """
         key = self._connection.own_key("held")
-        return sum(map(int, self._connection.ask("look", lambda client: client.hvals(key))))
+        return sum(map(number, self._connection.ask("look", lambda client: client.hvals(key))))
 
     def _free(self, answer: Sequence[object]) -> None:
         """Remove what a reservation has freed.

@@ -50,8 +50,9 @@ class SharedImages:
 
     def read(self, record: HandoffRecord) -> list[PlacedImage]:
         held, until = dict(record.image_data), time.monotonic() + self._fetch_s
-        for digest in {image.digest for image in record.images} - held.keys():
-            held[digest] = self._read(record, digest, until)
+        for digest, size in {image.digest: image.bytes for image in record.images}.items():
+            if digest not in held:
+                held[digest] = self._read(record, digest, size, until)
         return [placed_image(image, held[image.digest]) for image in record.images]
 
     def remove(self, record: HandoffRecord) -> None:
@@ -64,9 +65,9 @@ class SharedImages:
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> None:
         """Leave them: what has no record goes by itself."""
 
-    def _read(self, record: HandoffRecord, digest: str, until: float) -> bytes:
+    def _read(self, record: HandoffRecord, digest: str, size: int, until: float) -> bytes:
         try:
-            size, chunks = self._files.chunks(_name(record, digest), until)
+            _, chunks = self._files.chunks(_name(record, digest), until, size)
             data = b"".join(chunks)
         except StoreError as error:
             self._log.warning("handoff_image_unreadable", handoff=record.id, reason=str(error))

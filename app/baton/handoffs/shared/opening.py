@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from baton.config.groups import HandoffSettings
 from baton.errors import SettingsError
+from baton.handoffs.records.store_proof import pool_secret
 from baton.handoffs.shared.clients import SharedAddress
 from baton.handoffs.shared.connection import SharedConnection
 from baton.handoffs.shared.files import PoolFiles
@@ -16,8 +16,6 @@ from baton.handoffs.shared.storage import SharedStorage
 from baton.telemetry.shared_store_metrics import SharedStoreMetrics
 from baton_kv.secret import install_secret
 from baton_kv.stores.base import Store
-
-LEAST_SECRET = 32
 
 
 def open_shared(
@@ -66,15 +64,12 @@ def address_of(settings: HandoffSettings) -> SharedAddress:
     """
     assert settings.shared is not None
     assert settings.shared_secret_file is not None
-    secret = _text("handoffs.shared_secret_file", settings.shared_secret_file)
-    if len(secret) < LEAST_SECRET:
-        raise SettingsError(f"handoffs.shared_secret_file: give at least {LEAST_SECRET} characters")
     password = settings.shared_password_file
     ca_file = settings.shared_ca_file
     return SharedAddress(
         settings.shared,
         settings.shared_pool,
-        hashlib.sha256(secret.encode()).digest(),
+        pool_secret(settings.shared_secret_file),
         _text("handoffs.shared_password_file", password) if password is not None else None,
         settings.shared_timeout_s,
         str(ca_file) if ca_file is not None else None,

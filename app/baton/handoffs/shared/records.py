@@ -4,16 +4,21 @@ A record is one hash: what never changes (`body`), what may (`changes`), and its
 only over the revision that it was made from, and only if the record still exists; so no change is lost, and
 none brings a deleted handoff back. Each change has a number, by which others find what is new to them.
 
+A record's `seal` is a digest of its id, revision, body and changes, under the pool's secret. Who can write to
+the store but has no secret can delete a record or put an older revision of it back, and no more: a record
+without its seal is left out.
+
 Times are those of the store's clock, so gateways whose clocks differ agree on when a handoff expires.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -22,11 +27,18 @@ from pydantic import ValidationError
 from baton.errors import HandoffStoreUnavailable
 from baton.handoffs.records.record import HandoffRecord, Usage
 from baton.handoffs.records.record_folder import ID
-from baton.handoffs.records.repository import Edit, News, RecordDeleted
-from baton.handoffs.shared.clients import Client
-from baton.handoffs.shared.connection import SharedConnection
+from baton.handoffs.records.repository import MAX_RECORD_BYTES, Edit, News, RecordDeleted
+from baton.handoffs.shared.connection import SharedConnection, number
 from baton.handoffs.shared.files import PoolFiles
-from baton.handoffs.shared.scripts import CHANGE_RECORD, KEEP_PENDING, REMOVE_RECORD, WRITE_RECORD
+from baton.handoffs.shared.scripts import (
+    CHANGE_RECORD,
+    KEEP_PENDING,
+    NEWS,
+    READ_RECORDS,
+    REMOVE_RECORD,
+    WAS_REMOVED,
+    WRITE_RECORD,
+)
 
 CHANGING = {"label", "pin", "bytes", "ttl_s", "expires_at", "revision", "audit", "state", "archived"}
 """Fields of a record that may change after it was saved."""
@@ -36,6 +48,8 @@ TRIES = 100
 """Most times that a change is made again because another gateway was first."""
 READ_AT_ONCE = 64
 WRITTEN, CHANGED, DELETED = 1, 2, -1
+SAME = 1
+"""What stands for a record that has the revision that is known here."""
 CHANGED_WHILE_PENDING = ("label", "pin", "ttl_s", "expires_at", "revision")
 
 
@@ -112,7 +126,8 @@ class SharedRecords:
 
     def update(self, handoff_id: str, edit: Edit) -> HandoffRecord | None:
         for _ in range(TRIES):
-            record = self.read(handoff_id)
+            (row,) = self._rows("record", [(handoff_id, "")])
+            record = self._parsed(handoff_id, row)
             if record is None:
                 return None
             before = record.revision
@@ -120,7 +135,8 @@ class SharedRecords:
             record.revision = before + 1
             lifetime, entries = lifetime_ms(record), [record.key, image_entry(record)]
             changes = json.dumps(self._changes(record))
-            arguments = [handoff_id, before, changes, record.revision, lifetime, *entries]
+            seal = self._connection.seal(handoff_id, record.revision, row[0], changes)
+            arguments = [handoff_id, before, changes, record.revision, lifetime, seal, *entries]
             answer = self._connection.run("record", CHANGE_RECORD, arguments)
             if answer[0] == WRITTEN:
                 self._files.extend(answer[1:], lifetime)
@@ -136,31 +152,22 @@ class SharedRecords:
     def read(self, handoff_id: str) -> HandoffRecord | None:
         if ID.fullmatch(handoff_id) is None:
             return None
-        key = self._key(handoff_id)
-        found = self._connection.ask("record", lambda client: client.hmget(key, ["body", "changes", "rev"]))
-        return self._parsed(handoff_id, found)
+        (row,) = self._rows("record", [(handoff_id, "")])
+        return self._parsed(handoff_id, row)
 
     def reread(self, record: HandoffRecord) -> HandoffRecord | None:
-        key = self._key(record.id)
         try:
-            revision = self._connection.ask("record", lambda client: client.hget(key, "rev"))
-            if revision is None:
+            (row,) = self._rows("record", [(record.id, record.revision)])
+            if row is None:
                 unwritten = record.announced and not record.on_disk and not record.archived
                 return record if unwritten and not self._was_removed(record.id) else None
-            return record if int(revision) == record.revision else self.read(record.id)
+            return record if row == SAME else self._parsed(record.id, row)
         except HandoffStoreUnavailable:  # it cannot be read now, but may exist
             return record
 
     def _was_removed(self, handoff_id: str) -> bool:
         """Return whether a record that is missing was removed, and did not expire as nobody reported it."""
-        own = self._connection.own_key
-
-        def fill(pipe: Client) -> None:
-            pipe.zscore(own("dead"), handoff_id)
-            pipe.get(own("lost"))
-
-        change, lost = self._connection.batch("record", fill)
-        return change is not None or int(lost or 0) > self._reported
+        return bool(self._connection.run("record", WAS_REMOVED, [handoff_id, self._reported]))
 
     def exists(self, handoff_id: str) -> bool:
         key = self._key(handoff_id)
@@ -209,16 +216,29 @@ class SharedRecords:
     def _refresh(self, news: News) -> None:
         last = self._seen
         store, seq, floor, changed, gone = self._ask_news(last)
-        if last and not self._goes_on(store, int(seq or 0), int(floor or 0)):
+        if last and not self._goes_on(store, seq, floor):
             store, seq, _, changed, _ = self._ask_news(0)
             gone = {each.encode() for each in list(self._usage)} - set(changed)
-        news.gone += [each.decode() for each in gone]
+        news.gone += self._ids(gone)
         for each in news.gone:
             self._forget(each)
-        listed = [each.decode() for each in changed]
+        listed = self._ids(changed)
         for first in range(0, len(listed), READ_AT_ONCE):
-            news.changed += self._read_new(listed[first : first + READ_AT_ONCE])
-        self._seen, self._store = int(seq or 0), store
+            some = listed[first : first + READ_AT_ONCE]
+            rows = self._rows("refresh", [(each, self._revisions.get(each, "")) for each in some])
+            read = [self._parsed(each, row) for each, row in zip(some, rows, strict=True) if row != SAME]
+            news.changed += [record for record in read if record is not None]
+        self._seen, self._store = seq, store
+
+    def _ids(self, members: Iterable[bytes]) -> list[str]:
+        """Return the members of a list of handoffs that are ids."""
+        found = []
+        for each in members:
+            if ID.fullmatch(told := each.decode(errors="replace")) is not None:
+                found.append(told)
+            else:
+                self._connection.not_readable("id", told[:80])
+        return found
 
     def _goes_on(self, store: bytes | None, seq: int, floor: int) -> bool:
         """Return whether the changes since the last look are all that is new.
@@ -235,37 +255,26 @@ class SharedRecords:
             The id of the store, the numbers of the last change and of the last removal that is not
             remembered, the ids of the records that were changed, and of those that were removed.
         """
-        own = self._connection.own_key
-
-        def fill(pipe: Client) -> None:
-            pipe.get(own("id"))
-            pipe.get(own("seq"))
-            pipe.get(own("floor"))
-            pipe.zrangebyscore(own("log"), f"({last}", "+inf")
-            pipe.zrangebyscore(own("gone"), f"({last}", "+inf")
-
-        found = self._connection.batch("refresh", fill)
+        found: list[Any] = self._connection.run("refresh", NEWS, [last])
         if found[0] is None:
             with contextlib.suppress(HandoffStoreUnavailable):  # it may be full
                 found[0] = self._connection.store_id()
         return found
 
-    def _read_new(self, ids: Sequence[str]) -> list[HandoffRecord]:
-        """Read those of some records whose revision is not known here."""
-        found = self._connection.batch(
-            "refresh", lambda pipe: [pipe.hget(self._key(each), "rev") for each in ids]
-        )
-        new = [
-            each
-            for each, revision in zip(ids, found, strict=True)
-            if revision is not None and int(revision) != self._revisions.get(each)
-        ]
-        fields = ["body", "changes", "rev"]
-        whole = self._connection.batch(
-            "refresh", lambda pipe: [pipe.hmget(self._key(each), fields) for each in new]
-        )
-        read = [self._parsed(each, found) for each, found in zip(new, whole, strict=True)]
-        return [record for record in read if record is not None]
+    def _rows(self, operation: str, wanted: Sequence[tuple[str, int | str]]) -> list[Any]:
+        """Read the rows of some records.
+
+        Args:
+            operation: name of the exchange in the metrics.
+            wanted: an id and the revision that is known of it, for each.
+
+        Returns:
+            For each body, changes, revision and seal; `SAME`: it has the known revision, 0: it is too large,
+            None: there is none.
+        """
+        asked = [part for each in wanted for part in each]
+        rows: list[Any] = self._connection.run(operation, READ_RECORDS, [MAX_RECORD_BYTES, *asked])
+        return rows
 
     def _write(self, record: HandoffRecord, life: int, *, announced: bool) -> int:
         pending = str(record.revision) if announced else ""
@@ -274,6 +283,7 @@ class SharedRecords:
         body["created_at"] += self._connection.ahead_s
         whole, changes = json.dumps(body), json.dumps(self._changes(record))
         scope = record.key.partition("/")[0]
+        seal = self._connection.seal(record.id, record.revision, whole, changes)
         arguments = [
             record.id,
             scope,
@@ -284,6 +294,7 @@ class SharedRecords:
             self._budget,
             pending,
             self._reported,
+            seal,
         ]
         answer = self._connection.run("record", WRITE_RECORD, arguments)
         self._files.unlink(answer[1:])
@@ -297,26 +308,32 @@ class SharedRecords:
         changes["expires_at"] += self._connection.ahead_s
         return changes
 
-    def _parsed(self, handoff_id: str, found: Sequence[bytes | None]) -> HandoffRecord | None:
-        body, changes, revision = found
-        if body is None or changes is None or revision is None:
+    def _parsed(self, handoff_id: str, row: Any) -> HandoffRecord | None:
+        """Return the record that a row says; None: there is none, or no gateway of the pool wrote it so."""
+        if row is None:
             return None
+        if not row or None in row or not self._is_sealed(handoff_id, *row):
+            self._connection.not_readable("record", handoff_id)
+            return None
+        body, changes, revision, _ = row
         try:
             values = json.loads(body) | json.loads(changes)
             for field in ("created_at", "expires_at"):
                 values[field] -= self._connection.ahead_s
             record = HandoffRecord.model_validate(values)
-        except (ValueError, TypeError, KeyError, ValidationError):
-            self._log.warning("handoff_unreadable", handoff=handoff_id)
+        except (ValueError, TypeError, KeyError, ValidationError):  # a gateway of another version
+            self._connection.not_readable("record", handoff_id)
             return None
-        if record.id != handoff_id:
-            return None
-        record.revision = int(revision)
+        record.revision = number(revision)
         record.on_disk = record.announced = True
         record.disk_bytes = len(body) + len(changes)
         record.measure()
         self._note(record)
         return record
+
+    def _is_sealed(self, handoff_id: str, body: bytes, changes: bytes, revision: bytes, seal: bytes) -> bool:
+        right = self._connection.seal(handoff_id, number(revision), body, changes)
+        return hmac.compare_digest(seal, right.encode())
 
     def _note(self, record: HandoffRecord) -> None:
         record.stamp = (record.revision, 0, record.disk_bytes)

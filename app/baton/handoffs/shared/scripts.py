@@ -7,13 +7,17 @@ All of their keys begin with `BASE`, whose braces keep them in one slot of a clu
     entry    hash    entry -> its files, in order      due     zset    entry -> end of its life, ms
     use:S    zset    entry of scope S -> last use, us; those that are pinned or not evictable are left out
     held     hash    scope -> bytes of its files and records           pinned  hash  scope -> pinned bytes
-    r:ID     hash    a record: body, changes, rev      rec     hash    record -> scope and bytes
+    r:ID     hash    a record: body, changes, rev, seal
+    rec      hash    record -> scope and bytes
     ends     zset    record -> end of its life, ms     records string  bytes of all records
     seq      string  number of the last change         log     zset    record -> number of its last change
     gone     zset    removed record -> number of that change, the last 10,000
     floor    string  number of the last removal that `gone` has lost
     dead     zset    record that was removed, not just expired -> number of that change, the last 10,000
     lost     string  number of the last such change that `dead` has lost
+
+Whoever can write to the store may have put anything there. A value that no script wrote counts as none, and
+`call` removes it where a command fails over it; so one bad value does not end the scripts of all tenants.
 
 A file's bytes are elsewhere, in a slot of their own: the script counts a file before it is written, and who
 frees one removes its bytes afterwards.
@@ -25,9 +29,24 @@ BEFORE_OTHERS_US = 4_000_000_000_000_000
 COMMON = """
 local base = KEYS[1] .. ':'
 local freed = {1}
-local function call(...) return redis.call(...) end
-local function number(value) return tonumber(value or '0') or 0 end
-local function scope_of(entry) return string.match(entry, '^[^/]+') end
+local function call(command, key, field, ...)
+  if not key then return redis.call(command) end
+  local answer = field and redis.pcall(command, key, field, ...) or redis.pcall(command, key)
+  if type(answer) ~= 'table' or not answer.err then return answer end
+  local no_number = string.find(answer.err, 'not an integer') or string.find(answer.err, 'overflow')
+  if no_number and command == 'HINCRBY' then
+    redis.call('HDEL', key, field)
+  elseif no_number or string.find(answer.err, 'WRONGTYPE') then
+    redis.call('DEL', key)
+  end
+  if field then return redis.call(command, key, field, ...) end
+  return redis.call(command, key)
+end
+local function number(value)
+  local found = tonumber(value or '0') or 0
+  return math.abs(found) < 2 ^ 53 and found or 0
+end
+local function scope_of(entry) return string.match(entry, '^[^/]+') or '' end
 local clock = call('TIME')
 local now_us = number(clock[1]) * 1000000 + number(clock[2])
 local now_ms = math.floor(now_us / 1000)
@@ -65,13 +84,12 @@ end
 
 local function drop(entry)
   local files, scope = call('HGET', base .. 'entry', entry), scope_of(entry)
-  if not files then return false end
-  unpin(entry, scope, files)
-  call('HDEL', base .. 'entry', entry)
   call('ZREM', base .. 'due', entry)
   call('ZREM', base .. 'use:' .. scope, entry)
+  if not files then return end
+  unpin(entry, scope, files)
+  call('HDEL', base .. 'entry', entry)
   for file in string.gmatch(files, '%S+') do release(scope, file) end
-  return true
 end
 
 local function next_change()
@@ -97,21 +115,21 @@ end
 local function forget(id)
   local line = call('HGET', base .. 'rec', id)
   call('HDEL', base .. 'rec', id)
-  if line then
-    local scope, bytes = string.match(line, '^(%S+) (%d+)$')
+  local scope, bytes = string.match(line or '', '^(%S+) (%d+)$')
+  if scope then
     add('held', scope, -number(bytes))
-    call('DECRBY', base .. 'records', bytes)
+    call('DECRBY', base .. 'records', string.format('%d', number(bytes)))
   end
   call('ZREM', base .. 'ends', id)
   call('ZREM', base .. 'log', id)
   call('DEL', base .. 'r:' .. id)
   remember('gone', 'floor', id, next_change())
-  return line ~= false
 end
 
 local function is_pending(id)
   local changes = call('HGET', base .. 'r:' .. id, 'changes')
-  return changes and cjson.decode(changes).state == 'pending'
+  local readable, told = pcall(cjson.decode, changes or '')
+  return readable and type(told) == 'table' and told.state == 'pending'
 end
 
 local function purge()
@@ -125,16 +143,17 @@ end
 
 -- Automatic entries go before others of their scope: see 'use' in RESERVE.
 local function victim(share)
-  local held, best, most, oldest = call('HGETALL', base .. 'held'), nil, share, math.huge
+  local held, best, most, oldest, from = call('HGETALL', base .. 'held'), nil, share, math.huge, nil
   for at = 1, #held, 2 do
     local bytes = number(held[at + 1])
     local first = call('ZRANGE', base .. 'use:' .. held[at], 0, 0, 'WITHSCORES')
     if first[1] and bytes > most then
-      best, most = first[1], bytes
+      best, most, from = first[1], bytes, held[at]
     elseif first[1] and most == share and number(first[2]) < oldest then
-      best, oldest = first[1], number(first[2])
+      best, oldest, from = first[1], number(first[2]), held[at]
     end
   end
+  if best then call('ZREM', base .. 'use:' .. from, best) end  -- also what is no entry, or of another scope
   return best
 end
 
@@ -261,11 +280,67 @@ return 1
 """
 )
 
+READ_RECORDS = (
+    COMMON
+    + """
+-- ARGV: most bytes of a record, then id and known revision. Returns for each body, changes, revision and
+-- seal; 1: it has the known revision, 0: it has more bytes, nil: there is none.
+local found = {}
+for at = 2, #ARGV, 2 do
+  local key, row = base .. 'r:' .. ARGV[at], {}
+  local bytes = 0
+  for _, each in ipairs({'body', 'changes', 'rev', 'seal'}) do bytes = bytes + call('HSTRLEN', key, each) end
+  if bytes > number(ARGV[1]) then
+    found[#found + 1] = 0
+  elseif bytes == 0 then
+    found[#found + 1] = false
+  elseif call('HGET', key, 'rev') == ARGV[at + 1] then
+    found[#found + 1] = 1
+  else
+    found[#found + 1] = call('HMGET', key, 'body', 'changes', 'rev', 'seal')
+  end
+end
+return found
+"""
+)
+
+NEWS = (
+    COMMON
+    + """
+-- ARGV: number of a change. Returns the id of the store, the numbers of the last change and of the last
+-- removal that is not remembered, the records that were changed after that change, and those removed.
+return {
+  call('GET', base .. 'id'), number(call('GET', base .. 'seq')), number(call('GET', base .. 'floor')),
+  call('ZRANGE', base .. 'log', '(' .. ARGV[1], '+inf', 'BYSCORE'),
+  call('ZRANGE', base .. 'gone', '(' .. ARGV[1], '+inf', 'BYSCORE'),
+}
+"""
+)
+
+WAS_REMOVED = (
+    COMMON
+    + """
+-- ARGV: id, change at which the gateway reported last that it is pending. Returns 1 or 0.
+return was_removed(ARGV[1], ARGV[2]) and 1 or 0
+"""
+)
+
+READ_FIELDS = """
+-- KEYS: a hash. ARGV: most bytes of a value, fields. Returns the values; one of more bytes counts as none.
+local found = {}
+for at = 2, #ARGV do
+  local size = redis.pcall('HSTRLEN', KEYS[1], ARGV[at])
+  local fits = type(size) == 'number' and size <= tonumber(ARGV[1])
+  found[#found + 1] = fits and redis.call('HGET', KEYS[1], ARGV[at])
+end
+return found
+"""
+
 WRITE_RECORD = (
     COMMON
     + """
 -- ARGV: id, scope, body, changes, revision, lifetime ms, budget, revision of the pending record or '',
--- change at which the gateway reported last that it is pending.
+-- change at which the gateway reported last that it is pending, seal.
 -- Returns {1, files that were freed...}, {0}: no room, {2}: the pending one has changed, {-1}: was deleted.
 purge()
 local id, scope = ARGV[1], ARGV[2]
@@ -281,7 +356,7 @@ if more > 0 and not make_room(scope, more, number(ARGV[7])) then
   freed[1] = 0
   return freed
 end
-call('HSET', key, 'body', ARGV[3], 'changes', ARGV[4], 'rev', ARGV[5])
+call('HSET', key, 'body', ARGV[3], 'changes', ARGV[4], 'rev', ARGV[5], 'seal', ARGV[10])
 call('PEXPIRE', key, ARGV[6])
 call('HSET', base .. 'rec', id, scope .. ' ' .. string.format('%d', bytes))
 call('ZADD', base .. 'ends', now_ms + number(ARGV[6]), id)
@@ -295,18 +370,18 @@ return freed
 CHANGE_RECORD = (
     COMMON
     + """
--- ARGV: id, expected revision, changes, new revision, lifetime ms, further entries that live as long.
+-- ARGV: id, expected revision, changes, new revision, lifetime ms, seal, further entries that live as long.
 -- Returns {1, files of these entries...}, {0}: another revision, {-1}: it was deleted.
 local key = base .. 'r:' .. ARGV[1]
 local revision = call('HGET', key, 'rev')
 if not revision then return {-1} end
 if revision ~= ARGV[2] then return {0} end
-call('HSET', key, 'changes', ARGV[3], 'rev', ARGV[4])
+call('HSET', key, 'changes', ARGV[3], 'rev', ARGV[4], 'seal', ARGV[6])
 call('PEXPIRE', key, ARGV[5])
 call('ZADD', base .. 'ends', now_ms + number(ARGV[5]), ARGV[1])
 call('ZADD', base .. 'log', next_change(), ARGV[1])
 local kept = {1}
-for at = 6, #ARGV do
+for at = 7, #ARGV do
   local files = call('HGET', base .. 'entry', ARGV[at])
   if files then
     call('ZADD', base .. 'due', now_ms + number(ARGV[5]), ARGV[at])

@@ -23,7 +23,7 @@ from baton.handoffs.records.record import HandoffRecord, scope_of
 from baton.handoffs.records.repository import Edit
 from baton.handoffs.records.storage import HandoffStorage, counting
 from baton.handoffs.records.store_proof import proof_of
-from baton.handoffs.shared.connection import SharedConnection
+from baton.handoffs.shared.connection import SharedConnection, number
 from baton.handoffs.shared.files import PoolFiles, Room, SharedFile
 from baton.handoffs.shared.records import SharedRecords, lifetime_ms
 from baton_kv.entry_files import shared_keys
@@ -108,12 +108,14 @@ class SharedStorage(HandoffStorage):
 
     def fetch(self, record: HandoffRecord, within_s: float) -> int:
         until, size, names = time.monotonic() + min(within_s, self.fetch_s), 0, self.files.names(record.key)
+        left = record.bytes
         if not names or names[-1] != record.key:
             return 0
         for index, name in enumerate(names):
             if self.store.exists(name):
                 continue
-            length, chunks = self.files.chunks(name, until)
+            length, chunks = self.files.chunks(name, until, left)
+            left -= length
             shared = SharedFiles(tuple(names[:index]), names[index - 1]) if index else SharedFiles()
             with contextlib.closing(chunks), counting(size):
                 size += self.store.put(name, chunks, size=length, shared=shared)
@@ -156,7 +158,7 @@ class SharedStorage(HandoffStorage):
             found = self.connection.ask("look", lambda client: client.hgetall(key))
         except HandoffStoreUnavailable:
             return {scope_of(record.tenant): sys.maxsize}  # nothing fits
-        return {scope.decode(): int(size) for scope, size in found.items()}
+        return {scope.decode(errors="replace"): number(size) for scope, size in found.items()}
 
     def quarantine(self, record: HandoffRecord) -> None:
         super().quarantine(record)

@@ -48,7 +48,7 @@ class BodyLimitMiddleware:
                     "The request body must not be compressed: send it without 'Content-Encoding'."
                 )
         with budget.lease(state_of(scope).context.tenant) as lease:
-            state_of(scope).take_memory = lease.take
+            state_of(scope).context.take_memory = lease.take
             await self._app(scope, Body(receive, limit, self._edge, lease).receive, send)
 
 

@@ -27,7 +27,7 @@ from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.state import HandoffState
 from baton.handoffs.session import ID_HEADER
 from baton.http.forwarding import prepare_forwarded
-from baton.http.pipeline import admit, check, take_place, unless_gone
+from baton.http.pipeline import check, take_place, unless_gone
 from baton.http.request_body import read_json
 from baton.http.request_images import take_images
 from baton.http.request_state import context_of, state_of
@@ -45,7 +45,6 @@ async def create_handoff(request: Request) -> Response:
     Answers 201 when the handoff is ready within `handoffs.wait_s`, otherwise 202 while it is pending.
     """
     gateway = gateway_of(request)
-    admit(request)
     body = await read_json(request, gateway.settings.limits)
     await check(request, body)
     options = parse_options(NewHandoff, body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -33,5 +32,5 @@ async def show_peer(
         "version": __version__,
         "tenant": context_of(request).tenant,
         "handoff": found is not None and found.supports_handoffs,
-        "store": await asyncio.to_thread(gateway.forwarded.storage.proof, challenge),
+        "store": await gateway.handoffs.proof(challenge, context_of(request).tenant),
     }

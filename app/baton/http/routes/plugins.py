@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from baton.engines.installed_plugins import installed_plugins, running_platform
+from baton.http.request_body import in_a_thread
 from baton.http.state import gateway_of
 
 router = APIRouter()
@@ -18,8 +20,12 @@ BY_IMPORT = ("vllm.general_plugins", "vllm.stat_logger_plugins")
 
 
 @router.get("/v1/plugins")
-def list_plugins(request: Request) -> dict[str, Any]:
+async def list_plugins(request: Request) -> dict[str, Any]:
     """List the installed plugins of all of vLLM's groups, with the engines that use each IO processor."""
+    return await in_a_thread(request, partial(_list, request))
+
+
+def _list(request: Request) -> dict[str, Any]:
     users: dict[str, list[str]] = {}
     for engine in gateway_of(request).fleet.engines:
         if engine.plugin is not None:

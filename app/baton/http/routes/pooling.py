@@ -16,12 +16,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
 from baton.http.accept import JSON, ZIP, Wanted, chosen, names_of, wanted_types
 from baton.http.follow_up import FIELD, FollowUp, ask_follow_up, refuse_old_name, take_follow_up
 from baton.http.media_types import UPLOAD_TYPES, media_type_of
-from baton.http.pipeline import admit, operate, strip, unless_gone
+from baton.http.pipeline import operate, strip, unless_gone
 from baton.http.request_body import read_json
 from baton.http.request_state import context_of, state_of
 from baton.http.state import Gateway, gateway_of
@@ -44,7 +45,6 @@ JSON_OR_FILE = (
 async def create_pooling(request: Request) -> Response:
     """Pool texts or tokens, or have the model's IO processor plugin process the data."""
     gateway = gateway_of(request)
-    admit(request)  # the plugin's runner has a queue of its own
     if media_type_of(request) in UPLOAD_TYPES:
         return await _upload(request)
     body = await read_json(request, gateway.settings.limits, instead=JSON_OR_FILE)
@@ -204,10 +204,10 @@ async def _as_zip(
     gateway: Gateway, answer: PluginAnswer, files: list[ResultFile], context: RequestContext
 ) -> Response:
     folder = gateway.settings.pooling.spool_dir
-    packed = await asyncio.to_thread(make, folder, RESULTS)
+    packed = await in_own_thread(make, folder, RESULTS)
 
     async def release() -> None:
-        await asyncio.to_thread(packed.remove)
+        await in_own_thread(packed.remove)
         await answer.close()
 
     try:

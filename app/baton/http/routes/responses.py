@@ -9,10 +9,10 @@ from fastapi import APIRouter, Query, Request, Response
 
 from baton.engines.port import Operation
 from baton.errors import InvalidRequest
-from baton.http.pipeline import admit, operate
+from baton.http.pipeline import operate
 from baton.http.request_body import in_a_thread, read_json
 from baton.http.request_responses import take_response_request
-from baton.http.request_state import context_of, state_of
+from baton.http.request_state import context_of
 from baton.http.state import gateway_of
 from baton.responses.replies import stored
 from baton.responses.response import listed_items
@@ -27,7 +27,6 @@ async def create_response(request: Request) -> Response:
     The answer is stored unless `store` is false, and later requests go on from it by `previous_response_id`.
     """
     gateway = gateway_of(request)
-    admit(request)
     body = await read_json(request, gateway.settings.limits)
     taken = await take_response_request(request, body)
     return await operate(request, Operation.RESPONSES, body, partial(stored, gateway.responses, taken))
@@ -38,9 +37,8 @@ async def retrieve_response(request: Request, response_id: str, stream: bool = F
     """Show a stored response."""
     if stream:
         raise InvalidRequest("A stored response is shown in one piece: leave 'stream' out.", param="stream")
-    admit(request)
     responses, tenant = gateway_of(request).responses, context_of(request).tenant
-    state_of(request.scope).take_memory(await responses.body_size(response_id, tenant))
+    context_of(request).take_memory(await responses.body_size(response_id, tenant))
     found = await responses.body(response_id, tenant)
     return Response(found, media_type="application/json")
 
@@ -48,7 +46,6 @@ async def retrieve_response(request: Request, response_id: str, stream: bool = F
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
     """Delete a stored response. Its text is kept as long as a later response goes on from it."""
-    admit(request)
     await gateway_of(request).responses.delete(response_id, context_of(request).tenant)
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -65,9 +62,8 @@ async def list_input_items(
 
     For the next page, set `after` to the `last_id` of this one.
     """
-    admit(request)
     responses, tenant = gateway_of(request).responses, context_of(request).tenant
-    state_of(request.scope).take_memory(await responses.size(response_id, tenant))
+    context_of(request).take_memory(await responses.size(response_id, tenant))
     turns = await responses.conversation(response_id, tenant)
     items = await in_a_thread(request, partial(listed_items, turns))
     items = items if order == "asc" else items[::-1]
@@ -83,6 +79,5 @@ async def list_input_items(
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Refuse to cancel a response: a stored one is complete."""
-    admit(request)
     await gateway_of(request).responses.body_size(response_id, context_of(request).tenant)
     raise InvalidRequest("Only responses in the background can be cancelled; this one is complete.")

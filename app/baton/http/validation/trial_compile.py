@@ -21,6 +21,7 @@ from typing import Any
 import structlog
 
 from baton.admission.fair_queue import QueueLimits, watched_queue
+from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import LimitSettings
 from baton.errors import GatewayOverloaded, InvalidRequest
 from baton.http.validation.constraints import Constraint, doubtful_grammars
@@ -200,7 +201,7 @@ class TrialCompiler:
         async with self._starting:
             if self._server is None:
                 try:
-                    self._server = await asyncio.to_thread(_CompileServer.start)
+                    self._server = await in_own_thread(_CompileServer.start)
                 except OSError as error:  # the system has no resources for another process
                     log.warning("compile_server_not_started", reason=error.strerror)
                     raise _busy() from None
@@ -210,7 +211,7 @@ class TrialCompiler:
         async with self._starting:
             if self._server is server:
                 self._server = None
-                await asyncio.to_thread(server.stop)
+                await in_own_thread(server.stop)
                 log.warning("compile_server_ended", code=server.process.returncode)
 
 
