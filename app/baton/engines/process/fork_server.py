@@ -222,16 +222,19 @@ class ForkedPopen(popen_forkserver.Popen):
         for name in ("init_main_from_name", "init_main_from_path"):
             data.pop(name, None)  # what runs is vLLM's; the gateway's main module is not imported again
         buffer = io.BytesIO()
-        context.set_spawning_popen(self)  # type: ignore[attr-defined]  # not in typeshed
+        context.set_spawning_popen(self)
         try:
             ForkingPickler(buffer).dump(data)
             ForkingPickler(buffer).dump(process_obj)
         finally:
-            context.set_spawning_popen(None)  # type: ignore[attr-defined]
+            context.set_spawning_popen(None)
         data_r, data_w = os.pipe()
         code_r, code_w = os.pipe()
         try:
-            self.pid = launch.server.fork([data_r, code_w, resource_tracker.getfd(), *self._fds])
+            tracker = resource_tracker.getfd()
+            assert tracker is not None  # it runs now
+            inherited = self._fds  # type: ignore[attr-defined]  # of its base, and not in typeshed
+            self.pid = launch.server.fork([data_r, code_w, tracker, *inherited])
             self.sentinel = os.pidfd_open(self.pid)  # it waits for its data: it is there
         except BaseException:
             os.close(data_w)
@@ -242,7 +245,7 @@ class ForkedPopen(popen_forkserver.Popen):
             os.close(code_w)
         self._code = code_r
         alive = os.dup(data_w)  # the child sees this process's end when it closes
-        self.finalizer = util.Finalize(self, util.close_fds, (alive, self.sentinel, code_r))
+        self.finalizer = util.Finalize(self, _close, (alive, self.sentinel, code_r))
         with open(data_w, "wb") as file:
             file.write(buffer.getbuffer())
         launch.launched(self.pid)
@@ -252,6 +255,11 @@ class ForkedPopen(popen_forkserver.Popen):
             code = os.read(self._code, NUMBER.size)
             self.returncode = NUMBER.unpack(code)[0] if len(code) == NUMBER.size else KILLED
         return self.returncode
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 class ForkedProcess(context.SpawnProcess):
@@ -325,7 +333,7 @@ def _run(descriptors: Sequence[int], variables: Mapping[str, str]) -> int:
     os.environ.update({**variables, **private})
     forkserver._forkserver._inherited_fds = inherited  # type: ignore[attr-defined]  # where they are looked for
     resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]  # one for the whole gateway
-    return spawn._main(data, os.dup(data))  # type: ignore[attr-defined]  # as `multiprocessing` runs its own
+    return spawn._main(data, os.dup(data))  # as `multiprocessing` runs its own
 
 
 def _flush() -> None:

@@ -46,7 +46,10 @@ def parsed_json(text: bytes) -> tuple[Any, bool]:
 
     def finite(number: str) -> float | None:
         value = float(number)
-        return value if math.isfinite(value) else nulls.append(number)
+        if math.isfinite(value):
+            return value
+        nulls.append(number)
+        return None
 
     return json.loads(text, parse_float=finite, parse_constant=nulls.append), bool(nulls)
 
@@ -86,8 +89,8 @@ def _with_type(fields: Json | None, status: int) -> Json:
 def error_fields(body: bytes | str) -> Json | None:
     """Return the `error` object of a body in OpenAI's or Anthropic's shape; None: it has another shape."""
     try:
-        parsed, _ = parsed_json(body)
-    except (ValueError, RecursionError):
+        parsed, _ = parsed_json(body if isinstance(body, bytes) else body.encode())
+    except ValueError:
         return None
     return fields_of(parsed)
 
