@@ -56,7 +56,7 @@ async def take_response_request(request: Request, body: Json) -> ResponseRequest
     written = await off_the_loop(request, partial(json.dumps, own, separators=(",", ":"))) if stores else "[]"
     if previous is not None:
         body["input"] = [*await _past(request, previous), *own]
-    return ResponseRequest(tenant, previous, written, stores)
+    return ResponseRequest(tenant, previous, written, stores, f"resp_{context_of(request).request_id}")
 
 
 def _require_types(body: Json, previous: object) -> None:

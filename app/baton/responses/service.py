@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import sqlite3
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -52,7 +51,7 @@ class ResponseRequest:
     previous: str | None
     input: str
     stores: bool
-    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(16)}")
+    id: str
 
 
 SMALL = 64 * 1024
