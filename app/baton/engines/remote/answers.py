@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
-from jiter import from_json
 
 from baton.engines.port import Json, Operation
 from baton.engines.remote.refusals import fields_of, not_an_answer, of_the_server_itself, shown
@@ -134,8 +133,8 @@ class StreamReader:
             self.complete = True
             return str(event)
         try:
-            parsed = from_json(event.data.encode())  # it goes less deep than whoever reads the event again
-        except ValueError:
+            parsed = json.loads(event.data)
+        except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
             raise not_an_answer("an event that is no JSON object")

@@ -8,8 +8,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from jiter import from_json
-
 from baton.engines.port import Json, WholeReply
 from baton.engines.remote.answers import Names, StreamReader, TokenCount
 from baton.engines.remote.client import Answer
@@ -61,8 +59,8 @@ async def whole_reply(answer: Answer, most: int, names: Names, count: TokenCount
 
     def read() -> tuple[Json, bytes]:
         try:
-            parsed = from_json(body)  # it goes less deep than whoever reads the answer again
-        except ValueError:
+            parsed = json.loads(body)
+        except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
             raise not_an_answer("an answer that is no JSON object")
