@@ -16,7 +16,7 @@ from typing import Any
 from starlette.requests import Request
 
 from baton.engines.port import Engine, Json, Operation
-from baton.errors import BatonError, InvalidRequest, OperationUnsupported
+from baton.errors import BatonError, GenerationFailed, InvalidRequest, OperationUnsupported
 from baton.http.error_body import error_body
 from baton.http.pipeline import ask
 from baton.http.request_body import in_a_thread
@@ -121,7 +121,10 @@ async def ask_follow_up(request: Request, follow_up: FollowUp, description: Desc
         response = await ask(request, follow_up.engine, Operation.CHAT, body)
     except BatonError as error:
         return FollowUpAnswer(error_body(error, request.scope), {})
-    answer: Json = json.loads(bytes(response.body))
+    try:
+        answer: Json = json.loads(bytes(response.body))
+    except RecursionError:  # a server elsewhere may nest as deep as was just possible where it was checked
+        return FollowUpAnswer(error_body(GenerationFailed(), request.scope), {})
     headers = {name: value for name, value in response.headers.items() if name.startswith("x-")}
     return FollowUpAnswer(answer, headers)
 
