@@ -43,8 +43,10 @@ def parsed_json(text: bytes | str) -> tuple[Any, bool]:
     nulls: list[str] = []
 
     def finite(number: str) -> float | None:
-        value = float(number)
-        return value if math.isfinite(value) else nulls.append(number)
+        if math.isfinite(value := float(number)):
+            return value
+        nulls.append(number)
+        return None
 
     return json.loads(text, parse_float=finite, parse_constant=nulls.append), bool(nulls)
 
