@@ -260,6 +260,6 @@ def test_beside_token_ids_messages_hold_no_parts() -> None:
     messages = [{"role": "user", "content": [image]}, {"role": "user", "content": [text, image]}]
     messages += [{"role": "user", "content": "so?"}]
     body = with_whole_prompt(Operation.CHAT, {"messages": messages}, TransferRequest(prompt=[1]))
-    assert [message["content"] for message in body["messages"]] == ["", "", "so?"]
+    assert [message["content"] for message in body["messages"]] == ["", "", "so?"], "none is rendered"
     assert body["kv_transfer_params"] == {"prompt_token_ids": [1]}
     assert messages[0]["content"] == [image], "the request's own body is as it was"

@@ -357,18 +357,21 @@ def test_a_context_whose_model_said_what_stands_for_an_image_is_not_gone_on_from
     shown = picture(5201)
     says_it = {"messages": [user(part(shown), " what is where?")]}
     says_it["logit_bias"] = {str(eyes.seer.image_token): 100}
+    shows = says_it | {"skip_special_tokens": False}  # else its client receives nothing of it
     left = {
-        scope: eyes.ask("reader", says_it | {"handoff": {"save": {"scope": scope}}})
-        for scope in ("context", "prompt")
+        "context": eyes.ask("reader", shows | {"handoff": {"save": True}}),
+        "unseen": eyes.ask("reader", says_it | {"handoff": {"save": True}}),
+        "prompt": eyes.ask("reader", says_it | {"handoff": {"save": {"scope": "prompt"}}}),
     }
-    assert set(left["context"].said) == {eyes.seer.image_token}
+    assert {token for each in left.values() for token in each.said} == {eyes.seer.image_token}
     with eyes.gateway.client() as client:
         body = {"model": "reader", "messages": [user("so?")], "handoff": {"from": left["context"].left}}
         refused = client.post(CHAT, json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
     assert "context that it continues" in refused.json()["error"]["message"]
-    answer = eyes.ask("reader", {"messages": [user("so?")], "handoff": {"from": left["prompt"].left}})
-    assert answer.said == eyes.seer.says(answer.prompt, [shown])
+    for scope in ("unseen", "prompt"):
+        answer = eyes.ask("reader", {"messages": [user("so?")], "handoff": {"from": left[scope].left}})
+        assert answer.said == eyes.seer.says(answer.prompt, [shown])
 
 
 @pytest.mark.chaos

@@ -45,8 +45,7 @@ def parsed_json(text: bytes) -> tuple[Any, bool]:
     nulls: list[str] = []
 
     def finite(number: str) -> float | None:
-        value = float(number)
-        if math.isfinite(value):
+        if math.isfinite(value := float(number)):
             return value
         nulls.append(number)
         return None

@@ -67,7 +67,7 @@ class AnswerText:
         for count in range(len(kept), max(-1, len(kept) - CUT_WITHIN), -1):
             rest = text[len("".join(shown[:count])) :]
             for written in (rest, rest.removeprefix(" ")):  # some tokenizers write a space before every text
-                ids = self.tokenizer.encode(written, add_special_tokens=False)
+                ids: list[int] = self.tokenizer.encode(written, add_special_tokens=False)
                 if "".join(await self._pieces([*prompt, *kept[:count]], ids)) == rest:
                     return [*kept[:count], *ids]
         return None
