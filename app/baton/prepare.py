@@ -68,17 +68,6 @@ def refuse_conflicts() -> None:
         raise StartError("\n".join(conflicts))
 
 
-def with_allowed_handoffs(settings: Settings) -> Settings:
-    """Return the settings, with handoffs off where they may not be used; logs that."""
-    allowed = settings.with_allowed_handoffs(on_cpu=is_cpu_build())
-    if allowed is not settings:
-        structlog.get_logger("baton").warning(
-            "handoffs_off",
-            reason="on GPUs they were never run; handoffs.unproven_devices = true allows them",
-        )
-    return allowed
-
-
 def prepare_fleet(
     settings: Settings,
     progress: PhaseProgress,

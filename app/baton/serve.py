@@ -21,7 +21,7 @@ from baton.engines.process.orphan_reaper import OrphanReaper
 from baton.errors import StartError
 from baton.http.uvicorn_server import GatewayServer, url_of
 from baton.models.catalog import FLOOD_TINY
-from baton.prepare import prepare_fleet, refuse_conflicts, with_allowed_handoffs
+from baton.prepare import prepare_fleet, refuse_conflicts
 from baton.server import create_app
 from baton.telemetry.logs import EngineOutput, configure_logs
 from baton.telemetry.progress import PhaseProgress
@@ -47,7 +47,6 @@ def serve(settings: Settings) -> None:
         contextlib.ExitStack() as opened,
     ):
         configure_logs(settings.log_level, settings.log_format, output.terminal)
-        settings = with_allowed_handoffs(settings)
         with PhaseProgress(output.terminal) as progress:
             fleet = prepare_fleet(
                 settings,

@@ -94,7 +94,7 @@ for stage in "$@"; do
     proof) # with graphs of whole steps, without, and as vLLM comes, side by side
       modes=$(printf '%s\n' "$(best graphs graphs-v1)" "$(best eager stub)" "$(best compiled eager stub)" | sort -u)
       for mode in $modes; do
-        run "proof-$mode" 170 "$python" "$here/engine_proof.py" proof "$models/$small" --device $device --mode "$mode" --folder "$memory" \
+        run "proof-$mode" "${SECONDS_PROOF:-280}" "$python" "$here/engine_proof.py" proof "$models/$small" --device $device --mode "$mode" --folder "$memory" \
           --json "$OUT/proof-$mode.json" "${limits[@]}" &
       done
       wait

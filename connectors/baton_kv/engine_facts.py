@@ -11,6 +11,7 @@ import vllm
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -42,22 +43,39 @@ def require_supported(
     Args:
         config: the engine's configuration.
         kv_cache_config: its KV cache.
-        unproven_devices: whether NVIDIA GPUs are allowed, on which the connector has never run.
+        unproven_devices: whether NVIDIA GPUs are allowed where handoffs on them are not proved.
 
     Raises:
         ValueError: the configuration is not supported; the message says what to change.
     """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     _require_parallel(config)
-    _require_caches([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups])
-    if not current_platform.is_cpu() and not (unproven_devices and current_platform.is_cuda()):
+    _require_caches(specs)
+    if not current_platform.is_cpu() and not current_platform.is_cuda():
+        raise ValueError("baton_kv: only CPUs and NVIDIA GPUs are supported; set handoff = false")
+    if current_platform.is_cuda() and not unproven_devices and (unproved := _unproved_on_gpus(config, specs)):
         raise ValueError(
-            "baton_kv: measured on CPUs only. For NVIDIA GPUs it was written to vLLM's contract and never "
-            "run: to try it set handoffs.unproven_devices = true (with plain vLLM unproven_devices in "
-            "kv_connector_extra_config). Other devices are not supported"
+            f"baton_kv: on GPUs handoffs are not proved with {', '.join(unproved)}; to try it set "
+            "handoffs.unproven_devices = true (with plain vLLM unproven_devices in kv_connector_extra_config)"
         )
     policy = config.kv_transfer_config.kv_load_failure_policy if config.kv_transfer_config else None
     if policy != "recompute":
         raise ValueError('baton_kv: set "kv_load_failure_policy": "recompute" in the KV transfer config')
+
+
+def _unproved_on_gpus(config: VllmConfig, specs: Sequence[Any]) -> list[str]:
+    """Return what of a configuration no run on a GPU has proved; `docs/results/gpu.md` says what was."""
+    images = config.model_config.multimodal_config
+    found = {
+        "tensor parallelism": config.parallel_config.tensor_parallel_size > 1,
+        "quantised KV": any(spec.kv_quant_mode is not KVQuantMode.NONE for spec in specs),
+        "MLA": any(isinstance(spec, MLAAttentionSpec) for spec in specs),
+        "sliding windows": any(getattr(spec, "sliding_window", None) for spec in specs),
+        "speculative decoding": config.speculative_config is not None,
+        "images": images is not None and images.get_limit_per_prompt("image") > 0,
+        "vLLM's first model runner": not config.use_v2_model_runner,
+    }
+    return [name for name, there in found.items() if there]
 
 
 def _require_parallel(config: VllmConfig) -> None:

@@ -43,7 +43,8 @@ class ConnectorSettings(BaseModel):
     )
     unproven_devices: bool = Field(
         False,
-        description="Allow NVIDIA GPUs, where this connector was written to vLLM's contract and never run.",
+        description="Allow NVIDIA GPUs where handoffs on them are not proved: with tensor parallelism, "
+        "quantised KV, sliding windows, MLA, speculative decoding, images, vLLM's first model runner.",
     )
     verify: bool = Field(
         True,

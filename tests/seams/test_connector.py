@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
 from vllm.lora.request import LoRARequest
@@ -17,6 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -109,6 +111,8 @@ def config(**changes: Any) -> Any:
         "nodes": 1,
         "policy": "recompute",
         "images": None,
+        "drafts": None,
+        "second_runner": True,
     } | changes
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
@@ -120,6 +124,8 @@ def config(**changes: Any) -> Any:
         ),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=plain["policy"]),
         model_config=SimpleNamespace(multimodal_config=plain["images"]),
+        speculative_config=plain["drafts"],
+        use_v2_model_runner=plain["second_runner"],
     )
 
 
@@ -189,10 +195,7 @@ def test_plain_mla_is_tried_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> No
     cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=plain)])
     with pytest.raises(ValueError, match="decodes them otherwise than it prefills"):
         engine_facts.require_supported(config(), cache, unproven_devices=True)
-    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
-    monkeypatch.setattr(engine_facts, "current_platform", gpu)
-    with pytest.raises(ValueError, match="unproven_devices"):
-        engine_facts.require_supported(config(), cache)
+    monkeypatch.setattr(engine_facts, "current_platform", GPU)
     engine_facts.require_supported(config(), cache, unproven_devices=True)
     for changes in (
         {"model_version": "deepseek_v4"},
@@ -202,6 +205,68 @@ def test_plain_mla_is_tried_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> No
         cache.kv_cache_groups[0].kv_cache_spec = dataclasses.replace(plain, **changes)
         with pytest.raises(ValueError, match="sparse attention"):
             engine_facts.require_supported(config(), cache, unproven_devices=True)
+
+
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+GPU = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
+
+
+def test_vllm_still_tells_what_the_gate_for_gpus_asks() -> None:
+    """By these names; the tests below make the facts themselves."""
+    assert isinstance(VllmConfig.use_v2_model_runner, property)
+    assert "speculative_config" in {field.name for field in dataclasses.fields(VllmConfig)}  # type: ignore[arg-type]  # decorated
+
+
+def test_what_was_proved_on_a_gpu_needs_no_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_facts, "current_platform", GPU)
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=FULL)])
+    engine_facts.require_supported(config(), cache)
+    text_only = MultiModalConfig(limit_per_prompt={"image": 0})  # type: ignore[dict-item]  # as vLLM takes it
+    engine_facts.require_supported(config(images=text_only), cache)
+
+
+@pytest.mark.parametrize(
+    ("changes", "specs", "named"),
+    [
+        ({"tp": 2}, [FULL], "tensor parallelism"),
+        ({"drafts": object()}, [FULL], "speculative decoding"),
+        ({"images": MultiModalConfig()}, [FULL], "images"),
+        ({"second_runner": False}, [FULL], "vLLM's first model runner"),
+        ({}, [dataclasses.replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)], "quantised KV"),
+        ({}, [dataclasses.replace(FULL, sliding_window=64)], "sliding windows"),
+        (
+            {},
+            [
+                FULL,
+                SlidingWindowSpec(
+                    block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, sliding_window=64
+                ),
+            ],
+            "sliding windows",
+        ),
+        ({}, [MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)], "MLA"),
+        ({"tp": 2, "drafts": object()}, [FULL], "tensor parallelism, speculative decoding"),
+    ],
+)
+def test_what_was_not_proved_on_a_gpu_is_refused_by_name_unless_allowed(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], specs: list[Any], named: str
+) -> None:
+    monkeypatch.setattr(engine_facts, "current_platform", GPU)
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+    with pytest.raises(
+        ValueError, match=f"not proved with {named}; .*handoffs.unproven_devices = true"
+    ) as refused:
+        engine_facts.require_supported(config(**changes), cache)
+    assert "\n" not in str(refused.value)
+    engine_facts.require_supported(config(**changes), cache, unproven_devices=True)
+
+
+def test_other_devices_are_refused_whatever_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False)
+    monkeypatch.setattr(engine_facts, "current_platform", other)
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=FULL)])
+    with pytest.raises(ValueError, match="only CPUs and NVIDIA GPUs"):
+        engine_facts.require_supported(config(), cache, unproven_devices=True)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -126,12 +126,11 @@ def test_what_is_wrong_is_found(tool: Path, monkeypatch: pytest.MonkeyPatch) -> 
     busy = engine("busy", share=0.5, device_ids=[1])
     found = findings(tool, engine("a", handoff=True), busy, engine("far", device_ids=[7]))
     bad = {name: finding.text + " " + finding.mend for name, finding in found.items() if finding.bad}
-    assert set(bad) == {"driver", "engine busy", "engine far", "allocator", "handoffs"}
+    assert set(bad) == {"driver", "engine busy", "engine far", "allocator"}
     assert "570.10 (torch needs 580 or newer)" in bad["driver"]
     assert "not free now" in bad["engine busy"]
     assert "no GPU 7" in bad["engine far"]
     assert "unset it" in bad["allocator"]
-    assert "handoffs.unproven_devices = true" in bad["handoffs"]
 
 
 def test_what_is_free_is_counted_for_all_engines_of_a_gpu(tool: Path) -> None:
@@ -170,27 +169,11 @@ def test_the_driver_is_as_new_as_torch_s_cuda_wants(
     assert findings(tool, engine("a"))["driver"].bad is bad
 
 
-def test_handoffs_that_were_allowed_are_no_fault(tool: Path) -> None:
-    found = findings(tool, engine("a", handoff=True), handoffs={"unproven_devices": True})
+@pytest.mark.parametrize(("allowed", "told"), [(False, "refused when the engine starts"), (True, "allowed")])
+def test_the_doctor_says_which_handoffs_are_proved(tool: Path, allowed: bool, told: str) -> None:
+    hands_over, other = engine("a", handoff=True), engine("b")
+    found = findings(tool, hands_over, other, handoffs={"unproven_devices": allowed})
     assert not found["handoffs"].bad
-    assert "never run" in found["handoffs"].text
-
-
-def test_default_engines_start_on_a_gpu_without_handoffs_unless_those_are_allowed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    default = load_settings()
-    assert [engine.handoff for engine in default.engines] == [True, False]
-    assert default.with_allowed_handoffs(on_cpu=True) is default
-    assert not any(engine.handoff for engine in default.with_allowed_handoffs(on_cpu=False).engines)
-    named = load_settings(engines=[engine("a", handoff=True)])
-    assert named.with_allowed_handoffs(on_cpu=False) is named, "what was asked for is refused, not left out"
-    monkeypatch.setenv("BATON_HANDOFFS__UNPROVEN_DEVICES", "true")
-    allowed = load_settings()
-    assert allowed.with_allowed_handoffs(on_cpu=False) is allowed
-
-
-def test_shares_that_cannot_be_are_a_finding(tool: Path) -> None:
-    found = findings(tool, engine("a", share=0.9), engine("b", share=0.9))
-    assert found["gpu shares"].bad
-    assert "lower `gpu_share`" in found["gpu shares"].mend
+    assert found["handoffs"].text.startswith("a: proved on GPUs with one rank, ")
+    assert found["handoffs"].text.endswith(told)
+    assert "handoffs" not in findings(tool, other)

@@ -98,6 +98,28 @@ def test_what_was_thought_is_loaded_however_slow_the_store_is() -> None:
     assert decision.prefill_s == pytest.approx((TOKENS - 40) / 1000 + 40 * 0.05)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "prefill_s", "load_s"),
+    [(2048, 0.051, 0.115), (8192, 0.215, 0.440), (30000, 1.100, 1.687)],
+)
+def test_what_an_h200_computes_faster_than_it_is_loaded_is_computed(
+    tokens: int, prefill_s: float, load_s: float
+) -> None:
+    """An 8B model's KV at 2.2 GiB/s (`docs/results/gpu.md`); loads as fast as the card's link turn it round."""
+    engine, context, size = FakeEngine("a"), record(), tokens * 131_072
+    context.tokens, context.bytes = array("i", range(tokens)), size
+    planner = Planner()
+    assert planner.decide(engine, context).choice is Choice.LOAD, "nothing is known yet"
+    engine.throughput.loaded(size, load_s)
+    engine.throughput.prefilled(tokens, prefill_s)
+    decision = planner.decide(engine, context)
+    assert (decision.choice, decision.limit) == (Choice.RECOMPUTE, 0)
+    assert (decision.load_s, decision.prefill_s) == (pytest.approx(load_s), pytest.approx(prefill_s))
+    for _ in range(3):
+        engine.throughput.loaded(size, size / (25 * 1024 * MIB))
+    assert planner.decide(engine, context).choice is Choice.LOAD
+
+
 def test_what_is_not_known_yet_is_loaded() -> None:
     assert Planner().decide(FakeEngine("a"), record()).choice is Choice.LOAD
 

@@ -123,8 +123,8 @@ class HandoffSettings(Frozen):
     )
     unproven_devices: bool = Field(
         False,
-        description="Allow `handoff` on NVIDIA GPUs, where it was written to vLLM's contract, tested "
-        "on a CPU with two ranks, and never run.",
+        description="Allow `handoff` on NVIDIA GPUs where it is not proved: with tensor parallelism, "
+        "quantised KV, sliding windows, MLA, speculative decoding, images, vLLM's first model runner.",
     )
     verify: bool = Field(
         True,

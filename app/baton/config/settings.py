@@ -169,19 +169,6 @@ class Settings(BaseSettings):
             raise ValueError(f"engines: the name '{twice[0]}' is given twice")
         return self
 
-    def with_allowed_handoffs(self, *, on_cpu: bool) -> Settings:
-        """Return these settings, on a GPU with the default engines' handoffs off unless that was allowed.
-
-        An engine that the settings name keeps its `handoff`, and is refused at the start.
-
-        Args:
-            on_cpu: whether engines run on CPUs.
-        """
-        if on_cpu or self.handoffs.unproven_devices or "engines" in self.model_fields_set:
-            return self
-        engines = tuple(engine.model_copy(update={"handoff": False}) for engine in self.engines)
-        return self.model_copy(update={"engines": engines})
-
     @property
     def own_engines(self) -> tuple[EngineSettings, ...]:
         """Return the engines that run here; the others are servers elsewhere."""

@@ -20,7 +20,7 @@ from baton.admission.fair_threads import in_own_thread
 from baton.config.settings import Settings, load_settings
 from baton.engines.fleet import Fleet
 from baton.engines.process.orphan_reaper import OrphanReaper
-from baton.prepare import prepare_fleet, refuse_conflicts, with_allowed_handoffs
+from baton.prepare import prepare_fleet, refuse_conflicts
 from baton.ray.autoscaling import LOAD
 from baton.ray.draining import DrainWatch
 from baton.ray.metrics import send_metrics
@@ -51,10 +51,9 @@ class GatewayReplica:
 
     def __init__(self, config: Path | None, page: Any) -> None:
         self._name: str = serve.get_replica_context().replica_tag
-        settings = settings_of_node(config)
+        self._settings = settings = settings_of_node(config)
         configure_logs(settings.log_level, settings.log_format, sys.stderr, {"replica": self._name})
         refuse_conflicts()
-        self._settings = with_allowed_handoffs(settings)
         self._page = page
         self._reaper = OrphanReaper()
         self._reaper.__enter__()  # left in `_stop`; a replica that fails before ends its process
