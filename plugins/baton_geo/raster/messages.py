@@ -13,7 +13,7 @@ from baton_geo.settings import GeoLimits
 NoteCode = Literal[
     "areas_scaled", "areas_unknown", "band_wavelength", "bands_in_order", "bands_marked", "control_points",
     "fill_hidden", "first_image", "no_crs", "no_geotransform", "nodata_of_card", "nodata_of_one_band",
-    "nodata_zero_kept", "off_earth", "offset_removed", "offset_suspected", "rotated", "scale_of_file",
+    "nodata_zero_kept", "off_earth", "offset_removed", "offset_suspected", "rotated", "rpcs", "scale_of_file",
     "scale_of_request", "scale_unused", "values_dark", "values_negative", "values_of_landsat",
 ]  # fmt: skip
 """The kinds of notes; the README says what each means."""

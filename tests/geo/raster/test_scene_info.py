@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rasterio
+import rasterio.rpc
 from geo.raster.made import (
     NORTH_UP,
     make_card,
@@ -109,6 +110,26 @@ class TestInfo:
             (point.row, point.col, point.x, point.y) for point in points
         ]
         assert crs.to_epsg() == 4326
+
+    def test_rational_polynomial_coefficients_are_copied_and_said(
+        self, decoders: Decoders, tmp_path: Path
+    ) -> None:
+        """What places a raw satellite picture on the ground places its mask too."""
+        rpcs = rasterio.rpc.RPC(
+            *(100.0, 50.0, 45.0, 0.5, [1.0] + [0.0] * 19, [0.0, 1.0] + [0.0] * 18, 10.0, 10.0),
+            *(15.0, 0.5, [1.0] + [0.0] * 19, [0.0, 0.0, 1.0] + [0.0] * 17, 10.0, 10.0, 0.5, 0.5),
+        )
+        path = write_tiff(
+            tmp_path / "a.tif", np.ones((1, 20, 20), "uint8"), crs=None, transform=None, rpcs=rpcs
+        )
+        with decoders.open(path, SceneRequest(card=make_card())) as scene:
+            assert any(note.startswith("rpcs: ") for note in scene.info.notes)
+            products = run(scene, sign_model)
+            assert products.mask is not None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NotGeoreferencedWarning)
+                with rasterio.open(products.mask) as file:
+                    assert file.rpcs.to_dict() == rpcs.to_dict()
 
     def test_several_images(self, decoders: Decoders, tmp_path: Path) -> None:
         """Of several images in a file the first is used, and that is said."""

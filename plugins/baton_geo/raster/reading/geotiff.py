@@ -203,6 +203,10 @@ class GeoTiff:
             else:
                 text = "the file has no geotransform; the mask has none either"
                 self.notes.append(note("no_geotransform", text))
+        if (rpcs := self._dataset.rpcs) is not None:
+            native["rpcs"] = rpcs
+            text = "the file has rational polynomial coefficients (RPCs); they are copied, the grid is kept"
+            self.notes.append(note("rpcs", text))
         if crs is None and points_crs is None:
             text = "the file has no CRS; the mask has none either, and areas are in pixels only"
             self.notes.append(note("no_crs", text))
