@@ -123,10 +123,23 @@ def test_a_missing_prompt_is_a_400_that_names_the_field(client: httpx.Client, pa
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_more_tokens_than_the_context_holds_is_a_400(client: httpx.Client, path: str, stream: bool) -> None:
-    response = client.post(path, json=body(path, max_tokens=100_000, stream=stream))
+def test_a_prompt_that_the_context_does_not_hold_is_a_400(
+    client: httpx.Client, path: str, stream: bool
+) -> None:
+    long = "one two " * 5000
+    sent = body(path, stream=stream, max_tokens=1)
+    sent |= {"prompt": long} if "prompt" in sent else {"messages": [{"role": "user", "content": long}]}
+    response = client.post(path, json=sent)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+def test_a_limit_above_what_the_context_leaves_is_cut_to_that(client: httpx.Client, path: str) -> None:
+    """The header says to what; the answer, which may go on for minutes, is left."""
+    with client.stream("POST", path, json=body(path, max_tokens=100_000, stream=True)) as response:
+        assert response.status_code == 200
+        assert 0 < int(response.headers["x-baton-max-tokens"]) < 8192
 
 
 @pytest.mark.parametrize("value", [-1, 0, "many", 1.5])

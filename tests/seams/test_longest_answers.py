@@ -17,10 +17,13 @@ from baton.config.settings import load_settings  # after the skip
 from baton.engines.port import Operation  # after the skip
 from baton.engines.vllm import handlers  # after the skip
 from baton.engines.vllm.bodies import asked_tokens, within_context  # after the skip
-from baton.engines.vllm.client import CURRENT_CALL, CUT_HEADER, Call  # after the skip
+from baton.engines.vllm.client import CURRENT_CALL, Call  # after the skip
 from baton.errors import BatonError, ContextTooLong  # after the skip
 from baton.models.store import ModelStore  # after the skip
-from baton.telemetry.ids import RequestContext  # after the skip
+from baton.telemetry.ids import (
+    CUT_HEADER,
+    RequestContext,  # after the skip
+)
 
 LONGEST = 256
 MESSAGE = {"messages": [{"role": "user", "content": "x " * 50}]}

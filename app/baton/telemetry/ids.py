@@ -63,6 +63,10 @@ class RequestContext:
     take_memory: Callable[[int], None] = lambda _size: None
 
 
+CUT_HEADER = "X-Baton-Max-Tokens"
+"""Header of an answer whose limit was above what its prompt leaves of the context: the limit that held."""
+
+
 def new_request_id() -> str:
     """Return 128 random bits as 32 hexadecimal digits."""
     return secrets.token_hex(16)

@@ -14,7 +14,7 @@ from baton.engines.kv_transfer import TransferChooser, TransferRequest
 from baton.engines.port import EngineState, Json, Operation, WholeReply
 from baton.errors import ContextTooLong, EngineRestarting
 from baton.images.image_position import ImagePosition
-from baton.telemetry.ids import RequestContext
+from baton.telemetry.ids import CUT_HEADER, RequestContext
 
 if TYPE_CHECKING:
     from baton.engines.fake.engine import FakeEngine
@@ -53,10 +53,13 @@ class Answer:
         self._created = int(time.time())
         self._words = prompt_words(operation, body, transfer)
         limit = token_limit(operation, body)
-        if len(self._words) + limit > MAX_MODEL_LEN:
-            raise ContextTooLong(
-                f"This model's maximum context length is {MAX_MODEL_LEN} tokens.", param="max_tokens"
-            )
+        left = MAX_MODEL_LEN - len(self._words)
+        if limit > left:
+            if left < 1 or not context.cuts_max_tokens:
+                raise ContextTooLong(
+                    f"This model's maximum context length is {MAX_MODEL_LEN} tokens.", param="max_tokens"
+                )
+            context.answer_headers[CUT_HEADER], limit = str(left), left
         said = [self._words[index % len(self._words)] for index in range(limit)]
         self._said = [word if index == 0 else f" {word}" for index, word in enumerate(said)]
         self._transfer = transfer

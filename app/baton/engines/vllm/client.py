@@ -27,7 +27,7 @@ from baton.engines.vllm.log_probs import likeliest
 from baton.errors import BatonError, ContextTooLong, GenerationFailed, InvalidRequest, Unprocessable
 from baton.images.image_position import ImagePosition
 from baton.images.placed_image import PlacedImage
-from baton.telemetry.ids import RequestContext
+from baton.telemetry.ids import CUT_HEADER, RequestContext
 from baton_kv.contract import transfer_params
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ log = structlog.get_logger("baton.engine")
 
 GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
 """What vLLM's `StructuredOutputsParams` may hold to compile."""
-CUT_HEADER = "X-Baton-Max-Tokens"
 DEAD_END = (
     "The model's tokens cannot spell what the request demands of the answer: loosen `structured_outputs`, "
     "`response_format` or the tool's schema, or keep to characters the model knows."
