@@ -137,6 +137,23 @@ def test_a_server_that_cannot_start_is_given_up(monkeypatch: pytest.MonkeyPatch,
             server.fork([])
 
 
+def test_a_server_that_opened_a_gpu_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No fork can use it, and the server would hold its memory."""
+    (tmp_path / "opens_a_gpu.py").write_text(
+        "import sys, types\n"
+        "cuda = types.SimpleNamespace(is_initialized=lambda: True)\n"
+        "sys.modules['torch'] = types.SimpleNamespace(cuda=cuda)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    with ForkServer(("opens_a_gpu",), {}) as server:
+        opened = server.pid
+        assert opened is not None
+        assert not server.usable()
+        assert "opened a GPU" in str(server.unusable)
+        until(lambda: not psutil.pid_exists(opened))
+        assert server.pid == opened  # it is not replaced
+
+
 def test_a_replacement_that_cannot_start_is_replaced_after_a_rest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
