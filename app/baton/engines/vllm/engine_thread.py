@@ -144,6 +144,7 @@ class EngineThread(threading.Thread):
                 if self._ended.is_set():
                     raise SystemExit
             turn.callback(self._starts.turn.release)
+            self._of_others = set(multiprocessing.active_children())
             self._has_begun = True  # from now on `end` may interrupt it: before, the turn would stay taken
             if self._ended.is_set():
                 raise SystemExit
@@ -154,7 +155,6 @@ class EngineThread(threading.Thread):
                     turn.close()
 
                 CURRENT.set(Launch(self._starts.server, launched))  # this thread's context ends with it
-            self._of_others = set(multiprocessing.active_children())
             return AsyncLLM.from_engine_args(self._args, stat_loggers=[self._logger])
 
     def kill(self) -> None:
