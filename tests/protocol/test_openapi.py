@@ -8,6 +8,7 @@ import pytest
 from support.gateways import FakeGateway, run_fake
 
 from baton.engines.fake.engine import FakeEngine
+from baton.http import openapi
 from baton.http.middleware.auth import PUBLIC_PATHS
 
 
@@ -77,3 +78,18 @@ def test_a_handoff_is_as_the_document_says() -> None:
         listed = client.get("/v1/handoffs").json()
     assert set(schemas["BatonHandoffObject"]["properties"]) == set(made)
     assert set(schemas["BatonHandoffList"]["properties"]) == set(listed)
+
+
+def test_a_document_that_could_not_be_written_is_written_for_the_next_request(
+    fake_gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example because the process had no thread left."""
+
+    async def fails(*_: object) -> bytes:
+        raise RuntimeError("can't start new thread")
+
+    with fake_gateway.client() as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(openapi, "in_own_thread", fails)
+            assert client.get("/openapi.json").status_code == 500
+        assert client.get("/openapi.json").status_code == 200

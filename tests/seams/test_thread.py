@@ -50,8 +50,44 @@ def test_a_build_is_broken_off(monkeypatch: pytest.MonkeyPatch, has_a_core: bool
     assert isinstance(thread.built.exception(), RuntimeError if has_a_core else SystemExit)
 
 
-def test_vllm_starts_a_core_with_what_its_launch_gives() -> None:
+@pytest.mark.fault("A11")
+@pytest.mark.parametrize("forked", [False, True])
+def test_builds_that_wait_for_their_turn_end_too(monkeypatch: pytest.MonkeyPatch, forked: bool) -> None:
+    """A stop leaves the turn free and kills no engine but its own, whoever waited for it."""
+    begun = threading.Event()
+
+    def build(*_: Any, **__: Any) -> None:
+        begun.set()
+        while True:
+            time.sleep(0.01)
+
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", build)
+    monkeypatch.setattr(thread_module.multiprocessing, "active_children", lambda: [other])
+    starts = Starts()
+    threads = [EngineThread(None, None, name, starts, forked=forked) for name in "abc"]  # type: ignore[arg-type]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(20)
+
+    async def end() -> None:
+        await asyncio.wait_for(asyncio.gather(*(thread.end() for thread in threads)), 20)
+
+    try:
+        asyncio.run(end())
+        assert not any(thread.is_alive() for thread in threads)
+        assert all(isinstance(thread.built.exception(), SystemExit) for thread in threads)
+        assert not starts.turn.locked()
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_vllm_starts_a_core_with_what_its_launch_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seam of the fork server: `launch_core_engines` asks `get_mp_context` of its own module."""
+    monkeypatch.setattr(utils, "get_mp_context", utils.get_mp_context)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as the gateway has it
     fork_cores()
     assert "get_mp_context()" in inspect.getsource(utils.CoreEngineProcManager.__init__)
     assert type(utils.get_mp_context()).__name__ == "SpawnContext"

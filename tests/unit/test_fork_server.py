@@ -17,7 +17,16 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.engines.process.fork_server import CURRENT, KILLED, ForkContext, ForkServer, ForkServerLost, Launch
+from baton.engines.process import fork_server
+from baton.engines.process.fork_server import (
+    CURRENT,
+    KILLED,
+    REST_S,
+    ForkContext,
+    ForkServer,
+    ForkServerLost,
+    Launch,
+)
 
 TIMEOUT = 60
 
@@ -56,6 +65,16 @@ def leave(path: str) -> None:
 
 def wait_for_signal(path: str) -> None:
     Path(path).write_text("here")
+    signal.pause()
+
+
+def own_pid(path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+
+
+def fork_and_wait(path: str) -> None:
+    if child := os.fork():
+        Path(path).write_text(str(child))
     signal.pause()
 
 
@@ -116,6 +135,80 @@ def test_a_server_that_cannot_start_is_given_up(monkeypatch: pytest.MonkeyPatch,
         assert "exit code 3" in str(server.unusable)
         with pytest.raises(ForkServerLost):
             server.fork([])
+
+
+def test_a_server_that_opened_a_gpu_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No fork can use it, and the server would hold its memory."""
+    (tmp_path / "opens_a_gpu.py").write_text(
+        "import sys, types\n"
+        "cuda = types.SimpleNamespace(is_initialized=lambda: True)\n"
+        "sys.modules['torch'] = types.SimpleNamespace(cuda=cuda)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    with ForkServer(("opens_a_gpu",), {}) as server:
+        opened = server.pid
+        assert opened is not None
+        assert not server.usable()
+        assert "opened a GPU" in str(server.unusable)
+        until(lambda: not psutil.pid_exists(opened))
+        assert server.pid == opened  # it is not replaced
+
+
+def test_a_replacement_that_cannot_start_is_replaced_after_a_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else a machine without memory would start one interpreter after the other, as fast as it can."""
+    module = tmp_path / "may_end_its_process.py"
+    module.write_text("")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    rests: list[float | None] = []
+    with ForkServer((module.stem,), {}) as server:
+        assert server.usable()
+
+        def wait(timeout: float | None = None) -> bool:
+            rests.append(timeout)
+            module.write_text("")
+            return False
+
+        monkeypatch.setattr(server._closed, "wait", wait)
+        module.write_text("import os; os._exit(3)  # and no compiled file has this length")
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        until(lambda: rests)
+        until(lambda: server.pid is not None and psutil.pid_exists(server.pid) and server.usable())
+        process, _ = started(server, leave, str(tmp_path / "seen"))
+        process.join(TIMEOUT)
+        assert process.exitcode == 7
+        assert rests == [REST_S]
+
+
+def test_an_interrupted_fork_answers_nobody_else(server: ForkServer, tmp_path: Path) -> None:
+    def interrupted(*_: object) -> bytes:
+        raise SystemExit
+
+    assert server.usable()
+    old = server.pid
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fork_server, "_read", interrupted)
+        with pytest.raises(SystemExit):
+            started(server, leave, str(tmp_path / "first"))
+    until(lambda: server.pid != old)
+    process, _ = started(server, own_pid, str(tmp_path / "second"))
+    process.join(TIMEOUT)
+    assert (tmp_path / "second").read_text() == str(process.pid)
+
+
+def test_an_exit_code_is_not_waited_for_where_the_child_s_own_child_lives_on(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    process, _ = started(server, fork_and_wait, str(tmp_path / "grandchild"))
+    until(lambda: (tmp_path / "grandchild").exists() and (tmp_path / "grandchild").read_text())
+    process.kill()
+    assert connection.wait([process.sentinel], TIMEOUT) == [process.sentinel]
+    try:
+        assert process.exitcode == KILLED
+    finally:
+        os.kill(int((tmp_path / "grandchild").read_text()), signal.SIGKILL)
 
 
 def test_children_are_forked_from_several_threads(server: ForkServer, tmp_path: Path) -> None:

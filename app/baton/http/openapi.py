@@ -169,7 +169,11 @@ def install(app: FastAPI) -> None:
     async def serve(_request: Request) -> Response:
         if not made:
             made.append(asyncio.create_task(in_own_thread(lambda: json.dumps(document()).encode())))
-        return Response(await asyncio.shield(made[0]), media_type="application/json")
+        try:
+            return Response(await asyncio.shield(made[0]), media_type="application/json")
+        except Exception:  # e.g. no thread is left now: the next request tries again
+            made.clear()
+            raise
 
     app.openapi = document  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     app.add_route("/openapi.json", serve, include_in_schema=False)

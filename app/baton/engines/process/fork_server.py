@@ -45,6 +45,10 @@ KILLED = -signal.SIGKILL
 """Exit code of a process that left none: it was killed."""
 LINGERS_S = 10.0
 """Seconds that the server outlives its gateway: below it the orphan reaper finds what it forked last."""
+REST_S = 5.0
+"""Seconds before a server is replaced that ended before it was ready, as its replacement may too."""
+LOOK_EVERY_S = 0.1
+"""Seconds after which a thread that waits for the server can be interrupted."""
 log = structlog.get_logger("baton.engine")
 
 
@@ -73,7 +77,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ready = self._was_ready = False
-        self._closed = False
+        self._closed = threading.Event()
         self.unusable: str | None = None
 
     @property
@@ -88,7 +92,7 @@ class ForkServer:
 
     def __exit__(self, *_: object) -> None:
         """End the server; what it has forked goes on until its own end."""
-        self._closed = True
+        self._closed.set()
         with self._lock:
             process, control = self._process, self._control
         assert process is not None
@@ -98,6 +102,7 @@ class ForkServer:
         control.close()
 
     def _start(self) -> None:
+        self._ready = False
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -108,18 +113,24 @@ class ForkServer:
             )
         if self._control is not None:
             self._control.close()
-        self._control, self._ready = ours, False
+        self._control = ours
 
     def _replace_lost(self) -> None:
         while self.unusable is None:
             process = self._process
             assert process is not None
             process.wait()
+            with self._lock, contextlib.suppress(OSError):
+                if not self._closed.is_set():
+                    self._await_ready()
+            if not self._ready and self.unusable is None:
+                self._closed.wait(REST_S)
             with self._lock:
-                if self._closed or self._is_unusable():
+                if self._closed.is_set() or self.unusable is not None:
                     return
                 log.warning("fork_server_replaced", exit_code=process.returncode)
-                self._start()
+                with contextlib.suppress(OSError):  # e.g. too many processes; tried again after a rest
+                    self._start()
 
     def usable(self) -> bool:
         """Wait until the server has imported its modules; return whether engine cores can be forked.
@@ -139,20 +150,19 @@ class ForkServer:
         assert self._control is not None
         if self._ready:
             return
+        assert self._process is not None
+        while not connection.wait([self._control], LOOK_EVERY_S):
+            pass
         told = self._control.recv(1)
         if told == CUDA:
             self.unusable = "importing vLLM and its plugins opened a GPU, which no fork can use"
+            self._process.kill()  # it would hold the GPU's memory
         if not told:
-            self._is_unusable()
+            if not self._was_ready:  # then none will be
+                code = self._process.wait()
+                self.unusable = f"its process ended with exit code {code} while it imported vLLM"
             raise ConnectionResetError("the fork server ended")
         self._ready = self._was_ready = True
-
-    def _is_unusable(self) -> bool:
-        """Find that the server, which has ended, was never ready: then none will be."""
-        assert self._process is not None
-        if not self._was_ready and self.unusable is None:
-            self.unusable = f"its process ended with exit code {self._process.wait()} while it imported vLLM"
-        return not self._was_ready
 
     def fork(self, descriptors: Sequence[int]) -> int:
         """Fork a child and return its process id.
@@ -164,16 +174,23 @@ class ForkServer:
             ForkServerLost: the server has ended.
         """
         with self._lock:
-            assert self._control is not None
             try:
                 self._await_ready()
-                variables = json.dumps(dict(os.environ)).encode()
-                socket.send_fds(self._control, [LENGTH.pack(len(variables))], list(descriptors))
-                self._control.sendall(variables)
-                answer = _read(self._control, NUMBER.size)
+                return self._ask(descriptors)
             except OSError as error:
                 raise ForkServerLost("the fork server ended while an engine was being started") from error
-        return int(NUMBER.unpack(answer)[0])
+
+    def _ask(self, descriptors: Sequence[int]) -> int:
+        assert self._control is not None
+        assert self._process is not None
+        variables = json.dumps(dict(os.environ)).encode()
+        try:
+            socket.send_fds(self._control, [LENGTH.pack(len(variables))], list(descriptors))
+            self._control.sendall(variables)
+            return int(NUMBER.unpack(_read(self._control, NUMBER.size))[0])
+        except BaseException:  # interrupted, too: the next to ask would read the answer to this
+            self._process.kill()
+            raise
 
 
 def _read(from_socket: socket.socket, size: int) -> bytes:
@@ -230,6 +247,7 @@ class ForkedPopen(popen_forkserver.Popen):
             context.set_spawning_popen(None)
         data_r, data_w = os.pipe()
         code_r, code_w = os.pipe()
+        os.set_blocking(code_r, False)  # what the child forked itself may hold the other end
         try:
             tracker = resource_tracker.getfd()
             assert tracker is not None  # it runs now
@@ -252,9 +270,17 @@ class ForkedPopen(popen_forkserver.Popen):
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         if self.returncode is None and connection.wait([self.sentinel], 0 if flag == os.WNOHANG else None):
-            code = os.read(self._code, NUMBER.size)
+            code = b""
+            with contextlib.suppress(BlockingIOError):
+                code = os.read(self._code, NUMBER.size)
             self.returncode = NUMBER.unpack(code)[0] if len(code) == NUMBER.size else KILLED
         return self.returncode
+
+    def _send_signal(self, sig: int) -> None:
+        """Send it to this very process: the kernel may give the id of an ended one to another."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.sentinel, sig)
 
 
 def _close(*descriptors: int) -> None:
@@ -278,11 +304,11 @@ class ForkContext(context.SpawnContext):
 
 def main() -> None:
     """Import the modules named on the command line, then fork a child for each message."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to act on
     with socket.socket(fileno=int(sys.argv[1])) as control:
         for name in sys.argv[2:]:
             with contextlib.suppress(ImportError):  # e.g. a model of another platform
                 importlib.import_module(name)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to act on
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
         gc.collect()
         gc.freeze()  # keeps the modules' memory shared between the children

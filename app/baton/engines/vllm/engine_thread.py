@@ -111,6 +111,7 @@ class EngineThread(threading.Thread):
         self._starts = starts
         self._forked = forked
         self._core: int | None = None
+        self._has_begun = False
         self._settled = threading.Event()
         self._ended = threading.Event()
         self._processes: list[psutil.Process] = []
@@ -138,9 +139,15 @@ class EngineThread(threading.Thread):
 
     def _build(self) -> AsyncLLM:
         """Build the client; other engines may start once this one's core is forked, or is ready."""
-        turn = contextlib.ExitStack()
-        with turn:
-            turn.enter_context(self._starts.turn)
+        with contextlib.ExitStack() as turn:
+            while not self._starts.turn.acquire(timeout=BREAK_OFF_EVERY_S):
+                if self._ended.is_set():
+                    raise SystemExit
+            turn.callback(self._starts.turn.release)
+            self._of_others = set(multiprocessing.active_children())
+            self._has_begun = True  # from now on `end` may interrupt it: before, the turn would stay taken
+            if self._ended.is_set():
+                raise SystemExit
             if self._forked and self._starts.server is not None:
 
                 def launched(core: int) -> None:
@@ -148,7 +155,6 @@ class EngineThread(threading.Thread):
                     turn.close()
 
                 CURRENT.set(Launch(self._starts.server, launched))  # this thread's context ends with it
-            self._of_others = set(multiprocessing.active_children())
             return AsyncLLM.from_engine_args(self._args, stat_loggers=[self._logger])
 
     def kill(self) -> None:
@@ -161,7 +167,7 @@ class EngineThread(threading.Thread):
         await in_own_thread(self._end)
 
     def _end(self) -> None:
-        if self.is_alive() and not self._settled.is_set() and not self._cores():
+        if self.is_alive() and self._has_begun and not self._settled.is_set() and not self._cores():
             self._interrupt()
         while not self._settled.wait(BREAK_OFF_EVERY_S) and self.is_alive():
             self._break_off()
@@ -176,6 +182,8 @@ class EngineThread(threading.Thread):
 
     def _cores(self) -> list[int | None]:
         """List the process ids of the cores that this build has started."""
+        if not self._has_begun:  # then nobody knows yet which of the processes are others'
+            return []
         if self._forked:
             return [self._core] if self._core is not None else []
         return [child.pid for child in set(multiprocessing.active_children()) - self._of_others]
