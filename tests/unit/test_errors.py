@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from support.errors_tree import ANSWERED
 
 from baton import errors
+from baton.errors.invalid_fields import MOST_FAULTS, InvalidField, invalid_field
 from baton.handoffs.options import HandoffOptions, parse_options
 
 
@@ -47,3 +51,34 @@ def test_options_of_a_handoff_are_refused_without_a_class_of_ours(given: object,
         parse_options(HandoffOptions, given, "handoff")
     assert refused.value.message.startswith(message)
     assert "Options" not in refused.value.message
+
+
+class _Text(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _Image(BaseModel):
+    type: Literal["image"]
+    url: str
+
+
+@pytest.mark.fault("E16")
+def test_a_body_with_thousands_of_faults_is_looked_at_once_or_not_at_all() -> None:
+    """Every item of a union has the faults of all branches: comparing each with each took half a minute."""
+    items = TypeAdapter(list[_Text | _Image])
+
+    def told(wrong: int) -> InvalidField:
+        with pytest.raises(ValidationError) as refused:
+            items.validate_python([{"type": "text"}] * wrong)
+        return invalid_field(refused.value)
+
+    each = 3  # `text` of one branch; `type` and `url` of the other
+    field = told(MOST_FAULTS // each)
+    assert (field.path.rpartition(".")[2], field.message) == ("text", "Field required")
+    assert told(MOST_FAULTS // each + 1) == InvalidField(
+        "",
+        f"Almost nothing is as it should be ({each * (MOST_FAULTS // each + 1)} faults): send less of it to learn "
+        "what is wrong",
+        0,
+    )

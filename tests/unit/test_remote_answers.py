@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.engines.port import Operation
 from baton.engines.remote.answers import Names, StreamReader, TokenCount
-from baton.engines.remote.refusals import refusal
+from baton.engines.remote.refusals import parsed_json, refusal
 from baton.engines.remote.replies import whole_reply
 from baton.engines.remote.server_events import EventSplitter, ServerEvent
 from baton.errors import BatonError, RemoteFailed
@@ -125,7 +126,8 @@ class Whole:
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
 
-    async def read(self, _most: int) -> bytes:
+    async def read(self, _most: int, *, take: Callable[[int], None]) -> bytes:
+        take(len(self.body))
         return self.body
 
 
@@ -145,3 +147,16 @@ async def test_numbers_that_no_json_holds_become_null(number: str) -> None:
     whole = b'{"model":  "far", "data": [0.5]}'
     reply = await whole_reply(Whole(whole), 1000, Names("far", "far"), TokenCount(RequestContext("id")))  # type: ignore[arg-type]  # as above
     assert reply.body == whole, "what is JSON goes on byte by byte"
+
+
+def test_halves_of_a_character_are_passed_on_and_depth_is_refused_beside_them() -> None:
+    """Servers in JavaScript cut an emoji in two events, as `\\ud83d` and `\\ude00`."""
+    for half in ("\\ud83d", "\\uDE00", "\\\\ud83d"):
+        event = ServerEvent("", f'{{"choices": [{{"delta": {{"content": "a{half}"}}}}]}}')
+        reader = StreamReader(
+            Operation.CHAT, Names("near", "near"), TokenCount(RequestContext("id")), hides_usage=False
+        )
+        assert reader.passed_on(event) == str(event)
+    deep = '["\\ud83d",' + "[" * 500 + "]" * 500 + "]"
+    with pytest.raises(ValueError, match="recursion limit"):
+        parsed_json(deep.encode())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ OBJECTS = frozenset({"model_type", "dataclass_type", "model_attributes_type", "d
 QUOTED = re.compile(r"'[^']*'")
 MOST_WANTED = 3
 """Most types that a message lists."""
+MOST_FAULTS = 20_000
+"""More of pydantic's errors are not looked at: they are half a second of the event loop. One item of
+`/v1/responses` can have 240 of them, of all the branches that it might have been."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,9 @@ def invalid_field(error: ValidationError, body: Any = None) -> InvalidField:
         body: what was validated. Parts that are validated later than the rest are then named from its root;
             None: it is not known.
     """
+    if (found := error.error_count()) > MOST_FAULTS:
+        text = f"Almost nothing is as it should be ({found} faults): send less of it to learn what is wrong"
+        return InvalidField("", text, 0)
     faults = [_fault(item) for item in error.errors(include_url=False)]
     elsewhere = {fault.branch for fault in faults if fault.names_kind}
     within = [fault for fault in faults if not elsewhere & _beginnings(fault.branch[:-1])] or faults
@@ -84,7 +91,7 @@ def invalid_field(error: ValidationError, body: Any = None) -> InvalidField:
     candidates = [fault for fault in here if len(fault.path) == deepest]
     if not candidates:  # no branch is of the kind that the object says
         candidates = [fault for fault in within if fault.names_kind and len(fault.path) == deepest] or within
-    sizes = {fault.branch: _size(fault.branch, within) for fault in candidates}
+    sizes = Counter(loc for fault in within for loc in ((), *_beginnings(fault.loc)))
     chosen = min(candidates, key=lambda fault: (sizes[fault.branch], [-_place(part) for part in fault.path]))
     same = [fault.item for fault in candidates if fault.path == chosen.path]
     others = {fault.path for fault in here if _is_another(fault, chosen)}
@@ -107,11 +114,6 @@ def _is_field(part: int | str) -> bool:
 
 def _beginnings(loc: Loc) -> set[Loc]:
     return {loc[:length] for length in range(1, len(loc) + 1)}
-
-
-def _size(branch: Loc, faults: Iterable[_Fault]) -> int:
-    """Count the faults of a branch."""
-    return sum(fault.loc[: len(branch)] == branch for fault in faults)
 
 
 def _place(part: int | str) -> int:

@@ -159,6 +159,40 @@ def test_the_numbers_of_every_product(product: str) -> None:
         assert choose_bands(file, CARD, None).bands == (2, 1, 0), names
 
 
+@pytest.mark.parametrize(
+    ("name", "band", "never"),
+    [
+        ("B8A NIR", "NIR_NARROW", "NIR_BROAD"),
+        ("nir (B8A)", "NIR_NARROW", "NIR_BROAD"),
+        ("Narrow NIR", "NIR_NARROW", "NIR_BROAD"),
+        ("B8A - Vegetation red edge", "NIR_NARROW", "RED_EDGE_1"),
+        ("B08 - NIR", "NIR_BROAD", "NIR_NARROW"),
+        ("B12 SWIR", "SWIR_2", "SWIR_1"),
+        ("B11 - SWIR", "SWIR_1", "SWIR_2"),
+        ("B07 Red Edge", "RED_EDGE_3", "RED_EDGE_1"),
+    ],
+)
+def test_a_number_tells_bands_of_one_common_name_apart(name: str, band: str, never: str) -> None:
+    """Sentinel-2's bands are often listed by both, and several share the words."""
+    for wanted in (band, never):
+        card = CARD.model_copy(update={"bands": (RGB[2], Band(name=wanted, mean=0, std=1))})
+        if wanted == band:
+            assert chosen((name, "B4 Red"), card).bands == (1, 0)
+        else:
+            with pytest.raises(RasterUnusable, match=f"'{never}' is missing"):
+                chosen((name, "B4 Red"), card)
+
+
+def test_a_colour_of_several_bands_contradicts_none_of_them() -> None:
+    """GDAL marks Sentinel-2's B8A as `nir`, and B12 as `swir`."""
+    names = ("NIR_NARROW", "SWIR_2", "RED_EDGE_3")
+    card = CARD.model_copy(update={"bands": tuple(Band(name=name, mean=0, std=1) for name in names)})
+    marked = (FileBand("B8A", colour="nir"), FileBand("B12", colour="swir"), FileBand("B7", colour="rededge"))
+    assert choose_bands(FileBands(marked), card, None) == BandChoice((0, 1, 2))
+    landsat = FileBands(tuple(FileBand(colour=colour) for colour in ("red", "nir")), "Landsat 8-9")
+    assert choose_bands(landsat, card.model_copy(update={"bands": (card.bands[0],)}), None).bands == (1,)
+
+
 def test_every_known_band_has_names_of_its_own() -> None:
     """No name is of two bands but the common ones that STAC gives to several."""
     own = [name for band in KNOWN_BANDS for name in (normalised(band.name), band.common[0])]

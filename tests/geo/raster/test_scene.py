@@ -183,6 +183,18 @@ def test_bands_by_name_and_by_index(decoders: Decoders, tmp_path: Path) -> None:
         np.testing.assert_array_equal(tile[:, 0, 0, 0], expected)
 
 
+def test_a_time_step_of_zeros_is_nodata_where_0_is(decoders: Decoders, tmp_path: Path) -> None:
+    """Outside a swath one date holds 0 in all bands; dark water is 0 in some bands of every date."""
+    pixels = np.full((4, 40, 30), 7, np.uint16)  # two bands at two dates
+    pixels[2:, :10] = 0
+    pixels[1::2, 20:] = 0
+    path = write_tiff(tmp_path / "scene.tif", pixels, nodata=0)
+    with decoders.open(path, SceneRequest(card=make_card(2, frames=2))) as scene:
+        products = run(scene, sign_model)
+    assert products.nodata_pixels == 10 * 30
+    assert ["nodata_zero_kept: 50.0%" in note for note in products.notes] == [True]
+
+
 def test_an_alpha_band_is_nodata(decoders: Decoders, tmp_path: Path) -> None:
     """Where alpha is 0 there is nothing; it is a band of the file, and none that is used in order."""
     pixels = np.full((4, 40, 40), 200, "uint8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
@@ -25,6 +26,8 @@ LONGEST_WAIT_S = 3600
 BUSY = (429, 503)
 KEY_REFUSED = (401, 403, 407)
 NO_SUCH_ROUTE = (404, 405)
+HALVES = re.compile(rb"\\u[dD]")
+"""Of a character beyond 16 bits a stream may have one half in each of two events."""
 
 
 def not_an_answer(what: str) -> RemoteFailed:
@@ -41,7 +44,8 @@ def parsed_json(text: bytes) -> tuple[Any, bool]:
     Raises:
         ValueError: it is no JSON, or nested too deep.
     """
-    from_json(text, allow_inf_nan=True)  # it goes less deep than whoever reads the answer again
+    # It goes less deep than whoever reads the answer again. Halves of characters it would refuse.
+    from_json(HALVES.sub(rb"\\u0", text), allow_inf_nan=True)
     nulls: list[str] = []
 
     def finite(number: str) -> float | None:

@@ -47,7 +47,7 @@ from baton.errors import (
     OperationUnsupported,
     Unprocessable,
 )
-from baton.errors.invalid_fields import invalid_field
+from baton.errors.invalid_fields import MOST_FAULTS, invalid_field
 from baton_vision.contract import MISCOUNTED
 
 ARGUMENTS = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
@@ -189,12 +189,10 @@ def from_validation(error: ValidationError, body: Any = None) -> BatonError:
         error: pydantic's.
         body: what was validated; None: it is not known.
     """
-    causes = (
-        item.get("ctx", {}).get("error") for item in error.errors(include_url=False, include_input=False)
-    )
-    first = next(causes)
-    if isinstance(first, VLLMValidationError):
-        return translate(first)
+    if error.error_count() <= MOST_FAULTS:
+        first = error.errors(include_url=False, include_input=False)[0].get("ctx", {}).get("error")
+        if isinstance(first, VLLMValidationError):
+            return translate(first)
     found = invalid_field(error, body)
     return client_error(InvalidRequest, str(found), found.path or None)
 

@@ -7,7 +7,7 @@ What it says is followed or refused; the order alone decides only where it says 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from baton_geo.card import Card
@@ -48,8 +48,13 @@ KNOWN_BANDS = (
     KnownBand("RED_EDGE_1", 705, ("rededge071", "rededge"), ("b5", "", "")),
     KnownBand("RED_EDGE_2", 740, ("rededge075", "rededge"), ("b6", "", "")),
     KnownBand("RED_EDGE_3", 783, ("rededge078", "rededge"), ("b7", "", "")),
-    KnownBand("NIR_BROAD", 842, ("nirbroad", "nir", "nearinfrared"), ("b8", "", "")),
-    KnownBand("NIR_NARROW", 865, ("nir08", "nir", "nearinfrared"), ("b8a", "b5", "b4")),
+    KnownBand("NIR_BROAD", 842, ("nirbroad", "broadnir", "nir", "nearinfrared"), ("b8", "", "")),
+    KnownBand(
+        "NIR_NARROW",
+        865,
+        ("nir08", "narrownir", "nir", "nearinfrared", "rededge"),  # ESA calls B8A both
+        ("b8a", "b5", "b4"),
+    ),
     KnownBand("WATER_VAPOR", 945, ("nir09", "watervapour"), ("b9", "", "")),
     KnownBand("CIRRUS", 1375, ("cirrus",), ("b10", "b9", "")),
     KnownBand("SWIR_1", 1610, ("swir16", "swir"), ("b11", "b6", "b5")),
@@ -233,13 +238,13 @@ def _named_as(file: FileBands, number: int, card: Card) -> str | None:
     Raises:
         RasterUnusable: two names, or name and wavelength, are of different bands.
     """
-    band = file.bands[number]
+    band, column = file.bands[number], _column(file)
     texts = [text for text in (band.name, *band.tags) if text]
     names = {text: found for text in texts if (found := _meaning(text, band.nm, file, card))}
     sure = {text: name for text, (name, is_sure) in names.items() if is_sure}
     if not names:
         silent = band.alpha or band.nm is not None or band.colour is None
-        return None if silent else _common(band.colour or "", None, None)
+        return None if silent else _common(band.colour or "", None, column)
     text, name = next(iter(sure.items()), None) or next((text, name) for text, (name, _) in names.items())
     against = next((f"'{_short(other)}' {also}" for other, also in sure.items() if also != name), None)
     if band.nm is not None and name in BY_NAME and not _is_near(BY_NAME[name], band.nm):
@@ -261,20 +266,25 @@ def _meaning(text: str, nm: float | None, file: FileBands, card: Card) -> tuple[
     Words of the card or the table come first, then the product's numbers, then Sentinel-2's.
     """
     words = [word for word in re.split(r"[^a-z0-9]+", text.casefold()) if word][:WORDS]
-    column = PRODUCTS.index(file.product) if file.product else None
+    column = _column(file)
+    numbers = {part for word in words if NUMBER.fullmatch(part := normalised(word))}
     own = {
         part: _identity(band.name, band.aliases)
         for band in card.bands
         for part in (normalised(alias) for alias in (band.name, *band.aliases))
     }
     plain = {part: name for part, name in own.items() if not NUMBER.fullmatch(part)}
-    if name := _found(words, lambda part: plain.get(part) or _common(part, nm, column)):
+    if name := _found(words, lambda part: plain.get(part) or _common(part, nm, column, numbers)):
         return name, True
     if column is not None and (name := _found(words, lambda part: _numbered(part, column))):
         return name, True
     if name := _found(words, lambda part: own.get(part) or _numbered(part, 0)):
         return name, column is not None
     return None
+
+
+def _column(file: FileBands) -> int | None:
+    return PRODUCTS.index(file.product) if file.product else None
 
 
 def _found(words: list[str], known: Callable[[str], str | None]) -> str | None:
@@ -293,10 +303,13 @@ def _numbered(part: str, column: int) -> str | None:
     return next((band.name for band in KNOWN_BANDS if part and band.numbers[column] == part), None)
 
 
-def _common(part: str, nm: float | None, column: int | None) -> str | None:
-    """Return the known band of a common name; of several (`nir`) the product's, or the nearest."""
+def _common(part: str, nm: float | None, column: int | None, numbers: Container[str] = ()) -> str | None:
+    """Return the known band of a common name; of several (`nir`) the product's, the one whose number stands
+    beside it (`B8A NIR`), or the nearest.
+    """
     found = COMMON.get(part, [])
     found = [band for band in found if column is not None and band.numbers[column]] or found
+    found = [band for band in found if band.numbers[column or 0] in numbers] or found
     return min(found, key=lambda band: 0.0 if nm is None else abs(band.nm - nm)).name if found else None
 
 
@@ -338,7 +351,8 @@ def _notes(file: FileBands, bands: tuple[int, ...], wanted: list[str]) -> Iterat
         band = file.bands[number]
         if band.nm is not None and name in BY_NAME and abs(band.nm - BY_NAME[name].nm) > SAME_NM:
             yield note("band_wavelength", f"band {number + 1} at {band.nm:g} nm is used as {name}")
-        if band.alpha or (band.colour and _common(band.colour, None, None) not in (None, name)):
+        marks = [known.name for known in COMMON.get(band.colour or "", [])]
+        if band.alpha or (marks and name not in marks):
             marked.append(f"{number + 1} as {'alpha' if band.alpha else band.colour}")
     if marked:
         yield note(

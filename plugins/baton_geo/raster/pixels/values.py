@@ -99,6 +99,7 @@ class PixelCheck:
         nodata_of_card: bool = False,
         pixels: int = 0,
     ) -> None:
+        self._of_step = len(card.bands)
         self._names = [band.name for band in card.bands] * card.frames
         self._conversion, self._range = conversion, card.valid_range
         self._bounds = None if card.valid_range is None else _bounds(card.valid_range, dtype, conversion)
@@ -120,16 +121,21 @@ class PixelCheck:
         """Return the pixels that hold data, shape (rows, columns), of raw of shape (rows, bands, columns).
 
         A pixel holds none where a band is nodata, NaN, infinite, or so far off that it can only be a fill
-        value. 0 is a reflectance as well: as nodata it hides a pixel only where all bands are 0.
+        value. 0 is a reflectance as well: as nodata it hides a pixel only where all bands of a time step are
+        0.
         """
         good: Valid = np.ones((raw.shape[0], raw.shape[2]), np.bool_)
-        some, every = np.zeros_like(good), np.ones_like(good)
+        some, empty = np.zeros_like(good), np.zeros_like(good)
+        every = np.ones_like(good)
         for band in range(raw.shape[1]):
             values = raw[:, band]
             if self._nodata is not None:
                 marked = values == self._nodata
                 some |= marked
                 every &= marked
+                if (band + 1) % self._of_step == 0:
+                    empty |= every
+                    every[:] = True
             if self._fills is not None:
                 low, high = self._fills[band]
                 sound = (values >= low) & (values <= high)  # neither is true of NaN
@@ -139,8 +145,8 @@ class PixelCheck:
         self._seen += good.size
         if self._nodata is not None:
             self._marked += int(np.count_nonzero(some))
-            self._alone += int(np.count_nonzero(some & ~every))
-            good &= ~(every if self._nodata == 0 else some)
+            self._alone += int(np.count_nonzero(some & ~empty))
+            good &= ~(empty if self._nodata == 0 else some)
         return good
 
     def _count_fills(self, values: Pixels, odd: Valid, band: int) -> None:
