@@ -79,7 +79,7 @@ CALLS: tuple[Family, ...] = (
     Family("Gemma 4", "gemma4", ("<|tool_call>", "<tool_call|>")),
     Family("FunctionGemma", "functiongemma", ("<start_function_call>",)),
     Family("Apertus", "apertus", ("<|tools_prefix|>",)),
-    Family("LFM2", "lfm2", ("<|tool_call_start|>",)),
+    Family("LFM2", "lfm2", ("<|tool_call_start|>",), tokens=("<|tool_call_start|>", "<|tool_call_end|>")),
     Family("InternLM 2.5", "internlm", ("<|action_start|>", "<|plugin|>")),
     Family("LongCat", "longcat", ("<longcat_tool_call>",)),
     Family("Step 3", "step3", ("<｜tool_calls_begin｜>",)),
@@ -124,7 +124,7 @@ THOUGHTS: tuple[Family, ...] = (
     Family("DeepSeek V4", "deepseek_v4", architectures=("DeepseekV4For",), templateless=True),
     Family("DeepSeek V4.1", "deepseek_v41", architectures=("DeepseekV41For",), templateless=True),
     Family("Kimi K3", "kimi_k3", architectures=("KimiK3For",), templateless=True),
-    Family("Magistral", "mistral", ("[THINK]",), tokens=("[THINK]", "[/THINK]")),
+    Family("Magistral", "mistral", ("[THINK]",), tokens=("[TOOL_CALLS]", "[THINK]", "[/THINK]")),
     Family("Gemma 4", "gemma4", ("<|channel>", "enable_thinking"), architectures=("Gemma4",)),
     Family("Seed-OSS", "seed_oss", ("<seed:think>",), tokens=("<seed:think>", "</seed:think>")),
     Family("Granite 3.2, 3.3", "granite", ("Here is my thought process:",), architectures=("Granite",)),
@@ -323,7 +323,7 @@ def read_evidence(folder: Path, template: str | Path | None = None) -> Evidence:
         str(architectures[0]) if isinstance(architectures, list) and architectures else "",
         (_template(folder, tokenizer) if template is None else _given_template(template)).replace('\\"', '"'),
         frozenset(_tokens(folder, tokenizer)),
-        any(folder.glob("tekken.json")) or any(folder.glob("tokenizer.model.v*")),
+        any(folder.glob("tekken.json")) or any(folder.glob("tokenizer.model.v[2-9]*")),
     )
 
 
