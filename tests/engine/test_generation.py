@@ -329,7 +329,7 @@ def test_the_model_s_card_says_which_parsers_were_chosen(real_gateway: RealGatew
     card = httpx.get(f"{real_gateway.url}/v1/models/smollm2").json()
     assert card["tool_call_parser"]["name"] == "hermes"
     assert card["reasoning_parser"] == {"name": None, "why": "its chat template knows no thoughts"}
-    chosen = next(line for line in real_gateway.log.read_text().splitlines() if "parsers_chosen" in line)
+    chosen = next(line for line in real_gateway.log.splitlines() if "parsers_chosen" in line)
     assert json.loads(chosen)["tool_call_parser"] == card["tool_call_parser"]
 
 
