@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from baton.config.groups import EngineSettings
+from baton.doctor.machine import examine
 from baton.models.parsers import CALLS, THOUGHTS, Parser, choose_calls, parsers_of, read_evidence
 
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -215,6 +217,33 @@ def test_a_parser_that_the_tokenizer_cannot_serve_is_not_chosen_and_that_is_told
     evidence = read_evidence(model(tmp_path / "m", "LlamaForCausalLM", TOOLS + LLAMA, []))
     assert choose_calls(evidence) == Parser(
         None, "its calls are written like Llama 3.1, 3.2, 3.3, but its tokenizer lacks <|python_tag|>"
+    )
+
+
+def test_of_a_hub_s_model_the_files_that_are_here_are_read(tmp_path: Path) -> None:
+    kept = tmp_path / "models--org--m"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("abc")
+    (kept / "snapshots").mkdir()
+    model(kept / "snapshots" / "abc", "Qwen2ForCausalLM", TOOLS + JSON_CALL, [])
+    code = (
+        "from baton.models.parsers import parsers_of; from baton.config.groups import EngineSettings;"
+        "print(*(parsers_of(EngineSettings(name='a', model=m), m).calls.name for m in ('org/m', 'org/n')))"
+    )
+    away = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    said = subprocess.run([sys.executable, "-c", code], env=away, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["hermes", "None"]
+
+
+def test_the_doctor_says_what_is_chosen_and_why(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m", "Qwen2ForCausalLM", TOOLS + JSON_CALL, [])
+    settings = tmp_path / "baton.toml"
+    settings.write_text(f'[[engines]]\nname = "a"\nmodel = "{folder}"\n')
+    (found,) = [finding for finding in examine(settings) if finding.subject == "engine a"]
+    assert not found.bad
+    assert found.text == (
+        'tool_call_parser: hermes (its chat template has <tool_call>, "name", "arguments"); '
+        "reasoning_parser: none (its chat template knows no thoughts)"
     )
 
 
