@@ -333,7 +333,7 @@ def fetch_descriptions(settings: EngineSettings, model: str) -> None:
     What cannot be fetched is told by vLLM, which needs it more.
     """
     name = str(settings.args.get("tokenizer") or model)
-    if Path(name).exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if settings.runner != "generate" or not _is_of_a_hub(name):
         return
     from huggingface_hub import snapshot_download  # takes a while to import, and most need it not
 
@@ -352,6 +352,11 @@ def _named(given: object) -> Parser | None:
     return Parser(str(given), "the settings name it")
 
 
+def _is_of_a_hub(name: str) -> bool:
+    """Return whether a model's name is one of a hub's, `owner/model`, and nothing of this machine."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
 def _revision(settings: EngineSettings) -> str | None:
     revision = settings.args.get("tokenizer_revision") or settings.args.get("revision")
     return str(revision) if revision else None
@@ -362,7 +367,7 @@ def _folder(settings: EngineSettings, model: str) -> Path | None:
     name = str(settings.args.get("tokenizer") or model)
     if (folder := Path(name).expanduser()).is_dir():
         return folder
-    if name.count("/") != 1 or folder.exists() or name.startswith((".", "/", "~")):
+    if not _is_of_a_hub(name):
         return None
     from huggingface_hub import try_to_load_from_cache  # takes a while to import, and most need it not
     from huggingface_hub.errors import HFValidationError
