@@ -27,6 +27,7 @@ from baton.config.groups import EngineSettings, Frozen, RemoteSettings
 from baton.config.settings import Settings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
+from baton.models.parsers import CALLS, THOUGHTS, Family
 from baton.server import create_app
 from baton.telemetry.metrics import GatewayMetrics, TransferMetrics
 from baton.telemetry.remote_metrics import RemoteMetrics
@@ -298,6 +299,36 @@ def commands_page() -> str:
     return page("commands", "Commands", *command_parts("baton", typer.main.get_command(command)))
 
 
+def literal(text: str) -> str:
+    """Return a text as code, whatever it holds."""
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def family_rows(families: Iterable[Family]) -> Iterable[list[str]]:
+    """Yield the row of each family: what its models are told by, and the parser."""
+    for family in families:
+        marks = [literal(mark) for mark in family.written]
+        marks += [f"{literal(family.opens)} where the answer begins"] if family.opens else []
+        marks += [f"not {literal(mark)}" for mark in family.absent]
+        architectures = ", ".join(f"`{name}`..." for name in family.architectures)
+        tokens = ", ".join(f"`{token}`" for token in family.tokens)
+        yield [family.name, ", ".join(marks), architectures, tokens, f"`{family.parser}`"]
+
+
+def parsers_page() -> str:
+    """Return the page of the families whose calls and thoughts are known."""
+    head = ("models", "the chat template has", "architecture", "the tokenizer has", "parser")
+    calls, thoughts = (table(head, family_rows(families)) for families in (CALLS, THOUGHTS))
+    return page(
+        "parsers",
+        "Parsers",
+        "## Calls: `tool_call_parser`",
+        calls,
+        "## Thoughts: `reasoning_parser`",
+        thoughts,
+    )
+
+
 def faults_page() -> str:
     """Return the fault catalogue, each row with the tests that cover it."""
     found = fault_tests.by_row(DOCS.parent / "tests")
@@ -318,6 +349,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "routes.md": routes_page,
     "handoff.md": handoff_page,
     "commands.md": commands_page,
+    "parsers.md": parsers_page,
     "faults.md": faults_page,
 }
 

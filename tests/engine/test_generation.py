@@ -278,6 +278,61 @@ def test_what_the_engine_refuses_has_its_status_on_every_streaming_route(real_ga
             assert answer.json()["error"]["code"] == "invalid_request"
 
 
+WEATHER = {
+    "name": "weather",
+    "description": "The weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+FUNCTION = {"type": "function", "function": WEATHER}
+CHAT_TOOL = {"messages": [{"role": "user", "content": "What is the weather in Oslo?"}], "tools": [FUNCTION]}
+WITH_TOOLS: list[tuple[str, dict[str, Any]]] = [
+    ("chat/completions", CHAT_TOOL),
+    ("chat/completions", CHAT_TOOL | {"tool_choice": "auto"}),
+    ("chat/completions", CHAT_TOOL | {"tool_choice": "required"}),
+    (
+        "messages",
+        {
+            "messages": CHAT_TOOL["messages"],
+            "tools": [{"name": "weather", "input_schema": WEATHER["parameters"]}],
+            "tool_choice": {"type": "auto"},
+        },
+    ),
+    ("responses", {"input": "What is the weather in Oslo?", "tools": [{"type": "function", **WEATHER}]}),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("route", "body"), WITH_TOOLS)
+def test_the_embedded_model_takes_tools_without_a_setting(
+    real_gateway: RealGateway, route: str, body: dict[str, Any], *, stream: bool
+) -> None:
+    longest = "max_output_tokens" if route == "responses" else "max_tokens"
+    sent = {"model": "smollm2-fp32", longest: 48, "temperature": 0, "stream": stream} | body
+    answer = httpx.post(f"{real_gateway.url}/v1/{route}", json=sent, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert '"error":{' not in answer.text.replace(" ", "")
+    if body.get("tool_choice") == "required" and not stream:
+        (call, *_) = answer.json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather"
+
+
+def test_a_conversation_with_calls_goes_on(real_gateway: RealGateway) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [*CHAT_TOOL["messages"], said, {"role": "tool", "tool_call_id": "c", "content": "Rain."}]
+    sent = CHAT_TOOL | {"model": "smollm2-fp32", "messages": messages, "max_tokens": 8}
+    answer = httpx.post(f"{real_gateway.url}/v1/chat/completions", json=sent, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
+def test_the_model_s_card_says_which_parsers_were_chosen(real_gateway: RealGateway) -> None:
+    card = httpx.get(f"{real_gateway.url}/v1/models/smollm2").json()
+    assert card["tool_call_parser"]["name"] == "hermes"
+    assert card["reasoning_parser"] == {"name": None, "why": "its chat template knows no thoughts"}
+    chosen = next(line for line in real_gateway.log.splitlines() if "parsers_chosen" in line)
+    assert json.loads(chosen)["tool_call_parser"] == card["tool_call_parser"]
+
+
 async def test_two_engines_stream_at_once_each_with_its_own_series(real_gateway: RealGateway) -> None:
     def page() -> str:
         with real_gateway.client() as client:

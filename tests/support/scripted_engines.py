@@ -28,6 +28,7 @@ from baton.config.settings import load_settings
 from baton.engines.port import EngineState, Json, Operation, Reply, Report
 from baton.engines.vllm import arguments
 from baton.engines.vllm.engine import VllmEngine
+from baton.engines.vllm.engine_thread import Starts
 from baton.models.store import ModelStore
 from baton.telemetry.ids import RequestContext
 from support.gateways import run_fake
@@ -179,6 +180,6 @@ def run_scripted(**serving: Any) -> Iterator[ScriptedGateway]:
     """
     model = str(ModelStore(load_settings().models_folder).resolve("smollm2"))
     settings = EngineSettings(name="a", model=model, handoff=True, serving=serving)
-    engine = ScriptedEngine(settings, model, salt=lambda _tenant: None)
+    engine = ScriptedEngine(settings, model, salt=lambda _tenant: None, starts=Starts())
     with run_fake(engine, handoffs={"auto": "off"}) as running, running.client() as http:
         yield ScriptedGateway(engine, http)

@@ -116,7 +116,8 @@ class EngineSettings(Frozen):
     serving: dict[str, Any] = Field(
         default_factory=dict,
         description="vLLM's serving options by their Python name: `chat_template`, "
-        "`tool_call_parser`, `enable_auto_tool_choice`, `reasoning_parser`, ...",
+        "`tool_call_parser`, `enable_auto_tool_choice`, `reasoning_parser`, ... Both parsers are `auto` "
+        "unless set: chosen by the model's files, see [Parsers](parsers.md); `off` and a name win.",
     )
 
     @model_validator(mode="before")

@@ -26,6 +26,7 @@ from baton.engines.dtype import dtype_for
 from baton.engines.vllm_version import VLLM_VERSIONS, installed, installed_vllm, is_cpu_build, minor_of
 from baton.errors import OperatorError
 from baton.models.catalog import EMBEDDED, EmbeddedModel
+from baton.models.parsers import parsers_of
 from baton.models.store import ModelStore
 from baton.telemetry.memory import MemoryReader
 
@@ -228,6 +229,9 @@ def _models(settings: Settings) -> Iterator[Finding]:
             there = (Path(engine.model).expanduser() / "config.json").is_file()
             text = "found" if there else "no config.json in that folder"
             yield Finding(f"model {engine.model}", text, not there, "" if there else "correct `model`")
+        if engine.runner == "generate":
+            parsers = parsers_of(engine, str(_weights(store, engine.model)))
+            yield Finding(f"engine {engine.name}", parsers.line())
 
 
 def _embedded(store: ModelStore, model: EmbeddedModel) -> Finding:

@@ -23,6 +23,7 @@ class EmbeddedModel:
         text_model: name of the embedded text model that `source`, a vision part, is joined with.
         runner: of its engine.
         args: vLLM's arguments that it needs; the settings override them.
+        serving: vLLM's serving options that it needs; the settings override them.
     """
 
     name: str
@@ -36,7 +37,45 @@ class EmbeddedModel:
     text_model: str | None = None
     runner: Literal["generate", "pooling"] = "generate"
     args: Mapping[str, Any] = field(default_factory=dict)
+    serving: Mapping[str, Any] = field(default_factory=dict)
 
+
+SMOLLM2_TEMPLATE = r"""
+{%- set told %}
+    {%- if tools %}
+        {{- "\n\nYou can call functions. One line of JSON describes each of them:\n" }}
+        {%- for tool in tools %}
+            {{- tool | tojson + "\n" }}
+        {%- endfor %}
+        {{- "To call one, answer with its name and its arguments as JSON, within tags:\n" }}
+        {{- '<tool_call>\n{"name": "a function", "arguments": {"an argument": "its value"}}\n</tool_call>' }}
+    {%- endif %}
+{%- endset %}
+{%- for message in messages %}
+    {%- if loop.first and message['role'] != 'system' %}
+        {{- "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face" }}
+        {{- told + "<|im_end|>\n" }}
+    {%- endif %}
+    {{- "<|im_start|>" + message['role'] + "\n" }}
+    {%- if message['tool_calls'] %}
+        {{- message['content'] or "" }}
+        {%- for call in message['tool_calls'] %}
+            {%- set arguments = call['function']['arguments'] %}
+            {{- '<tool_call>\n{"name": ' + call['function']['name'] | tojson + ', "arguments": ' }}
+            {{- (arguments if arguments is string else arguments | tojson) + "}\n</tool_call>" }}
+            {{- "" if loop.last else "\n" }}
+        {%- endfor %}
+    {%- else %}
+        {{- message['content'] }}
+    {%- endif %}
+    {{- told if loop.first and message['role'] == 'system' else "" }}
+    {{- "<|im_end|>\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|im_start|>assistant\n" }}
+{%- endif %}
+"""
+"""Writes what SmolLM2's own template writes, byte for byte, and beside it tools and calls."""
 
 SMOLLM2 = EmbeddedModel(
     name="smollm2",
@@ -46,6 +85,7 @@ SMOLLM2 = EmbeddedModel(
     source="SmolLM2-135M-Instruct.Q4_1.gguf",
     source_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     license="Apache-2.0",
+    serving={"chat_template": SMOLLM2_TEMPLATE},
 )
 
 FLOOD_TINY = EmbeddedModel(

@@ -31,6 +31,7 @@ from baton.engines.dtype import dtype_for
 from baton.engines.scrub import WRONG_KIND, scrub
 from baton.errors import SettingsError
 from baton.models.catalog import EMBEDDED
+from baton.models.parsers import REASONING_PARSER, TOOL_PARSER, parsers_of, serving_of
 from baton.telemetry.memory import MemoryReader
 from baton_latent.contract import PLACEHOLDER_KEY, latent_overrides, thinks
 
@@ -116,7 +117,7 @@ def engine_args(
     if current_platform.is_cpu() and not own_process:
         # The class: vLLM's CPU platform replaces the string "uni", as a spawned core's OpenMP is not bound.
         args.setdefault("distributed_executor_backend", UniProcExecutor)
-    args |= _reasoning_options(settings)
+    args |= _reasoning_options(settings, model)
     if settings.kv_cache_memory is not None:
         args["kv_cache_memory_bytes"] = int(settings.kv_cache_memory)
     if dtype := processor_dtype(settings, model):
@@ -138,7 +139,7 @@ def engine_args(
             "clients' own prompts from asking for them"
         )
     built = _build(settings, model, args)
-    _check_parsers(settings, built)
+    _check_parsers(settings, model, built)
     return built
 
 
@@ -194,8 +195,8 @@ def processor_dtype(settings: EngineSettings, model: str) -> str | None:
     return dtype_for(settings, Path(model), read_processor(), memory=MemoryReader().total())
 
 
-def _reasoning_options(settings: EngineSettings) -> dict[str, Any]:
-    """Return the reasoning options that stand under `serving`, like `tool_call_parser` does.
+def _reasoning_options(settings: EngineSettings, model: str) -> dict[str, Any]:
+    """Return the reasoning options: those under `serving`, as `tool_call_parser` stands there, or the choice.
 
     Raises:
         SettingsError: `args` and `serving` give different values.
@@ -206,15 +207,15 @@ def _reasoning_options(settings: EngineSettings) -> dict[str, Any]:
             raise SettingsError(
                 f"engines '{settings.name}': args.{key} and serving.{key} differ: set one of them"
             )
-    return given
+    return given | {REASONING_PARSER: parsers_of(settings, model).thoughts.name or ""}
 
 
-def _check_parsers(settings: EngineSettings, args: AsyncEngineArgs) -> None:
+def _check_parsers(settings: EngineSettings, model: str, args: AsyncEngineArgs) -> None:
     """Check an engine's parsers, as vLLM's own server does at its start.
 
     Raises:
         SettingsError: vLLM has no such reasoning parser or tool call parser, or `enable_auto_tool_choice` is
-            set without a `tool_call_parser`.
+            set and there is no `tool_call_parser`.
     """
     where = f"engines '{settings.name}'"
     reasoning = args.create_structured_outputs_config()
@@ -224,13 +225,15 @@ def _check_parsers(settings: EngineSettings, args: AsyncEngineArgs) -> None:
     if reasoning.reasoning_parser and reasoning.reasoning_parser not in known:
         hint = nearest(reasoning.reasoning_parser, known)
         raise SettingsError(f"{where}: reasoning_parser: vLLM has no '{reasoning.reasoning_parser}'{hint}")
-    tools = settings.serving.get("tool_call_parser")
+    tools = parsers_of(settings, model).calls
     known = ToolParserManager.list_registered()
-    if tools is not None and tools not in known:
-        hint = nearest(str(tools), known)
-        raise SettingsError(f"{where}: serving.tool_call_parser: vLLM has no '{tools}'{hint}")
-    if settings.serving.get("enable_auto_tool_choice") and tools is None:
-        raise SettingsError(f"{where}: serving.enable_auto_tool_choice: set `tool_call_parser` too")
+    if tools.name is not None and tools.name not in known:
+        hint = nearest(tools.name, known)
+        raise SettingsError(f"{where}: serving.tool_call_parser: vLLM has no '{tools.name}'{hint}")
+    if settings.serving.get("enable_auto_tool_choice") and tools.name is None:
+        raise SettingsError(
+            f"{where}: serving.enable_auto_tool_choice: set `tool_call_parser` too: {tools.why}"
+        )
 
 
 def _table(given: Any) -> dict[str, Any]:
@@ -313,8 +316,12 @@ def _platform_defaults(settings: EngineSettings, gpu_share: float | None) -> dic
     return defaults
 
 
-def serving_namespace(settings: EngineSettings) -> Namespace:
+def serving_namespace(settings: EngineSettings, model: str | None = None) -> Namespace:
     """Build the namespace that vLLM's serving factories read, with vLLM's own defaults.
+
+    Args:
+        settings: the engine's table of the settings.
+        model: path of its weights; None: the settings' `model` is one.
 
     Raises:
         SettingsError: a serving option is unknown, or cannot be set for a single engine.
@@ -324,11 +331,15 @@ def serving_namespace(settings: EngineSettings) -> Namespace:
             hint = nearest(key, [*SERVING_OPTIONS, *REASONING_OPTIONS])
             raise SettingsError(f"engines '{settings.name}': serving.{key}: unknown option{hint}")
     namespace: Namespace = serve_parser().parse_args([])
+    parsers = parsers_of(settings, model or settings.model)
     values: dict[str, Any] = {
         "model": settings.model,
         "served_model_name": [settings.name, *settings.aliases],
         "enable_prompt_tokens_details": True,
-        **settings.serving,
+        "enable_auto_tool_choice": parsers.calls.name is not None,
+        **serving_of(settings),
+        TOOL_PARSER: parsers.calls.name,
+        REASONING_PARSER: parsers.thoughts.name or "",
     }
     for key, value in values.items():
         setattr(namespace, key, value)

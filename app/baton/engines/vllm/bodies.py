@@ -14,8 +14,8 @@ from baton.errors import InvalidRequest
 from baton.telemetry.ids import RequestContext
 
 NO_PARSER = (
-    "The model '{model}' has no parser for calls of tools: set `engines.serving.tool_call_parser` and "
-    "`engines.serving.enable_auto_tool_choice` of its engine, or leave 'tools' out."
+    "The model '{model}' has no parser for calls of tools: set `engines.serving.tool_call_parser` of its "
+    "engine (`baton doctor` says why none was chosen), or leave 'tools' out."
 )
 CALLED_BY_CLIENTS = frozenset({"function", "custom", "namespace"})
 """Types of tools whose calls the client answers."""

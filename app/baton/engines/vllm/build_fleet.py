@@ -25,6 +25,7 @@ from baton.engines.vllm.command_line import settings_from_command_line
 from baton.engines.vllm.engine import VllmEngine
 from baton.engines.vllm.engine_thread import Starts, fork_cores, inspect_models_here
 from baton.engines.vllm_version import is_cpu_build
+from baton.models.parsers import fetch_descriptions
 from baton.telemetry.memory import MemoryReader
 
 
@@ -60,6 +61,8 @@ def build_fleet(
         fork_cores()
     if is_cpu_build():
         inspect_models_here()
+    for engine in settings.own_engines:
+        fetch_descriptions(engine, models[engine.name])
     engines = [
         VllmEngine(
             engine,

@@ -55,6 +55,7 @@ from baton.errors import (
 )
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
+from baton.models.parsers import parsers_of
 from baton.models.store import identity
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
@@ -114,7 +115,8 @@ class VllmEngine(ConfiguredEngine):
         )
         self._placeholder = arguments.placeholder_of(self._args) if settings.latent else None
         self._rosetta_pairs = arguments.rosetta_pairs(self._args, settings.name)
-        self._namespace = arguments.serving_namespace(settings)
+        self._namespace = arguments.serving_namespace(settings, model)
+        self._parsers = parsers_of(settings, model)
         self._salt = salt
         self._forgotten = 0
         self._last_words = last_words
@@ -132,6 +134,7 @@ class VllmEngine(ConfiguredEngine):
         self._moves_unsupported: str | None = NO_HANDOFFS
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
         self._translator = ReplyTranslator(self._log)
+        self._log.info("parsers_chosen", **self._parsers.cards())
 
     @property
     def registry(self) -> CollectorRegistry:
@@ -241,7 +244,8 @@ class VllmEngine(ConfiguredEngine):
         self._thread.start()
         self._running = await self._build(await asyncio.wrap_future(self._thread.built), report)
         self._opened.callback(_end_requests, self._running.client)
-        self._cards = await self._running.serving.cards()
+        cards = await self._running.serving.cards()
+        self._cards = [card | self._parsers.cards() for card in cards]
         if self._args.worker_extension_cls == MOVES_EXTENSION:
             self._moves_unsupported = await enable_moves(self._running.client)
         report("warming up")
