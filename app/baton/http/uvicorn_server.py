@@ -141,6 +141,7 @@ class GatewayServer(_Server):
         self._on_ready = on_ready
         self.handle_signals = True
         self.failure: OperatorError | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._log = structlog.get_logger("baton.server")
 
     @contextlib.contextmanager
@@ -191,7 +192,8 @@ class GatewayServer(_Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._watch.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
         await super().shutdown(sockets)
 
     @property
