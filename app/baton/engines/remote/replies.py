@@ -15,6 +15,7 @@ from baton.engines.remote.client import Answer
 from baton.engines.remote.refusals import not_an_answer, parsed_json
 from baton.engines.remote.server_events import EventSplitter
 from baton.errors import BatonError, RemoteFailed, RemoteTimeout
+from baton.telemetry.ids import CUT_HEADER
 
 JSON = "application/json"
 BYTES = "application/octet-stream"
@@ -23,8 +24,10 @@ EVENTS = "text/event-stream"
 PASSED_ON = {
     "metadata": re.compile(r"[\x20-\x7e]+"),
     "x-handoff-id": re.compile(r"[A-Za-z0-9_-]{16,64}"),
+    CUT_HEADER.lower(): re.compile(r"[1-9][0-9]{0,9}"),
 }
-"""Headers of an answer that clients get, and their form: those of packed embeddings, and a handoff's id."""
+"""Headers of an answer that clients get, and their form: those of packed embeddings, a handoff's id, and the
+limit that an answer was cut to."""
 SMALL = 64 * 1024
 """Bytes of an answer that are parsed on the event loop."""
 COPIES = 2
