@@ -182,7 +182,7 @@ def test_text_after_messages_that_wait_for_no_answer_ends_the_chat(relay: FakeGa
         ({}, None),
         ({"prompt": "1", "latent_steps": 3}, "latent_steps"),
         ({"prompt": "1", "ttl_s": 0}, "ttl_s"),
-        ({"prompt": ["a"]}, "prompt"),
+        ({"prompt": ["a"]}, "prompt.0"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].image_url",

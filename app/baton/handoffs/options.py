@@ -183,10 +183,10 @@ def parse_options(kind: type[Model], given: object, where: str = "") -> Model:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise _refusal(error, where) from None
+        raise _refusal(error, where, given) from None
 
 
-def _refusal(error: ValidationError, where: str) -> InvalidRequest:
+def _refusal(error: ValidationError, where: str, given: object) -> InvalidRequest:
     items = error.errors(include_url=False, include_input=False)
     unknown = next((item for item in items if item["type"] == "extra_forbidden"), None)
     if unknown is not None:
@@ -195,6 +195,8 @@ def _refusal(error: ValidationError, where: str) -> InvalidRequest:
     else:
         found = invalid_field(error)
         path, message = [found.path] if found.path else [], found.message
+        if path == ["from.0"] and isinstance(given, dict) and not isinstance(given.get("from"), list):
+            path = ["from"]  # `_as_list` made a list of it, not the client
     name = ".".join([where, *path] if where else path)
     return InvalidRequest(f"{name}: {message}" if name else message, param=where or name or None)
 
