@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import threading
+from collections import deque
 from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,6 +33,8 @@ from baton.engines.process.shared_memory import release, segments_of
 GRACE_S = 0.5
 """Seconds an engine's processes get to end by themselves. On a CPU a worker never does: its interpreter takes
 more than five to unload its modules. Saves have ended before."""
+LOOK_EVERY_S = 0.01
+"""Seconds between two looks of a build whether it is the next."""
 BREAK_OFF_EVERY_S = 0.1
 """Seconds between two looks for new processes of a build that is to end."""
 KILLED_WITHIN_S = 5.0
@@ -66,11 +69,13 @@ class Starts:
     Attributes:
         turn: held while vLLM makes an engine's configuration, which changes process-wide state, and until
             its core runs; of a spawned core until it is ready.
+        waiting: builds that have not had it, in the order of the settings.
     """
 
     def __init__(self, server: ForkServer | None = None) -> None:
         self.server = server
         self.turn = threading.Lock()
+        self.waiting: deque[EngineThread] = deque()
 
 
 def processes_of(client: AsyncLLM) -> list[psutil.Process]:
@@ -109,6 +114,7 @@ class EngineThread(threading.Thread):
         self._args = args
         self._logger = logger
         self._starts = starts
+        starts.waiting.append(self)
         self._forked = forked
         self._core: int | None = None
         self._has_begun = False
@@ -140,9 +146,12 @@ class EngineThread(threading.Thread):
     def _build(self) -> AsyncLLM:
         """Build the client; other engines may start once this one's core is forked, or is ready."""
         with contextlib.ExitStack() as turn:
-            while not self._starts.turn.acquire(timeout=BREAK_OFF_EVERY_S):
-                if self._ended.is_set():
+            waiting = self._starts.waiting
+            while not (waiting[0] is self and self._starts.turn.acquire(timeout=BREAK_OFF_EVERY_S)):
+                if self._ended.wait(LOOK_EVERY_S):
+                    waiting.remove(self)
                     raise SystemExit
+            waiting.popleft()
             turn.callback(self._starts.turn.release)
             self._of_others = set(multiprocessing.active_children())
             self._has_begun = True  # from now on `end` may interrupt it: before, the turn would stay taken
