@@ -367,7 +367,7 @@ async def test_a_flood_over_a_slow_store_holds_up_no_other_tenant(name: str, tmp
         found = await two.handoffs.get(theirs.id, "another")
         took = time.monotonic() - began
         await two.handoffs.bring(found, ENGINE)
-        print(f"E16 {name}: another's look-up {took:.2f} s, with its KV {time.monotonic() - began:.2f} s")
+        print(f"E19 {name}: another's look-up {took:.2f} s, with its KV {time.monotonic() - began:.2f} s")
         proxy.delay_s = 0.0
         await asyncio.gather(*flood)
         assert took < 2
