@@ -38,7 +38,7 @@ def test_an_operator_error_ends_the_process_with_a_code() -> None:
     ("given", "message"),
     [
         (5, "handoff: Input should be an object"),
-        ({"from": 5}, "handoff.from.0: Input should be a valid string"),
+        ({"from": 5}, "handoff.from: Input should be a valid string"),
         ({"save": 7}, "handoff.save: Input should be an object"),
         ({"save": {"ttl_s": "soon"}}, "handoff.save.ttl_s: Input should be a valid integer"),
         ({"translate": {"via": "fax"}}, "handoff.translate.via: Input should be 'text' or 'rosetta'"),
