@@ -39,13 +39,14 @@ from baton.handoffs.translations.service import Translations
 from baton.http import openapi
 from baton.http.middleware.auth import AuthMiddleware
 from baton.http.middleware.body_limit import BodyLimitMiddleware
-from baton.http.middleware.drain import Drain, DrainMiddleware
+from baton.http.middleware.drain import DrainMiddleware
 from baton.http.middleware.errors import ErrorMiddleware, http_exception, invalid_parameters
 from baton.http.middleware.memory_shortage import MemoryShortageMiddleware
 from baton.http.middleware.origins import OriginMiddleware
 from baton.http.middleware.request_context import RequestContextMiddleware
 from baton.http.middleware.request_head import RequestHeadMiddleware
 from baton.http.request_body import body_threads
+from baton.http.request_state import Drain
 from baton.http.routes import ROUTERS, metrics
 from baton.http.state import Gateway
 from baton.http.uvicorn_server import MetricsServer

@@ -22,7 +22,7 @@ from support.ray_cluster import with_ray
 from baton.admission.tenants import Admission, Ticket
 from baton.config.groups import AdmissionSettings
 from baton.errors import SettingsError, StartError
-from baton.http.middleware.drain import Drain
+from baton.http.request_state import Drain
 from baton.telemetry.metrics import GatewayMetrics
 from baton.telemetry.page import labelled, page_of
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -59,3 +62,42 @@ def state_of(scope: Scope) -> RequestState:
 def context_of(request: Request) -> RequestContext:
     """Return the client and the ids of a request."""
     return state_of(request.scope).context
+
+
+class Drain:
+    """The drain of one gateway, with the requests that run.
+
+    Attributes:
+        begun: the gateway is draining; new requests should go to another one.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self._running: set[asyncio.Task[object]] = set()
+        self._cut: set[asyncio.Task[object]] = set()
+
+    def begin(self) -> None:
+        """Begin to drain."""
+        self.begun = True
+
+    def cut(self) -> int:
+        """End every request that still runs; returns their number."""
+        running = self._running - self._cut
+        self._cut |= running
+        for task in running:
+            task.cancel()
+        return len(running)
+
+    def was_cut(self, task: asyncio.Task[object]) -> bool:
+        """Return whether the drain ended the request of this task."""
+        return task in self._cut
+
+    @contextlib.contextmanager
+    def watching(self, task: asyncio.Task[object]) -> Iterator[None]:
+        """Register the task of a request while it runs."""
+        self._running.add(task)
+        try:
+            yield
+        finally:
+            self._running.discard(task)
+            self._cut.discard(task)

@@ -19,7 +19,7 @@ from baton.handoffs.sessions import Sessions
 from baton.handoffs.sources import Sources
 from baton.handoffs.translations.rosetta import Rosetta
 from baton.handoffs.translations.service import Translations
-from baton.http.middleware.drain import Drain
+from baton.http.request_state import Drain
 from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.reader import ImageReader
 from baton.pooling.service import Pooling

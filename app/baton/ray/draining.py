@@ -13,7 +13,7 @@ import httpx
 import structlog
 from starlette.types import Scope
 
-from baton.http.middleware.drain import Drain
+from baton.http.request_state import Drain
 
 HEALTH_PATH = "/-/healthz"
 DRAINING = "DRAINING"
