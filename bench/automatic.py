@@ -24,8 +24,8 @@ from pathlib import Path
 from handoff import Client, Rows, medians, prefilled, prompt, said, table
 from servers import Server, free_port, machine
 
-from baton.handoffs.records.prefix_index import PrefixIndex
-from baton.handoffs.records.record import HandoffRecord
+from baton.library.handoff import HandoffRecord
+from baton.library.prefixes import PrefixIndex
 
 CONFIG = """
 [handoffs]

@@ -10,9 +10,9 @@ import sys
 
 from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
+from baton.engines.elsewhere.engine import RemoteEngine
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
-from baton.engines.remote.engine import RemoteEngine
 from baton.http.uvicorn_server import GatewayServer
 from baton.serve import listen
 from baton.server import create_app

@@ -25,8 +25,8 @@ from servers import Server, free_port, machine
 from torch_joins import Model, Way
 
 from baton.config.settings import load_settings
-from baton.handoffs.joins.moving import HEAD_TOKENS, LONE_HEAD_TOKENS
 from baton.models.store import ModelStore
+from baton.relay.move import HEAD_TOKENS, LONE_HEAD_TOKENS
 
 CONFIG = """
 [handoffs]

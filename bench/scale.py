@@ -38,10 +38,9 @@ from prometheus_client import CollectorRegistry
 from remote import remote_part
 from servers import Server, free_port, machine
 
-from baton.handoffs.shared.clients import SharedAddress
-from baton.handoffs.shared.connection import SharedConnection
-from baton.handoffs.shared.files import MAX_FILE_BYTES, PoolFiles, Room, SharedFile
-from baton.telemetry.shared_store_metrics import SharedStoreMetrics
+from baton.library.shared.connection import SharedAddress, SharedConnection
+from baton.library.shared.files import MAX_FILE_BYTES, PoolFiles, Room, SharedFile
+from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
 

@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import psutil
 
-from baton.engines.cpu import read_processor
+from baton.engines.hardware import read_processor
 
 READY_WITHIN_S = 240
 ENVIRONMENT = {

@@ -29,8 +29,7 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.models.parsers import CALLS, THOUGHTS, Family
 from baton.server import create_app
-from baton.telemetry.metrics import GatewayMetrics, TransferMetrics
-from baton.telemetry.remote_metrics import RemoteMetrics
+from baton.telemetry.metrics import GatewayMetrics, RemoteMetrics, TransferMetrics
 
 DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"

@@ -18,10 +18,10 @@ from baton.config.vllm_environment import (
     openmp_environment,
     runs_eager,
 )
+from baton.engines.elsewhere.engine import build_remote_engines
 from baton.engines.fleet import Fleet
 from baton.engines.process.fork_server import ForkServer
 from baton.engines.process.orphan_reaper import MARK, OrphanReaper
-from baton.engines.remote.build import build_remote_engines
 from baton.engines.vllm_version import check_vllm, is_cpu_build
 from baton.errors import StartError
 from baton.models.catalog import EMBEDDED

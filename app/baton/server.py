@@ -21,39 +21,37 @@ from baton.admission.tenants import Admission
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import SettingsError
-from baton.handoffs.ahead import JoinsAhead
-from baton.handoffs.audits.service import Audits
-from baton.handoffs.automatic.save_rule import SaveRule
-from baton.handoffs.automatic.service import AutomaticHandoffs
-from baton.handoffs.forwarded import ForwardedHandoffs
-from baton.handoffs.planner import Planner
-from baton.handoffs.records.background import HandoffThreads
-from baton.handoffs.records.image_store import ImageStore
-from baton.handoffs.records.repository import HandoffRepository
-from baton.handoffs.records.storage import HandoffStorage
-from baton.handoffs.service import Handoffs
-from baton.handoffs.sessions import Sessions
-from baton.handoffs.sources import Sources
-from baton.handoffs.translations.rosetta import Rosetta
-from baton.handoffs.translations.service import Translations
 from baton.http import openapi
-from baton.http.middleware.auth import AuthMiddleware
-from baton.http.middleware.body_limit import BodyLimitMiddleware
-from baton.http.middleware.drain import DrainMiddleware
-from baton.http.middleware.errors import ErrorMiddleware, http_exception, invalid_parameters
-from baton.http.middleware.memory_shortage import MemoryShortageMiddleware
-from baton.http.middleware.origins import OriginMiddleware
-from baton.http.middleware.request_context import RequestContextMiddleware
-from baton.http.middleware.request_head import RequestHeadMiddleware
-from baton.http.request_body import body_threads
-from baton.http.request_state import Drain
+from baton.http.body.trial import TrialCompiler
+from baton.http.middleware.frame import (
+    DrainMiddleware,
+    ErrorMiddleware,
+    RequestContextMiddleware,
+    http_exception,
+    invalid_parameters,
+)
+from baton.http.middleware.gate import AuthMiddleware, OriginMiddleware, RequestHeadMiddleware
+from baton.http.middleware.weight import BodyLimitMiddleware, MemoryShortageMiddleware
+from baton.http.request import Drain, Gateway, body_threads
 from baton.http.routes import ROUTERS, metrics
-from baton.http.state import Gateway
 from baton.http.uvicorn_server import MetricsServer
-from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.fetching import fetcher_of
 from baton.images.reader import ImageReader
+from baton.library.here.images import ImageStore
+from baton.library.here.records import HandoffRepository
+from baton.library.library import Handoffs
+from baton.library.threads import HandoffThreads
+from baton.library.tiers import HandoffStorage
 from baton.pooling.service import Pooling
+from baton.relay.ahead import JoinsAhead
+from baton.relay.audit import Audits
+from baton.relay.automatic import AutomaticHandoffs, SaveRule
+from baton.relay.cost import Planner
+from baton.relay.plan import Sessions
+from baton.relay.rosetta import Rosetta
+from baton.relay.same_store import ForwardedHandoffs
+from baton.relay.sources import Sources
+from baton.relay.translate import Translations
 from baton.responses.service import StoredResponses, response_threads
 from baton.responses.store import ResponseStore
 from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT
@@ -81,13 +79,13 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
         folder = Path(settings.handoff_store.removeprefix("file:"))
         if settings.handoffs.shared is not None:
-            from baton.handoffs.shared.opening import open_shared  # valkey, which others do without
+            from baton.library.shared.storage import open_shared  # valkey, which others do without
 
             storage: HandoffStorage = open_shared(settings.handoffs, store, folder, metrics.shared_store)
         else:
             storage = HandoffStorage(store, HandoffRepository(folder / RECORDS), ImageStore(folder / IMAGES))
         if settings.handoffs.archive is not None:
-            from baton.handoffs.archive.opening import open_archived  # obstore, which others do without
+            from baton.library.archive.storage import open_archived  # obstore, which others do without
 
             storage = open_archived(settings.handoffs, storage, folder, metrics.archive)
     except StoreError as error:

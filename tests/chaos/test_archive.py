@@ -17,10 +17,10 @@ from support.s3_proxy import Refusal, S3Proxy, s3_proxy
 from support.shared_stores import ENGINE
 
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
-from baton.handoffs.archive import bucket as archive_bucket
-from baton.handoffs.archive import records as archive_records
-from baton.handoffs.archive import storage as archive_storage
-from baton.handoffs.archive.expiry import remove_expired
+from baton.library.archive import bucket as archive_bucket
+from baton.library.archive import records as archive_records
+from baton.library.archive import storage as archive_storage
+from baton.library.archive.archiver import remove_expired
 
 pytestmark = [
     pytest.mark.chaos,

@@ -24,8 +24,7 @@ from support.shared_stores import ENGINE, Machine, StoreServer, machine, servers
 from support.tcp_proxy import TcpProxy, tcp_proxy
 
 from baton.errors import BatonError, HandoffNotFound, HandoffPinsFull, HandoffStoreUnavailable
-from baton.handoffs.records.record import HandoffRecord, new_id
-from baton.handoffs.records.state import HandoffState
+from baton.library.handoff import HandoffRecord, HandoffState, new_id
 from baton_kv.stores.base import EntryMissing
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600), pytest.mark.parametrize("name", servers)]

@@ -18,10 +18,9 @@ from support.shared_stores import BINARIES, ENGINE, Machine, machine, must_run, 
 
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.archive import storage as archive_storage
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.state import HandoffState
 from baton.images.placed_image import PlacedImage
+from baton.library.archive import storage as archive_storage
+from baton.library.handoff import HandoffRecord, HandoffState
 
 PRESENT = {"seaweedfs": WEED, **BINARIES}
 KINDS = {"valkey": ["valkey"], "redis": ["redis"], "s3": ["seaweedfs"], "valkey+s3": ["valkey", "seaweedfs"]}

@@ -11,7 +11,7 @@ from support import store_history
 from support.history_checker import Event, run_workers, violations
 from support.store_history import BUDGET, WRONG
 
-from baton.handoffs.records.repository import HandoffRepository
+from baton.library.here.records import HandoffRepository
 from baton_kv.stores.file import FileStore
 
 SCRIPT = Path(store_history.__file__)

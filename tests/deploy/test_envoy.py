@@ -23,7 +23,7 @@ from support.watched_streams import wait_for
 
 from baton.config.settings import load_settings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.http.middleware.request_head import MAX_HEAD_BYTES
+from baton.http.middleware.gate import MAX_HEAD_BYTES
 
 SETTINGS = load_settings(CONFIG.parents[1] / "baton.toml")
 ASK = {"model": "alpha", "prompt": "one two three", "max_tokens": 3}

@@ -19,7 +19,7 @@ import yaml
 
 from baton import __version__
 from baton.config.settings import load_settings, variables
-from baton.http.middleware.drain import ERROR_WITHIN_S
+from baton.http.middleware.frame import ERROR_WITHIN_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm/baton"

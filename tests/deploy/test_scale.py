@@ -20,7 +20,7 @@ from support.envoy_proxy import BALANCED, CONFIG, cluster, endpoints, listener
 from support.gateways import free_port
 
 from baton.config.settings import load_settings, variables
-from baton.http.middleware.drain import ERROR_WITHIN_S
+from baton.http.middleware.frame import ERROR_WITHIN_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE = DEPLOY / "compose/compose.scale.yaml"

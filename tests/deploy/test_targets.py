@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from baton.config.settings import load_settings
-from baton.http.middleware.drain import ERROR_WITHIN_S
+from baton.http.middleware.frame import ERROR_WITHIN_S
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -17,8 +17,7 @@ from baton import errors
 from baton.config.groups import EngineSettings, Frozen, RemoteSettings
 from baton.config.settings import Settings
 from baton.engines.fake.engine import FakeEngine
-from baton.telemetry.metrics import GatewayMetrics, TransferMetrics
-from baton.telemetry.remote_metrics import RemoteMetrics
+from baton.telemetry.metrics import GatewayMetrics, RemoteMetrics, TransferMetrics
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

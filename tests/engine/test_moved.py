@@ -12,7 +12,7 @@ import pytest
 from support.gateways import RealGateway
 from support.relays import ask, cached, ids, once_saved, told
 
-from baton.handoffs.joins.moving import LONE_HEAD_TOKENS
+from baton.relay.move import LONE_HEAD_TOKENS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 RULES = "You compare cities, and say in one short line what they have in common.\n"

@@ -21,8 +21,8 @@ from support.relays import ask, cached, ids, once_saved, told
 from transformers import AutoModelForCausalLM
 
 from baton.config.settings import load_settings
-from baton.handoffs.joins.moving import LONE_HEAD_TOKENS
 from baton.models.store import ModelStore
+from baton.relay.move import LONE_HEAD_TOKENS
 from baton_latent import choose_placeholder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from baton.models.catalog import LOOK_TINY
-from baton.models.join import DESCRIPTIONS
+from baton.models.store import DESCRIPTIONS
 from training.look_tiny.architecture import (
     CHAT_TEMPLATE,
     IMAGE_TOKEN,

@@ -23,7 +23,7 @@ from baton.admission.fair_threads import in_own_thread
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import GenerationFailed
 from baton.http import openapi
-from baton.http.middleware.auth import PUBLIC_PATHS
+from baton.http.middleware.gate import PUBLIC_PATHS
 from baton.http.routes import ROUTERS
 from baton.telemetry import memory
 from baton.telemetry.memory import MemoryReader

@@ -12,7 +12,7 @@ from support.gateways import FakeGateway, run_fake
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine
-from baton.http.routes.docs import FOLDER
+from baton.http.routes.operations import FOLDER
 
 LOADED = re.compile(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]+)""")
 SWAGGER_UI_5_35_0 = {

@@ -25,10 +25,9 @@ from baton.config.settings import load_settings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.engines.kv_transfer import TransferRequest
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.state import HandoffState
-from baton.handoffs.service import Handoffs
 from baton.http import uvicorn_server
+from baton.library.handoff import HandoffRecord, HandoffState
+from baton.library.library import Handoffs
 from baton.server import create_app
 
 STREAMS = 50

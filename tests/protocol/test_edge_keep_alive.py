@@ -18,7 +18,7 @@ from support.wire import connect, metric, request, rest_of, slow_reader, small_b
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import EngineRestarting, GenerationFailed
-from baton.http.request_state import KEY, RequestState
+from baton.http.request import KEY, RequestState
 from baton.http.sse import KEEP_ALIVE, KeptAlive, event_stream
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics

@@ -27,11 +27,11 @@ from support.sample_plugins import Current, Files, plugin
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import ImageInput
-from baton.handoffs.records.background import THREADS
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.storage import HandoffStorage
-from baton.http import request_body
+from baton.http import request as request_body
 from baton.images import reader
+from baton.library.handoff import HandoffRecord
+from baton.library.threads import THREADS
+from baton.library.tiers import HandoffStorage
 
 pytestmark = pytest.mark.fault("E13")
 LIMIT_S = 10.0

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from support.gateways import FakeGateway, run_fake
 
+from baton.engines.fake.answers import token_ids
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.fake.prompt import token_ids
 
 CHAT = "/v1/chat/completions"
 FIRST: dict[str, Any] = {"model": "a", "messages": [{"role": "user", "content": "11"}], "max_tokens": 2}
@@ -86,7 +86,7 @@ def test_the_token_that_ended_an_answer_gives_way_to_the_template_s_own_end(rela
 def test_a_chat_too_large_to_remember_goes_on_as_text_only(
     relay: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.handoffs.prompts.messages.MAX_BYTES", 60)
+    monkeypatch.setattr("baton.relay.prompt.chat.MAX_BYTES", 60)
     handoff = leave(relay, FIRST | {"messages": [{"role": "user", "content": "11 " * 30}]})
     assert chat_from(relay, handoff, USER).json()["error"]["code"] == "handoff_template_unsupported"
     text = {"model": "a", "prompt": "5", "max_tokens": 1, "handoff": {"from": handoff}}

@@ -12,8 +12,8 @@ import pytest
 from support.gateways import FakeGateway, Held, run_fake
 
 from baton.admission.api_keys import create_key
+from baton.engines.fake.answers import token_ids
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.engines.fake.prompt import token_ids
 
 CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
 STEP = 999

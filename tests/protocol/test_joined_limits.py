@@ -10,11 +10,11 @@ import pytest
 from support.gateways import FakeGateway, run_fake
 from support.noise import part, picture, user
 
+from baton.engines.fake.answers import IMAGE, MAX_MODEL_LEN, token_id, token_ids
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.fake.prompt import IMAGE, MAX_MODEL_LEN, token_id, token_ids
 from baton.engines.port import ImageInput, Json, Operation, Reply
 from baton.errors import BatonError, EngineOverloaded, GenerationFailed
-from baton.handoffs.records.record import HandoffRecord
+from baton.library.handoff import HandoffRecord
 
 CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
 STEP = 999
@@ -248,7 +248,7 @@ def failing(engine: FakeEngine, errors: Sequence[BatonError], monkeypatch: pytes
 def test_a_join_ahead_that_finds_the_engine_full_is_tried_again(
     relay: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.handoffs.ahead.RETRY_AFTER_S", 0.1)
+    monkeypatch.setattr("baton.relay.ahead.RETRY_AFTER_S", 0.1)
     parts = [made(relay, prompt=[1, 2]), made(relay, prompt=[3, 4])]
     tries = failing(relay.engine("a"), [EngineOverloaded(), EngineOverloaded()], monkeypatch)
     ahead = post(relay, AHEAD, **{"from": parts})

@@ -9,7 +9,7 @@ from support.gateways import FakeGateway, run_fake
 
 from baton.engines.fake.engine import FakeEngine
 from baton.http import openapi
-from baton.http.middleware.auth import PUBLIC_PATHS
+from baton.http.middleware.gate import PUBLIC_PATHS
 
 
 @pytest.fixture

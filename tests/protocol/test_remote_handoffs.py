@@ -16,7 +16,7 @@ from support.shared_stores import BINARIES, store_server
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine
-from baton.handoffs.records.store_proof import proof_of
+from baton.library.here.records import proof_of
 
 CHALLENGE = "0123456789abcdef" * 2
 CHAT = [{"role": "user", "content": "one two"}]

@@ -22,9 +22,9 @@ from support.remote_gateways import CARD, OtherServer, complete, other_server, r
 from support.wire import wait_for
 
 from baton.admission.api_keys import create_key
+from baton.engines.elsewhere.client import RemoteClient
+from baton.engines.elsewhere.keys import RemoteKeys
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.remote.client import RemoteClient
-from baton.engines.remote.keys import RemoteKeys
 from baton.errors import SettingsError, StartError
 
 
@@ -260,7 +260,7 @@ def test_a_key_in_clear_is_warned_of(tmp_path: Path) -> None:
     from structlog.testing import capture_logs
 
     from baton.config.settings import load_settings
-    from baton.engines.remote.build import build_remote_engines
+    from baton.engines.elsewhere.engine import build_remote_engines
 
     (tmp_path / "key").write_text("k")
     urls = ("http://127.0.0.1:1", "http://10.0.0.1:1", "https://10.0.0.1:1")

@@ -16,8 +16,8 @@ from support.wire import connect, request, wait_for
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import Engine, Operation
-from baton.handoffs.options import HandoffOptions
-from baton.handoffs.records.record import HandoffRecord
+from baton.library.handoff import HandoffRecord
+from baton.relay.asked import HandoffOptions
 
 CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
 STEP, END = 999, 998

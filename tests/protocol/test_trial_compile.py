@@ -26,9 +26,9 @@ from support.schemas import DEAR, ORDINARY, flat
 
 from baton.config.groups import LimitSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.http.validation.constraints import Constraint
-from baton.http.validation.trial_compile import WAITING, TrialCompiler
-from baton.telemetry.queues import QueueMetrics
+from baton.http.body.schemas import Constraint
+from baton.http.body.trial import WAITING, TrialCompiler
+from baton.telemetry.metrics import QueueMetrics
 
 CHAT = "/v1/chat/completions"
 DEAREST = flat(160) | {"minProperties": 50, "maxProperties": 100}

@@ -126,7 +126,7 @@ def test_a_call_that_was_cut_off_does_not_end_its_conversation(
 
 @pytest.mark.parametrize("arguments", ['{"a": [1, {"b": "]]["}]}', "[" * 150 + "]" * 150, "", None, '{"a"'])
 def test_other_arguments_reach_the_handler_as_they_came(arguments: str | None) -> None:
-    from baton.engines.vllm.bodies import readable_calls
+    from baton.engines.vllm.handlers import readable_calls
 
     for body in (chat(arguments), response(arguments)):
         before = json.dumps(body)

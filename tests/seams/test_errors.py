@@ -19,7 +19,7 @@ from baton.engines import scrub as wording  # after the skip
 from baton.engines.port import Operation  # after the skip
 from baton.engines.vllm import errors as faults  # after the skip
 from baton.engines.vllm.handlers import HANDLERS  # after the skip
-from baton.http.validation.field_limits import RENDERER_ARGUMENTS  # after the skip
+from baton.http.body.fields import RENDERER_ARGUMENTS  # after the skip
 
 FOREIGN = [
     cls

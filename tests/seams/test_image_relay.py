@@ -20,8 +20,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Operation
-from baton.engines.vllm.bodies import with_whole_prompt
-from baton.engines.vllm.image_prompts import ImagePrompts, _target
+from baton.engines.vllm.handlers import with_whole_prompt
+from baton.engines.vllm.images import ImagePrompts, _target
 from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
 from baton.images.placed_image import PlacedImage
 from baton_kv.connector import TransferStats, images_of

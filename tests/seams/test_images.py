@@ -28,8 +28,13 @@ except ImportError:  # vLLM 0.33
     from vllm.renderers.chat_utils.chat_message import MM_PARSER_MAP, TEXT_PART_TYPES
 
 from baton.engines.vllm.errors import MISPLACED_IMAGES, translate
-from baton.engines.vllm.image_cache import ConfirmedSenderCache, Sent, confirm_before_reuse, hashes_of
-from baton.engines.vllm.image_input import stray_placeholders
+from baton.engines.vllm.images import (
+    ConfirmedSenderCache,
+    Sent,
+    confirm_before_reuse,
+    hashes_of,
+    stray_placeholders,
+)
 from baton.errors import EngineUnavailable, ImagesMisplaced, InvalidImage
 from baton.images.parts import IMAGES, OTHER_MEDIA
 

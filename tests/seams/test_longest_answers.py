@@ -16,8 +16,8 @@ from baton.config.groups import EngineSettings  # after the skip
 from baton.config.settings import load_settings  # after the skip
 from baton.engines.port import Operation  # after the skip
 from baton.engines.vllm import handlers  # after the skip
-from baton.engines.vllm.bodies import asked_tokens, within_context  # after the skip
 from baton.engines.vllm.client import CURRENT_CALL, Call  # after the skip
+from baton.engines.vllm.handlers import asked_tokens, within_context  # after the skip
 from baton.errors import BatonError, ContextTooLong  # after the skip
 from baton.models.store import ModelStore  # after the skip
 from baton.telemetry.ids import (

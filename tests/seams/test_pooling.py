@@ -27,8 +27,7 @@ from vllm.transformers_utils.config import get_config_parser
 
 from baton.engines.installed_plugins import GROUPS
 from baton.engines.vllm import plugins as engine_plugins
-from baton.engines.vllm.classic_plugins import MOVED, classic_names
-from baton.engines.vllm.plugins import chosen_plugin, make_plugin, plugin_params
+from baton.engines.vllm.plugins import MOVED, chosen_plugin, classic_names, make_plugin, plugin_params
 from baton.errors import InvalidRequest, StartError
 from baton_geo import io_processor, register
 from baton_geo.prithvi import PrithviConfig

@@ -18,7 +18,7 @@ from baton.engines.port import Operation  # after the skip
 from baton.engines.vllm import handlers  # after the skip
 from baton.engines.vllm.client import CURRENT_CALL, Call  # after the skip
 from baton.errors import InvalidRequest  # after the skip
-from baton.http.validation.constraints import doubtful_grammars  # after the skip
+from baton.http.body.schemas import doubtful_grammars  # after the skip
 from baton.models.store import ModelStore  # after the skip
 from baton.telemetry.ids import RequestContext  # after the skip
 

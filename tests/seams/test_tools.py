@@ -20,9 +20,9 @@ from baton.config.groups import EngineSettings  # after the skip
 from baton.config.settings import load_settings  # after the skip
 from baton.engines.port import Operation  # after the skip
 from baton.engines.vllm import handlers  # after the skip
-from baton.engines.vllm.bodies import CALLED_BY_CLIENTS, OF_A_HOST  # after the skip
 from baton.engines.vllm.client import CURRENT_CALL, Call  # after the skip
 from baton.engines.vllm.errors import from_response, told, translate  # after the skip
+from baton.engines.vllm.handlers import CALLED_BY_CLIENTS, OF_A_HOST  # after the skip
 from baton.errors import InvalidRequest  # after the skip
 from baton.models.store import ModelStore  # after the skip
 from baton.telemetry.ids import RequestContext  # after the skip

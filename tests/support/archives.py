@@ -21,13 +21,12 @@ import pytest
 from obstore.store import S3Store
 
 from baton.config.groups import HandoffSettings
-from baton.handoffs.archive.opening import open_archived
-from baton.handoffs.archive.storage import ArchivedStorage
-from baton.handoffs.records.image_store import ImageStore
-from baton.handoffs.records.repository import HandoffRepository
-from baton.handoffs.records.storage import HandoffStorage
-from baton.handoffs.service import Handoffs
-from baton.handoffs.shared.opening import open_shared
+from baton.library.archive.storage import ArchivedStorage, open_archived
+from baton.library.here.images import ImageStore
+from baton.library.here.records import HandoffRepository
+from baton.library.library import Handoffs
+from baton.library.shared.storage import open_shared
+from baton.library.tiers import HandoffStorage
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.stores.file import IMAGES, RECORDS, FileStore
 from support.gateways import free_port

@@ -31,8 +31,7 @@ from baton.config.settings import Settings, load_settings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.engines.port import Engine
-from baton.engines.process.processes import wait_until_gone
-from baton.engines.process.shared_memory import segments_of
+from baton.engines.process.processes import segments_of, wait_until_gone
 from baton.http.uvicorn_server import GatewayServer, url_of
 from baton.serve import listen, listen_for_metrics
 from baton.server import create_app

@@ -14,15 +14,13 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound
-from baton.handoffs.audits.service import Audits
-from baton.handoffs.records.image_store import ImageStore
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.repository import HandoffRepository
-from baton.handoffs.records.state import HandoffState
-from baton.handoffs.records.storage import HandoffStorage
-from baton.handoffs.service import Handoffs
-from baton.telemetry.audit_metrics import AuditMetrics
-from baton.telemetry.metrics import HandoffMetrics
+from baton.library.handoff import HandoffRecord, HandoffState
+from baton.library.here.images import ImageStore
+from baton.library.here.records import HandoffRepository
+from baton.library.library import Handoffs
+from baton.library.tiers import HandoffStorage
+from baton.relay.audit import Audits
+from baton.telemetry.metrics import AuditMetrics, HandoffMetrics
 from baton_kv.stores.file import FileStore
 
 ENGINE = FakeEngine("a", supports_handoffs=True)

@@ -18,8 +18,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from baton.config.groups import EngineSettings
+from baton.engines.elsewhere.engine import RemoteEngine
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.remote.engine import RemoteEngine
 from support.gateways import FakeGateway, run_fake
 from support.wire import wait_for
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from baton.handoffs.records.record import HandoffRecord
+from baton.library.handoff import HandoffRecord
 from support.wire import wait_for
 
 WITHIN_S = 60

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from baton.handoffs.records.record import new_id
+from baton.library.handoff import new_id
 from support.shared_stores import ENGINE, Machine, StoreServer, machine
 
 KEPT = b"baton:{i}:proof"

@@ -20,13 +20,12 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable
-from baton.handoffs.records.changes import ChangeRules
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.shared.clients import SharedAddress
-from baton.handoffs.shared.connection import SharedConnection
-from baton.handoffs.shared.files import PoolFiles, Room, SharedFile
-from baton.handoffs.shared.records import SharedRecords
-from baton.telemetry.shared_store_metrics import SharedStoreMetrics
+from baton.library.handoff import HandoffRecord
+from baton.library.saving import ChangeRules
+from baton.library.shared.connection import SharedAddress, SharedConnection
+from baton.library.shared.files import PoolFiles, Room, SharedFile
+from baton.library.shared.records import SharedRecords
+from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.stores.base import StoreError
 from support.store_history import SCOPES, WRONG, Log, work
 

@@ -20,10 +20,9 @@ import valkey
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.service import Handoffs
-from baton.handoffs.shared.opening import open_shared
-from baton.handoffs.shared.storage import SharedStorage
+from baton.library.handoff import HandoffRecord
+from baton.library.library import Handoffs
+from baton.library.shared.storage import SharedStorage, open_shared
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.entry_format import EntryDescription, LayerShape, Part
 from baton_kv.entry_writer import write

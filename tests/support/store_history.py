@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.config.groups import HandoffSettings
-from baton.handoffs.records.changes import ChangeRules
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.repository import HandoffRepository
+from baton.library.handoff import HandoffRecord
+from baton.library.here.records import HandoffRepository
+from baton.library.saving import ChangeRules
 from baton_kv.stores.base import EntryMissing, StoreError
 from baton_kv.stores.file import FileStore
 

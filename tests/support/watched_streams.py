@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from baton.engines.process.shared_memory import segments_of
+from baton.engines.process.processes import segments_of
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 1800, "ignore_eos": True, "stream": True}
 

@@ -17,11 +17,11 @@ from starlette.requests import Request
 from baton.admission.tenants import Admission, Ticket, TokenBucket
 from baton.config.groups import AdmissionSettings
 from baton.errors import BatonError, EngineOverloaded, GatewayOverloaded, InternalError, RateLimited
-from baton.http.middleware.auth import AuthMiddleware
-from baton.http.middleware.memory_shortage import MemoryShortageMiddleware
-from baton.http.request_state import RequestState, state_of
+from baton.http.middleware.gate import AuthMiddleware
+from baton.http.middleware.weight import MemoryShortageMiddleware
+from baton.http.request import RequestState, state_of
 from baton.telemetry.ids import LOCAL_TENANT, RequestContext
-from baton.telemetry.queues import AdmissionMetrics
+from baton.telemetry.metrics import AdmissionMetrics
 
 
 async def soon() -> None:

@@ -18,12 +18,11 @@ from support.shared_stores import BINARIES, ENGINE, store_server
 
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
-from baton.handoffs.archive.expiry import remove_expired
-from baton.handoffs.archive.storage import LOOK_AGAIN_S
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.state import HandoffState
-from baton.handoffs.service import Handoffs
 from baton.images.placed_image import PlacedImage
+from baton.library.archive.archiver import remove_expired
+from baton.library.archive.storage import LOOK_AGAIN_S
+from baton.library.handoff import HandoffRecord, HandoffState
+from baton.library.library import Handoffs
 
 pytestmark = with_s3
 

@@ -19,13 +19,11 @@ from support.shared_stores import BINARIES, ENGINE, store_server
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
-from baton.handoffs.archive import bucket as archive_bucket
-from baton.handoffs.archive import files as archive_files
-from baton.handoffs.archive.archiver import Archiver
-from baton.handoffs.archive.expiry import remove_expired
-from baton.handoffs.archive.files import LocalFile, Pace, reading
-from baton.handoffs.records.public import HandoffAudit
-from baton.handoffs.records.record import HandoffRecord
+from baton.library.archive import bucket as archive_bucket
+from baton.library.archive import copies as archive_files
+from baton.library.archive.archiver import Archiver, remove_expired
+from baton.library.archive.copies import LocalFile, Pace, reading
+from baton.library.handoff import HandoffAudit, HandoffRecord
 from baton_kv.stores.base import StoreError, StoreFull
 
 pytestmark = with_s3

@@ -16,12 +16,10 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import EngineState
 from baton.errors import EngineRestarting
-from baton.handoffs.audits import service
-from baton.handoffs.audits.comparison import compare
-from baton.handoffs.audits.queue import MOST, Audit, AuditQueue
-from baton.handoffs.audits.service import Audits
-from baton.handoffs.records.record import HandoffRecord, key_of, new_id
-from baton.telemetry.audit_metrics import AuditMetrics, AuditResult
+from baton.library.handoff import HandoffRecord, key_of, new_id
+from baton.relay import audit as service
+from baton.relay.audit import MOST, Audit, AuditQueue, Audits, compare
+from baton.telemetry.metrics import AuditMetrics, AuditResult
 from baton_kv.stores.file import FileStore
 
 PROMPT = [11, 12, 13]
@@ -171,7 +169,7 @@ async def test_a_handoff_that_is_gone_is_computed_no_more(bench: Bench) -> None:
 
 
 async def test_an_audit_that_waits_too_long_is_dropped(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.handoffs.audits.queue.WAITS_S", 0.05)
+    monkeypatch.setattr("baton.relay.audit.WAITS_S", 0.05)
     record = await bench.house.left(bench.handoffs)
     bench.engine.active = 1
     async with bench.audits.running():

@@ -16,14 +16,13 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Operation
 from baton.errors import HandoffNotFound
-from baton.handoffs.automatic.save_rule import SEEN, TRIED, SaveRule
-from baton.handoffs.automatic.service import AutomaticHandoffs
-from baton.handoffs.planner import Planner
-from baton.handoffs.records.index import SUPERSEDED_FOR_S
-from baton.handoffs.records.record import HandoffRecord, key_of
-from baton.handoffs.records.repository import Edit
-from baton.handoffs.records.storage import HandoffStorage
-from baton.handoffs.service import Handoffs
+from baton.library.handoff import HandoffRecord, key_of
+from baton.library.here.records import Edit
+from baton.library.index import SUPERSEDED_FOR_S
+from baton.library.library import Handoffs
+from baton.library.tiers import HandoffStorage
+from baton.relay.automatic import SEEN, TRIED, AutomaticHandoffs, SaveRule
+from baton.relay.cost import Planner
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import TransferFailure
 from baton_kv.stores.file import FileStore

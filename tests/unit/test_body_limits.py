@@ -29,11 +29,10 @@ from baton.errors import (
     RequestTimeout,
     UnsupportedMediaType,
 )
-from baton.http.middleware.body_limit import Body
-from baton.http.middleware.errors import ErrorMiddleware
-from baton.http.request_body import read_json
-from baton.http.request_state import KEY, RequestState
-from baton.http.validation.steering import strip_arguments, strip_steering
+from baton.http.body.fields import strip_arguments, strip_steering
+from baton.http.middleware.frame import ErrorMiddleware
+from baton.http.middleware.weight import Body
+from baton.http.request import KEY, RequestState, read_json
 from baton.server import create_app
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics

@@ -11,8 +11,7 @@ from support.schemas import DEAR, ORDINARY, flat
 
 from baton.config.groups import LimitSettings
 from baton.errors import InvalidRequest
-from baton.http.validation.compile_cost import CHEAP, cost_of_schema
-from baton.http.validation.constraints import constraints_of, require_moderate
+from baton.http.body.schemas import CHEAP, constraints_of, cost_of_schema, require_moderate
 
 LIMITS = LimitSettings()
 

@@ -11,8 +11,7 @@ import pytest
 from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
 from baton.doctor import machine
-from baton.engines.cpu import Processor, read_processor
-from baton.engines.dtype import dtype_for
+from baton.engines.hardware import Processor, dtype_for, read_processor
 from baton.telemetry.memory import MemoryReader
 
 AVX2 = "fpu sse4_2 fma avx avx2 f16c"

@@ -8,7 +8,7 @@ from support.errors_tree import ANSWERED
 
 from baton import errors
 from baton.errors.invalid_fields import MOST_FAULTS, InvalidField, invalid_field
-from baton.handoffs.options import HandoffOptions, parse_options
+from baton.relay.asked import HandoffOptions, parse_options
 
 
 def test_every_error_is_drawn_in_the_tree_with_its_status_and_code() -> None:

@@ -12,9 +12,8 @@ import pytest
 
 from baton.config.groups import LimitSettings
 from baton.errors import InvalidRequest
-from baton.http.validation.field_limits import FIELD_LIMITS, check_field_limits
-from baton.http.validation.regex_cost import TooCostly, expanded_size
-from baton.http.validation.steering import STEERING_KEYS
+from baton.http.body.fields import FIELD_LIMITS, STEERING_KEYS, check_field_limits
+from baton.http.body.schemas import TooCostly, expanded_size
 
 UNCAPPED = {
     "data": "the plugin's own, which bounds it",

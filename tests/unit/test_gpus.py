@@ -10,10 +10,10 @@ import pytest
 from baton.config.gpu_memory import gpu_shares, gpus_of
 from baton.config.groups import EngineSettings
 from baton.config.settings import Settings, load_settings
-from baton.doctor import gpus as doctor_gpus
+from baton.doctor import machine as doctor_gpus
 from baton.doctor.findings import Finding
-from baton.doctor.gpus import examine_gpus
-from baton.engines.gpus import NoGpu, read_gpus
+from baton.doctor.machine import examine_gpus
+from baton.engines.hardware import NoGpu, read_gpus
 from baton.errors import SettingsError
 
 TWO_CARDS = """\

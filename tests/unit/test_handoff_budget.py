@@ -18,15 +18,14 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import ImageInput
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.prompts.messages import AFTER_THE_PROMPT, conversation_of
-from baton.handoffs.records.image_store import ImageStore
-from baton.handoffs.records.record import MAX_CONVERSATION_BYTES, HandoffRecord
-from baton.handoffs.records.repository import HandoffRepository
-from baton.handoffs.records.state import HandoffState
-from baton.handoffs.records.storage import HandoffStorage
-from baton.handoffs.service import Handoffs
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
+from baton.library.handoff import MAX_CONVERSATION_BYTES, HandoffRecord, HandoffState
+from baton.library.here.images import ImageStore
+from baton.library.here.records import HandoffRepository
+from baton.library.library import Handoffs
+from baton.library.tiers import HandoffStorage
+from baton.relay.prompt.chat import AFTER_THE_PROMPT, conversation_of
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore

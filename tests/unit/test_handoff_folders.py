@@ -16,12 +16,12 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import ImageInput
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
-from baton.handoffs.records.image_store import ImageStore
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.repository import HandoffRepository
-from baton.handoffs.service import Handoffs
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
+from baton.library.handoff import HandoffRecord
+from baton.library.here.images import ImageStore
+from baton.library.here.records import HandoffRepository
+from baton.library.library import Handoffs
 from baton.server import handoffs_of
 from baton.telemetry.metrics import GatewayMetrics
 

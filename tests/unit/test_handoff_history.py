@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.handoffs.answers import ChatAnswer
-from baton.handoffs.prompts.history import Resent, answer_fingerprint, fingerprint, resent
-from baton.handoffs.records.record import Conversation
+from baton.library.handoff import Conversation
+from baton.relay.prompt.resent import Resent, answer_fingerprint, fingerprint, resent
+from baton.relay.run import ChatAnswer
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "Rome."}

@@ -18,15 +18,14 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import ImageInput
 from baton.errors import HandoffImagesLost, HandoffIncompatible
-from baton.handoffs.records.image_store import ImageStore
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.repository import HandoffRepository
-from baton.handoffs.records.state import HandoffState
-from baton.handoffs.records.storage import ORPHANED_AFTER_S, HandoffStorage
-from baton.handoffs.service import Handoffs
-from baton.handoffs.sources import Sources
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
+from baton.library.handoff import HandoffRecord, HandoffState
+from baton.library.here.images import ImageStore
+from baton.library.here.records import HandoffRepository
+from baton.library.library import Handoffs
+from baton.library.tiers import ORPHANED_AFTER_S, HandoffStorage
+from baton.relay.sources import Sources
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.file import FileStore
 

@@ -9,8 +9,7 @@ import pytest
 from support.handoff_house import ENGINE, Clocks, House, there
 
 from baton.engines.kv_transfer import TransferRequest
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.state import HandoffState
+from baton.library.handoff import HandoffRecord, HandoffState
 from baton_kv.stores.file import FileStore
 
 
@@ -22,7 +21,7 @@ def house(tmp_path: Path) -> House:
 async def test_a_save_that_comes_late_is_known_when_it_is_there(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.handoffs.records.saves.COMMIT_WITHIN_S", 0.01)
+    monkeypatch.setattr("baton.library.saving.COMMIT_WITHIN_S", 0.01)
     handoffs, relay = house.handoffs(), TransferRequest()
     record = handoffs.begin(ENGINE, "local")
     handoffs.end(record, relay, [1, 2])
@@ -50,7 +49,7 @@ async def test_a_pin_asked_for_before_there_is_anything_counts_when_it_comes(hou
 async def test_a_save_that_is_over_and_left_nothing_is_not_looked_for(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.handoffs.records.saves.COMMIT_WITHIN_S", 60)
+    monkeypatch.setattr("baton.library.saving.COMMIT_WITHIN_S", 60)
     handoffs, relay = house.handoffs(), TransferRequest()
     record = handoffs.begin(ENGINE, "local")
     relay.report.save_over.set()
@@ -93,7 +92,7 @@ async def test_a_save_under_way_is_waited_for_while_the_engines_still_run(house:
 
 async def test_only_saves_hold_up_the_engines_end(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other work in the background ends with them."""
-    monkeypatch.setattr("baton.handoffs.service.CLOSE_WITHIN_S", 60)
+    monkeypatch.setattr("baton.library.library.CLOSE_WITHIN_S", 60)
     handoffs = house.handoffs()
     endless = handoffs.begin_work(asyncio.sleep(600))
     async with asyncio.timeout(20), handoffs.settling():

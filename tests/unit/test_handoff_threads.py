@@ -18,13 +18,12 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.errors import GatewayOverloaded, HandoffNotFound
-from baton.handoffs.records.background import FETCHES, PUSHES, THREADS, HandoffThreads
-from baton.handoffs.records.image_store import ImageStore
-from baton.handoffs.records.record import HandoffRecord, new_id
-from baton.handoffs.records.repository import HandoffRepository, News
-from baton.handoffs.records.state import HandoffState
-from baton.handoffs.records.storage import HandoffStorage
-from baton.handoffs.service import Handoffs
+from baton.library.handoff import HandoffRecord, HandoffState, new_id
+from baton.library.here.images import ImageStore
+from baton.library.here.records import HandoffRepository, News
+from baton.library.library import Handoffs
+from baton.library.threads import FETCHES, PUSHES, THREADS, HandoffThreads
+from baton.library.tiers import HandoffStorage
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.stores.memory import MemoryStore
 

@@ -15,12 +15,11 @@ from support.handoff_house import ENGINE, Clocks, House, becomes, there
 
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.repository import HandoffRepository
-from baton.handoffs.records.state import HandoffState
-from baton.handoffs.records.storage import ORPHANED_AFTER_S
-from baton.handoffs.service import Handoffs
-from baton.handoffs.sources import Sources
+from baton.library.handoff import HandoffRecord, HandoffState
+from baton.library.here.records import HandoffRepository
+from baton.library.library import Handoffs
+from baton.library.tiers import ORPHANED_AFTER_S
+from baton.relay.sources import Sources
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
 
@@ -232,11 +231,11 @@ async def test_what_one_gateway_deletes_or_prolongs_holds_for_the_other(house: H
 async def test_a_tenant_s_oldest_go_when_it_leaves_too_much(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.handoffs.sweeper.MAX_PER_TENANT", 3)
+    monkeypatch.setattr("baton.library.upkeep.MAX_PER_TENANT", 3)
     handoffs = house.handoffs()
     records = [await house.left(handoffs) for _ in range(5)]
     assert [await there(handoffs, record) for record in records] == [False, False, True, True, True]
-    monkeypatch.setattr("baton.handoffs.sweeper.MAX_WEIGHT_PER_TENANT", 2500)
+    monkeypatch.setattr("baton.library.upkeep.MAX_WEIGHT_PER_TENANT", 2500)
     async with handoffs.running():
         await becomes(lambda: not (house.folder / "records" / f"{records[2].id}.json").exists())
         await asyncio.sleep(0.05)

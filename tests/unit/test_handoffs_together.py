@@ -18,12 +18,12 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.handoffs.records.image_store import ImageStore
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.repository import HandoffRepository
-from baton.handoffs.records.storage import HandoffStorage
-from baton.handoffs.service import Handoffs
-from baton.handoffs.sources import Sources
+from baton.library.handoff import HandoffRecord
+from baton.library.here.images import ImageStore
+from baton.library.here.records import HandoffRepository
+from baton.library.library import Handoffs
+from baton.library.tiers import HandoffStorage
+from baton.relay.sources import Sources
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.folders import open_file
 from baton_kv.stores.file import FileStore
@@ -318,7 +318,7 @@ async def test_a_record_that_cannot_be_read_just_now_is_not_taken_for_a_deleted_
     gateway = house.gateway()
     record = await house.left(gateway)
     with monkeypatch.context() as patched:
-        patched.setattr("baton.handoffs.records.repository.open_file", out_of_descriptors)
+        patched.setattr("baton.library.here.records.open_file", out_of_descriptors)
         await gateway.change(record, {"label": "a"})
         assert gateway._storage.remove_expired(record) is None
     again = house.gateway()

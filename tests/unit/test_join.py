@@ -11,8 +11,7 @@ import pytest
 
 from baton.errors import StartError
 from baton.models.catalog import EMBEDDED, LOOK_TINY, EmbeddedModel
-from baton.models.join import INDEX, TEXT_SHARD, VISION_SHARD, join
-from baton.models.store import ModelStore
+from baton.models.store import INDEX, TEXT_SHARD, VISION_SHARD, ModelStore, join
 
 
 def safetensors(**tensors: bytes) -> bytes:

@@ -26,7 +26,7 @@ from baton.admission.api_keys import (
 )
 from baton.config.settings import load_settings
 from baton.errors import SettingsError
-from baton.http.middleware.auth import presented_key
+from baton.http.middleware.gate import presented_key
 
 KEY_BITS = 256
 SAMPLES = 64

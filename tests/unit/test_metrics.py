@@ -6,9 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
-from baton.telemetry.metrics import MAX_TENANTS, GatewayMetrics
+from baton.telemetry.metrics import MAX_TENANTS, MAX_UNITS, GatewayMetrics
 from baton.telemetry.page import MergedRegistry
-from baton.telemetry.pooling_metrics import MAX_UNITS
 
 
 def test_two_registries_with_the_same_family_give_one_family() -> None:

@@ -13,16 +13,15 @@ from prometheus_client import CollectorRegistry
 
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferReport, TransferRequest
-from baton.engines.transfers import TransferWatch
+from baton.engines.speeds import TransferWatch
 from baton.errors import OperationUnsupported
-from baton.handoffs.joins.moving import HEAD_TOKENS, LONE_HEAD_TOKENS, moved_parts, require_movable, salt_of
-from baton.handoffs.joins.parts import Part
-from baton.handoffs.prompts.prompt import ContextPrompt
-from baton.handoffs.records.index import HandoffIndex
-from baton.handoffs.records.record import HandoffRecord, StoredImage
-from baton.handoffs.records.state import HandoffState
-from baton.handoffs.session import JoinedPart, Session
 from baton.images.image_position import ImagePosition
+from baton.library.handoff import HandoffRecord, HandoffState, StoredImage
+from baton.library.index import HandoffIndex
+from baton.relay.join import Part
+from baton.relay.move import HEAD_TOKENS, LONE_HEAD_TOKENS, moved_parts, require_movable, salt_of
+from baton.relay.prompt.whole import ContextPrompt
+from baton.relay.run import JoinedPart, Session
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
 from baton_kv.contract import MovedPart, Transfer, TransferFailure, TransferOutcome

@@ -10,11 +10,10 @@ from prometheus_client import CollectorRegistry
 
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
-from baton.engines.throughput import Throughput
-from baton.engines.transfers import TransferWatch
-from baton.handoffs.planner import Choice, Decision, Planner
-from baton.handoffs.records.record import HandoffRecord, StoredImage
-from baton.handoffs.sessions import entry_to_name
+from baton.engines.speeds import Throughput, TransferWatch
+from baton.library.handoff import HandoffRecord, StoredImage
+from baton.relay.cost import Choice, Decision, Planner
+from baton.relay.plan import entry_to_name
 from baton.telemetry.metrics import TransferMetrics
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import SettingsError
-from baton.handoffs.records.store_proof import pool_secret
+from baton.library.here.records import pool_secret
 
 RANDOM = bytes(range(200, 232))
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.handoffs.records.prefix_index import BLOCK, PrefixIndex, PrefixMatch, shared_tokens
-from baton.handoffs.records.record import HandoffRecord
 from baton.images.image_position import ImagePosition, with_distinct_images
+from baton.library.handoff import HandoffRecord
+from baton.library.prefixes import BLOCK, PrefixIndex, PrefixMatch, shared_tokens
 
 
 def record(tokens: Sequence[int], tenant: str = "a", weights: str = "w", **more: object) -> HandoffRecord:

@@ -22,7 +22,7 @@ from support.ray_cluster import with_ray
 from baton.admission.tenants import Admission, Ticket
 from baton.config.groups import AdmissionSettings
 from baton.errors import SettingsError, StartError
-from baton.http.request_state import Drain
+from baton.http.request import Drain
 from baton.telemetry.metrics import GatewayMetrics
 from baton.telemetry.page import labelled, page_of
 
@@ -77,7 +77,7 @@ def test_pages_of_replicas_become_one_with_a_label() -> None:
 
 @with_ray
 def test_as_many_replicas_are_wanted_as_bring_the_load_to_its_target() -> None:
-    from baton.ray.autoscaling import LOAD, QueuePolicy
+    from baton.ray.replica import LOAD, QueuePolicy
 
     policy: Any = QueuePolicy(0.5)
 
@@ -109,8 +109,7 @@ def test_arguments_are_checked() -> None:
 def test_the_page_and_the_shipped_file_have_the_arguments() -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    from baton.ray.application import arguments_of
-    from baton.ray.arguments import Arguments
+    from baton.ray.application import Arguments, arguments_of
 
     page = (ROOT / "docs/how-to/ray-serve.md").read_text()
     for name, field in Arguments.model_fields.items():
@@ -172,7 +171,7 @@ async def within(seconds: float, condition: Any) -> bool:
 async def test_the_drain_begins_when_the_health_check_says_so_and_cuts_what_is_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from baton.ray import draining
+    from baton.ray import replica as draining
 
     monkeypatch.setattr(draining, "ASK_EVERY_S", 0.05)
     drain, health = Drain(), Health()
@@ -198,7 +197,7 @@ async def test_the_drain_begins_when_the_health_check_says_so_and_cuts_what_is_l
 async def test_an_app_that_cannot_start_says_why_and_is_closed() -> None:
     from fastapi import FastAPI
 
-    from baton.ray.running_app import RunningApp
+    from baton.ray.replica import RunningApp
 
     closed = []
 

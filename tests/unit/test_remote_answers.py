@@ -11,11 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engines.elsewhere.answers import (
+    EventSplitter,
+    Names,
+    ServerEvent,
+    StreamReader,
+    TokenCount,
+    parsed_json,
+    refusal,
+)
+from baton.engines.elsewhere.server import whole_reply
 from baton.engines.port import Operation
-from baton.engines.remote.answers import Names, StreamReader, TokenCount
-from baton.engines.remote.refusals import parsed_json, refusal
-from baton.engines.remote.replies import whole_reply
-from baton.engines.remote.server_events import EventSplitter, ServerEvent
 from baton.errors import BatonError, RemoteFailed
 from baton.telemetry.ids import RequestContext
 

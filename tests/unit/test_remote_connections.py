@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 
 from baton.config.groups import EngineSettings
-from baton.engines.remote import connections
-from baton.engines.remote.client import RemoteClient
+from baton.engines.elsewhere import client as connections
+from baton.engines.elsewhere.client import RemoteClient
 
 
 @dataclass

@@ -6,7 +6,7 @@ import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton.errors import BatonError, HeadersTooLarge, MalformedRequest, TooManyConnections, UriTooLong
-from baton.http.middleware.request_head import MAX_HEAD_BYTES, MAX_HEADERS, MAX_TARGET_BYTES, refuse_bad_head
+from baton.http.middleware.gate import MAX_HEAD_BYTES, MAX_HEADERS, MAX_TARGET_BYTES, refuse_bad_head
 from baton.http.protocol import EdgeProtocol, answer_to
 
 Headers = list[tuple[bytes, bytes]]

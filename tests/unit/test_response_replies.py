@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.engines.port import StreamReply
-from baton.responses.replies import stored
+from baton.responses.service import stored
 
 
 class Events:

@@ -13,10 +13,10 @@ from support.store_clusters import store_cluster, store_with_sentinel, tls_conte
 from support.tcp_proxy import tcp_proxy
 
 from baton.errors import HandoffStoreUnavailable, SettingsError
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.service import Handoffs
-from baton.handoffs.shared import connection
-from baton.handoffs.shared.clients import SharedAddress, open_client
+from baton.library.handoff import HandoffRecord
+from baton.library.library import Handoffs
+from baton.library.shared import connection
+from baton.library.shared.connection import SharedAddress, open_client
 
 
 async def reaches(handoffs: Handoffs, record: HandoffRecord, within_s: float) -> HandoffRecord:

@@ -15,10 +15,10 @@ from support.wire import wait_for
 
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
-from baton.handoffs.records.state import HandoffState
-from baton.handoffs.shared import files as pool_files
-from baton.handoffs.shared import records as shared_records
-from baton.handoffs.shared.files import CHUNK_BYTES, CHUNKS_AT_ONCE, SharedFile
+from baton.library.handoff import HandoffState
+from baton.library.shared import files as pool_files
+from baton.library.shared import records as shared_records
+from baton.library.shared.files import CHUNK_BYTES, CHUNKS_AT_ONCE, SharedFile
 from baton_kv.stores.base import StoreError
 
 

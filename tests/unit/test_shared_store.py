@@ -27,19 +27,17 @@ from baton.errors import (
     HandoffStoreUnavailable,
     SettingsError,
 )
-from baton.handoffs import service
-from baton.handoffs.audits.service import Audits
-from baton.handoffs.automatic.save_rule import SaveRule
-from baton.handoffs.automatic.service import AutomaticHandoffs
-from baton.handoffs.planner import Planner
-from baton.handoffs.records import background
-from baton.handoffs.records.fetches import MEASURE_EVERY
-from baton.handoffs.records.record import HandoffRecord, new_id
-from baton.handoffs.records.state import HandoffState
-from baton.handoffs.service import Handoffs
-from baton.handoffs.shared.storage import SharedStorage
-from baton.handoffs.sources import Sources
 from baton.images.placed_image import PlacedImage
+from baton.library import library as service
+from baton.library import threads as background
+from baton.library.fetches import MEASURE_EVERY
+from baton.library.handoff import HandoffRecord, HandoffState, new_id
+from baton.library.library import Handoffs
+from baton.library.shared.storage import SharedStorage
+from baton.relay.audit import Audits
+from baton.relay.automatic import AutomaticHandoffs, SaveRule
+from baton.relay.cost import Planner
+from baton.relay.sources import Sources
 from baton_kv.stores.base import StoreError
 
 

@@ -15,8 +15,8 @@ from support.shared_stores import ENGINE, Machine, StoreServer, machine, servers
 
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound
-from baton.handoffs.records.record import HandoffRecord, scope_of
 from baton.images.placed_image import PlacedImage
+from baton.library.handoff import HandoffRecord, scope_of
 from baton_kv.stores.base import StoreError
 
 pytestmark = pytest.mark.fault("C25")

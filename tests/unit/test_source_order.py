@@ -10,12 +10,12 @@ import pytest
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.errors import HandoffNotFound
-from baton.handoffs.records.image_store import ImageStore
-from baton.handoffs.records.record import HandoffRecord, new_id
-from baton.handoffs.records.repository import HandoffRepository
-from baton.handoffs.records.storage import HandoffStorage
-from baton.handoffs.service import Handoffs
-from baton.handoffs.sources import Sources
+from baton.library.handoff import HandoffRecord, new_id
+from baton.library.here.images import ImageStore
+from baton.library.here.records import HandoffRepository
+from baton.library.library import Handoffs
+from baton.library.tiers import HandoffStorage
+from baton.relay.sources import Sources
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.stores.memory import MemoryStore
 

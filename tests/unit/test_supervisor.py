@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from baton.config.groups import SupervisionSettings
-from baton.engines import supervisor as supervisor_module
+from baton.engines import fleet as supervisor_module
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.engines.fleet import Fleet
+from baton.engines.fleet import POLL_S, Fleet, Supervisor
 from baton.engines.port import EngineState
-from baton.engines.progress import Progress
-from baton.engines.supervisor import POLL_S, Supervisor
+from baton.engines.vllm.engine import Progress
 from baton.errors import EngineRestarting, EngineUnavailable, StartError
 from baton.telemetry.metrics import GatewayMetrics
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engines.warm_up import PREFILL, prefill
+from baton.engines.vllm.engine import PREFILL, prefill
 
 
 def test_a_prompt_has_the_ids_there_are_and_none_that_stand_for_something() -> None:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from baton.config.settings import Settings
 from baton.errors import SettingsError
 from baton.telemetry.ids import LOCAL_TENANT
-from baton.telemetry.series import NOBODY, OTHER
+from baton.telemetry.metrics import NOBODY, OTHER
 
 KEY_PREFIX = "bt_"
 MAX_KEY_CHARS = 256

@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton.telemetry.queues import QueueMetrics
+from baton.telemetry.metrics import QueueMetrics
 
 RESERVED = 8
 """One place is reserved for this many places; and one part in this many of the waiting list is kept for

@@ -16,7 +16,7 @@ from typing import Any
 from baton.admission.fair_queue import FairQueue, QueueLimits
 from baton.config.groups import AdmissionSettings
 from baton.errors import BatonError, EngineOverloaded, RateLimited
-from baton.telemetry.queues import AdmissionMetrics
+from baton.telemetry.metrics import AdmissionMetrics
 
 ENGINE_RETRY_AFTER_S = 5
 BURST_S = 10.0

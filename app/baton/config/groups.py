@@ -1,17 +1,459 @@
-"""Define the settings file's groups: one class a TOML table, with a description for every key."""
+"""Define the settings, group by group."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-from baton.config.frozen import KIB, MIB, Frozen
-from baton.config.handoff_groups import AutomaticMode, HandoffSettings
-from baton.config.remote_groups import RemoteSettings, ServerUrl
-from baton.config.request_groups import ImageSettings, LimitSettings, ResponseSettings
+# Define the base class of all settings groups (read-only, no unknown keys), and byte sizes.
+
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+class Frozen(BaseModel):
+    """A group of settings: read-only, and closed to keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# The groups of the settings file that bound requests and what is stored of them.
+
+
+class LimitSettings(Frozen):
+    """`[limits]`: what a request may weigh before it is read."""
+
+    body_bytes: ByteSize = Field(
+        ByteSize(32 * MIB), ge=1024, description="Largest request body; above it: 413."
+    )
+    bodies_bytes: ByteSize | None = Field(
+        None,
+        ge=2048,
+        description="Most bytes that the bodies of all requests under way hold together; above it: "
+        "503. A tenant may always hold one body of the largest size, and more as long "
+        "as it leaves as much free as it holds; else 429. Without keys everybody "
+        "shares all of it. Unset: an eighth of the memory there is at the start, at "
+        "least four times `body_bytes`, at most 2 GiB.",
+    )
+    body_depth: int = Field(
+        64,
+        ge=4,
+        le=190,
+        description="Deepest nesting of a JSON body; above it: 400, as for all limits below.",
+    )
+    body_values: int = Field(
+        300_000,
+        ge=1000,
+        description="Most commas and colons in a JSON body, those within texts too: they tell how "
+        "many values it holds.",
+    )
+    n: int = Field(64, ge=1, description="Most answers to one prompt: `n`, `best_of`.")
+    max_tokens: int = Field(
+        1_048_576,
+        ge=1,
+        description="Most tokens that may be asked for, under any of the field's names: "
+        "`max_tokens`, `max_completion_tokens`, `max_output_tokens`, `min_tokens`, ...",
+    )
+    cut_max_tokens: bool = Field(
+        True,
+        description="Whether `max_tokens`, under any of its names, is an upper bound: above what a prompt "
+        "leaves of the model's context it is cut to that, and the header `X-Baton-Max-Tokens` of the answer "
+        "says to what. False: 400.",
+    )
+    logprobs: int = Field(
+        20,
+        ge=0,
+        description="Most log probabilities per token: `logprobs`, `top_logprobs`, "
+        "`prompt_logprobs`. The value -1, which means all, counts as more.",
+    )
+    stop: int = Field(
+        16,
+        ge=1,
+        description="Most strings in `stop`, `stop_sequences` and `bad_words`, of 1024 characters each.",
+    )
+    messages: int = Field(
+        4096, ge=1, description="Most messages or items of one conversation, and parts of one message."
+    )
+    prompts: int = Field(
+        1024, ge=1, description="Most prompts or inputs of one request, and most answers to all of them."
+    )
+    schema_bytes: ByteSize = Field(
+        ByteSize(64 * KIB), ge=64, description="Largest JSON schema, also of one tool, as compact JSON."
+    )
+    schema_depth: int = Field(
+        32, ge=4, description="Deepest nesting of a JSON schema, of a pattern's groups, of a grammar's."
+    )
+    pattern_bytes: int = Field(
+        1024, ge=1, description="Longest regular expression, in characters, also within schemas."
+    )
+    grammar_bytes: ByteSize = Field(ByteSize(64 * KIB), ge=64, description="Longest grammar.")
+    schema_cost: int = Field(
+        5000,
+        ge=1,
+        description="Most that all schemas, tools and patterns of one request may cost to compile, "
+        "in units of about a millisecond.",
+    )
+    schema_s: float = Field(
+        2.0,
+        ge=0,
+        le=60,
+        description="Processor seconds that one of them may take to compile on trial, with a small "
+        "vocabulary, before an engine gets it; above it: 400. 0: no trial.",
+    )
+    logprob_values: int = Field(
+        4_194_304,
+        ge=1,
+        description="Most log probabilities one request may ask for: prompts times `n` times "
+        "tokens times those of each token.",
+    )
+    xargs: tuple[str, ...] = Field(
+        (), description="Keys of `vllm_xargs` that clients may set; the others are dropped."
+    )
+
+
+class ImageSettings(Frozen):
+    """`[images]`: what an image in a request may be, and where one that is only named may come from."""
+
+    count: int = Field(16, ge=0, description="Most images of one request, whatever the model takes; 0: none.")
+    file_bytes: ByteSize = Field(
+        ByteSize(16 * MIB),
+        ge=1024,
+        description="Largest image file, decoded. In a JSON body it is a third longer, see "
+        "`limits.body_bytes`.",
+    )
+    request_bytes: ByteSize = Field(
+        ByteSize(64 * MIB),
+        ge=1024,
+        description="Most bytes of all images of one request together, as the model is given them.",
+    )
+    pixels: int = Field(25_000_000, ge=64, description="Most pixels of one image: width times height.")
+    side_max: int = Field(16_384, ge=8, description="Longest side of an image, in pixels.")
+    side_min: int = Field(4, ge=1, description="Shortest side of an image, in pixels.")
+    aspect: int = Field(100, ge=1, description="How many times longer one side may be than the other.")
+    threads: int = Field(
+        2,
+        ge=1,
+        le=64,
+        description="Images of one tenant read at once, each with up to sixteen bytes of memory a "
+        "pixel; more wait. One thread for every eight, rounded up, comes on top for "
+        "other tenants.",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="Hosts that image URLs may name: `example.org`, `*.example.org`, an IP "
+        "address, each with `:port` if it is not the usual one. Empty: none is "
+        "fetched.",
+    )
+    fetches: int = Field(
+        16,
+        ge=1,
+        le=1024,
+        description="Images of one tenant fetched at once, each of `file_bytes` at most; more "
+        "wait, and get 503 after `fetch_s`. One place for every eight, rounded up, "
+        "comes on top for other tenants.",
+    )
+    allow_http: bool = Field(False, description="Fetch from these hosts over plain http too.")
+    fetch_s: float = Field(
+        10.0, gt=0, le=600, description="Seconds that fetching one image may take, redirects included."
+    )
+
+
+class ResponseSettings(Frozen):
+    """`[responses]`: how answers of `/v1/responses` are stored, for `previous_response_id`."""
+
+    budget: ByteSize = Field(
+        ByteSize(256 * MIB),
+        ge=0,
+        description="Bytes of stored responses; the least recently used of the tenant with most bytes make "
+        "room. 0: no response is stored.",
+    )
+    ttl_s: int = Field(
+        30 * 86400, ge=1, le=365 * 86400, description="Seconds a response is stored, as long as OpenAI does."
+    )
+    folder: Path | None = Field(
+        None,
+        description="Folder of this user's, where they are stored. Unset: the folder `responses` in that of "
+        "`handoffs.store`.",
+    )
+
+
+# Define the settings of an engine that is another server: its address, its key, and how long it may take.
+
+
+def _checked(url: str) -> str:
+    """Return a server's address without `/v1` and slashes at its end.
+
+    Raises:
+        ValueError: it is no address of a server, or holds what does not belong there.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("give an address such as `http://10.0.0.7:8000`")
+    if parts.port == 0:
+        raise ValueError("port 0 is no port that a server listens on")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("leave name and password out; the key belongs into `remote.key_file`")
+    if parts.query or parts.fragment or "?" in url or "#" in url:
+        raise ValueError("leave out what follows `?` or `#`")
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise ValueError("the address may hold no spaces, control characters or letters beyond ASCII")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+ServerUrl = Annotated[str, AfterValidator(_checked)]
+
+
+class RemoteSettings(Frozen):
+    """`[engines.remote]`: how the server at an engine's `url` is asked."""
+
+    key_file: Path | None = Field(
+        None,
+        description="File with the API key that the server is sent, read again when it changes. Clients' own "
+        "keys are never sent on. Unset: none is sent.",
+    )
+    keys_dir: Path | None = Field(
+        None,
+        description="Folder with one file a tenant, named as the tenant is, with this tenant's own key for "
+        "the server, so that tenants are apart there too. Tenants without a file are sent the key of "
+        "`key_file`.",
+    )
+    ca_file: Path | None = Field(
+        None, description="Certificates to trust with `https://`. Unset: those of public authorities."
+    )
+    images: bool = Field(
+        False,
+        description="Whether the server's model takes images. They are read and checked here, and sent on as "
+        "they were decoded.",
+    )
+    connect_s: float = Field(5.0, gt=0, le=600, description="Seconds that a connection may take; then 502.")
+    answer_s: float = Field(
+        600.0,
+        gt=0,
+        le=86400,
+        description="Seconds until an answer must have begun, which in one piece is when all of it has been "
+        "computed, and as many until the rest of such an answer is there; then 504.",
+    )
+    silence_s: float = Field(
+        300.0, gt=0, le=86400, description="Seconds an answer may pause once it has begun; then 504."
+    )
+    answer_bytes: ByteSize = Field(
+        ByteSize(64 * MIB),
+        ge=64 * KIB,
+        description="Largest answer in one piece, and largest event of a stream; above it: 502.",
+    )
+    probe_s: float = Field(
+        10.0,
+        gt=0,
+        le=3600,
+        description="Seconds between two looks at whether the server answers; each asks for `/v1/models`.",
+    )
+    failures: int = Field(
+        3,
+        ge=1,
+        le=1000,
+        description="Connections that must fail in a row before the engine counts as `unreachable`: its "
+        "requests get 503 until the server answers again.",
+    )
+
+
+# Define the settings of handoffs: where their KV is kept, for how long, and who shares it.
+
+
+AutomaticMode = Literal["off", "load", "on"]
+
+
+class HandoffSettings(Frozen):
+    """`[handoffs]`: where KV waits for the next request, and for how long."""
+
+    store: str | None = Field(
+        None,
+        pattern=r"^file:/",
+        description="Where handoffs' KV is kept: `file:/ABSOLUTE/FOLDER`, in memory or on disk, "
+        "on no network file system. "
+        "Unset: a folder of this user in `/dev/shm`, else in the user's cache.",
+    )
+    budget: ByteSize = Field(
+        ByteSize(2048 * MIB),
+        ge=MIB,
+        description="Bytes of KV, images and records kept, on disk or in shared memory; the least "
+        "recently used KV is evicted first.",
+    )
+    shared: str | None = Field(
+        None,
+        pattern=r"^(unix|(valkeys?|rediss?)(\+cluster|\+sentinel)?)://[^\s]+$",
+        repr=False,  # it may hold a password
+        description="A Valkey or Redis server through which gateways on several machines share their "
+        "handoffs: `valkey://HOST:PORT/DB`, or `valkeys://` for TLS, with `USER@` for an ACL user. "
+        "A cluster: `valkey+cluster://HOST:PORT`. Sentinel: `valkey+sentinel://HOST:PORT,HOST:PORT/NAME`. "
+        "Unset: only gateways that share `store` share handoffs.",
+    )
+    shared_secret_file: Path | None = Field(
+        None,
+        description="File with a secret of at least 32 characters or bytes, the same on all machines that "
+        "share handoffs, from which the key of all digests of KV is made. Needed with `shared`.",
+    )
+    shared_password_file: Path | None = Field(
+        None, description="File with the password for the shared store. Unset: none, or the address has it."
+    )
+    shared_ca_file: Path | None = Field(
+        None, description="Certificates to trust with `valkeys://`. Unset: the system's."
+    )
+    shared_pool: str = Field(
+        "baton",
+        pattern=r"^[a-z0-9][a-z0-9-]{0,31}$",
+        description="What all keys in the shared store begin with; gateways of one pool share handoffs.",
+    )
+    shared_budget: ByteSize = Field(
+        ByteSize(8192 * MIB),
+        ge=MIB,
+        description="Bytes of KV, images and records in the shared store; the same on all machines, and "
+        "below the server's `maxmemory`.",
+    )
+    shared_timeout_s: float = Field(
+        1.0, gt=0, le=60, description="Seconds that one exchange with the shared store may take."
+    )
+    shared_fetch_s: float = Field(
+        5.0,
+        gt=0,
+        le=600,
+        description="Seconds in which a handoff must have been fetched from the shared store; then it is "
+        "computed.",
+    )
+    archive: str | None = Field(
+        None,
+        pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.-]+)*/?$",
+        description="An S3 bucket, `s3://BUCKET/PREFIX`, in which pinned and long-lived handoffs are kept "
+        "too, so that they outlive this machine's store and the shared one. Needs `shared_secret_file`. "
+        "Unset: none.",
+    )
+    archive_after_s: int = Field(
+        86400,
+        ge=1,
+        le=365 * 86400,
+        description="Handoffs that live at least so many seconds are archived, beside those that are pinned.",
+    )
+    archive_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/]+/?$",
+        description="Address of an S3 service other than AWS's, such as `https://s3.example.org`. Unset: "
+        "`AWS_ENDPOINT_URL` in the environment, else AWS.",
+    )
+    archive_region: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9-]+$",
+        description="Region of the bucket. Unset: `AWS_REGION` in the environment, else `us-east-1`.",
+    )
+    archive_key_file: Path | None = Field(
+        None,
+        description="File with the id of an access key and its secret, each on a line. Unset: the `AWS_*` "
+        "variables of the environment, else the role of the container or the instance.",
+    )
+    archive_ca_file: Path | None = Field(
+        None, description="Certificates to trust for the archive. Unset: the system's."
+    )
+    archive_timeout_s: float = Field(
+        2.0, gt=0, le=60, description="Seconds that a look-up or a change in the archive may take."
+    )
+    archive_fetch_s: float = Field(
+        20.0,
+        gt=0,
+        le=600,
+        description="Seconds in which a handoff must have been fetched from the archive; then it is "
+        "computed.",
+    )
+    archive_rate: ByteSize | None = Field(
+        None,
+        ge=64 * 1024,
+        description="Bytes that the gateway writes to the archive in a second, at most. Unset: no limit.",
+    )
+    fsync: bool = Field(
+        False,
+        description="Wait for the device before KV counts as kept: for a store that is to outlive "
+        "a power cut.",
+    )
+    unproven_devices: bool = Field(
+        False,
+        description="Allow `handoff` on NVIDIA GPUs where it is not proved: with tensor parallelism, "
+        "quantised KV, sliding windows, MLA, speculative decoding, images, vLLM's first model runner.",
+    )
+    verify: bool = Field(
+        True,
+        description="Verify every chunk of KV before it is used. Off: only an entry's description "
+        "and token ids are verified.",
+    )
+    ttl_s: int = Field(
+        3600, ge=1, le=30 * 86400, description="Seconds a handoff lives unless it asks for fewer."
+    )
+    max_life_s: int = Field(
+        86400,
+        ge=1,
+        le=365 * 86400,
+        description="Seconds a handoff lives in all, however often its life is extended; at least `ttl_s`.",
+    )
+    wait_s: float = Field(
+        10.0, ge=0, le=600, description="Seconds a request waits for a pending handoff; then 409."
+    )
+    auto: AutomaticMode = Field(
+        "on",
+        description="What engines with `handoff = true` do for requests that name no handoff: `load` starts "
+        "them from the tenant's stored context that shares the longest prefix with the prompt, and saves "
+        "what clients ask to be cached; `on` also saves what is likely to be continued; `off`: nothing.",
+    )
+    auto_min_tokens: int = Field(
+        128,
+        ge=32,
+        description="Fewest tokens, beyond those that are stored already, that are saved automatically.",
+    )
+    audit: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Share of the requests that load KV whose first token is computed again without it, when "
+        "the engine has nothing else to do, and compared. 0: none.",
+    )
+    audit_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Largest difference of a log probability, in nats, that such an audit accepts. What is "
+        "above it is counted as a mismatch, and the KV is moved to the store's quarantine. Unset: 0.001 for "
+        "engines that compute in float32, 1 for others.",
+    )
+    image_bytes: ByteSize = Field(
+        ByteSize(32 * MIB),
+        ge=1024,
+        description="Bytes of images one handoff may keep; with more it is not made (400). All "
+        "images, with the records, take half of the budget at most.",
+    )
+    rosetta: bool = Field(
+        False,
+        description="Experimental: whether requests may start from one vector that stands for another "
+        "model's last thought (`translate` with `via: rosetta`). On the models tried it carried nothing.",
+    )
+    latent_steps_max: int = Field(
+        64,
+        ge=0,
+        le=1024,
+        description="Most latent steps one request may ask for, of engines with `latent = true`.",
+    )
+
+    @property
+    def fetch_s(self) -> float:
+        """Seconds in which a handoff must have been fetched from wherever it is."""
+        return max(self.shared_fetch_s, self.archive_fetch_s if self.archive is not None else 0.0)
+
+    @property
+    def whole_budget(self) -> int:
+        """Bytes that the handoffs of all gateways that share them may take."""
+        return int(self.shared_budget if self.shared is not None else self.budget)
+
+
+# Define the settings file's groups: one class a TOML table, with a description for every key.
+
 
 __all__ = [
     "CPU_KV_CACHE_BYTES", "MIB", "AdmissionSettings", "AuthSettings", "AutomaticMode", "EdgeSettings",

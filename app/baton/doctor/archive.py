@@ -15,12 +15,11 @@ from baton.config.groups import HandoffSettings
 from baton.config.settings import Settings
 from baton.doctor.findings import Finding
 from baton.errors import HandoffStoreUnavailable, OperatorError
-from baton.handoffs.archive.bucket import Bucket, Conflict
-from baton.handoffs.archive.documents import PROOF, Names
-from baton.handoffs.archive.files import ArchiveFiles, LocalFile, Pace, reading
-from baton.handoffs.archive.opening import address_of, names_of
-from baton.handoffs.archive.reasons import mend_of, reason_of
-from baton.telemetry.archive_metrics import ArchiveMetrics
+from baton.library.archive.bucket import Bucket, Conflict, mend_of, reason_of
+from baton.library.archive.copies import ArchiveFiles, LocalFile, Pace, reading
+from baton.library.archive.documents import PROOF, Names
+from baton.library.archive.storage import address_of, names_of
+from baton.telemetry.metrics import ArchiveMetrics
 from baton_kv.stores.base import StoreError
 
 SUBJECT = "archive"

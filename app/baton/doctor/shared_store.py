@@ -15,10 +15,10 @@ from baton.config.groups import HandoffSettings
 from baton.config.settings import Settings
 from baton.doctor.findings import Finding
 from baton.errors import BatonError, OperatorError
-from baton.handoffs.shared.connection import FAILURE_TYPES, SharedConnection
-from baton.handoffs.shared.files import CHUNK_BYTES, PoolFiles, SharedFile
-from baton.handoffs.shared.opening import address_of
-from baton.telemetry.shared_store_metrics import SharedStoreMetrics
+from baton.library.shared.connection import FAILURE_TYPES, SharedConnection
+from baton.library.shared.files import CHUNK_BYTES, PoolFiles, SharedFile
+from baton.library.shared.storage import address_of
+from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.stores.base import StoreError
 
 SUBJECT = "shared store"

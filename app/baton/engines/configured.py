@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.config.groups import EngineSettings
-from baton.engines.throughput import Throughput
+from baton.engines.speeds import Throughput
 
 
 class ConfiguredEngine:

@@ -1,10 +1,12 @@
-"""Start, supervise, pick and stop the engines of one gateway."""
+"""Own the engines: start and stop them, pick one for a request, restart one that hangs or has died."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 import structlog
@@ -12,10 +14,168 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.groups import SupervisionSettings
 from baton.engines.port import Engine, EngineState
-from baton.engines.supervisor import Supervisor
-from baton.errors import InvalidRequest, ModelNotFound
+from baton.errors import EngineRestarting, EngineUnavailable, InvalidRequest, ModelNotFound, StartError
 from baton.telemetry.metrics import GatewayMetrics
 from baton.telemetry.page import MergedRegistry
+
+# Restart an engine that died or hangs; give up after too many restarts.
+
+
+POLL_S = 0.2
+REASONS = ("died", "hung", "start")
+"""Why an engine is restarted: it ended, it made no progress, or the restart before failed."""
+STEPS_OF_PATIENCE = 4
+"""An engine counts as hung no sooner than after this many times its longest step so far."""
+
+
+class Supervisor:
+    """The supervision of one engine, from its first start to its end.
+
+    Args:
+        engine: the engine.
+        settings: when it counts as hung, and how often it is restarted.
+        turn: held while it starts: as many engines start at once as memory allows.
+        metrics: the gateway's metrics, which count restarts.
+        clock: seconds on a monotonic clock.
+
+    Attributes:
+        given_up: True once the engine has failed too often and stays down.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: SupervisionSettings,
+        turn: AbstractAsyncContextManager[object],
+        metrics: GatewayMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._turn = turn
+        self._metrics = metrics
+        self._clock = clock
+        self._restarts: deque[float] = deque()
+        self._start_s = 0.0
+        self._down_since = 0.0
+        self._log = structlog.get_logger("baton.fleet").bind(engine=engine.name)
+        self.given_up = False
+        metrics.engines.stalled.labels(engine.name).set(0)
+        for reason in REASONS:
+            metrics.engines.restarts.labels(engine.name, reason)
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    @property
+    def state(self) -> EngineState:
+        """The engine's state, but `restarting` while it is down and will be restarted."""
+        state = self._engine.state
+        if self.given_up or state in (EngineState.READY, EngineState.UNREACHABLE) or not self._start_s:
+            return EngineState.FAILED if self.given_up else state
+        return EngineState.RESTARTING
+
+    def refusal(self) -> EngineUnavailable:
+        """Return the error that says why the engine takes no request now, and when to retry."""
+        name, state = self._engine.name, self.state
+        if state is EngineState.STARTING:
+            return EngineUnavailable(
+                f"The engine for '{name}' is still starting; try again shortly.", retry_after_s=5
+            )
+        if state is EngineState.UNREACHABLE:
+            return EngineUnavailable(
+                f"The server that answers for '{name}' cannot be reached; try again shortly.", retry_after_s=5
+            )
+        if state is EngineState.RESTARTING:
+            left = self._start_s - (self._clock() - self._down_since) if self._down_since else self._start_s
+            return EngineRestarting(
+                f"The engine for '{name}' is being restarted; try again shortly.",
+                retry_after_s=max(1, round(left)),
+            )
+        return EngineUnavailable(
+            f"The engine for '{name}' is not running; try again later.", retry_after_s=30
+        )
+
+    async def start(self, report: Callable[[str], None] = lambda _phase: None) -> None:
+        """Start the engine, once it is its turn.
+
+        Args:
+            report: called with each phase of the start.
+
+        Raises:
+            StartError: the engine cannot run.
+        """
+        async with self._turn:
+            began = self._clock()
+            await self._engine.start(report)
+        self._start_s = max(self._clock() - began, 1e-3)
+        self._metrics.engines.start.labels(self._engine.name).set(self._start_s)
+        self._log.info("engine_ready", seconds=round(self._start_s, 1))
+
+    async def keep_alive(self) -> None:
+        """Restart the engine whenever it died or hangs; return once it has been given up."""
+        while not self.given_up:
+            reason = await self._trouble()
+            self._down_since = self._clock()
+            self._log.error("engine_lost", reason=reason)
+            while not await self._restarted(reason):
+                reason = "start"
+            self._down_since = 0.0
+
+    async def _trouble(self) -> str:
+        """Wait until the engine died or hangs, and return which."""
+        suspected = False
+        while True:
+            await asyncio.sleep(POLL_S)
+            if self._engine.state is EngineState.FAILED:
+                return "died"
+            hangs = self._hangs()
+            if hangs and suspected:  # seen twice, since the event loop itself may have been blocked
+                await self._engine.kill()
+                return "hung"
+            suspected = hangs
+
+    def _hangs(self) -> bool:
+        stalled = self._engine.stalled_s()
+        self._metrics.engines.stalled.labels(self._engine.name).set(stalled)
+        limit = max(self._settings.hang_s, STEPS_OF_PATIENCE * self._engine.longest_step_s)
+        return bool(self._settings.hang_s) and stalled > limit
+
+    async def _restarted(self, reason: str) -> bool:
+        """Restart the engine once. Return whether no attempt must follow: it runs, or it was given up."""
+        await self._engine.stop()
+        if self._too_often():
+            self.given_up = True
+            self._log.error("engine_given_up", restarts=len(self._restarts), within_s=self._settings.window_s)
+            return True
+        delay = self._delay()
+        self._restarts.append(self._clock() + delay)
+        await asyncio.sleep(delay)
+        self._metrics.engines.restarts.labels(self._engine.name, reason).inc()
+        self._log.warning("engine_restarting", reason=reason, attempt=len(self._restarts))
+        try:
+            await self.start()
+        except StartError as error:
+            self._log.error("engine_restart_failed", cause=error.message)
+            return False
+        return True
+
+    def _too_often(self) -> bool:
+        while self._restarts and self._restarts[0] <= self._clock() - self._settings.window_s:
+            self._restarts.popleft()
+        return len(self._restarts) >= self._settings.restarts
+
+    def _delay(self) -> float:
+        """Return the seconds to wait: 0 before the first restart, then `backoff_s`, doubled each time."""
+        if not self._restarts:
+            return 0.0
+        doubled: float = self._settings.backoff_s * 2 ** (len(self._restarts) - 1)
+        return min(doubled, self._settings.backoff_max_s)
+
+
+# Start, supervise, pick and stop the engines of one gateway.
+
 
 log = structlog.get_logger("baton.fleet")
 

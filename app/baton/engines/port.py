@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from baton.engines.kv_transfer import TransferChooser, TransferRequest
-from baton.engines.throughput import Throughput
+from baton.engines.speeds import Throughput
 from baton.errors import OperationUnsupported
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage

@@ -62,117 +62,528 @@
 path or a class name.
 """
 
-from baton.errors.base import BatonError, ClientError, OperatorError, ServerError
-from baton.errors.client import (
-    BodyTooLarge,
-    ContextTooLong,
-    HandoffImagesLost,
-    HandoffIncompatible,
-    HandoffNotFound,
-    HandoffPending,
-    HandoffPinsFull,
-    HeadersTooLarge,
-    HostNotAllowed,
-    ImageFetchFailed,
-    ImagesMisplaced,
-    ImageTooLarge,
-    InvalidImage,
-    InvalidJson,
-    InvalidRequest,
-    MalformedRequest,
-    MethodNotAllowed,
-    ModelNotFound,
-    NotAcceptable,
-    NotFound,
-    OperationUnsupported,
-    OriginNotAllowed,
-    PluginRefusal,
-    RateLimited,
-    RemoteRefusal,
-    RequestTimeout,
-    ResponseNotFound,
-    TemplateUnsupported,
-    Unauthorized,
-    Unprocessable,
-    UnsupportedMediaType,
-    UriTooLong,
-)
-from baton.errors.operator import FleetLost, SettingsError, StartError
-from baton.errors.server import (
-    EngineOverloaded,
-    EngineRestarting,
-    EngineUnavailable,
-    GatewayOverloaded,
-    GenerationFailed,
-    HandoffStoreUnavailable,
-    InternalError,
-    PluginBusy,
-    PluginFailed,
-    PluginTimeout,
-    RemoteBusy,
-    RemoteFailed,
-    RemoteLost,
-    RemoteTimeout,
-    RemoteUnreachable,
-    ShuttingDown,
-    TooManyConnections,
-)
+from __future__ import annotations
 
-__all__ = [
-    "BatonError",
-    "BodyTooLarge",
-    "ClientError",
-    "ContextTooLong",
-    "EngineOverloaded",
-    "EngineRestarting",
-    "EngineUnavailable",
-    "FleetLost",
-    "GatewayOverloaded",
-    "GenerationFailed",
-    "HandoffImagesLost",
-    "HandoffIncompatible",
-    "HandoffNotFound",
-    "HandoffPending",
-    "HandoffPinsFull",
-    "HandoffStoreUnavailable",
-    "HeadersTooLarge",
-    "HostNotAllowed",
-    "ImageFetchFailed",
-    "ImageTooLarge",
-    "ImagesMisplaced",
-    "InternalError",
-    "InvalidImage",
-    "InvalidJson",
-    "InvalidRequest",
-    "MalformedRequest",
-    "MethodNotAllowed",
-    "ModelNotFound",
-    "NotAcceptable",
-    "NotFound",
-    "OperationUnsupported",
-    "OperatorError",
-    "OriginNotAllowed",
-    "PluginBusy",
-    "PluginFailed",
-    "PluginRefusal",
-    "PluginTimeout",
-    "RateLimited",
-    "RemoteBusy",
-    "RemoteFailed",
-    "RemoteLost",
-    "RemoteRefusal",
-    "RemoteTimeout",
-    "RemoteUnreachable",
-    "RequestTimeout",
-    "ResponseNotFound",
-    "ServerError",
-    "SettingsError",
-    "ShuttingDown",
-    "StartError",
-    "TemplateUnsupported",
-    "TooManyConnections",
-    "Unauthorized",
-    "Unprocessable",
-    "UnsupportedMediaType",
-    "UriTooLong",
-]
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+# Define what every error has, and the three kinds below it: the client's, the server's, the operator's.
+
+
+LONGEST_WORD = 128
+"""Characters of a wrong name that are compared and shown."""
+
+
+class BatonError(Exception):
+    """Base of every error that Baton raises on purpose.
+
+    Args:
+        message: what is wrong, in which field, and what to do; clients see it unchanged.
+        param: the request field at fault, if there is one.
+        retry_after_s: seconds after which a retry makes sense; only for retryable errors.
+    """
+
+    code: str = "internal_error"
+    status: int = 500
+    kind: ClassVar[str] = "server_error"
+    retryable: ClassVar[bool] = False
+    ends_connection: bool = False
+    """Whether the connection is closed after the answer, because the rest of the request is not read."""
+    default_message: ClassVar[str] = "The server could not answer this request."
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        self.message = message or self.default_message
+        self.param = param
+        self.retry_after_s = (retry_after_s or 1) if self.retryable else None
+        super().__init__(self.message)
+
+    @property
+    def reason(self) -> str:
+        """The code as a metrics label: one of the tree above, even if `code` is a plugin's own."""
+        return type(self).code
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        """Return the JSON body of this error, in OpenAI's shape with `request_id`."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+                "request_id": request_id,
+            }
+        }
+
+
+class ClientError(BatonError):
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ServerError(BatonError):
+    pass
+
+
+class OperatorError(BatonError):
+    """Base of errors that the person who starts Baton has to fix."""
+
+    exit_code: ClassVar[int] = 1
+
+
+def with_fields(body: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of an error with the fields of another server's; the request id stays ours."""
+    ours = body["error"]
+    return {"error": {**ours, **fields, "request_id": ours["request_id"]}}
+
+
+def did_you_mean(word: str, known: Iterable[str], *, alike: float = 0.5) -> str:
+    """Return a sentence with the known name nearest to `word`, to add to a message; empty: none is near.
+
+    Args:
+        word: the wrong name.
+        known: the right ones.
+        alike: how near a name must be, between 0 and 1.
+    """
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word[:LONGEST_WORD].lower(), names, n=1, cutoff=alike)
+    return f" Did you mean '{names[near[0]]}'?" if near else ""
+
+
+# Define the errors that are answered with 4xx: the request is at fault.
+
+
+class InvalidJson(ClientError):
+    code = "invalid_json"
+    default_message = "The request body is not valid JSON."
+
+
+class InvalidRequest(ClientError):
+    code = "invalid_request"
+    default_message = "The request is not valid."
+
+
+class ImagesMisplaced(InvalidRequest):
+    code = "images_misplaced"
+    default_message = "The prompt must have exactly one placeholder for each image."
+
+
+class MalformedRequest(ClientError):
+    """The request is not well-formed HTTP/1.1, or is ambiguous; the connection is closed."""
+
+    code = "malformed_request"
+    ends_connection = True
+    default_message = "The request is not well-formed HTTP/1.1."
+
+
+class ContextTooLong(ClientError):
+    code = "context_length_exceeded"
+    default_message = (
+        "The prompt and the requested tokens do not fit the model's context: shorten the prompt, or ask for "
+        "fewer tokens."
+    )
+
+
+class InvalidImage(ClientError):
+    """An image cannot be decoded, or its format or size is not accepted."""
+
+    code = "invalid_image"
+
+
+class ImageTooLarge(InvalidImage):
+    code = "image_too_large"
+
+
+class ImageFetchFailed(ClientError):
+    """An image's URL is allowed, but fetching it failed."""
+
+    code = "image_fetch_failed"
+
+
+class OperationUnsupported(ClientError):
+    code = "operation_unsupported"
+    default_message = "This model does not support this operation."
+
+
+class TemplateUnsupported(ClientError):
+    code = "handoff_template_unsupported"
+    default_message = (
+        "No message can follow this handoff: the model's chat template writes earlier messages differently "
+        "once others follow, or the handoff ends with text that is not a message. Continue it with "
+        "/v1/completions."
+    )
+
+
+class Unauthorized(ClientError):
+    code = "invalid_api_key"
+    status = 401
+    kind = "authentication_error"
+    default_message = "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
+
+
+class OriginNotAllowed(ClientError):
+    """A browser reports that another site's page sent the request, and the gateway has no API keys."""
+
+    code = "origin_not_allowed"
+    status = 403
+    kind = "permission_error"
+    default_message = (
+        "Without API keys, web pages of other sites may not send requests that change something, and this "
+        "request comes from one. Make a key with `baton keys create`, or add the page's host to the setting "
+        "edge.allowed_hosts."
+    )
+
+
+class NotFound(ClientError):
+    code = "not_found"
+    status = 404
+    kind = "not_found_error"
+    default_message = "There is no route with this path."
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+    @classmethod
+    def among(cls, model: str, served: Sequence[str]) -> ModelNotFound:
+        """Return the error that names the nearest of the served models, and all of them."""
+        return cls(
+            f"The model '{model[:LONGEST_WORD]}' is not served here.{did_you_mean(model, served)} "
+            f"Served are: {', '.join(served)}.",
+            param="model",
+        )
+
+
+class HandoffNotFound(NotFound):
+    code = "handoff_not_found"
+    default_message = "There is no handoff with this id: it is unknown, expired or deleted."
+
+
+class ResponseNotFound(NotFound):
+    code = "response_not_found"
+    default_message = (
+        "There is no stored response with this id: it is unknown, expired or deleted, or was not stored."
+    )
+
+
+class RequestTimeout(ClientError):
+    code = "request_timeout"
+    ends_connection = True
+    status = 408
+    default_message = "The request came too slowly; send it again on a new connection."
+
+
+class HandoffIncompatible(ClientError):
+    code = "handoff_incompatible"
+    status = 409
+
+
+class HandoffPending(ClientError):
+    code = "handoff_pending"
+    status = 409
+    retryable = True
+    default_message = "The request that saves this handoff has not ended yet; try again shortly."
+
+
+class HandoffPinsFull(ClientError):
+    code = "handoff_pins_full"
+    status = 409
+    default_message = (
+        "The part of the store that may be pinned, or your share of it, is used up: unpin another of your "
+        "handoffs, or try again when others have expired."
+    )
+
+
+class HandoffImagesLost(ClientError):
+    code = "handoff_images_lost"
+    status = 410
+    default_message = (
+        "An image of this handoff's context can no longer be read, so the handoff cannot be continued; "
+        "send the whole context again."
+    )
+
+
+class MethodNotAllowed(ClientError):
+    code = "method_not_allowed"
+    status = 405
+    default_message = "This path does not support this method."
+
+
+class NotAcceptable(ClientError):
+    code = "not_acceptable"
+    status = 406
+
+
+class BodyTooLarge(ClientError):
+    code = "body_too_large"
+    ends_connection = True
+    status = 413
+
+
+class UriTooLong(ClientError):
+    code = "uri_too_long"
+    ends_connection = True
+    status = 414
+    default_message = "The URL of the request is too long; send its parameters in the body."
+
+
+class UnsupportedMediaType(ClientError):
+    code = "unsupported_media_type"
+    status = 415
+    default_message = "Send the body as JSON, with 'Content-Type: application/json'."
+
+
+class HostNotAllowed(ClientError):
+    """The `Host` header names a host under which the gateway does not answer."""
+
+    code = "host_not_allowed"
+    status = 421
+
+
+class Unprocessable(ClientError):
+    code = "unprocessable"
+    status = 422
+    default_message = "A part of the request could not be processed."
+
+
+class HeadersTooLarge(ClientError):
+    code = "headers_too_large"
+    ends_connection = True
+    status = 431
+    default_message = "The request has too many headers, or they are too long."
+
+
+class RateLimited(ClientError):
+    code = "rate_limited"
+    status = 429
+    kind = "rate_limit_error"
+    retryable = True
+    default_message = "Too many requests; try again after the number of seconds in 'Retry-After'."
+
+
+class RemoteRefusal(ClientError):
+    """The server that the request was sent on to refuses it; the client gets that server's error.
+
+    Args:
+        message: the server's.
+        status: the server's.
+        fields: of the server's error.
+    """
+
+    code = "remote_refusal"
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        status: int | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status or self.status
+        self._fields = dict(fields or {})
+        self.code = str(self._fields.get("code") or self.code)
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        return with_fields(super().body(request_id), self._fields)
+
+
+class PluginRefusal(ClientError):
+    """A plugin's own refusal of a request, under the plugin's own code where it has one."""
+
+    code = "plugin_refusal"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message, param=param)
+        self.status = status or self.status
+        self.code = code or self.code
+
+
+# Define the errors that end the command: whoever starts Baton has to fix something.
+
+
+class SettingsError(OperatorError):
+    exit_code = 2
+
+
+class StartError(OperatorError):
+    pass
+
+
+class FleetLost(OperatorError):
+    """Every engine has failed too often while the gateway ran."""
+
+
+# Define the errors that are answered with 5xx: the gateway or an engine is at fault.
+
+
+class InternalError(ServerError):
+    pass
+
+
+class GenerationFailed(ServerError):
+    code = "generation_failed"
+    default_message = "The engine failed while it worked on this request."
+
+
+class EngineOverloaded(ServerError):
+    code = "engine_overloaded"
+    status = 503
+    retryable = True
+    default_message = "The engine's queue is full; try again shortly."
+
+
+class EngineUnavailable(ServerError):
+    code = "engine_unavailable"
+    status = 503
+    retryable = True
+    default_message = "The engine that serves this model is not available right now."
+
+
+class EngineRestarting(EngineUnavailable):
+    code = "engine_restarting"
+    default_message = "The engine failed while it worked on this request and is being restarted; try again."
+
+
+class ShuttingDown(ServerError):
+    code = "shutting_down"
+    status = 503
+    retryable = True
+    default_message = (
+        "The server is shutting down; send the request again, to another server or after the restart."
+    )
+
+
+class TooManyConnections(ServerError):
+    code = "too_many_connections"
+    status = 503
+    retryable = True
+    default_message = "Too many clients are connected; try again shortly."
+
+
+class GatewayOverloaded(ServerError):
+    code = "gateway_overloaded"
+    status = 503
+    retryable = True
+    default_message = "The server is short of memory and accepts no new requests for now; try again shortly."
+
+
+class HandoffStoreUnavailable(ServerError):
+    code = "handoff_store_unavailable"
+    status = 503
+    retryable = True
+    default_message = "The shared store of handoffs does not answer; try again shortly."
+
+
+class RemoteFailed(ServerError):
+    """The server that the request was sent on to failed, answered what it should not, or cannot be reached.
+
+    Args:
+        message: what happened.
+        fields: of the error that the server sent within a stream, which the client gets.
+    """
+
+    code = "remote_failed"
+    status = 502
+    default_message = "The server that answers for this model failed on this request."
+
+    def __init__(self, message: str | None = None, *, fields: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self._fields = dict(fields or {})
+        self.code = str(self._fields.get("code") or self.code)
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        return with_fields(super().body(request_id), self._fields)
+
+
+class RemoteUnreachable(RemoteFailed):
+    code = "remote_unreachable"
+    status = 503
+    retryable = True
+    default_message = (
+        "The server that answers for this model cannot be reached; it did not get the request, try again."
+    )
+
+
+class RemoteLost(RemoteFailed):
+    code = "remote_lost"
+    status = 503
+    retryable = True
+    default_message = (
+        "The connection to the server that answers for this model was lost while it worked on this request; "
+        "try again."
+    )
+
+
+class RemoteTimeout(ServerError):
+    code = "remote_timeout"
+    status = 504
+    default_message = "The server that answers for this model took too long."
+
+
+class RemoteBusy(ServerError):
+    """The server that the request was sent on to has too much to do (503), or limits this gateway (429).
+
+    Args:
+        message: what happened.
+        status: 429 or 503.
+        retry_after_s: as the server says.
+        fields: of its error, which the client gets; empty: it sent none.
+    """
+
+    code = "remote_busy"
+    status = 503
+    retryable = True
+    default_message = "The server that answers for this model has too much to do; try again shortly."
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        status: int = 503,
+        retry_after_s: int | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.status = status
+        self._fields = dict(fields or {})
+        self.code = str(self._fields.get("code") or self.code)
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        return with_fields(super().body(request_id), self._fields)
+
+
+class PluginFailed(ServerError):
+    code = "plugin_failed"
+    default_message = "The plugin that handles this model's requests failed on this one."
+
+
+class PluginBusy(ServerError):
+    code = "plugin_busy"
+    status = 503
+    retryable = True
+    default_message = (
+        "The plugin that handles this model's requests has too many of them at once; try again shortly."
+    )
+
+    def __init__(self, message: str | None = None, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code or self.code
+
+
+class PluginTimeout(ServerError):
+    code = "plugin_timeout"
+    status = 504

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from baton.errors import BatonError, Unauthorized
-from baton.http.request_state import state_of
+from baton.http.request import state_of
 
 ANTHROPIC_PATHS = ("/v1/messages",)
 

@@ -17,10 +17,9 @@ from starlette.requests import Request
 
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import BatonError, GenerationFailed, InvalidRequest, OperationUnsupported
+from baton.http.answer import ask
 from baton.http.error_body import error_body
-from baton.http.pipeline import ask
-from baton.http.request_body import in_a_thread
-from baton.http.state import Gateway
+from baton.http.request import Gateway, in_a_thread
 from baton.pooling.values import Description
 
 FIELD = "follow_up"

@@ -19,11 +19,12 @@ from baton import __version__
 from baton.admission.fair_threads import in_own_thread
 from baton.engines.port import Operation
 from baton.engines.vllm_version import installed_vllm, minor_of
-from baton.handoffs import header, options
-from baton.handoffs.records.public import HandoffList, HandoffObject
-from baton.http.media_types import UPLOAD_TYPES
-from baton.http.middleware.auth import PUBLIC_PATHS
-from baton.http.routes.forwarded import FORWARDED
+from baton.http.middleware.gate import PUBLIC_PATHS
+from baton.http.request import UPLOAD_TYPES
+from baton.http.routes.openai import FORWARDED
+from baton.library.handoff import HandoffList, HandoffObject
+from baton.relay import asked as header
+from baton.relay import asked as options
 
 PATHS = {route.path: route.operation for route in FORWARDED} | {
     "/v1/responses": Operation.RESPONSES,

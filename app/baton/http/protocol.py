@@ -30,7 +30,7 @@ from baton.errors import (
     TooManyConnections,
     UriTooLong,
 )
-from baton.http.middleware.request_head import MAX_HEAD_BYTES, host_and_target
+from baton.http.middleware.gate import MAX_HEAD_BYTES, host_and_target
 from baton.telemetry.ids import new_request_id
 from baton.telemetry.metrics import GatewayMetrics
 

@@ -15,13 +15,11 @@ from baton.config.groups import ImageSettings
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, ImageInput, Operation, Reply
 from baton.errors import InvalidRequest, OperationUnsupported
-from baton.handoffs.options import require_one_prompt
-from baton.handoffs.prompts.conversation import Writer
-from baton.http.request_body import in_a_thread, off_the_loop
-from baton.http.request_state import context_of
-from baton.http.state import gateway_of
+from baton.http.request import context_of, gateway_of, in_a_thread, off_the_loop
 from baton.images.client_image import ClientImage
 from baton.images.parts import Dialect, ImagePart, image_parts, listed_images, part_of, typed_token
+from baton.relay.asked import require_one_prompt
+from baton.relay.prompt.chat import Writer
 from baton.telemetry.ids import RequestContext
 
 DIALECTS = {

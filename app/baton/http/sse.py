@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, GenerationFailed
 from baton.http.error_body import error_event
-from baton.http.request_state import state_of
+from baton.http.request import state_of
 from baton.telemetry.metrics import GatewayMetrics
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

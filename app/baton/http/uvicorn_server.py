@@ -18,9 +18,9 @@ from fastapi import FastAPI
 from baton.config.groups import EdgeSettings
 from baton.config.settings import Settings
 from baton.errors import FleetLost, OperatorError, StartError
-from baton.http.middleware.drain import ERROR_WITHIN_S
+from baton.http.middleware.frame import ERROR_WITHIN_S
 from baton.http.protocol import protocol_for
-from baton.http.state import Gateway
+from baton.http.request import Gateway
 from baton.telemetry.metrics import GatewayMetrics
 
 DATE_EVERY_S = 1.0

@@ -15,8 +15,7 @@ from baton.errors import BatonError, GatewayOverloaded, ImageTooLarge, InvalidIm
 from baton.images.client_image import ClientImage
 from baton.images.decoding import decode_image
 from baton.images.parts import ImagePart
-from baton.telemetry.image_metrics import ImageMetrics
-from baton.telemetry.queues import QueueMetrics
+from baton.telemetry.metrics import ImageMetrics, QueueMetrics
 
 Fetch = Callable[[str, str], Awaitable[bytes]]
 """Fetches the file at a URL; the second argument is the image's place in the request, for messages."""

@@ -13,12 +13,154 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from baton.errors import StartError
 from baton.models.catalog import EMBEDDED, EmbeddedModel
-from baton.models.join import DESCRIPTIONS, join
+
+# Unpack a GGUF file into a folder that vLLM serves: `python -m baton.models.store GGUF FOLDER`.
+#
+# Runs in a process of its own, so that the memory that transformers takes is freed.
+# Source of the recipe: transformers' GGUF loader (`gguf_file=`), which dequantizes to float tensors.
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write `gguf` to `folder` as bfloat16 safetensors with its tokenizer and chat template.
+
+    Raises:
+        OSError: it cannot be read; found out before the imports, which take seconds.
+    """
+    gguf.open("rb").close()
+    import torch  # imports take seconds, and only this process needs them
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.quantization_config import GgufConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _drop_quantization(folder / "config.json")
+
+
+def _drop_quantization(config_file: Path) -> None:
+    """Remove the quantization entry, which would make vLLM expect GGUF: the saved weights are floats."""
+    config = json.loads(config_file.read_text())
+    config.pop("quantization_config", None)
+    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+
+
+# Join a text model and a vision part into one folder in the layout of LLaVA checkpoints.
+#
+# The tensors are copied as they are; only their names change, so no tensor library is needed.
+# Source of the file format: https://huggingface.co/docs/safetensors/index#format
+
+
+TEXT_SHARD, VISION_SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+# The package's descriptions, which are copied unchanged.
+DESCRIPTIONS = ("preprocessor_config.json", "processor_config.json", "chat_template.jinja")
+PREFIX = "language_model."
+HEADER_LENGTH_BYTES = 8
+
+
+def join(vision: Path, text: Path, folder: Path) -> None:
+    """Write a LLaVA model to `folder`.
+
+    Args:
+        vision: folder with tower and projector in model.safetensors, a config.json without `text_config`,
+            and `DESCRIPTIONS`.
+        text: folder of the prepared text model.
+        folder: made by this function.
+
+    Raises:
+        OSError: a file is missing or cannot be written.
+        ValueError: a file does not have the expected content.
+    """
+    folder.mkdir(parents=True)
+    config = _read(vision / "config.json") | {"text_config": _read(text / "config.json")}
+    _write(folder / "config.json", config)
+    for name in DESCRIPTIONS:
+        shutil.copyfile(vision / name, folder / name)
+    image = _read(vision / "processor_config.json")["image_token"]
+    _join_tokenizers(text, folder, int(config["image_token_index"]), str(image))
+    shutil.copyfile(text / "generation_config.json", folder / "generation_config.json")
+    shutil.copyfile(vision / WEIGHTS, folder / VISION_SHARD)
+    sizes = _renamed(text / WEIGHTS, folder / TEXT_SHARD)
+    _write_index(folder, sizes)
+
+
+def _join_tokenizers(text: Path, folder: Path, token: int, image: str) -> None:
+    """Write the text model's tokenizer with one special token renamed to the image placeholder."""
+    tokenizer = _read(text / "tokenizer.json")
+    (added,) = [entry for entry in tokenizer["added_tokens"] if entry["id"] == token]
+    vocabulary = tokenizer["model"]["vocab"]
+    if vocabulary.pop(added["content"], None) is not None:
+        vocabulary[image] = token
+    added["content"] = image
+    _write(folder / "tokenizer.json", tokenizer)
+    settings = _read(text / "tokenizer_config.json")
+    _write(
+        folder / "tokenizer_config.json",
+        settings | {"image_token": image, "processor_class": "LlavaProcessor"},
+    )
+
+
+def _renamed(source: Path, target: Path) -> int:
+    """Copy a safetensors file with `PREFIX` before every tensor's name.
+
+    Returns:
+        Bytes of its tensors.
+    """
+    with source.open("rb") as read, target.open("wb") as written:
+        header = json.loads(read.read(int.from_bytes(read.read(HEADER_LENGTH_BYTES), "little")))
+        named = {name if name == "__metadata__" else PREFIX + name: entry for name, entry in header.items()}
+        text = json.dumps(named, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % HEADER_LENGTH_BYTES)  # so that the tensors stay aligned
+        written.write(len(text).to_bytes(HEADER_LENGTH_BYTES, "little") + text)
+        shutil.copyfileobj(read, written, 1 << 22)
+    return _bytes_of(header)
+
+
+def _write_index(folder: Path, text_bytes: int) -> None:
+    """Write which tensor is in which file, for HuggingFace's loader."""
+    with (folder / VISION_SHARD).open("rb") as file:
+        vision = json.loads(file.read(int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")))
+    with (folder / TEXT_SHARD).open("rb") as file:
+        text = json.loads(file.read(int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")))
+    places = dict.fromkeys(text, TEXT_SHARD) | dict.fromkeys(vision, VISION_SHARD)
+    places.pop("__metadata__", None)
+    total = text_bytes + _bytes_of(vision)
+    _write(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _bytes_of(header: dict[str, Any]) -> int:
+    spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+    return sum(end - begin for begin, end in spans)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_text())
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name} holds no JSON object")
+    return found
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
 
 MANIFEST = "baton-model.json"
 FORMAT = 1
@@ -190,7 +332,7 @@ def _join(vision: Path, text: Path, folder: Path) -> None:
 
 def _convert(source: Path, folder: Path) -> None:
     """Run the conversion in a process of its own, so that its memory is freed."""
-    command = [sys.executable, "-m", "baton.models.convert", str(source), str(folder)]
+    command = [sys.executable, "-m", "baton.models.store", str(source), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -21,8 +21,7 @@ from baton.pooling.processor import PluginProcessor
 from baton.pooling.refusals import where
 from baton.pooling.values import Upload
 from baton.telemetry.ids import RequestContext
-from baton.telemetry.pooling_metrics import PoolingMetrics
-from baton.telemetry.queues import QueueMetrics
+from baton.telemetry.metrics import PoolingMetrics, QueueMetrics
 
 log = structlog.get_logger("baton.pooling")
 

@@ -6,8 +6,7 @@ from baton.config.groups import PoolingSettings
 from baton.engines.port import Engine
 from baton.pooling.runner import Runner
 from baton.pooling.uploads import require_folder
-from baton.telemetry.pooling_metrics import PoolingMetrics
-from baton.telemetry.queues import QueueMetrics
+from baton.telemetry.metrics import PoolingMetrics, QueueMetrics
 
 
 class Pooling:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import structlog
+from fastapi import FastAPI
+from prometheus_client.metrics_core import Metric
 from ray import serve
 from starlette.types import Message, Receive, Scope, Send
 
@@ -20,14 +24,222 @@ from baton.admission.fair_threads import in_own_thread
 from baton.config.settings import Settings, load_settings
 from baton.engines.fleet import Fleet
 from baton.engines.process.orphan_reaper import OrphanReaper
+from baton.http.request import Drain
+from baton.http.routes.metrics import app_of_page
+from baton.http.uvicorn_server import MetricsServer
 from baton.prepare import prepare_fleet, refuse_conflicts
-from baton.ray.autoscaling import LOAD
-from baton.ray.draining import DrainWatch
-from baton.ray.metrics import send_metrics
-from baton.ray.running_app import RunningApp
+from baton.serve import listen
 from baton.server import create_app
 from baton.telemetry.logs import configure_logs
+from baton.telemetry.metrics import GatewayMetrics
+from baton.telemetry.page import labelled, page_of
 from baton.telemetry.progress import PhaseProgress
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+
+# Notice that Ray Serve drains this replica, and end its last requests with an error that clients can read.
+#
+# Ray Serve calls no hook when it begins to drain: it waits for running requests, and kills the replica with
+# those that take too long. But it answers the health checks of its HAProxy with `DRAINING` from then on, at
+# the replica's own address, so that is what is asked here.
+
+
+HEALTH_PATH = "/-/healthz"
+DRAINING = "DRAINING"
+"""What Ray Serve's health check of a replica answers while it is drained, with 503."""
+ASK_EVERY_S = 1.0
+ANSWER_WITHIN_S = 10.0
+"""A replica with much to do, or a slow machine, answers late; without the answer its streams end torn."""
+log = structlog.get_logger("baton.ray")
+
+
+class DrainWatch:
+    """Begins the gateway's drain when Ray Serve drains the replica.
+
+    Args:
+        drain: of the gateway.
+        cut_after_s: seconds after which requests that still run are ended.
+    """
+
+    def __init__(self, drain: Drain, cut_after_s: float) -> None:
+        self._drain = drain
+        self._cut_after_s = cut_after_s
+        self._task: asyncio.Task[None] | None = None
+
+    def see(self, scope: Scope) -> None:
+        """Learn the replica's own address from a request; without requests there is nothing to end."""
+        server = scope.get("server")
+        if self._task is None and server is not None and server[1]:
+            host = f"[{server[0]}]" if ":" in server[0] else server[0]
+            self._task = asyncio.create_task(self._run(f"http://{host}:{server[1]}{HEALTH_PATH}"))
+
+    async def close(self) -> None:
+        """Stop watching."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self, address: str) -> None:
+        async with httpx.AsyncClient(timeout=ANSWER_WITHIN_S, trust_env=False) as client:
+            while not await _draining(client, address):  # noqa: ASYNC110  # it is not in this process's hands
+                await asyncio.sleep(ASK_EVERY_S)
+        self._drain.begin()
+        log.info("draining", timeout_s=self._cut_after_s)
+        await asyncio.sleep(self._cut_after_s)
+        if ended := self._drain.cut():
+            log.warning("requests_ended", count=ended)
+
+
+async def _draining(client: httpx.AsyncClient, address: str) -> bool:
+    try:
+        answer = await client.get(address)
+    except httpx.TransportError:
+        return False
+    return answer.status_code == 503 and answer.text == DRAINING
+
+
+# Run an app's lifespan in a task of its own.
+
+
+class RunningApp:
+    """The gateway's app, started and stopped in one task, as its lifespan's cancel scopes must be.
+
+    Args:
+        app: from `create_app`.
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+        self._begun = asyncio.Event()
+        self._end = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Enter the lifespan, and wait until all engines have started.
+
+        Raises:
+            BatonError: an engine cannot run.
+        """
+        self._task = asyncio.create_task(self._run(), name="gateway")
+        begun = asyncio.create_task(self._begun.wait())
+        await asyncio.wait({self._task, begun}, return_when=asyncio.FIRST_COMPLETED)
+        begun.cancel()
+        if self._task.done():
+            self._task.result()
+        try:
+            await self.app.state.started
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Leave the lifespan: stop the engines, close everything."""
+        self._end.set()
+        if self._task is not None:
+            await self._task
+
+    async def _run(self) -> None:
+        async with self.app.router.lifespan_context(self.app):
+            self._begun.set()
+            await self._end.wait()
+
+
+# Show the metrics of all replicas on one page, each series with the label `replica`.
+#
+# The replicas send their series to one small deployment, which serves the page at `metrics.host:metrics.port`
+# of the head node, as a gateway does on its machine. No replica opens a port for it.
+
+
+SEND_EVERY_S = 5.0
+FORGET_AFTER_S = 3.5 * SEND_EVERY_S
+"""Seconds after which a replica that sent nothing is no longer shown: it has ended."""
+
+
+class MetricsPage:
+    """The deployment that serves the page.
+
+    Args:
+        config: the settings file; None: as `load_settings`.
+    """
+
+    def __init__(self, config: Path | None) -> None:
+        settings = load_settings(config)
+        configure_logs(settings.log_level, settings.log_format, sys.stderr, {"replica": "metrics"})
+        self._sent: dict[str, tuple[float, list[Metric]]] = {}
+        listener = listen(settings.metrics.host, settings.metrics.port, "`metrics.port`")
+        server = MetricsServer(app_of_page(settings, self.page), settings.edge, GatewayMetrics())
+        self._serving = asyncio.create_task(server.serve(sockets=[listener]))
+
+    async def send(self, replica: str, families: list[Metric]) -> None:
+        """Take a replica's series."""
+        self._sent[replica] = (time.monotonic(), families)
+
+    def page(self) -> bytes:
+        """Return the page of the replicas that sent their series lately."""
+        since = time.monotonic() - FORGET_AFTER_S
+        self._sent = {name: sent for name, sent in self._sent.items() if sent[0] >= since}
+        return page_of(family for _, families in self._sent.values() for family in families)
+
+    async def check_health(self) -> None:
+        """Report to Ray Serve that the page is served.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        if self._serving.done():
+            raise RuntimeError("the server of the metrics page has ended")
+
+
+async def send_metrics(fleet: Fleet, replica: str, page: Any) -> None:
+    """Send a replica's series to the page, again and again until cancelled.
+
+    Args:
+        fleet: the replica's engines.
+        replica: its name.
+        page: Ray Serve's handle of `MetricsPage`.
+    """
+    failed = False
+    while True:
+        try:
+            await page.send.remote(replica, labelled(fleet.merged_metrics().collect(), replica=replica))
+            failed = False
+        except Exception as error:  # noqa: BLE001  # the page is elsewhere: whatever it has, requests go on
+            if not failed:
+                log.warning("metrics_not_sent", error=type(error).__name__)
+            failed = True
+        await asyncio.sleep(SEND_EVERY_S)
+
+
+# Decide the number of replicas by the gateways' own queues.
+#
+# Ray Serve pickles this module by value and runs it in its controller, so it imports nothing of Baton.
+
+
+LOAD = "baton_load"
+"""The name under which each replica reports its load, see `Admission.load`."""
+
+
+class QueuePolicy:
+    """Wants as many replicas as bring their average load to `target_load`.
+
+    Ray Serve applies its delays and the fewest and most replicas to what this returns.
+
+    Args:
+        target_load: the load to aim at; 1: an engine of the replica has no free place.
+    """
+
+    def __init__(self, target_load: float) -> None:
+        self._target_load = target_load
+
+    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        """Return the wanted number of replicas, and the state that is kept for the next call."""
+        loads = (context.aggregated_metrics or {}).get(LOAD) or {}
+        if not loads:  # no replica has reported yet
+            return context.target_num_replicas, {}
+        return sum(loads.values()) / self._target_load, {}
+
 
 EVERY_ADDRESS = "0.0.0.0"  # nothing is opened here: see `settings_of_node`
 

@@ -1,24 +1,401 @@
-"""The metrics of one gateway: requests, tenants, engines, handoffs and their transfers.
-
-Those of images, plugins and queues stand in files of their own; `page.py` writes the page for all.
-"""
+"""Define every metric of the gateway."""
 
 from __future__ import annotations
 
+import math
 import platform
+import re
+from collections.abc import Mapping
+from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from baton import __version__
-from baton.telemetry.archive_metrics import ArchiveMetrics
-from baton.telemetry.audit_metrics import AuditMetrics
-from baton.telemetry.image_metrics import ImageMetrics
-from baton.telemetry.pooling_metrics import PoolingMetrics
-from baton.telemetry.queues import AdmissionMetrics, QueueMetrics
-from baton.telemetry.response_metrics import ResponseMetrics
-from baton.telemetry.series import OTHER, SECONDS
-from baton.telemetry.shared_store_metrics import SharedStoreMetrics
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
+
+# Label values and histogram buckets that several metrics share.
+
+
+OTHER = "other"
+"""The label value for what is not in a closed list: the number of series never grows with traffic."""
+NOBODY = "none"
+"""The tenant label of requests without a valid key."""
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Upper bounds of the buckets of durations."""
+
+
+# Metrics of the queues that requests wait in.
+
+
+class AdmissionMetrics:
+    """The series of the queues for engines."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.waiting = Gauge(
+            "baton_admission_waiting",
+            "Requests that wait for the engine.",
+            ("engine",),
+            registry=registry,
+        )
+        self.running = Gauge(
+            "baton_admission_running",
+            "Requests that the engine works on.",
+            ("engine",),
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "baton_admission_wait_seconds",
+            "Seconds that requests waited for the engine, of those that it took.",
+            ("engine",),
+            buckets=SECONDS,
+            registry=registry,
+        )
+
+
+class QueueMetrics:
+    """The series of all other queues: plugins, uploads, images, large bodies.
+
+    The label `engine` is empty for a queue that all engines share.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ("queue", "engine")
+        self.waiting = Gauge(
+            "baton_queue_waiting",
+            "Requests, or parts of them, that wait for a place.",
+            labels,
+            registry=registry,
+        )
+        self.running = Gauge("baton_queue_running", "Places that are taken.", labels, registry=registry)
+        self.seconds = Histogram(
+            "baton_queue_wait_seconds",
+            "Seconds waited for a place, of those that got one.",
+            labels,
+            buckets=SECONDS,
+            registry=registry,
+        )
+
+
+# Count the exchanges with a store elsewhere: the series that each such store has.
+
+
+class FarStoreMetrics:
+    """The series of one store.
+
+    Args:
+        registry: where they are registered.
+        prefix: what their names begin with.
+        store: what the store is called in their descriptions.
+        kinds: the kinds of errors, each with what it means; an empty text needs none.
+    """
+
+    def __init__(self, registry: CollectorRegistry, prefix: str, store: str, kinds: dict[str, str]) -> None:
+        self._seconds = Histogram(
+            f"{prefix}_op_duration_seconds",
+            f"Seconds that an exchange with {store} took.",
+            ("op",),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        told = "; ".join(f"`{kind}`: {text}" if text else f"`{kind}`" for kind, text in kinds.items())
+        self._errors = Counter(
+            f"{prefix}_errors_total",
+            f"Exchanges with {store} that failed, or were not used: {told}.",
+            ("kind",),
+            registry=registry,
+        )
+        for kind in kinds:
+            self._errors.labels(kind)
+        self._bytes = Counter(
+            f"{prefix}_bytes_total",
+            f"Bytes of KV and images that went to {store} (`push`) or came from it (`fetch`).",
+            ("direction",),
+            registry=registry,
+        )
+        for direction in ("push", "fetch"):
+            self._bytes.labels(direction)
+        self._up = Gauge(
+            f"{prefix}_up",
+            f"1 after an exchange with {store} that succeeded, 0 after one that failed, else NaN.",
+            registry=registry,
+        )
+        self._up.set(math.nan)
+
+    def count(self, operation: str, seconds: float) -> None:
+        """Count an exchange that succeeded."""
+        self._seconds.labels(operation).observe(seconds)
+        self._up.set(1)
+
+    def failed(self, kind: str) -> None:
+        """Count an exchange that failed."""
+        self._errors.labels(kind).inc()
+        self._up.set(0)
+
+    def not_used(self, kind: str) -> None:
+        """Count an exchange that was not tried, or whose answer was not used."""
+        self._errors.labels(kind).inc()
+
+    def moved(self, direction: str, size: int) -> None:
+        """Count bytes that were pushed or fetched."""
+        self._bytes.labels(direction).inc(size)
+
+
+# Count the exchanges with the archive of handoffs.
+
+
+ARCHIVE_ERRORS = {
+    "timeout": "",
+    "error": "",
+    "refused": "its credentials do not allow it",
+    "tampered": "an object is not what a gateway wrote",
+    "resting": "it was left alone after failures",
+}
+
+
+class ArchiveMetrics(FarStoreMetrics):
+    """The series of the archive.
+
+    Attributes:
+        waiting: handoffs that are to be written.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "baton_archive", "the archive", ARCHIVE_ERRORS)
+        self._handoffs = Counter(
+            "baton_archive_handoffs_total",
+            "Handoffs that were `written` to the archive, `found` there, `deleted` or `expired` there, or "
+            "not written for now (`failed`).",
+            ("what",),
+            registry=registry,
+        )
+        for what in ("written", "found", "deleted", "expired", "failed"):
+            self._handoffs.labels(what)
+        self.waiting = Gauge(
+            "baton_archive_waiting", "Handoffs that are to be written to the archive.", registry=registry
+        )
+
+    def handoff(self, what: str) -> None:
+        """Count what became of a handoff."""
+        self._handoffs.labels(what).inc()
+
+
+# Count the exchanges with the shared store of handoffs.
+
+
+STORE_ERRORS = {
+    "timeout": "",
+    "full": "",
+    "error": "",
+    "resting": "it was left alone after failures",
+    "unreadable": "a value that no gateway of the pool wrote, which was left out",
+}
+
+
+class SharedStoreMetrics(FarStoreMetrics):
+    """The series of the shared store."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "baton_shared_store", "the shared store", STORE_ERRORS)
+
+
+# Metrics of audits, which compute some answers again without stored KV.
+
+
+NATS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Upper bounds of the buckets of a log probability's difference, in nats."""
+
+
+class AuditResult(StrEnum):
+    """How an audit ended."""
+
+    MATCH = "match"
+    MISMATCH = "mismatch"
+    DROPPED = "dropped"
+
+
+class AuditMetrics:
+    """The series of audits."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._audits = Counter(
+            "baton_handoff_audits_total",
+            "Answers from loaded KV that were computed again without it: `match`, `mismatch`, or `dropped`, "
+            "because the engine was never idle, or failed.",
+            ("result",),
+            registry=registry,
+        )
+        for result in AuditResult:  # at zero, so that the first mismatch is an increase that alerts see
+            self._audits.labels(result.value)
+        self.difference = Histogram(
+            "baton_handoff_audit_difference",
+            "Largest difference between the log probabilities of an answer's first token, in nats.",
+            buckets=NATS,
+            registry=registry,
+        )
+
+    def count(self, result: AuditResult, number: int = 1) -> None:
+        """Count audits."""
+        self._audits.labels(result.value).inc(number)
+
+
+# Metrics of the images in requests.
+
+
+class ImageMetrics:
+    """The series of images in requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.images = Counter(
+            "baton_images_total",
+            "Images in requests: read, or the error code they were refused with.",
+            ("outcome",),
+            registry=registry,
+        )
+        for outcome in ("read", "invalid_image", "image_too_large", "image_fetch_failed", OTHER):
+            self.images.labels(outcome)
+        self.rewritten = Counter(
+            "baton_images_rewritten_total",
+            "Images that were turned upright or given another mode before an engine got them.",
+            registry=registry,
+        )
+        self.bytes = Counter("baton_image_bytes_total", "Bytes of the images read.", registry=registry)
+        self.seconds = Histogram(
+            "baton_image_read_seconds",
+            "Seconds until an image was read or refused, with waiting and fetching.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+
+
+# Metrics of requests that run through an IO processor plugin.
+
+
+UNIT = re.compile(r"[a-z][a-z_]{0,31}")
+MAX_UNITS = 8
+"""Units that one engine's plugin may count in; further units are an error."""
+
+
+class PoolingMetrics:
+    """The series of plugin requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "baton_pooling_requests_total",
+            "Requests through an IO processor plugin, by how they ended.",
+            ("engine", "outcome"),
+            registry=registry,
+        )
+        self.running = Gauge(
+            "baton_pooling_requests_running",
+            "Requests that a plugin works on now.",
+            ("engine",),
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "baton_pooling_step_duration_seconds",
+            "Seconds that requests spent in a step; `encode` includes the plugin's work on outputs.",
+            ("engine", "step"),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.prompts = Counter(
+            "baton_pooling_prompts_total",
+            "Prompts that plugins made of requests.",
+            ("engine",),
+            registry=registry,
+        )
+        self._units: dict[str, set[str]] = {}
+        self._amounts = Counter(
+            "baton_pooling_amounts_total",
+            "Amounts of answers, in the plugin's own units: pixels, for scenes.",
+            ("engine", "unit"),
+            registry=registry,
+        )
+        self.left_behind = Gauge(
+            "baton_pooling_threads_left_behind",
+            "Threads that still run a plugin's code though their request is over.",
+            ("engine",),
+            registry=registry,
+        )
+
+    def count_amounts(self, engine: str, amounts: Mapping[str, float]) -> None:
+        """Add the amounts of one answer.
+
+        Raises:
+            ValueError: a unit is no plain word, there are more than `MAX_UNITS`, or an amount is negative or
+                infinite.
+        """
+        units = self._units.setdefault(engine, set())
+        for unit, amount in amounts.items():
+            if not UNIT.fullmatch(unit) or not math.isfinite(amount) or amount < 0:
+                raise ValueError("an amount is not a plain word and a number from zero up")
+            if unit not in units and len(units) >= MAX_UNITS:
+                raise ValueError(f"amounts in more than {MAX_UNITS} units")
+            units.add(unit)
+            self._amounts.labels(engine, unit).inc(amount)
+
+
+# Count the requests that are sent on to a server elsewhere.
+
+
+OUTCOMES = ("answered", "refused", "busy", "failed", "unreachable", "timeout", "cancelled")
+
+
+class RemoteMetrics:
+    """The series of one engine that is a server elsewhere."""
+
+    def __init__(self, registry: CollectorRegistry, engine: str) -> None:
+        self._engine = engine
+        self._requests = Counter(
+            "baton_remote_requests_total",
+            "Requests that were sent on to the server at an engine's `url`.",
+            ("engine", "outcome"),
+            registry=registry,
+        )
+        for outcome in OUTCOMES:
+            self._requests.labels(engine, outcome)
+        self._first_byte = Histogram(
+            "baton_remote_first_byte_seconds",
+            "Seconds until that server's answer began.",
+            ("engine",),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._first_byte.labels(engine)
+
+    def count(self, outcome: str) -> None:
+        """Count a request that is over."""
+        self._requests.labels(self._engine, outcome).inc()
+
+    def began(self, seconds: float) -> None:
+        """Count an answer that has begun."""
+        self._first_byte.labels(self._engine).observe(seconds)
+
+
+# Metrics of stored responses.
+
+
+class ResponseMetrics:
+    """The series of stored responses."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.stored = Counter(
+            "baton_responses_stored_total",
+            "Answers of `/v1/responses` that were to be stored: `stored`, or `not_stored` for want of room.",
+            ("result",),
+            registry=registry,
+        )
+        for result in ("stored", "not_stored"):
+            self.stored.labels(result)
+        self.number = Gauge("baton_responses", "Stored responses.", registry=registry)
+        self.bytes = Gauge("baton_responses_bytes", "Bytes that stored responses take.", registry=registry)
+
+
+# The metrics of one gateway: requests, tenants, engines, handoffs and their transfers.
+#
+# Those of images, plugins and queues stand in files of their own; `page.py` writes the page for all.
+
 
 FAILURES = tuple(kind for kind in TransferFailure if kind is not TransferFailure.GIVEN_UP)
 """Failures that are counted as errors; a client that disconnected is none."""

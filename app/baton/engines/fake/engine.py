@@ -16,8 +16,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.engines.fake.answer import Answer
-from baton.engines.fake.prompt import MAX_MODEL_LEN, POOLING, STREAMS, message_text, with_images
+from baton.engines.fake.answers import MAX_MODEL_LEN, POOLING, STREAMS, Answer, message_text, with_images
 from baton.engines.kv_transfer import TransferChooser, TransferRequest
 from baton.engines.port import (
     EngineState,
@@ -31,7 +30,7 @@ from baton.engines.port import (
     StreamReply,
     unsupported,
 )
-from baton.engines.throughput import Throughput
+from baton.engines.speeds import Throughput
 from baton.errors import BatonError, InvalidRequest, StartError
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import structlog
+import torch
 
 from baton.engines.kv_transfer import TransferChooser, TransferReport, TransferRequest
 from baton.engines.port import ImageInput
-from baton.engines.vllm.answer_text import AnswerText, special_tokens
 from baton.engines.vllm.errors import translate
-from baton.engines.vllm.image_cache import Sent, hashes_of
-from baton.engines.vllm.image_input import image_positions, stray_placeholders
-from baton.engines.vllm.log_probs import likeliest
+from baton.engines.vllm.images import Sent, hashes_of, image_positions, stray_placeholders
 from baton.errors import BatonError, ContextTooLong, GenerationFailed, InvalidRequest, Unprocessable
 from baton.images.image_position import ImagePosition
 from baton.images.placed_image import PlacedImage
@@ -31,10 +31,146 @@ from baton.telemetry.ids import CUT_HEADER, RequestContext
 from baton_kv.contract import transfer_params
 
 if TYPE_CHECKING:
+    from vllm.logprobs import Logprob
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from baton.engines.vllm.image_prompts import ImagePrompts
+    from baton.engines.vllm.images import ImagePrompts
+
+
+# Find the tokens of an answer that say what its client received.
+
+
+AT_ONCE = 64
+"""Tokens that are read without a pause: a millisecond or two of the event loop."""
+CUT_WITHIN = 8
+"""Most tokens before a cut that are tokenized again with the text between the last of them and the cut."""
+
+
+@dataclass(frozen=True)
+class AnswerText:
+    """Finds the tokens of an answer that say the text which its client received.
+
+    Attributes:
+        tokenizer: the model's tokenizer.
+        special: token ids that no text holds.
+        params: how the answer was sampled and read.
+    """
+
+    tokenizer: Any
+    special: frozenset[int]
+    params: SamplingParams
+
+    async def tokens(self, report: TransferReport, text: str) -> list[int] | None:
+        """Return the token ids of an answer as its client received it.
+
+        Left out are a token or text that stopped it, special tokens that no text shows, and a character that
+        the answer's last tokens only begin. What remains of a token in which a stop string began is tokenized
+        again.
+
+        Args:
+            report: the ids of the prompt and of the generated tokens.
+            text: all text of the answer.
+
+        Returns:
+            None: no token ids say this text.
+        """
+        kept, shown, unshown, found = list[int](), list[str](), list[int](), 0
+        pieces = await self._pieces(report.prompt_ids, report.output_ids)
+        for token, piece in zip(report.output_ids, pieces, strict=True):
+            if not piece:
+                unshown += [token] if token not in self.special else []
+            elif text.startswith(piece, found):
+                kept += [*unshown, token]
+                shown += [*([""] * len(unshown)), piece]
+                unshown, found = [], found + len(piece)
+            else:
+                break
+        return kept if found == len(text) else await self._cut(report.prompt_ids, kept, shown, text)
+
+    async def _cut(
+        self, prompt: list[int], kept: list[int], shown: Sequence[str], text: str
+    ) -> list[int] | None:
+        """Return token ids that begin with most of `kept` and say `text`."""
+        for count in range(len(kept), max(-1, len(kept) - CUT_WITHIN), -1):
+            rest = text[len("".join(shown[:count])) :]
+            for written in (rest, rest.removeprefix(" ")):  # some tokenizers write a space before every text
+                ids: list[int] = self.tokenizer.encode(written, add_special_tokens=False)
+                if "".join(await self._pieces([*prompt, *kept[:count]], ids)) == rest:
+                    return [*kept[:count], *ids]
+        return None
+
+    async def _pieces(self, before: list[int], tokens: Sequence[int]) -> list[str]:
+        """Return the text that each token adds to those before, as vLLM's own detokenizer reads it."""
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer  # takes seconds, and is there by now
+
+        params = SimpleNamespace(
+            stop=None,
+            min_tokens=0,
+            include_stop_str_in_output=False,
+            skip_special_tokens=self.params.skip_special_tokens,
+            spaces_between_special_tokens=self.params.spaces_between_special_tokens,
+        )
+        request: Any = SimpleNamespace(
+            request_id="", sampling_params=params, prompt_token_ids=before, prompt_embeds=None
+        )
+        detokenizer: Any = IncrementalDetokenizer.from_new_request(self.tokenizer, request)
+        pieces = list[str]()
+        for number, token in enumerate(tokens, 1):
+            read = len(detokenizer.output_text)
+            detokenizer.update([token], stop_terminated=False)
+            pieces.append(detokenizer.output_text[read:])
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return pieces
+
+
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the token ids of a tokenizer that are no text; of None, none."""
+    if tokenizer is None:
+        return frozenset()
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset([*tokenizer.all_special_ids, *(token for token, each in added.items() if each.special)])
+
+
+# Say which log probabilities an engine can give for an audit, and how exact they are.
+
+
+AUDITED_TOKENS = 5
+"""Tokens whose log probabilities an audited request notes."""
+FLOAT32_ROUNDING_NATS = 0.001
+HALF_ROUNDING_NATS = 1.0
+"""In bfloat16 and float16 a sum in another order shows: two computations of one prompt were seen to differ by
+up to 0.5 nats."""
+
+
+def audited_tokens(client: AsyncLLM) -> int:
+    """Return how many tokens' raw log probabilities an engine may be asked for, at most `AUDITED_TOKENS`.
+
+    0: its log probabilities depend on each request's temperature and penalties, or it gives none.
+    """
+    model = client.model_config
+    if model.logprobs_mode != "raw_logprobs":
+        return 0
+    return AUDITED_TOKENS if model.max_logprobs < 0 else min(AUDITED_TOKENS, model.max_logprobs)
+
+
+def rounding_nats(client: AsyncLLM) -> float:
+    """Return by how many nats log probabilities of two computations of one prompt may differ by rounding."""
+    return FLOAT32_ROUNDING_NATS if client.model_config.dtype is torch.float32 else HALF_ROUNDING_NATS
+
+
+def likeliest(place: Mapping[int, Logprob], count: int) -> dict[int, float]:
+    """Return the log probabilities of the `count` likeliest tokens at one place of an answer, by token id.
+
+    vLLM adds the token that was sampled, which is left out if it is less likely. Empty: an entry is minus
+    infinity, as where vLLM pads the rows of a batch.
+    """
+    found = {
+        token: each.logprob for token, each in place.items() if each.rank is not None and each.rank <= count
+    }
+    return {} if any(math.isinf(value) for value in found.values()) else found
+
 
 log = structlog.get_logger("baton.engine")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Container, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -30,24 +31,29 @@ from baton.engines.port import (
     Report,
     unsupported,
 )
-from baton.engines.progress import Progress
-from baton.engines.transfers import TransferWatch
+from baton.engines.speeds import TransferWatch
 from baton.engines.vllm import arguments, handlers
-from baton.engines.vllm.answer_text import special_tokens
 from baton.engines.vllm.arguments import MOVES_EXTENSION
-from baton.engines.vllm.bodies import asked_tokens, for_responses, with_whole_prompt, within_context
-from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
+from baton.engines.vllm.client import (
+    CURRENT_CALL,
+    Call,
+    WatchedClient,
+    audited_tokens,
+    rounding_nats,
+    special_tokens,
+)
 from baton.engines.vllm.engine_thread import EngineThread, Starts
 from baton.engines.vllm.errors import scrub
-from baton.engines.vllm.image_cache import confirm_before_reuse
-from baton.engines.vllm.image_input import image_input
-from baton.engines.vllm.image_prompts import ImagePrompts
-from baton.engines.vllm.log_probs import audited_tokens, rounding_nats
-from baton.engines.vllm.moves import NO_HANDOFFS, enable_moves
+from baton.engines.vllm.handlers import (
+    ReplyTranslator,
+    asked_tokens,
+    for_responses,
+    with_whole_prompt,
+    within_context,
+)
+from baton.engines.vllm.images import ImagePrompts, confirm_before_reuse, image_input
 from baton.engines.vllm.plugins import chosen_plugin, close_plugin, encode_prompt, make_plugin, plugin_params
-from baton.engines.vllm.replies import ReplyTranslator
 from baton.engines.vllm.series import EngineSeries, StepListeners
-from baton.engines.warm_up import WARM_UPS, prefill
 from baton.errors import (
     EngineUnavailable,
     PluginFailed,
@@ -59,6 +65,83 @@ from baton.models.parsers import parsers_of
 from baton.models.store import identity
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
+
+# Let an engine's connector move KV, which needs the engine's model.
+
+
+NO_HANDOFFS = "it is configured without `handoff`, or with a `worker_extension_cls` of its own"
+
+
+async def enable_moves(client: AsyncLLM) -> str | None:
+    """Enable moves in a running engine; return why it cannot move KV, or None if it can."""
+    try:
+        answers: list[str | None] = await client.collective_rpc("baton_enable_moves")
+    except Exception as error:  # noqa: BLE001  # the border to the worker: without moves it still serves
+        structlog.get_logger("baton.engine").error("moves_not_enabled", exc_info=error)
+        return "its worker failed when it was asked; the log says more"
+    return next((answer for answer in answers if answer is not None), None)
+
+
+# Measure how long ago an engine took its last step, and how long its longest step took.
+
+
+class Progress:
+    """The progress of one engine.
+
+    Args:
+        clock: seconds on a monotonic clock.
+
+    Attributes:
+        longest_s: longest time in seconds between two steps while there was work.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self.longest_s = 0.0
+
+    def begin(self) -> None:
+        """Start measuring: the engine is ready, and the time that its start took does not count."""
+        self.longest_s = 0.0
+        self._last = self._clock()
+
+    def made(self) -> None:
+        """Note that the engine took a step."""
+        self.longest_s = max(self.longest_s, self.since())
+        self._last = self._clock()
+
+    def rest(self) -> None:
+        """Note that the engine has no work, so that idle time does not count."""
+        self._last = self._clock()
+
+    def since(self) -> float:
+        """Return the seconds since the last step, or since the engine last had no work."""
+        return self._clock() - self._last
+
+
+# The requests that warm an engine up before its first client: one for each kind of operation.
+
+
+WARM_UPS: tuple[tuple[Operation, Json], ...] = (
+    (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2, "logprobs": 1}),
+    (Operation.EMBEDDINGS, {"input": [0]}),
+    (Operation.CLASSIFY, {"input": [0]}),
+)
+PREFILL = 128
+"""Tokens of one more request where handoffs are on, which measures how fast the engine prefills."""
+
+
+def prefill(most: int, vocabulary: int, reserved: Container[int | None]) -> list[int]:
+    """Return a prompt of `PREFILL` ordinary token ids.
+
+    Args:
+        most: maximum length of the prompt in tokens.
+        vocabulary: number of token ids the model has; ids repeat where there are few.
+        reserved: token ids that a prompt must not hold.
+    """
+    ids = (1 + index % (vocabulary - 1) for index in range(min(PREFILL, most)))
+    return [token for token in ids if token not in reserved]
+
 
 LAST_WORDS_WAIT_S = 0.2
 """Seconds to wait for what a dying engine process printed: it arrives through a pipe."""

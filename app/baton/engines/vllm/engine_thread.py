@@ -27,8 +27,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from baton.admission.fair_threads import in_own_thread
 from baton.engines.process.fork_server import CURRENT, ForkContext, ForkServer, Launch
-from baton.engines.process.processes import kill, trees_of, wait_until_gone
-from baton.engines.process.shared_memory import release, segments_of
+from baton.engines.process.processes import kill, release, segments_of, trees_of, wait_until_gone
 
 GRACE_S = 0.5
 """Seconds an engine's processes get to end by themselves. On a CPU a worker never does: its interpreter takes

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import AsyncGenerator, Callable
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, nullcontext
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import structlog
+import vllm.inputs
+import vllm.plugins.io_processors.interface as interface
 from pydantic import TypeAdapter, ValidationError
-from vllm import PoolingParams
-from vllm.entrypoints.pooling.pooling.protocol import IOProcessorRequest
+from vllm.entrypoints.pooling.pooling.protocol import (
+    IOProcessorRequest,
+    IOProcessorResponse,
+    PoolingRequest,
+    PoolingResponse,
+)
+from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel, UsageInfo
 from vllm.plugins import IO_PROCESSOR_PLUGINS_GROUP
+from vllm.plugins.io_processors.interface import IOProcessor
+from vllm.pooling_params import PoolingParams
+from vllm.tokenizers import get_tokenizer
+from vllm.utils.counter import Counter
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from baton.admission.fair_threads import in_own_thread
 from baton.engines.installed_plugins import InstalledPlugin, installed_plugins
 from baton.engines.port import Json, Plugin
-from baton.engines.vllm.classic_plugins import classic_names
 from baton.engines.vllm.client import salted
 from baton.engines.vllm.errors import from_validation
 from baton.errors import GenerationFailed, StartError
@@ -25,6 +38,67 @@ from baton.telemetry.ids import RequestContext
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+# Supply the import names and the base class that IO processor plugins for vLLM 0.11 to 0.15 need.
+#
+# They exist only while the plugin of an engine with `classic_plugin = true` is imported.
+
+
+_PROTOCOL = {
+    "IOProcessorRequest": IOProcessorRequest,
+    "IOProcessorResponse": IOProcessorResponse,
+    "OpenAIBaseModel": OpenAIBaseModel,
+    "PoolingRequest": PoolingRequest,
+    "PoolingResponse": PoolingResponse,
+    "UsageInfo": UsageInfo,
+}
+_INPUTS = ("PromptType", "TextPrompt", "TokensPrompt", "EmbedsPrompt", "DataPrompt", "SingletonPrompt")
+MOVED: dict[str, dict[str, Any]] = {
+    "vllm.entrypoints.openai.protocol": _PROTOCOL,
+    "vllm.entrypoints.openai.engine.protocol": _PROTOCOL,
+    "vllm.inputs.data": {name: getattr(vllm.inputs, name) for name in _INPUTS},
+    "vllm.multimodal.inputs": {"MultiModalDataDict": vllm.inputs.MultiModalDataDict},
+    "vllm.transformers_utils.tokenizer": {"get_tokenizer": get_tokenizer},
+    "vllm.utils": {"Counter": Counter, "resolve_obj_by_qualname": resolve_obj_by_qualname},
+}
+"""The names of each module that existed there in vLLM 0.11 to 0.15, as the same objects of today's vLLM."""
+
+
+class ClassicIOProcessor(IOProcessor):
+    """The base class as it was: its constructor takes only the configuration."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+
+    def validate_or_generate_params(self, params: Any = None) -> Any:
+        return params or PoolingParams()
+
+
+@contextlib.contextmanager
+def classic_names() -> Iterator[None]:
+    """Supply the names while the context lasts; modules that exist keep the names they have."""
+    added: list[tuple[ModuleType, str]] = []
+    new_modules: list[str] = []
+    base, interface.IOProcessor = interface.IOProcessor, ClassicIOProcessor
+    try:
+        for path, names in MOVED.items():
+            module = sys.modules.get(path)
+            if module is None:
+                module = sys.modules[path] = ModuleType(path)
+                new_modules.append(path)
+            for name, value in names.items():
+                if not hasattr(module, name):
+                    setattr(module, name, value)
+                    added.append((module, name))
+        yield
+    finally:
+        interface.IOProcessor = base
+        for module, name in added:
+            delattr(module, name)
+        for path in new_modules:
+            del sys.modules[path]
+
 
 PLUGIN_TASK = "plugin"
 RENAMED_HOOKS = {"exhibit": "describe", "for_exhibit": "for_description"}

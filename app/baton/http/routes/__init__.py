@@ -1,20 +1,18 @@
-"""The routes. `forwarded` is the table of those that pass a request on to an engine; `ROUTERS` lists all.
+"""The routes. `openai` is the table of those that an engine answers; `ROUTERS` lists all.
 
 `/metrics` is not among them: `server.py` decides on which port it answers.
 """
 
 from __future__ import annotations
 
-from baton.http.routes import docs, forwarded, handoffs, health, models, peer, plugins, pooling, responses
+from baton.http.routes import handoffs, openai, operations, plugins, pooling, responses
 
 ROUTERS = (
-    forwarded.router,
+    openai.router,
     responses.router,
     pooling.router,
     handoffs.router,
-    models.router,
+    operations.router,
     plugins.router,
-    peer.router,
-    health.router,
-    docs.router,
+    operations.docs_router,
 )

@@ -11,9 +11,13 @@ from fastapi import APIRouter, Query, Request, Response
 
 from baton.engines.port import Engine, Forwarding, Json, Operation
 from baton.errors import InvalidRequest
-from baton.handoffs.compatible import is_compatible
-from baton.handoffs.joins.moving import require_movable
-from baton.handoffs.options import (
+from baton.http.answer import check, take_place, unless_gone
+from baton.http.elsewhere_body import prepare_forwarded
+from baton.http.request import Gateway, context_of, gateway_of, read_json, state_of
+from baton.http.request_images import take_images
+from baton.images.client_image import ClientImage
+from baton.library.handoff import HandoffRecord, HandoffState
+from baton.relay.asked import (
     HandoffChanges,
     NewHandoff,
     SaveOptions,
@@ -23,16 +27,9 @@ from baton.handoffs.options import (
     require_steps_behind_text,
     translates,
 )
-from baton.handoffs.records.record import HandoffRecord
-from baton.handoffs.records.state import HandoffState
-from baton.handoffs.session import ID_HEADER
-from baton.http.forwarding import prepare_forwarded
-from baton.http.pipeline import check, take_place, unless_gone
-from baton.http.request_body import read_json
-from baton.http.request_images import take_images
-from baton.http.request_state import context_of, state_of
-from baton.http.state import Gateway, gateway_of
-from baton.images.client_image import ClientImage
+from baton.relay.move import require_movable
+from baton.relay.run import ID_HEADER
+from baton.relay.sources import is_compatible
 from baton.telemetry.ids import RequestContext
 
 router = APIRouter()

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from baton.config.settings import Settings, is_loopback
-from baton.http.middleware.origins import HostNames, host_guard
-from baton.http.state import Gateway, gateway_of
+from baton.http.middleware.gate import HostNames, host_guard
+from baton.http.request import Gateway, gateway_of
 
 router = APIRouter()
 

@@ -9,8 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from baton.engines.installed_plugins import installed_plugins, running_platform
-from baton.http.request_body import in_a_thread
-from baton.http.state import gateway_of
+from baton.http.request import gateway_of, in_a_thread
 
 router = APIRouter()
 PLATFORMS = "vllm.platform_plugins"

@@ -20,12 +20,17 @@ from baton.admission.fair_threads import in_own_thread
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
 from baton.http.accept import JSON, ZIP, Wanted, chosen, names_of, wanted_types
+from baton.http.answer import operate, strip, unless_gone
 from baton.http.follow_up import FIELD, FollowUp, ask_follow_up, refuse_old_name, take_follow_up
-from baton.http.media_types import UPLOAD_TYPES, media_type_of
-from baton.http.pipeline import operate, strip, unless_gone
-from baton.http.request_body import read_json
-from baton.http.request_state import context_of, state_of
-from baton.http.state import Gateway, gateway_of
+from baton.http.request import (
+    UPLOAD_TYPES,
+    Gateway,
+    context_of,
+    gateway_of,
+    media_type_of,
+    read_json,
+    state_of,
+)
 from baton.pooling.answer import PluginAnswer
 from baton.pooling.runner import Runner
 from baton.pooling.uploads import RESULTS, UploadSpool

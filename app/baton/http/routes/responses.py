@@ -2,20 +2,117 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
-from baton.engines.port import Operation
-from baton.errors import InvalidRequest
-from baton.http.pipeline import operate
-from baton.http.request_body import in_a_thread, read_json
-from baton.http.request_responses import take_response_request
-from baton.http.request_state import context_of
-from baton.http.state import gateway_of
-from baton.responses.replies import stored
-from baton.responses.response import listed_items
+from baton.config.groups import LimitSettings
+from baton.engines.port import Json, Operation
+from baton.errors import InvalidRequest, ResponseNotFound
+from baton.http.answer import operate
+from baton.http.body.json import parse_object
+from baton.http.request import context_of, gateway_of, in_a_thread, off_the_loop, read_json, state_of
+from baton.responses.response import Turn, conversation_json, input_items, listed_items
+from baton.responses.service import PREVIOUS, ResponseRequest, stored
+
+# Put the conversation that a request to `/v1/responses` continues before its own input.
+
+
+MESSAGES = "previous_input_messages"
+"""A field of vLLM's own, for messages that are no items."""
+UNSUPPORTED = {
+    "background": "answers in the background are not supported: leave it out.",
+    "conversation": "conversations with an id of their own are not supported: name the last response in "
+    "'previous_response_id'.",
+}
+"""Fields of OpenAI's API that are refused, because without them the answer is not what they ask for."""
+
+
+async def take_response_request(request: Request, body: Json) -> ResponseRequest:
+    """Take what concerns stored responses out of a body, and complete its `input`.
+
+    The stored items are checked and counted as if the client had sent them again.
+
+    Args:
+        request: the request.
+        body: its body, which is changed.
+
+    Raises:
+        InvalidRequest: the body has a field that is not supported, or the conversation is too large.
+        ResponseNotFound: the tenant has no stored response with this id.
+    """
+    for field, reason in UNSUPPORTED.items():
+        if body.get(field):
+            raise InvalidRequest(f"'{field}': {reason}", param=field)
+    tenant, previous = context_of(request).tenant, body.pop(PREVIOUS, None)
+    _require_types(body, previous)
+    own = input_items(body.get("input"))
+    stores = gateway_of(request).responses.stores and _wants_storing(body)
+    if stores and (previous is not None or body.get("store")):  # somebody goes on from it: keep its KV too
+        body.setdefault("prompt_cache_key", "responses")
+    body |= {"store": False, "background": False}  # vLLM's own store is shared by all tenants
+    # Written before images are put into the items, which later requests read again.
+    written = await off_the_loop(request, partial(json.dumps, own, separators=(",", ":"))) if stores else "[]"
+    if previous is not None:
+        body["input"] = [*await _past(request, previous), *own]
+    return ResponseRequest(tenant, previous, written, stores, f"resp_{context_of(request).request_id}")
+
+
+def _require_types(body: Json, previous: object) -> None:
+    """Refuse what would be left out of a conversation, or is no id.
+
+    Raises:
+        InvalidRequest: `param` names the field.
+    """
+    if body.get("store") not in (True, False, None):
+        raise InvalidRequest("'store' must be true or false.", param="store")
+    if previous is None:
+        return
+    if not isinstance(previous, str):
+        raise InvalidRequest(f"'{PREVIOUS}' must be the id of a response.", param=PREVIOUS)
+    if body.get(MESSAGES):
+        raise InvalidRequest(f"'{MESSAGES}' cannot be used with '{PREVIOUS}'.", param=MESSAGES)
+    given = body.get("input")
+    if isinstance(given, list) and all(isinstance(item, dict) for item in given):
+        return
+    if not isinstance(given, str):
+        raise InvalidRequest("'input' must be a text or a list of items, each an object.", param="input")
+
+
+def _wants_storing(body: Json) -> bool:
+    """Return whether an answer is to be stored; not one to messages that are no items."""
+    return body.get("store") is not False and not body.get(MESSAGES)
+
+
+async def _past(request: Request, previous: str) -> list[Any]:
+    """Return the items of the conversation that a request continues."""
+    gateway, state = gateway_of(request), state_of(request.scope)
+    limits, tenant = gateway.settings.limits, state.context.tenant
+    try:
+        size = await gateway.responses.size(previous, tenant) + len(await request.body())
+        if size > limits.body_bytes:
+            raise InvalidRequest(
+                f"The conversation that '{PREVIOUS}' names takes {size} bytes with this request; at most "
+                f"{limits.body_bytes} are allowed (setting limits.body_bytes). Begin a new conversation.",
+                param=PREVIOUS,
+            )
+        state.context.take_memory(size - len(await request.body()))
+        await gateway.responses.note_use(previous, tenant)
+        turns = await gateway.responses.conversation(previous, tenant)
+        state.large = True
+    except ResponseNotFound as error:
+        raise ResponseNotFound(error.message, param=PREVIOUS) from None
+    return await in_a_thread(request, partial(_parsed, turns, limits))
+
+
+def _parsed(turns: Sequence[Turn], limits: LimitSettings) -> list[Any]:
+    """Parse the items of a conversation as if they had been sent; large ones take a while."""
+    found: list[Any] = parse_object(b'{"input":%b}' % conversation_json(turns), limits)["input"]
+    return found
+
 
 router = APIRouter()
 

@@ -1,1 +1,0 @@
-"""Audits: compute some answers again without stored KV, and compare."""

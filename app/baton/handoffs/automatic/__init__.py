@@ -1,1 +1,0 @@
-"""Handoffs that the gateway saves and loads by itself, for requests that name none."""

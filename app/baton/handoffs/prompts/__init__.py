@@ -1,1 +1,0 @@
-"""Write prompts: of chats, of texts, and after the contexts of handoffs."""

@@ -1,1 +1,0 @@
-"""The records of handoffs: in memory, on disk, shared by the gateways over one store."""

@@ -1,1 +1,0 @@
-"""Make a handoff of one model from what a handoff of another model says."""

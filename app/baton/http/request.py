@@ -1,0 +1,251 @@
+"""Give a route what it needs of one request: its state, the gateway's services, its body as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Scope, Send
+
+from baton.admission.fair_queue import QueueLimits, watched_queue
+from baton.admission.fair_threads import FairThreads
+from baton.admission.tenants import Admission, Ticket
+from baton.config.groups import LimitSettings
+from baton.config.settings import Settings
+from baton.engines.fleet import Fleet
+from baton.errors import BatonError, GatewayOverloaded, UnsupportedMediaType
+from baton.http.body.json import is_small, parse_object
+from baton.http.body.trial import TrialCompiler
+from baton.images.reader import ImageReader
+from baton.library.library import Handoffs
+from baton.pooling.service import Pooling
+from baton.relay.ahead import JoinsAhead
+from baton.relay.audit import Audits
+from baton.relay.automatic import AutomaticHandoffs
+from baton.relay.plan import Sessions
+from baton.relay.rosetta import Rosetta
+from baton.relay.same_store import ForwardedHandoffs
+from baton.relay.sources import Sources
+from baton.relay.translate import Translations
+from baton.responses.service import StoredResponses
+from baton.telemetry.ids import RequestContext
+from baton.telemetry.metrics import GatewayMetrics, QueueMetrics
+
+# Recognise the media types of request bodies.
+
+
+UPLOAD_TYPES = frozenset(
+    {
+        "application/octet-stream",
+        "image/geotiff",
+        "image/jpeg",
+        "image/png",
+        "image/tiff",
+        "image/webp",
+    }
+)
+"""Media types of `POST /pooling` whose body is a file, not JSON."""
+
+
+def media_type_of(request: Request) -> str:
+    """Return the body's media type in lower case, without its parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+# Define the state of one request, kept until its line in the access log is written.
+
+
+KEY = "baton"
+"""Its key in the ASGI scope, which no other file reads."""
+
+
+@dataclass(slots=True)
+class RequestState:
+    """The state of one request.
+
+    Attributes:
+        context: the client and the request's ids.
+        ticket: the places that it holds in the admission queues.
+        model: name of the engine that answers it; None until one is picked.
+        error_code: code of the error that it was answered with, if any.
+        error_reason: reason of that error, a label of the metric of rejections.
+        large: work on its body is done in threads, however small the body is that was sent.
+        send: sends ASGI messages to the server, past all middleware.
+    """
+
+    context: RequestContext
+    ticket: Ticket = field(default_factory=Ticket)
+    model: str | None = None
+    error_code: str | None = None
+    error_reason: str | None = None
+    large: bool = False
+    send: Send | None = None
+
+    def note(self, error: BatonError) -> None:
+        """Note the error that the request is answered with.
+
+        The exception itself is not kept: its traceback holds the request's body, and that holds this state.
+        """
+        self.error_code, self.error_reason = error.code, error.reason
+
+    def attach(self, scope: Scope) -> None:
+        """Store this state in the scope of its request."""
+        scope[KEY] = self
+
+
+def state_of(scope: Scope) -> RequestState:
+    """Return the state of the request with this scope."""
+    state = scope[KEY]
+    assert isinstance(state, RequestState)
+    return state
+
+
+def context_of(request: Request) -> RequestContext:
+    """Return the client and the ids of a request."""
+    return state_of(request.scope).context
+
+
+class Drain:
+    """The drain of one gateway, with the requests that run.
+
+    Attributes:
+        begun: the gateway is draining; new requests should go to another one.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self._running: set[asyncio.Task[object]] = set()
+        self._cut: set[asyncio.Task[object]] = set()
+
+    def begin(self) -> None:
+        """Begin to drain."""
+        self.begun = True
+
+    def cut(self) -> int:
+        """End every request that still runs; returns their number."""
+        running = self._running - self._cut
+        self._cut |= running
+        for task in running:
+            task.cancel()
+        return len(running)
+
+    def was_cut(self, task: asyncio.Task[object]) -> bool:
+        """Return whether the drain ended the request of this task."""
+        return task in self._cut
+
+    @contextlib.contextmanager
+    def watching(self, task: asyncio.Task[object]) -> Iterator[None]:
+        """Register the task of a request while it runs."""
+        self._running.add(task)
+        try:
+            yield
+        finally:
+            self._running.discard(task)
+            self._cut.discard(task)
+
+
+# Give every route access to the services of the running gateway.
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """The services of one gateway, created in `server.create_app`."""
+
+    settings: Settings
+    fleet: Fleet
+    metrics: GatewayMetrics
+    handoffs: Handoffs
+    sources: Sources
+    sessions: Sessions
+    translations: Translations
+    rosetta: Rosetta
+    ahead: JoinsAhead
+    automatic: AutomaticHandoffs
+    audits: Audits
+    forwarded: ForwardedHandoffs
+    responses: StoredResponses
+    pooling: Pooling
+    drain: Drain
+    admission: Admission
+    images: ImageReader
+    body_threads: FairThreads
+    compiler: TrialCompiler
+
+
+def gateway_of(request: Request) -> Gateway:
+    """Return the gateway that a request was sent to."""
+    gateway = request.app.state.gateway
+    assert isinstance(gateway, Gateway)
+    return gateway
+
+
+# Read a request's body as JSON; work on large bodies runs in threads.
+
+
+Done = TypeVar("Done")
+
+THREADS = 4
+"""More would not be faster, because they share one interpreter lock."""
+RETRY_AFTER_S = 5
+
+
+def body_threads(metrics: QueueMetrics, wait_s: float) -> FairThreads:
+    """Create the threads of one gateway for large bodies.
+
+    Args:
+        metrics: counts waiting requests.
+        wait_s: seconds a body may wait for a thread.
+    """
+    limits = QueueLimits(THREADS, wait_s=wait_s)
+    return FairThreads(watched_queue(limits, _no_thread, metrics, "bodies"), "baton-body")
+
+
+async def read_json(request: Request, limits: LimitSettings, *, instead: str | None = None) -> dict[str, Any]:
+    """Return the body as a JSON object.
+
+    Args:
+        request: whose body it is.
+        limits: on what JSON may hold.
+        instead: what the route takes, where JSON is not all; for the message.
+
+    Raises:
+        UnsupportedMediaType: the media type is not JSON.
+        InvalidJson: the body is not JSON by RFC 8259, or not an object.
+        InvalidRequest: the body holds too many values, or is nested too deep.
+    """
+    media_type = media_type_of(request)
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType(instead)
+    body = await request.body()
+    return await off_the_loop(request, partial(parse_object, body, limits))
+
+
+async def off_the_loop(request: Request, work: Callable[[], Done]) -> Done:
+    """Do work on a request's body: at once if the body is small, otherwise in a thread.
+
+    Raises:
+        GatewayOverloaded: no thread became free in time.
+    """
+    if not state_of(request.scope).large and is_small(await request.body()):
+        return work()
+    return await in_a_thread(request, work)
+
+
+async def in_a_thread(request: Request, work: Callable[[], Done]) -> Done:
+    """Do work in one of the threads for large bodies.
+
+    Raises:
+        GatewayOverloaded: no thread became free in time.
+    """
+    return await gateway_of(request).body_threads.run(context_of(request).tenant, work)
+
+
+def _no_thread(_waited_s: float | None) -> BatonError:
+    return GatewayOverloaded(
+        "Too many large request bodies wait already; try again shortly.", retry_after_s=RETRY_AFTER_S
+    )

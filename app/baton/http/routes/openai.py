@@ -1,0 +1,83 @@
+"""Serve the operations that are forwarded to an engine, each a row of `FORWARDED`.
+
+To add one, write a member of `engines.port.Operation`, its handler in `engines/vllm/handlers.py`, a row here.
+Unless `Operation.generates` says otherwise, schemas in its body are checked as those of a chat are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request, Response
+
+from baton.engines.port import Operation
+from baton.http.answer import answer
+
+
+@dataclass(frozen=True)
+class ForwardedRoute:
+    """One `POST` route.
+
+    Attributes:
+        path: the path, from the root.
+        operation: the operation of the engine.
+        name: its name in the OpenAPI document.
+        description: its description there, in a sentence.
+    """
+
+    path: str
+    operation: Operation
+    name: str
+    description: str
+
+    @property
+    def endpoint(self) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint that FastAPI calls."""
+
+        async def endpoint(request: Request) -> Response:
+            return await answer(request, self.operation)
+
+        return endpoint
+
+
+SCORE = "Score how well pairs of texts match."
+RERANK = "Order documents by how well they match a query, with the API of Jina and Cohere."
+
+FORWARDED = (
+    ForwardedRoute("/v1/completions", Operation.COMPLETIONS, "create_completions", "Complete a text."),
+    ForwardedRoute("/v1/chat/completions", Operation.CHAT, "create_chat", "Answer a conversation."),
+    ForwardedRoute(
+        "/v1/messages",
+        Operation.MESSAGES,
+        "create_message",
+        "Answer a conversation through Anthropic's Messages API.",
+    ),
+    ForwardedRoute(
+        "/v1/messages/count_tokens",
+        Operation.COUNT_TOKENS,
+        "count_tokens",
+        "Count the tokens of a conversation.",
+    ),
+    ForwardedRoute(
+        "/v1/embeddings", Operation.EMBEDDINGS, "create_embeddings", "Embed texts with a pooling model."
+    ),
+    ForwardedRoute(
+        "/classify", Operation.CLASSIFY, "create_classification", "Compute class probabilities of texts."
+    ),
+    ForwardedRoute("/score", Operation.SCORE, "create_score", SCORE),
+    ForwardedRoute("/v1/score", Operation.SCORE, "create_score", SCORE),
+    ForwardedRoute("/rerank", Operation.RERANK, "create_rerank", RERANK),
+    ForwardedRoute("/v1/rerank", Operation.RERANK, "create_rerank", RERANK),
+    ForwardedRoute("/v2/rerank", Operation.RERANK, "create_rerank", RERANK),
+    ForwardedRoute(
+        "/tokenize", Operation.TOKENIZE, "tokenize", "Return the token ids of a text or a conversation."
+    ),
+    ForwardedRoute("/detokenize", Operation.DETOKENIZE, "detokenize", "Return the text of token ids."),
+)
+
+router = APIRouter()
+for route in FORWARDED:
+    router.add_api_route(
+        route.path, route.endpoint, methods=["POST"], name=route.name, description=route.description
+    )

@@ -1,0 +1,160 @@
+"""Serve what operators and other gateways ask: health, models, the documentation, who this gateway is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import FileResponse, JSONResponse, RedirectResponse
+
+from baton import __version__
+from baton.errors import ModelNotFound, NotFound
+from baton.http.request import Gateway, context_of, gateway_of
+
+# Report health and version. These are the only routes that need no API key.
+
+
+router = APIRouter()
+
+
+@router.get("/livez")
+async def livez() -> dict[str, str]:
+    """Report that the process answers requests, whatever the state of its engines."""
+    return {"status": "alive"}
+
+
+@router.get("/readyz", responses={503: {"description": "No engine is ready."}})
+async def readyz(request: Request) -> Response:
+    """Report whether to send requests: all engines were started, at least one answers, no drain has begun.
+
+    While a failed engine is restarted the status is `degraded` with 200, as only its own requests fail. The
+    answer has the number of engines in each state, without their names, because this route is public.
+    """
+    gateway = gateway_of(request)
+    body = {"status": _condition(gateway), "engines": gateway.fleet.count_states()}
+    return JSONResponse(body, status_code=_status(gateway), headers=_retry(gateway))
+
+
+@router.get("/health", response_class=Response, responses={503: {"description": "No engine is ready."}})
+async def health(request: Request) -> Response:
+    """Report the same as `/readyz`, as vLLM does: with an empty 200 or 503."""
+    gateway = gateway_of(request)
+    return Response(status_code=_status(gateway), headers=_retry(gateway))
+
+
+def _condition(gateway: Gateway) -> str:
+    if gateway.drain.begun:
+        return "draining"
+    if not gateway.fleet.ready:
+        return "not ready"
+    return "ready" if gateway.fleet.whole else "degraded"
+
+
+def _status(gateway: Gateway) -> int:
+    return 200 if _condition(gateway) in ("ready", "degraded") else 503
+
+
+def _retry(gateway: Gateway) -> dict[str, str]:
+    return {} if _status(gateway) == 200 else {"Retry-After": "5"}
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Return the gateway's version."""
+    return {"version": __version__}
+
+
+# Serve the API's documentation as a page at `GET /docs`, which loads nothing from other hosts.
+#
+# `swagger_ui/` holds our `index.html` and `start.js`, and unchanged from the npm package swagger-ui-dist
+# 5.35.0 (Apache-2.0) the bundle, its style sheet and their licenses. To update it, take these files from
+# `npm pack swagger-ui-dist` and change the digests in tests/protocol/test_docs.py.
+
+
+docs_router = APIRouter(include_in_schema=False)
+FOLDER = Path(__file__).parents[1] / "swagger_ui"
+MEDIA_TYPES = {
+    "swagger-ui-bundle.js": "text/javascript",
+    "swagger-ui.css": "text/css",
+    "start.js": "text/javascript",
+}
+"""The files that the page loads."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+"""The page may run only our scripts and call only this gateway, and no other page may embed it."""
+
+
+@docs_router.get("/docs")
+async def page() -> FileResponse:
+    """Return the page with the API's documentation."""
+    return FileResponse(FOLDER / "index.html", media_type="text/html", headers=HEADERS)
+
+
+@docs_router.get("/docs/{file}")
+async def page_file(file: str) -> FileResponse:
+    """Return a file that the page loads.
+
+    Raises:
+        NotFound: the page has no file of this name.
+    """
+    media_type = MEDIA_TYPES.get(file)
+    if media_type is None:
+        raise NotFound()
+    return FileResponse(FOLDER / file, media_type=media_type, headers=HEADERS)
+
+
+@docs_router.get("/redoc")
+async def redoc() -> RedirectResponse:
+    """Redirect to `/docs`."""
+    return RedirectResponse("docs", headers=HEADERS)
+
+
+# Serve `GET /v1/models`: the models of all engines.
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """List the served models."""
+    engines = gateway_of(request).fleet.engines
+    return {"object": "list", "data": [card for engine in engines for card in engine.cards()]}
+
+
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
+    """Show one served model."""
+    for engine in gateway_of(request).fleet.engines:
+        for card in engine.cards():
+            if card["id"] == model:
+                return card
+    raise ModelNotFound.among(model, gateway_of(request).fleet.served)
+
+
+# Serve `GET /v1/peer`: what another gateway, which sends requests on to this one, must know of it.
+
+
+@router.get("/v1/peer")
+async def show_peer(
+    request: Request,
+    challenge: Annotated[str, Query(pattern=r"^[0-9a-f]{32,64}$")],
+    model: Annotated[str, Query(max_length=128)] = "",
+) -> dict[str, Any]:
+    """Tell another gateway which tenant its key is, and prove which store of handoffs this one uses.
+
+    The proof is made for `challenge`, random hexadecimal digits; whoever does not know the store's secret
+    learns nothing from it. `handoff` says whether the engine `model` supports handoffs.
+    """
+    gateway = gateway_of(request)
+    engines = (engine for engine in gateway.fleet.engines if model in (engine.name, *engine.aliases))
+    found = next(engines, None)
+    return {
+        "object": "peer",
+        "version": __version__,
+        "tenant": context_of(request).tenant,
+        "handoff": found is not None and found.supports_handoffs,
+        "store": await gateway.handoffs.proof(challenge, context_of(request).tenant),
+    }

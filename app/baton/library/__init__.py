@@ -1,0 +1,1 @@
+"""Where handoffs are kept."""

@@ -1,0 +1,1 @@
+"""Handoffs in an archive of objects."""

@@ -1,0 +1,551 @@
+"""Open the archive of the settings."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from baton.config.groups import HandoffSettings
+from baton.errors import HandoffImagesLost, HandoffPinsFull, HandoffStoreUnavailable, SettingsError
+from baton.images.placed_image import PlacedImage
+from baton.library.archive.archiver import Archiver
+from baton.library.archive.bucket import UNAVAILABLE, Bucket, BucketAddress, Conflict, NotChanged
+from baton.library.archive.copies import Archive, ArchiveFiles, Damaged, Pace, placed
+from baton.library.archive.documents import PROOF, Document, Names, Tampered
+from baton.library.archive.records import ArchiveRecords, Version
+from baton.library.handoff import HandoffRecord
+from baton.library.here.records import Edit, News, OtherUsage, pool_secret
+from baton.library.tiers import PINNED_SHARE, HandoffStorage
+from baton.telemetry.metrics import ArchiveMetrics, AuditResult
+from baton_kv.secret import install_secret
+from baton_kv.stores.base import StoreError
+
+# Hand everything on to another storage, so that one over it says only what it does differently.
+
+
+@dataclass(frozen=True)
+class StorageOver(HandoffStorage):
+    """A `HandoffStorage` that does what another one does.
+
+    Attributes:
+        inner: the other one.
+    """
+
+    inner: HandoffStorage
+
+    @property
+    def shared(self) -> bool:
+        return self.inner.shared
+
+    def proof(self, challenge: str) -> str | None:
+        return self.inner.proof(challenge)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def announce(self, record: HandoffRecord) -> None:
+        self.inner.announce(record)
+
+    def keep_pending(self, ids: Sequence[str]) -> list[str]:
+        return self.inner.keep_pending(ids)
+
+    def share(self, record: HandoffRecord) -> bool:
+        return self.inner.share(record)
+
+    def is_here(self, record: HandoffRecord) -> bool:
+        return self.inner.is_here(record)
+
+    def drop_copy(self, record: HandoffRecord) -> None:
+        self.inner.drop_copy(record)
+
+    def fetch(self, record: HandoffRecord, within_s: float) -> int:
+        return self.inner.fetch(record, within_s)
+
+    def source_of(self, record: HandoffRecord) -> str:
+        return self.inner.source_of(record)
+
+    def stored_bytes(self, records: Sequence[HandoffRecord]) -> list[int]:
+        return self.inner.stored_bytes(records)
+
+    def find(self, handoff_id: str, tenant: str) -> HandoffRecord | None:
+        return self.inner.find(handoff_id, tenant)
+
+    def reread(self, record: HandoffRecord) -> HandoffRecord | None:
+        return self.inner.reread(record)
+
+    def refresh(self) -> News:
+        return self.inner.refresh()
+
+    def create(self, record: HandoffRecord, edit: Edit) -> bool:
+        return self.inner.create(record, edit)
+
+    def change(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
+        return self.inner.change(record, edit)
+
+    def kv_bytes(self, record: HandoffRecord) -> int:
+        return self.inner.kv_bytes(record)
+
+    def pinned_kv(self, record: HandoffRecord) -> dict[str, int]:
+        return self.inner.pinned_kv(record)
+
+    def all_bytes(self) -> int:
+        return self.inner.all_bytes()
+
+    def pin(self, record: HandoffRecord, pin: bool) -> bool:
+        return self.inner.pin(record, pin)
+
+    def read_images(self, record: HandoffRecord) -> list[PlacedImage]:
+        return self.inner.read_images(record)
+
+    def non_kv_bytes(self) -> int:
+        return self.inner.non_kv_bytes()
+
+    def save_images(self, record: HandoffRecord) -> None:
+        self.inner.save_images(record)
+
+    def quarantine(self, record: HandoffRecord) -> None:
+        self.inner.quarantine(record)
+
+    def remove(self, record: HandoffRecord) -> None:
+        self.inner.remove(record)
+
+    def delete(self, record: HandoffRecord) -> None:
+        self.inner.delete(record)
+
+    def remove_expired(self, record: HandoffRecord) -> HandoffRecord | None:
+        return self.inner.remove_expired(record)
+
+    def sweep_orphans(self) -> None:
+        self.inner.sweep_orphans()
+
+
+# Put the archive behind a machine's storage: the last place where a handoff is looked for.
+#
+# With a shared store that one says what a handoff's label, pin and lifetime are, and the archive follows in
+# the background. Without one the archive does: a change is made there first, and other machines see it some
+# seconds later.
+
+
+LOOK_AGAIN_S = 5.0
+"""Without a shared store, what other machines change in the archive is seen after so long, at most."""
+MAX_SEEN = 10_000
+CHANGING = ("label", "pin", "ttl_s", "expires_at", "audit")
+
+log = structlog.get_logger("baton.handoffs")
+
+
+class Seen:
+    """What this gateway knows of archived handoffs: their versions, and whose files are damaged."""
+
+    def __init__(self) -> None:
+        self._versions: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._damaged: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def note(self, handoff_id: str, tag: str) -> None:
+        """Note the version of a handoff's document."""
+        with self._lock:
+            self._versions[handoff_id] = tag, time.monotonic()
+            while len(self._versions) > MAX_SEEN:
+                self._versions.popitem(last=False)
+
+    def forget(self, handoff_id: str) -> None:
+        """Let the next look at a handoff read its document."""
+        with self._lock:
+            self._versions.pop(handoff_id, None)
+
+    def version(self, handoff_id: str) -> tuple[str | None, float]:
+        """Return the version that is known, and how many seconds ago it was current."""
+        tag, at = self._versions.get(handoff_id, (None, float("-inf")))
+        return tag, time.monotonic() - at
+
+    def note_damaged(self, handoff_id: str) -> None:
+        """Note that a handoff's KV cannot be fetched, now or later."""
+        with self._lock:
+            self._damaged[handoff_id] = None
+            while len(self._damaged) > MAX_SEEN:
+                self._damaged.popitem(last=False)
+
+    def is_damaged(self, handoff_id: str) -> bool:
+        """Return whether a handoff's KV cannot be fetched."""
+        return handoff_id in self._damaged
+
+
+@dataclass(frozen=True)
+class ArchivedStorage(StorageOver):
+    """A `HandoffStorage` whose pinned and long-lived handoffs outlive it.
+
+    Attributes:
+        archive: the archive.
+        archiver: writes to it in the background.
+        pinned_most: bytes of KV that may be pinned on this machine; the archive has what is fetched above it.
+        seen: what is known of its handoffs.
+    """
+
+    archive: Archive
+    archiver: Archiver
+    pinned_most: int
+    seen: Seen = field(default_factory=Seen)
+
+    @property
+    def remote(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.archiver.close()
+        self.inner.close()
+
+    def begin_archiving(self, records: Sequence[HandoffRecord]) -> None:
+        for record in records:
+            if not record.archived and self.archiver.wants(record):
+                self.archiver.write_later(record)
+
+    def create(self, record: HandoffRecord, edit: Edit) -> bool:
+        saved = self.inner.create(record, edit)
+        if saved and self.archiver.wants(record):
+            self.archiver.write_later(record)
+        return saved
+
+    def change(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
+        with self.archiver.guard(record.id):
+            there = record.archived and not self.inner.shared
+            changed = None if there else self.inner.change(record, edit)
+        if there or (changed is not None and changed.archived and not self.inner.shared):
+            return self._change_archived(record, edit)
+        if changed is not None and changed.on_disk and (changed.archived or self.archiver.wants(changed)):
+            self.archiver.write_later(record)
+        return changed
+
+    def _change_archived(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
+        """Change the archive's record, and this machine's to what is then there."""
+
+        def over(there: HandoffRecord) -> HandoffRecord | None:
+            def merged(mine: HandoffRecord, others: OtherUsage) -> None:
+                _take_over(mine, there)
+                edit(mine, others)
+
+            return self.inner.change(record, merged) or self._change_evicted(record, there, merged)
+
+        try:
+            changed = self.archive.change(record, over)
+        except Conflict:
+            self.archiver.write_later(record)  # which writes a damaged document once more
+            raise HandoffStoreUnavailable(UNAVAILABLE) from None
+        except HandoffStoreUnavailable:
+            self.seen.forget(record.id)  # this machine's record is set to the archive's with the next look
+            raise
+        if changed is None:
+            self.inner.remove(record)
+        else:
+            self.archiver.write_later(record)  # its KV may have been saved since
+        return changed
+
+    def _change_evicted(self, record: HandoffRecord, there: HandoffRecord, edit: Edit) -> HandoffRecord:
+        """Write the archive's record here again, which this machine has just evicted, and change it."""
+        again = there.model_copy(update={"revision": max(there.revision, record.revision)})
+        again.prepare()
+        again.on_disk = self.inner.create(again, _as_it_is)
+        if (changed := self.inner.change(again, edit)) is None:
+            raise HandoffStoreUnavailable(UNAVAILABLE)  # evicted again: the client may try once more
+        return changed
+
+    def find(self, handoff_id: str, tenant: str) -> HandoffRecord | None:
+        try:
+            found = self.inner.find(handoff_id, tenant)
+        except HandoffStoreUnavailable:
+            if (there := self.archive.records.look_up(handoff_id, tenant)) is None:
+                raise
+            return self._restored(there)
+        if found is not None:
+            return found
+        there = self.archive.records.look_up(handoff_id, tenant)
+        return self._restored(there) if there is not None else None
+
+    def _restored(self, there: Version) -> HandoffRecord | None:
+        """Write a record of the archive to this machine, or to the shared store; None: it was deleted now.
+
+        Raises:
+            HandoffStoreUnavailable: the archive failed.
+        """
+        record = there.document.record
+        assert record is not None
+        record.archived = True
+        record.prepare()
+        self.seen.note(record.id, there.tag)
+        record.on_disk = self.inner.create(record, _as_it_is)
+        self.archive.metrics.handoff("found")
+        try:
+            now = self.archive.records.read(self._name(record), unless=there.tag)
+        except NotChanged:
+            return record
+        except Tampered:
+            now = None
+        except HandoffStoreUnavailable:
+            self.inner.remove(record)  # nobody knows whether it was deleted meanwhile
+            raise
+        if now is not None and now.document.record is not None:
+            return record  # changed meanwhile: that is seen with the next look
+        self.inner.remove(record)
+        return None
+
+    def reread(self, record: HandoffRecord) -> HandoffRecord | None:
+        if record.archived and not record.on_disk:  # this machine had no room for it
+            return self._up_to_date(record)
+        found = self.inner.reread(record)
+        if not (found or record).archived:
+            return found
+        if found is None:  # evicted here, or by the shared store; or deleted
+            there = self.archive.records.look_up(record.id, record.tenant)
+            return self._restored(there) if there is not None else None
+        return found if self.inner.shared else self._up_to_date(found)
+
+    def _up_to_date(self, record: HandoffRecord) -> HandoffRecord | None:
+        """Return a record with what other machines changed in the archive; None: it was deleted there."""
+        tag, age = self.seen.version(record.id)
+        if age < LOOK_AGAIN_S:
+            return record
+        try:
+            there = self.archive.records.read(self._name(record), unless=tag)
+        except NotChanged:
+            assert tag is not None
+            self.seen.note(record.id, tag)
+            return record
+        except (Tampered, HandoffStoreUnavailable):  # it cannot be read now, but may exist
+            return record
+        if there is None or there.document.record is None:
+            self.inner.remove(record)
+            return None
+        told = there.document.record
+        self.seen.note(record.id, there.tag)
+        pinned = record.pin
+        changed = self.inner.change(record, lambda mine, _others: _take_over(mine, told))
+        if self.is_here(record):
+            if _is_wrong(told):
+                self.inner.quarantine(record)
+            elif told.pin != pinned:
+                self._pin(record, told.pin)
+        return changed if changed is not None else self._restored(there)  # it was evicted here meanwhile
+
+    def source_of(self, record: HandoffRecord) -> str:
+        if self.inner.shared and any(self.inner.stored_bytes([record])):
+            return "shared"
+        return "archive"
+
+    def is_here(self, record: HandoffRecord) -> bool:
+        return self.store.exists(record.key)
+
+    def fetch(self, record: HandoffRecord, within_s: float) -> int:
+        began, failed = time.monotonic(), None
+        try:
+            size = self.inner.fetch(record, within_s)
+        except (StoreError, HandoffStoreUnavailable) as error:
+            size, failed = 0, error
+        if size or self.is_here(record):
+            return size
+        if not record.archived or (document := self._document(record)) is None or not document.files:
+            if failed is not None:
+                raise failed
+            return 0
+        try:
+            size = self.archive.fetch(self.store, document.files, within_s - (time.monotonic() - began))
+        except Damaged:
+            self.seen.note_damaged(record.id)
+            raise
+        self._settle(record)
+        return size
+
+    def _settle(self, record: HandoffRecord) -> None:
+        """Pin KV that was fetched from the archive, and let the shared store have it again."""
+        if self.inner.shared:
+            self.archiver.begin(f"share {record.id}", lambda: self.inner.share(record) or True)
+        if record.pin:
+            self._pin(record, True)
+
+    def _pin(self, record: HandoffRecord, pin: bool) -> None:
+        """Pin KV of this machine as the record says and there is room, or unpin it."""
+        if pin and not self.inner.shared and sum(self.inner.pinned_kv(record).values()) > self.pinned_most:
+            log.info("handoff_not_pinned", handoff=record.id, reason="as much is pinned as may be")
+            return
+        try:
+            self.inner.pin(record, pin)
+        except (HandoffPinsFull, HandoffStoreUnavailable) as error:
+            log.warning("handoff_not_pinned", handoff=record.id, reason=error.message)
+
+    def stored_bytes(self, records: Sequence[HandoffRecord]) -> list[int]:
+        found = self.inner.stored_bytes(records)
+        return [
+            size or (record.bytes if record.archived and not self.seen.is_damaged(record.id) else 0)
+            for record, size in zip(records, found, strict=True)
+        ]
+
+    def read_images(self, record: HandoffRecord) -> list[PlacedImage]:
+        try:
+            return self.inner.read_images(record)
+        except HandoffImagesLost:
+            document = self._document(record) if record.archived else None
+            if document is None or not document.images:
+                raise
+        try:
+            found = self.archive.images(document)
+        except StoreError as error:
+            log.warning("handoff_image_unreadable", handoff=record.id, reason=str(error))
+            raise HandoffImagesLost() from None
+        images = placed(record, found)
+        copy = HandoffRecord.model_validate(record.model_dump())
+        copy.image_data.update(found)
+        self.inner.save_images(copy)
+        return images
+
+    def quarantine(self, record: HandoffRecord) -> None:
+        self.inner.quarantine(record)
+        self.seen.note_damaged(record.id)
+        if record.archived or self.archiver.is_waiting(record.id):
+            self.archiver.take_kv_out_later(record)
+
+    def delete(self, record: HandoffRecord) -> None:
+        concerned = record.archived or self.archiver.wants(record) or self.archiver.is_waiting(record.id)
+        if not concerned or record.automatic:
+            self.inner.delete(record)
+            return
+        handoff, objects = self.archive.delete(record)
+        self.inner.delete(record)
+
+        def release() -> bool:
+            self.archive.records.release(handoff, objects)
+            return True
+
+        self.archiver.begin(record.id, release)  # in the place of a write that waits
+
+    def remove_expired(self, record: HandoffRecord) -> HandoffRecord | None:
+        if record.archived and not self.inner.shared:
+            try:
+                there = self.archive.records.look_up(record.id, record.tenant)
+            except HandoffStoreUnavailable:
+                there = None
+            told = there.document.record if there is not None else None
+            if told is not None and told.expires_at > record.expires_at:
+                return self.inner.change(record, lambda mine, _others: _take_over(mine, told))
+        return self.inner.remove_expired(record)
+
+    def _document(self, record: HandoffRecord) -> Document | None:
+        """Return the archive's document of a handoff, unless it was deleted or tampered with."""
+        _, found = self.archive.records.current(record.tenant, record.id)
+        return found.document if found is not None else None
+
+    def _name(self, record: HandoffRecord) -> str:
+        return self.archive.names.handoff(record.tenant, record.id)
+
+
+def _take_over(mine: HandoffRecord, there: HandoffRecord) -> None:
+    """Set what may change of a record to what it is in the archive."""
+    for name in CHANGING:
+        setattr(mine, name, getattr(there, name))
+    if _is_wrong(there):
+        mine.bytes = 0
+    mine.archived = True
+
+
+def _is_wrong(record: HandoffRecord) -> bool:
+    """Return whether an audit, on any machine, found that a handoff's KV leads to other answers."""
+    return record.audit is not None and record.audit.result is AuditResult.MISMATCH
+
+
+def _as_it_is(_record: HandoffRecord, _others: OtherUsage) -> None:
+    """Change nothing."""
+
+
+def open_archived(
+    settings: HandoffSettings, inner: HandoffStorage, folder: Path, metrics: ArchiveMetrics
+) -> ArchivedStorage:
+    """Return a storage whose pinned and long-lived handoffs are archived.
+
+    Args:
+        settings: with the address of the archive.
+        inner: the storage of this machine, and perhaps of the shared store.
+        folder: the folder of this machine's store.
+        metrics: where requests are counted.
+
+    Raises:
+        SettingsError: a file is missing, the local store has another secret, or the archive refuses this
+            gateway. An archive that does not answer is no reason: it is used once it does.
+    """
+    archive = archive_of(settings, metrics)
+    try:
+        install_secret(folder, _secret(settings))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"handoffs.store: {error}") from None
+    archiver = Archiver(archive, inner, settings.archive_after_s)
+    most = int(PINNED_SHARE * settings.whole_budget)
+    return ArchivedStorage(inner.store, inner.records, inner.images, inner, archive, archiver, most)
+
+
+def archive_of(settings: HandoffSettings, metrics: ArchiveMetrics) -> Archive:
+    """Return the archive, after a look at whether it may be used.
+
+    Raises:
+        SettingsError: as `open_archived`.
+    """
+    names = names_of(settings)
+    bucket = Bucket(address_of(settings), metrics)
+    bucket.require_usable(PROOF, names.proof())
+    pace = Pace(int(settings.archive_rate) if settings.archive_rate is not None else None)
+    lives = max(settings.max_life_s, settings.ttl_s)
+    files = ArchiveFiles(bucket, names, metrics, pace, renewed_s=lives / 2)
+    records = ArchiveRecords(bucket, names, metrics)
+    return Archive(bucket, names, records, files, metrics, settings.archive_fetch_s)
+
+
+def address_of(settings: HandoffSettings) -> BucketAddress:
+    """Return the address of the archive, with what the files of the settings say.
+
+    Raises:
+        SettingsError: a file cannot be read, or is not what it should be.
+    """
+    assert settings.archive is not None
+    bucket, _, prefix = settings.archive.removeprefix("s3://").rstrip("/").partition("/")
+    authorities = settings.archive_ca_file
+    return BucketAddress(
+        bucket,
+        prefix,
+        settings.archive_endpoint,
+        settings.archive_region,
+        _key(settings.archive_key_file) if settings.archive_key_file is not None else None,
+        _read("handoffs.archive_ca_file", authorities).encode() if authorities is not None else None,
+        settings.archive_timeout_s,
+        settings.archive_fetch_s,
+    )
+
+
+def names_of(settings: HandoffSettings) -> Names:
+    """Return the names of objects, which are made with the gateways' secret.
+
+    Raises:
+        SettingsError: its file cannot be read, or is too short.
+    """
+    return Names(_secret(settings))
+
+
+def _secret(settings: HandoffSettings) -> bytes:
+    assert settings.shared_secret_file is not None
+    return pool_secret(settings.shared_secret_file)
+
+
+def _key(path: Path) -> tuple[str, str]:
+    lines = _read("handoffs.archive_key_file", path).split()
+    if len(lines) != 2:
+        raise SettingsError(f"handoffs.archive_key_file: {path}: give two lines, the key's id and its secret")
+    return lines[0], lines[1]
+
+
+def _read(setting: str, path: Path) -> str:
+    try:
+        return path.expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise SettingsError(f"{setting}: {path}: {reason}") from None

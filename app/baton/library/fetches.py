@@ -1,0 +1,118 @@
+"""Copy KV of handoffs to this machine before requests that load it are given to an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+
+import structlog
+
+from baton.engines.port import Engine
+from baton.errors import GatewayOverloaded, HandoffStoreUnavailable
+from baton.library.handoff import HandoffRecord
+from baton.library.threads import HandoffThreads
+from baton.library.tiers import FetchCutOff, HandoffStorage
+from baton.telemetry.metrics import HandoffMetrics
+from baton_kv.stores.base import StoreError
+
+NEWEST_SHARE = 0.3
+"""Weight of the newest fetch in the estimate of the rate."""
+MAX_SKIPPED = 1000
+SMALL_BYTES = 1024 * 1024
+"""Fetches of fewer bytes say nothing about the rate."""
+MEASURE_EVERY = 4
+"""Beside every so many requests that compute because it is faster, KV is fetched: the rate stays known."""
+
+
+class Fetches:
+    """The fetches of one gateway. Several requests for one handoff wait for one fetch.
+
+    Args:
+        storage: the handoffs' KV, here and elsewhere.
+        metrics: where fetches are counted.
+        within_s: seconds that one may take.
+        threads: of the handoffs.
+    """
+
+    def __init__(
+        self, storage: HandoffStorage, metrics: HandoffMetrics, within_s: float, threads: HandoffThreads
+    ) -> None:
+        self._storage = storage
+        self._metrics = metrics
+        self._within_s = within_s
+        self._threads = threads
+        self._running: dict[str, asyncio.Future[None]] = {}
+        self._rates: dict[str, float] = {}
+        self._slower = 0
+        self._skipped: OrderedDict[str, float] = OrderedDict()
+        self._log = structlog.get_logger("baton.handoffs")
+
+    async def bring(self, record: HandoffRecord, engine: Engine) -> None:
+        """Copy a handoff's KV to this machine, unless it is here, or faster to compute.
+
+        Args:
+            record: the handoff.
+            engine: the engine that is to load it.
+        """
+        self._skipped.pop(record.id, None)
+        run = self._threads.storage.run
+        if await run(record.tenant, self._storage.is_here, record):
+            return
+        source = await run(record.tenant, self._storage.source_of, record)
+        seconds = self._seconds_if_slower(record, engine, self._rates.get(source))
+        if seconds is None:
+            await asyncio.wait({self._begin(record, source)}, timeout=self._within_s)
+            return
+        self._metrics.fetches.labels("slower").inc()
+        self._note_skipped(record, seconds)
+        if self._slower % MEASURE_EVERY == 0:
+            self._begin(record, source)
+
+    def skipped_s(self, record: HandoffRecord) -> float | None:
+        """Return how long a fetch would take that was slower than computing; None: there was none."""
+        return self._skipped.get(record.id)
+
+    def _note_skipped(self, record: HandoffRecord, seconds: float) -> None:
+        self._slower += 1
+        self._skipped[record.id] = seconds
+        while len(self._skipped) > MAX_SKIPPED:
+            self._skipped.popitem(last=False)
+
+    def _begin(self, record: HandoffRecord, source: str) -> asyncio.Future[None]:
+        running = self._running.get(record.id)
+        if running is None:
+            running = asyncio.ensure_future(self._fetch(record, source))
+            self._running[record.id] = running
+            running.add_done_callback(lambda _: self._running.pop(record.id, None))
+        return running
+
+    def _seconds_if_slower(self, record: HandoffRecord, engine: Engine, rate: float | None) -> float | None:
+        """Return how long a fetch takes, if computing is faster; None: it is not, or nobody knows."""
+        load_s = engine.throughput.load_s(record.bytes)
+        prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)
+        if rate is None or prefill_s is None or record.latent_steps:
+            return None
+        fetch_s = record.bytes / rate
+        return fetch_s if fetch_s + (load_s or 0.0) > prefill_s else None
+
+    async def _fetch(self, record: HandoffRecord, source: str) -> None:
+        began = time.monotonic()
+        try:
+            size = await self._threads.fetches.run(record.tenant, self._storage.fetch, record, self._within_s)
+        except (StoreError, HandoffStoreUnavailable, GatewayOverloaded) as error:
+            if isinstance(error, FetchCutOff):
+                self._note_cut_off(source, error.got, time.monotonic() - began)
+            self._metrics.fetches.labels("failed").inc()
+            self._log.warning("handoff_not_fetched", handoff=record.id, reason=str(error))
+            return
+        self._metrics.fetches.labels("fetched" if size else "missing").inc()
+        if size >= SMALL_BYTES:
+            rate = size / max(1e-6, time.monotonic() - began)
+            before = self._rates.get(source, rate)
+            self._rates[source] = before + NEWEST_SHARE * (rate - before)
+
+    def _note_cut_off(self, source: str, got: int, seconds: float) -> None:
+        """Note the rate of a fetch that was cut off, in full: the next one would wait as long."""
+        rate = max(got, SMALL_BYTES) / max(1e-6, seconds)
+        self._rates[source] = min(rate, self._rates.get(source, rate))

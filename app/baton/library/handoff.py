@@ -1,0 +1,462 @@
+"""The record of one handoff: its token ids, images, conversation and state, as written to disk."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
+
+from baton.images.image_position import ImagePosition, with_distinct_images
+from baton.images.placed_image import PlacedImage
+from baton.telemetry.metrics import AuditResult
+from baton_kv.contract import EXPENDABLE
+
+if TYPE_CHECKING:
+    Ids = array[int]
+else:
+    Ids = array  # of Python 3.11 takes no parameter
+
+
+# Define the states of a handoff: pending, ready or failed.
+
+
+class HandoffState(StrEnum):
+    """A state: `pending -> ready` or `pending -> failed`. An expired or deleted handoff has no state."""
+
+    PENDING = "pending"
+    READY = "ready"
+    FAILED = "failed"
+
+
+# The handoff object as clients see it. The OpenAPI document and the docs are made from these models.
+
+
+class HandoffAudit(BaseModel):
+    """The last audit of a handoff: an answer from its KV, computed again without it."""
+
+    model_config = ConfigDict(title="BatonHandoffAudit", json_schema_serialization_defaults_required=True)
+
+    result: AuditResult = Field(
+        description="`match`, or `mismatch`: then its KV is in quarantine, and is recomputed."
+    )
+    difference: float = Field(
+        description="Largest difference between the log probabilities of the answer's first token, in nats."
+    )
+    same_token: bool = Field(description="Whether the likeliest first token was the same.")
+    at: int = Field(description="When it was audited, in seconds since the epoch.")
+
+
+class HandoffObject(BaseModel):
+    """A handoff. Its token ids are not shown, because they can be long."""
+
+    model_config = ConfigDict(title="BatonHandoffObject", json_schema_serialization_defaults_required=True)
+
+    id: str = Field(description="Identifies the handoff in `handoff.from` and in the path of its routes.")
+    object: Literal["handoff"] = Field("handoff", description="The kind of object.")
+    state: HandoffState = Field(description="`pending` until the request that saves it has ended.")
+    model: str = Field(description="Name of the engine that saved it.")
+    tokens: int = Field(description="Number of tokens in its context.")
+    images: int = Field(description="Number of images in its context.")
+    latent_steps: int = Field(description="Number of those tokens that stand for latent steps.")
+    bytes: int = Field(
+        description="Size of its KV in the store, with what it shares with other handoffs; 0: its KV is not "
+        "stored, and is recomputed."
+    )
+    pin: bool = Field(description="Whether its KV is exempt from eviction.")
+    created_at: int = Field(description="When it was created, in seconds since the epoch.")
+    expires_at: int = Field(description="When it expires, in seconds since the epoch.")
+    parent: str | None = Field(
+        description="Id of the handoff that it continues, or of the first of those that were joined."
+    )
+    parents: list[str] = Field(description="Ids of all handoffs that it continues.")
+    label: str | None = Field(description="The label that the client gave it.")
+    exact: bool = Field(
+        description="Whether its KV is what the engine would compute of its tokens; `false` if any of it was "
+        "moved to its place, or loaded from a handoff that is not exact."
+    )
+    translated_from: str | None = Field(
+        description="Id of the handoff of another model whose text it holds; `null`: it is no translation."
+    )
+    archived: bool = Field(
+        description="Whether it is in the archive, and so outlives this machine. What is pinned or lives "
+        "long is, some moments after it was saved; without an archive always `false`."
+    )
+    error: str | None = Field(description="Why it is `failed`, if it was joined ahead; else `null`.")
+    audit: HandoffAudit | None = Field(
+        None, description="Its last audit; `null`: none of the requests that loaded its KV was audited."
+    )
+
+
+class HandoffList(BaseModel):
+    """A page of a tenant's handoffs, the newest first."""
+
+    model_config = ConfigDict(title="BatonHandoffList", json_schema_serialization_defaults_required=True)
+
+    object: Literal["list"] = Field("list", description="The kind of object.")
+    data: list[HandoffObject] = Field(description="The handoffs of this page.")
+    has_more: bool = Field(
+        description="Whether older ones follow; request them with `after` set to `last_id`."
+    )
+    first_id: str | None = Field(description="Id of the first handoff of the page.")
+    last_id: str | None = Field(description="Id of the last handoff of the page.")
+
+
+def _token_ids(value: Any) -> array[int]:
+    if isinstance(value, array):
+        return value
+    try:
+        return array("i", value)
+    except (TypeError, OverflowError):  # a damaged record, or one of another version
+        raise ValueError("token ids are a list of 32-bit integers") from None
+
+
+TokenIds = Annotated[Ids, PlainValidator(_token_ids), PlainSerializer(list)]
+"""Four bytes a token, because a gateway holds many long contexts in memory."""
+
+
+Bytes = bytes
+Size = int
+"""Names for these types within `HandoffRecord`, whose field `bytes` hides the builtin."""
+
+MAX_CONVERSATION_BYTES = 2 * 1024 * 1024
+"""Largest conversation, as UTF-8 JSON; a handoff with a larger one can only be continued as plain text."""
+SCOPE_LENGTH = 32
+"""Characters of a tenant in the store's keys."""
+
+
+def new_id(*, automatic: bool = False) -> str:
+    """Return a new handoff's id: 192 random bits, which nobody can guess.
+
+    Args:
+        automatic: the gateway saves it by itself; its KV is evicted before that of others.
+    """
+    return (EXPENDABLE if automatic else "") + secrets.token_urlsafe(24)
+
+
+class Usage(NamedTuple):
+    """How much of the store's budget a handoff takes beside its KV, which handoffs may share.
+
+    Attributes:
+        tenant: the owner.
+        pin: its KV is exempt from eviction.
+        non_kv_bytes: size of its images and record.
+    """
+
+    tenant: str
+    pin: bool
+    non_kv_bytes: int
+
+
+class Conversation(BaseModel):
+    """The messages that a handoff's token ids were written from, so that a chat can continue them.
+
+    Attributes:
+        messages: the messages of the requests, with the assistant's answers between them.
+        template: fields of the requests that decide how the model's template writes the messages.
+        answer_from: index of the first token of the assistant's last answer, which is not among the
+            messages yet; None: the context ends with a message.
+        ended: the last answer ends with the token that ended it, as in older records.
+        answer_fingerprints: fingerprints of the assistant's answers as clients received them, by index among
+            the messages; the last answer has the number of messages. Older records call it `told`.
+        weight: bytes of the messages and the template's fields as JSON.
+        after_text: text that is no message stands before the first message.
+        text_only: no message can follow, because the context ends with plain text or its messages were too
+            large to save. Older records call it `torn`.
+    """
+
+    model_config = ConfigDict(extra="ignore")  # a record of another version may have more fields
+
+    messages: list[dict[str, Any]]
+    template: dict[str, Any] = {}
+    answer_from: int | None = None
+    ended: bool = False
+    # On disk these two have the names of the first version: gateways of several versions share a store.
+    answer_fingerprints: dict[int, str] = Field(
+        {}, validation_alias=AliasChoices("answer_fingerprints", "told"), serialization_alias="told"
+    )
+    text_only: bool = Field(
+        False, validation_alias=AliasChoices("text_only", "torn"), serialization_alias="torn"
+    )
+    after_text: bool = False
+    weight: int = 0
+
+
+class StoredImage(BaseModel):
+    """An image of a handoff's context, as its record describes it; see `baton.engines.port.PlacedImage`.
+
+    Attributes:
+        digest: SHA-256 of its bytes, which are in a file of their own.
+        media_type: media type of the file.
+        width: in pixels.
+        height: in pixels.
+        bytes: size of the file.
+        offset: index of the first of the tokens that stand for it.
+        length: number of these tokens.
+        target: the placeholder tokens that the template wrote in their place.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")  # it is part of a file's name
+    media_type: str
+    width: int
+    height: int
+    bytes: int
+    offset: int
+    length: int
+    target: list[int]
+
+
+class HandoffRecord(BaseModel):
+    """One handoff. Its token ids define it; its KV may have been evicted.
+
+    Attributes:
+        id: its public name, 192 random bits.
+        tenant: the owner.
+        model: name of the engine that saved it.
+        weights: fingerprint of that engine's weights; engines of the same weights can continue it.
+        tokens: every token id of its context, in order.
+        images: the images that the tokens stand for, in order.
+        conversation: the messages that the tokens were written from; None: it was never a chat.
+        latent_steps: number of its tokens that stand for latent steps.
+        placeholder: token id of a latent step; None: it has none.
+        state: pending until the request that saves it has ended.
+        bytes: size of its KV in the store, with what it shares with others; 0: its KV is not stored, and is
+            prefilled.
+        created_at: seconds since the epoch.
+        ttl_s: lifetime in seconds.
+        expires_at: seconds since the epoch.
+        pin: its KV is exempt from eviction.
+        parent: id of the handoff that it continues, or of the first of those that were joined.
+        parents: ids of all handoffs that it continues; records of older versions have `parent` alone.
+        label: the client's label.
+        automatic: the gateway saved it by itself: it has no messages, and clients do not see it.
+        positions: where images stand in a context that is stored without its images, because the handoff is
+            automatic or the engine wrote the prompt: requests that continue it send them again.
+        audit: its last audit.
+        translated_from: id of the handoff of other weights whose text it holds; None: it is no translation.
+        exact: its KV is what the engine would compute of its tokens; not so if any was moved to its place.
+        error: why the request that was to save it failed; None: it did not, or nobody knows. Not written.
+        archived: it was written to the archive, which is the last to know whether it exists.
+        revision: number of times it was written; the greater of two is the later.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: str = Field(default_factory=new_id)
+    tenant: str
+    model: str
+    weights: str
+    tokens: TokenIds = Field(default_factory=lambda: array("i"))
+    images: list[StoredImage] = []
+    conversation: Conversation | None = None
+    latent_steps: int = 0
+    placeholder: int | None = None
+    state: HandoffState = HandoffState.PENDING
+    bytes: int = 0
+    created_at: float
+    ttl_s: float
+    expires_at: float
+    pin: bool = False
+    parent: str | None = None
+    parents: list[str] = []
+    label: str | None = None
+    automatic: bool = False
+    positions: list[ImagePosition] = []
+    audit: HandoffAudit | None = None
+    exact: bool = True
+    translated_from: str | None = None
+    error: str | None = None
+    archived: bool = False
+    revision: int = 0
+    _on_disk: bool = PrivateAttr(False)
+    _announced: bool = PrivateAttr(False)
+    _stamp: tuple[int, int, int] | None = PrivateAttr(None)
+    _disk_bytes: Size = PrivateAttr(0)
+    _conversation_bytes: Size = PrivateAttr(0)
+    _guard: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
+    _distinct: Sequence[int] | None = PrivateAttr(None)
+    _image_data: dict[str, Bytes] = PrivateAttr(default_factory=dict)
+
+    def steps_within(self, count: int) -> int:
+        """Return how many of its first `count` tokens stand for latent steps."""
+        return self.tokens[:count].count(self.placeholder) if self.placeholder is not None else 0
+
+    @property
+    def image_positions(self) -> list[ImagePosition]:
+        """Where the images of its context stand, in order."""
+        stored = [ImagePosition(each.digest, each.offset, each.length) for each in self.images]
+        return self.positions or stored
+
+    @property
+    def distinct_tokens(self) -> Sequence[int]:
+        """Its token ids, in which other images are other numbers; see `with_distinct_images`."""
+        if self._distinct is None or len(self._distinct) != len(self.tokens):
+            self._distinct = with_distinct_images(self.tokens, self.image_positions)
+        return self._distinct
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it is saved on disk, where other gateways see it."""
+        return self._on_disk
+
+    @on_disk.setter
+    def on_disk(self, on_disk: bool) -> None:
+        self._on_disk = on_disk
+
+    @property
+    def announced(self) -> bool:
+        """Whether other machines know of it, so that it may only be written while it exists there."""
+        return self._announced
+
+    @announced.setter
+    def announced(self, announced: bool) -> None:
+        self._announced = announced
+
+    @property
+    def image_data(self) -> dict[str, Bytes]:
+        """The bytes of its images by digest, until they are written to disk."""
+        return self._image_data
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes that its images take on disk, each counted once."""
+        return sum({image.digest: image.bytes for image in self.images}.values())
+
+    @property
+    def stamp(self) -> tuple[int, int, int] | None:
+        """Identifies the version of its file that was last read or written; None: it has no file."""
+        return self._stamp
+
+    @stamp.setter
+    def stamp(self, stamp: tuple[int, int, int]) -> None:
+        self._stamp = stamp
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of its file, or the size that its file will have."""
+        return self._disk_bytes
+
+    @disk_bytes.setter
+    def disk_bytes(self, size: int) -> None:
+        self._disk_bytes = size
+
+    @property
+    def guard(self) -> asyncio.Lock:
+        """The lock to hold while changing it in this process."""
+        return self._guard
+
+    @property
+    def usage(self) -> Usage:
+        """How much of the store's budget it takes beside its KV."""
+        return Usage(self.tenant, self.pin, self.image_bytes + self._disk_bytes)
+
+    @property
+    def weight(self) -> int:
+        """Bytes that it takes in memory, about."""
+        messages = self.conversation.weight if self.conversation else 0
+        return (
+            1024
+            + 4 * len(self.tokens)
+            + max(messages, self._conversation_bytes)
+            + sum(map(len, self._image_data.values()))
+        )
+
+    def measure(self) -> None:
+        """Measure the memory that its messages take."""
+        if self.conversation is not None:
+            self._conversation_bytes = _memory_of([self.conversation.messages, self.conversation.template])
+
+    def prepare(self) -> None:
+        """Measure the size that its file will have; a conversation that is too large is dropped."""
+        if self.conversation is not None:
+            try:
+                written = len(self.conversation.model_dump_json(by_alias=True).encode())
+            except ValueError:  # half of a surrogate pair cannot be written as UTF-8
+                written = MAX_CONVERSATION_BYTES + 1
+            if written > MAX_CONVERSATION_BYTES:
+                self.conversation = Conversation(messages=[], text_only=True)
+        self.measure()
+        self._disk_bytes = len(self.model_dump_json(by_alias=True).encode())
+
+    def add_images(self, images: Iterable[PlacedImage]) -> None:
+        """Add the images of its context."""
+        for image in images:
+            client_image = image.image
+            self._image_data[image.digest] = client_image.data
+            self.images.append(
+                StoredImage(
+                    digest=image.digest,
+                    media_type=client_image.media_type,
+                    width=client_image.width,
+                    height=client_image.height,
+                    bytes=len(client_image.data),
+                    offset=image.offset,
+                    length=image.length,
+                    target=list(image.target),
+                )
+            )
+
+    @property
+    def key(self) -> str:
+        """The key of its KV in the store."""
+        return key_of(self.tenant, self.id)
+
+    def public(self) -> dict[str, object]:
+        """Return the handoff object that clients see."""
+        shown = HandoffObject(
+            id=self.id,
+            state=self.state,
+            model=self.model,
+            tokens=len(self.tokens),
+            images=len(self.images),
+            latent_steps=self.latent_steps,
+            bytes=self.bytes,
+            pin=self.pin,
+            created_at=int(self.created_at),
+            expires_at=int(self.expires_at),
+            parent=self.parent,
+            parents=self.parents or ([self.parent] if self.parent is not None else []),
+            label=self.label,
+            exact=self.exact,
+            translated_from=self.translated_from,
+            archived=self.archived,
+            error=self.error,
+            audit=self.audit,
+        )
+        return shown.model_dump(mode="json")
+
+
+def _memory_of(value: object) -> int:
+    """Return the bytes that a JSON value takes in memory, with the values in it."""
+    total, waiting = 0, [value]
+    while waiting:
+        current = waiting.pop()
+        total += sys.getsizeof(current)
+        if isinstance(current, dict):
+            waiting += [*current.keys(), *current.values()]
+        elif isinstance(current, list):
+            waiting += current
+    return total
+
+
+def key_of(tenant: str, handoff_id: str) -> str:
+    """Return the key of a handoff's KV in the store."""
+    return f"{scope_of(tenant)}/{handoff_id}"
+
+
+def scope_of(tenant: str) -> str:
+    """Return the part of a store's keys that stands for a tenant."""
+    return hashlib.sha256(tenant.encode()).hexdigest()[:SCOPE_LENGTH]
+
+
+def is_handoff_key(key: str) -> bool:
+    """Return whether a store's key is a handoff's, not that of a plain vLLM without a gateway."""
+    return len(key.partition("/")[0]) == SCOPE_LENGTH

@@ -1,0 +1,1 @@
+"""Handoffs on this machine."""

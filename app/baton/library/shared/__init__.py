@@ -1,0 +1,1 @@
+"""Handoffs in a store that several gateways share."""

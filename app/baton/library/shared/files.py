@@ -1,0 +1,372 @@
+"""Copy the files of handoffs between this machine's store and the shared one.
+
+A file of KV is what one entry of the local store holds itself; an entry that continues others needs theirs
+too. In the shared store each file is one hash of 1 MiB chunks, `POOL:f:{SCOPE/NAME}`, beside its size and the
+size of its chunks: one key with one lifetime, written aside and renamed into place whole. Which entry needs
+which files, and what may be evicted, is in the index; see `scripts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from baton.errors import HandoffStoreUnavailable
+from baton.library.shared.connection import Client, SharedConnection, number
+from baton.library.shared.scripts import BEFORE_OTHERS_US, BEGIN_FILE, DROP, PIN, PLACE_FILE, RESERVE
+from baton.library.tiers import FetchCutOff
+from baton.telemetry.metrics import SharedStoreMetrics
+from baton_kv.stores.base import MAX_SHARED, EntryMissing, StoreError, StoreFull
+
+CHUNK_BYTES = 1024 * 1024
+CHUNKS_AT_ONCE = 4
+"""Chunks that are written in one exchange; they are read one by one, which a processor's caches favour."""
+BATCHES = 2
+"""Exchanges of one file that are under way at once."""
+THREADS = 8
+WRITING_MS = 60_000
+"""What is written aside goes by itself so long after its last chunk."""
+PUSH_WITHIN_S = 120.0
+"""An entry that is not written by then is given up, so that a slow store does not hold threads for long."""
+MAX_FILE_BYTES = 1 << 40
+MAX_NUMBER_BYTES = 18
+MAX_NAMES_BYTES = 256 * (MAX_SHARED + 1)
+ReadInto = Callable[[int, memoryview], int]
+"""Fills a buffer from an offset of a file on; returns the number of bytes read."""
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """A file that an entry needs.
+
+    Attributes:
+        name: name of the file: the key of the entry whose own it is.
+        size: in bytes.
+        read_into: reads it on this machine.
+    """
+
+    name: str
+    size: int
+    read_into: ReadInto
+
+
+@dataclass(frozen=True)
+class Room:
+    """What an entry takes in the shared store, and for how long.
+
+    Attributes:
+        budget: bytes that all handoffs may take.
+        lifetime_ms: milliseconds that the entry lives.
+        evictable: whether it may be evicted while it is not pinned.
+        automatic: whether it is evicted before others.
+    """
+
+    budget: int
+    lifetime_ms: int
+    evictable: bool = True
+    automatic: bool = False
+
+
+class PoolFiles:
+    """Writes, reads and removes files of the shared store. All calls block.
+
+    Args:
+        connection: to the store.
+        metrics: where bytes are counted.
+    """
+
+    def __init__(self, connection: SharedConnection, metrics: SharedStoreMetrics) -> None:
+        self._connection = connection
+        self._metrics = metrics
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="shared-store")
+
+    def close(self) -> None:
+        """Begin no more exchanges of files; those under way end by their deadlines."""
+        self._threads.shutdown(wait=False)
+
+    def push(self, entry: str, files: Sequence[SharedFile], room: Room) -> None:
+        """Write an entry's files, as a whole or not at all. Files that are there already are not written.
+
+        Args:
+            entry: key of the entry.
+            files: its files, its own last.
+            room: what it may take.
+
+        Raises:
+            StoreFull: it does not fit, or was evicted before it was complete.
+            HandoffStoreUnavailable: the store failed.
+            StoreError: a file could not be read.
+        """
+        sizes = [part for file in files for part in (file.name, file.size)]
+        head = [entry, int(room.evictable), int(room.automatic), room.budget, room.lifetime_ms]
+        self._free(self._connection.run("reserve", RESERVE, [*head, *sizes]))
+        until = time.monotonic() + PUSH_WITHIN_S
+        try:
+            for file in files:
+                self.write(file, room.lifetime_ms, until)
+            self._require_counted(files)
+        except BaseException:
+            with contextlib.suppress(
+                HandoffStoreUnavailable
+            ):  # its place in the index goes with its lifetime
+                self.drop([entry])
+            raise
+
+    def names(self, entry: str) -> list[str]:
+        """Return the names of the files that an entry needs, its own last; empty: there is no such entry.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+            StoreError: they are no names of files of one tenant.
+        """
+        (names,) = self._names([entry])
+        scope = entry.partition("/")[0]
+        if len(names) > MAX_SHARED + 1 or any(name.partition("/")[0] != scope for name in names):
+            raise StoreError("the shared store's index is damaged")
+        return names
+
+    def _names(self, entries: Sequence[str]) -> list[list[str]]:
+        key = self._connection.own_key("entry")
+        lines = self._connection.fields("look", key, MAX_NAMES_BYTES, entries)
+        return [(line or b"").decode(errors="replace").split() for line in lines]
+
+    def sizes(self, entries: Sequence[str]) -> list[int]:
+        """Return the bytes of the files that each entry needs; 0: there is no such entry.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+        """
+        if not entries:
+            return []
+        size_key, names = self._connection.own_key("size"), self._names(entries)
+        wanted = sorted({name for each in names for name in each})
+        if not wanted:
+            return [0] * len(entries)
+        found = self._connection.fields("look", size_key, MAX_NUMBER_BYTES, wanted)
+        bytes_of = dict(zip(wanted, found, strict=True))
+        return [sum(number(bytes_of[name]) for name in each) for each in names]
+
+    def chunks(self, name: str, until: float, most: int) -> tuple[int, Generator[bytes]]:
+        """Return the size of a file, and an iterator over its chunks.
+
+        Args:
+            name: name of the file.
+            until: monotonic time by which all must have been read.
+            most: bytes that it may have.
+
+        Raises:
+            EntryMissing: there is no such file.
+            StoreError: what is there is not a file, or is larger.
+            FetchCutOff: by the iterator: it took too long.
+            HandoffStoreUnavailable: the store failed.
+        """
+        key = self._connection.file_key(name)
+        told = self._connection.fields("look", key, MAX_NUMBER_BYTES, ["n", "c"])
+        if None in told:
+            raise EntryMissing(name)
+        size, chunk = map(number, told)
+        if not (0 < size < MAX_FILE_BYTES and CHUNK_BYTES <= chunk <= 64 * CHUNK_BYTES):
+            raise StoreError("the shared store holds something else than a file")
+        if size > most:
+            raise StoreError(f"a file in the shared store has {size} bytes, more than its record says")
+        count = -(-size // chunk)
+        lengths = self._connection.batch(
+            "look", lambda pipe: [pipe.hstrlen(key, str(each)) for each in range(count)]
+        )
+        if max(lengths) > chunk:
+            raise StoreError("a chunk in the shared store is too long")
+        return size, self._read(name, size, chunk, until)
+
+    def touch(self, entry: str, *, automatic: bool) -> None:
+        """Mark an entry as used now.
+
+        Args:
+            entry: key of the entry.
+            automatic: whether it is evicted before others all the same.
+        """
+        key = self._connection.own_key(f"use:{entry.partition('/')[0]}")
+        now = int((time.time() + self._connection.ahead_s) * 1e6) - automatic * BEFORE_OTHERS_US
+        with contextlib.suppress(HandoffStoreUnavailable):
+            self._connection.ask("touch", lambda client: client.zadd(key, {entry: now}, xx=True, gt=True))
+
+    def pin(self, entry: str, pinned: bool, most: int) -> int:
+        """Protect an entry from eviction, or no longer.
+
+        Args:
+            entry: key of the entry.
+            pinned: whether to protect it.
+            most: bytes that may be protected in all; a tenant may protect its share of them.
+
+        Returns:
+            1: done; 0: too much would be protected; -1: there is no such entry.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+        """
+        return int(self._connection.run("pin", PIN, [entry, int(pinned), most]))
+
+    def drop(self, entries: Sequence[str]) -> None:
+        """Remove entries, and the files that no other one needs.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+        """
+        self.unlink(self._connection.run("drop", DROP, list(entries))[1:])
+
+    def unlink(self, names: Sequence[bytes]) -> None:
+        """Remove the bytes of files that the index has freed."""
+        if not names:
+            return
+        keys = [self._connection.file_key(name.decode(errors="replace")) for name in names]
+
+        def fill(pipe: Client) -> None:
+            for key in keys:
+                pipe.unlink(key)
+
+        with contextlib.suppress(HandoffStoreUnavailable):  # they go with their lifetime
+            self._connection.batch("unlink", fill)
+
+    def extend(self, names: Sequence[bytes], lifetime_ms: int) -> None:
+        """Let files live on, at least so long.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+        """
+        keys = [self._connection.file_key(name.decode(errors="replace")) for name in names]
+
+        def fill(pipe: Client) -> None:
+            for key in keys:
+                pipe.pexpire(key, lifetime_ms, gt=True)
+
+        if keys:
+            self._connection.batch("extend", fill)
+
+    def total(self) -> int:
+        """Return the bytes of all files and records that are counted.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+        """
+        key = self._connection.own_key("held")
+        return sum(map(number, self._connection.ask("look", lambda client: client.hvals(key))))
+
+    def _free(self, answer: Sequence[object]) -> None:
+        """Remove what a reservation has freed.
+
+        Raises:
+            StoreFull: there was no room.
+        """
+        self.unlink([each for each in answer[1:] if isinstance(each, bytes)])
+        if answer[0] != 1:
+            raise StoreFull("the shared store is full")
+
+    def write(self, file: SharedFile, lifetime_ms: int, until: float) -> None:
+        """Write one file, if it is not there; nobody counts it or looks for room.
+
+        Args:
+            file: the file.
+            lifetime_ms: milliseconds that it lives.
+            until: monotonic time by which it must be written.
+
+        Raises:
+            HandoffStoreUnavailable: the store failed.
+            StoreError: the file could not be read, or took too long.
+        """
+        connection, key = self._connection, self._connection.file_key(file.name)
+        if connection.ask("look", lambda client: client.exists(key)):
+            connection.ask("extend", lambda client: client.pexpire(key, lifetime_ms, gt=True))
+            return
+        aside = f"{key}:{secrets.token_hex(8)}"
+        fields = 2 + -(-file.size // CHUNK_BYTES)
+        try:
+            self._write_chunks(aside, file, until)
+            whole = connection.ask(
+                "push", lambda client: client.eval(PLACE_FILE, 2, aside, key, fields, lifetime_ms)
+            )
+        except BaseException:
+            with contextlib.suppress(HandoffStoreUnavailable):
+                connection.ask("unlink", lambda client: client.unlink(aside))
+            raise
+        if not whole:
+            raise StoreError(f"a part of {file.name} expired while it was written")
+        self._metrics.moved("push", file.size)
+
+    def _write_chunks(self, aside: str, file: SharedFile, until: float) -> None:
+        """Write a file's chunks; while some are on their way, the next ones are read."""
+        head = [file.size, CHUNK_BYTES, WRITING_MS]
+        self._connection.ask("push", lambda client: client.eval(BEGIN_FILE, 1, aside, *head))
+        sent: deque[Future[Any]] = deque()
+        try:
+            for start in range(0, file.size, CHUNK_BYTES * CHUNKS_AT_ONCE):
+                if len(sent) == BATCHES:
+                    sent.popleft().result()
+                if time.monotonic() > until:
+                    raise StoreError("pushing to the shared store took too long")
+                data = memoryview(bytearray(min(CHUNK_BYTES * CHUNKS_AT_ONCE, file.size - start)))
+                if file.read_into(start, data) != len(data):
+                    raise StoreError(f"{file.name} ends too early")
+                add = partial(_add_chunks, aside, start, data)
+                sent.append(self._begin(self._connection.batch, "push", add))
+            for each in sent:
+                each.result()
+        finally:
+            wait(sent)
+
+    def _begin(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Begin an exchange beside the caller's other work.
+
+        Raises:
+            HandoffStoreUnavailable: the gateway ends.
+        """
+        try:
+            return self._threads.submit(work, *arguments)
+        except RuntimeError:  # closed
+            raise HandoffStoreUnavailable() from None
+
+    def _require_counted(self, files: Sequence[SharedFile]) -> None:
+        """Remove files again that were evicted while they were written.
+
+        Who evicts removes the row of the index first and the bytes then, so one of the two sees it.
+        """
+        key = self._connection.own_key("size")
+        names = [file.name for file in files]
+        rows = self._connection.ask("look", lambda client: client.hmget(key, names))
+        lost = [name.encode() for name, row in zip(names, rows, strict=True) if row is None]
+        if lost:
+            self.unlink(lost)
+            raise StoreFull("the shared store is full")
+
+    def _read(self, name: str, size: int, chunk: int, until: float) -> Generator[bytes]:
+        """Yield a file's chunks; while the caller has one, the next is fetched."""
+        key, count = self._connection.file_key(name), -(-size // chunk)
+        coming: deque[Future[Any]] = deque()
+        for index in range(count):
+            if time.monotonic() > until:
+                raise FetchCutOff("fetching from the shared store took too long", index * chunk)
+            for ahead in range(index + len(coming), min(index + BATCHES, count)):
+                get = partial(_get, key, str(ahead))
+                coming.append(self._begin(self._connection.ask, "fetch", get))
+            part = coming.popleft().result()
+            if part is None:
+                raise EntryMissing(name)  # expired, evicted or deleted meanwhile
+            if len(part) != min(chunk, size - index * chunk):
+                raise StoreError("a chunk in the shared store has another length")
+            yield part
+        self._metrics.moved("fetch", size)
+
+
+def _add_chunks(aside: str, start: int, view: memoryview, pipe: Client) -> None:
+    for at in range(0, len(view), CHUNK_BYTES):
+        pipe.hset(aside, str((start + at) // CHUNK_BYTES), view[at : at + CHUNK_BYTES])
+    pipe.pexpire(aside, WRITING_MS)  # also where it had expired, and is begun anew by these
+
+
+def _get(key: str, field: str, client: Client) -> Any:
+    return client.hget(key, field)

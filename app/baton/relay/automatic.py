@@ -1,0 +1,455 @@
+"""Load stored KV for requests that name no handoff, and save theirs, without a change of any client.
+
+Once the token ids of a prompt are known, the tenant's stored context that shares most of them is looked up,
+and the planner decides whether its KV is loaded. When the answer is complete, the context is saved if that is
+worth it. Clients do not see such handoffs, which have no messages, and they are evicted before others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from baton.config.groups import AutomaticMode, HandoffSettings
+from baton.engines.kv_transfer import TransferReport, TransferRequest
+from baton.engines.port import Engine, Json, Operation
+from baton.images.image_position import ImagePosition, with_distinct_images
+from baton.library.handoff import HandoffRecord, key_of, new_id
+from baton.library.library import Handoffs
+from baton.library.prefixes import PrefixMatch
+from baton.relay.asked import OPERATIONS
+from baton.relay.audit import Audits
+from baton.relay.cost import Decision, Planner
+from baton.relay.report import KV_IS_GONE
+from baton.telemetry.metrics import HandoffMetrics
+from baton_kv.contract import TransferFailure
+
+# Decide which contexts are worth saving, for requests that do not ask for it.
+
+
+LONG = 8
+"""A prompt without messages is long if it has so many times the fewest tokens that are worth saving."""
+TRIED = 32
+"""So many contexts of a tenant are saved before it counts how many of them were used."""
+USED_SHARE = 1 / 8
+"""With a smaller share in use, a tenant's new contexts are not saved until one of them is seen again."""
+COUNTED = 256
+"""After so many saves the counts of a tenant are halved, so that what it does now counts most."""
+BEGUN_S = 5.0
+"""For so long after a save was chosen, no other is that shares half of its prompt with it."""
+TENANTS = 10_000
+SEEN = 10_000
+"""Most prompts that are remembered, of all tenants, to see whether one comes again; each has a share."""
+
+
+@dataclass
+class Usage:
+    """How many of a tenant's automatic handoffs were used.
+
+    Attributes:
+        saved: number of saves.
+        used: number of requests that continued one of them, which shared more with no other.
+    """
+
+    saved: int = 0
+    used: int = 0
+
+
+class Prompts:
+    """Prompts that tenants sent, each with a number. Whoever sent most forgets first."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, OrderedDict[bytes, float]] = {}
+        self._count = 0
+
+    def pop(self, tenant: str, prompt: Sequence[int]) -> float | None:
+        """Forget a prompt; returns its number, None: it is not known."""
+        found = self._tenants.get(tenant, OrderedDict()).pop(_digest(prompt), None)
+        self._count -= found is not None
+        return found
+
+    def add(self, tenant: str, prompt: Sequence[int], number: float) -> None:
+        """Remember a prompt that is not known."""
+        self._tenants.setdefault(tenant, OrderedDict())[_digest(prompt)] = number
+        self._count += 1
+        if self._count <= SEEN:
+            return
+        over = tenant
+        if len(self._tenants[tenant]) <= SEEN // len(self._tenants):
+            over = max(self._tenants, key=lambda each: len(self._tenants[each]))
+        self._tenants[over].popitem(last=False)
+        self._count -= 1
+        if not self._tenants[over]:
+            del self._tenants[over]
+
+
+class SaveRule:
+    """Saves what is likely to be continued: conversations, long prompts, and what is seen twice.
+
+    Requests that share only a long beginning, such as one question about each of many documents, leave
+    contexts that nobody continues. Once most of a tenant's are like that, only those are saved that go on
+    after a saved one or are seen again.
+
+    Args:
+        least: fewest tokens, beyond those that are stored already, that are worth saving.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, least: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._least = least
+        self._clock = clock
+        self._begun = Prompts()
+        self._usage: OrderedDict[str, Usage] = OrderedDict()
+        self._seen = Prompts()
+
+    def is_worth_saving(
+        self, tenant: str, prompt: Sequence[int], match: PrefixMatch | None, *, conversation: bool
+    ) -> bool:
+        """Return whether the context of a request should be saved when it is answered.
+
+        Args:
+            tenant: its owner.
+            prompt: its token ids.
+            match: the stored context that it shares most tokens with.
+            conversation: whether it consists of messages.
+
+        Raises:
+            OverflowError: a token id does not fit into 32 bits.
+        """
+        again = self._seen_before(tenant, prompt, match.tokens if match is not None else 0)
+        if match is not None and match.continues:
+            return True
+        likely = conversation or len(prompt) >= LONG * self._least
+        worth = again or (likely and not self._mostly_unused(tenant))
+        return worth and not self._just_begun(tenant, prompt)
+
+    def saved(self, tenant: str) -> None:
+        """Count a save."""
+        usage = self._usage_of(tenant)
+        usage.saved += 1
+        if usage.saved >= COUNTED:
+            usage.saved, usage.used = usage.saved // 2, usage.used // 2
+
+    def used(self, tenant: str) -> None:
+        """Count a request that continued a saved context."""
+        self._usage_of(tenant).used += 1
+
+    def _mostly_unused(self, tenant: str) -> bool:
+        usage = self._usage_of(tenant)
+        return usage.saved >= TRIED and usage.used < usage.saved * USED_SHARE
+
+    def _usage_of(self, tenant: str) -> Usage:
+        usage = self._usage.setdefault(tenant, Usage())
+        self._usage.move_to_end(tenant)
+        if len(self._usage) > TENANTS:
+            self._usage.popitem(last=False)
+        return usage
+
+    def _just_begun(self, tenant: str, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt that shares at least half of this one was found worth saving just now.
+
+        What agents that begin at the same time share is saved once.
+        """
+        shared = prompt[: 1 << max(0, len(prompt).bit_length() - 1)]
+        now = self._clock()
+        before = self._begun.pop(tenant, shared)
+        begun = before is not None and now - before < BEGUN_S
+        self._begun.add(tenant, shared, before if begun and before is not None else now)
+        return begun
+
+    def _seen_before(self, tenant: str, prompt: Sequence[int], stored: int) -> bool:
+        """Return whether a prompt began so before, up to the fewest tokens that would be worth saving."""
+        begins = prompt[: stored + self._least]
+        seen = self._seen.pop(tenant, begins) is not None
+        self._seen.add(tenant, begins, self._clock())
+        return seen
+
+
+def _digest(prompt: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("i", prompt).tobytes(), digest_size=16).digest()
+
+
+# Read the fields by which clients of other servers ask for their prompts to be cached.
+#
+# Sources: Anthropic's Messages API, `cache_control` with `ttl` `5m` or `1h`; OpenAI's `prompt_cache_key` and
+# `prompt_cache_retention`. A hint is never an error: what is not understood is ignored.
+
+
+LIVES_S = {"5m": 300, "1h": 3600}
+DEFAULT_LIFE = "5m"
+
+
+@dataclass(frozen=True)
+class SaveWish:
+    """A client's wish that the context of a request is saved.
+
+    Attributes:
+        ttl_s: seconds that it should live; None: as long as the settings say.
+    """
+
+    ttl_s: int | None = None
+
+
+def save_wish(operation: Operation, body: Json) -> SaveWish | None:
+    """Return the wish in a request's body; None: there is none."""
+    if operation is Operation.MESSAGES:
+        lives = [_life_of(marked["cache_control"]) for marked in _marked(body)]
+        return SaveWish(max(lives)) if lives else None
+    if body.get("prompt_cache_key") or body.get("prompt_cache_retention") == "24h":
+        return SaveWish()
+    return None
+
+
+def _life_of(control: Json) -> int:
+    return LIVES_S.get(str(control.get("ttl")), LIVES_S[DEFAULT_LIFE])
+
+
+def _marked(body: Json) -> Iterator[Json]:
+    """Yield the objects of a body of `/v1/messages` that have `cache_control`."""
+    for each in (body, *_objects(body.get("system")), *_objects(body.get("tools"))):
+        if isinstance(each.get("cache_control"), dict):
+            yield each
+    for message in _objects(body.get("messages")):
+        for part in _objects(message.get("content")):
+            if isinstance(part.get("cache_control"), dict):
+                yield part
+
+
+def _objects(value: object) -> list[Json]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+CONVERSATIONS = OPERATIONS - {Operation.COMPLETIONS}
+"""Operations whose prompts are written from messages."""
+INCOMPATIBLE = 10_000
+"""Most handoffs that are remembered because an engine cannot load them."""
+
+log = structlog.get_logger("baton.handoffs")
+
+
+@dataclass(frozen=True)
+class AutomaticHandoffs:
+    """Automatic handoffs of one gateway.
+
+    Attributes:
+        handoffs: all handoffs.
+        planner: decides whether KV is loaded or prefilled.
+        metrics: where handoffs are counted.
+        settings: limits of handoffs.
+        modes: what is automatic for each engine, by its name.
+        rule: decides what is saved.
+        audits: computes some answers again.
+        incompatible: pairs of an engine's name and the id of a handoff whose KV it cannot load, though their
+            weights are equal; the oldest first.
+    """
+
+    handoffs: Handoffs
+    planner: Planner
+    metrics: HandoffMetrics
+    settings: HandoffSettings
+    modes: Mapping[str, AutomaticMode]
+    rule: SaveRule
+    audits: Audits
+    incompatible: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
+
+    def request(
+        self, engine: Engine, operation: Operation, body: Json, tenant: str
+    ) -> AutomaticRequest | None:
+        """Return what chooses transfers for a request that names no handoff; None: nothing is automatic."""
+        mode = self.modes.get(engine.name, self.settings.auto)
+        if mode == "off" or not engine.supports_handoffs or operation not in OPERATIONS:
+            return None
+        if body.get("use_beam_search"):  # each of its steps is a request to the engine
+            return None
+        wish = save_wish(operation, body)
+        return AutomaticRequest(
+            self, engine, tenant, saves=mode == "on", conversation=operation in CONVERSATIONS, wish=wish
+        )
+
+    def find(self, engine: Engine, tenant: str, prompt: Sequence[int]) -> PrefixMatch | None:
+        """Return the tenant's stored context that shares most tokens, and their images, with a prompt.
+
+        Args:
+            engine: the engine that answers.
+            tenant: the owner.
+            prompt: token ids, in which other images are other numbers; see `with_distinct_images`.
+        """
+        elsewhere: list[HandoffRecord] = []
+
+        def usable(record: HandoffRecord) -> bool:
+            if (engine.name, record.id) in self.incompatible:
+                return False
+            if not (here := self.handoffs.is_here(record)):
+                elsewhere.append(record)
+            return here
+
+        match = self.handoffs.longest_prefix(tenant, engine.weights, prompt, usable)
+        if elsewhere:  # this request does not wait for it; the next one finds it here
+            self.handoffs.begin_work(self.handoffs.bring(elsewhere[0], engine))
+        self.metrics.automatic_lookups.labels("found" if match is not None else "none").inc()
+        return match
+
+    def save(
+        self,
+        engine: Engine,
+        tenant: str,
+        handoff_id: str,
+        transfer: TransferRequest,
+        tokens: list[int],
+        images: Sequence[ImagePosition],
+        ttl_s: int | None,
+    ) -> None:
+        """Register a context that the engine saves as a handoff."""
+        record = self.handoffs.begin(engine, tenant, ttl_s=ttl_s, automatic=handoff_id)
+        record.positions = list(images)
+        self.handoffs.end(record, transfer, tokens)
+        self.rule.saved(tenant)
+        self.metrics.automatic_saves.inc()
+
+    def note_load(self, engine: Engine, match: PrefixMatch, report: TransferReport) -> None:
+        """Count what a request loaded, and forget KV that could not be used."""
+        if match.alone:
+            self.rule.used(match.record.tenant)
+        if report.miss is TransferFailure.INCOMPATIBLE:
+            self._note_incompatible(engine, match.record)
+        elif report.miss in KV_IS_GONE or (report.lost and match.record.automatic):
+            self.handoffs.kv_gone(match.record)
+        if report.loaded and not report.lost:
+            self.metrics.tokens_reused.inc(report.loaded)
+            self.metrics.saved_prefill.inc(engine.throughput.prefill_s(report.loaded) or 0)
+
+    def _note_incompatible(self, engine: Engine, record: HandoffRecord) -> None:
+        """Remember it in this gateway: in another one the engine of this name may have other settings."""
+        self.incompatible[engine.name, record.id] = None
+        if len(self.incompatible) > INCOMPATIBLE:
+            self.incompatible.popitem(last=False)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for one prompt.
+
+    Attributes:
+        match: the stored context that the prompt shares most tokens with.
+        save_id: id of the handoff that is saved; None: none.
+        images: the images of the prompt, in order.
+    """
+
+    match: PrefixMatch | None
+    save_id: str | None
+    images: Sequence[ImagePosition]
+
+
+class AutomaticRequest:
+    """Chooses transfers for one request; see `baton.engines.kv_transfer.TransferChooser`.
+
+    Args:
+        automatic: the automatic handoffs of the gateway.
+        engine: the engine that answers.
+        tenant: the owner of the request.
+        saves: whether contexts are saved that are likely to be continued.
+        conversation: whether the prompt is written from messages.
+        wish: the client's own wish that its context is saved.
+    """
+
+    def __init__(
+        self,
+        automatic: AutomaticHandoffs,
+        engine: Engine,
+        tenant: str,
+        *,
+        saves: bool,
+        conversation: bool,
+        wish: SaveWish | None = None,
+    ) -> None:
+        self._automatic = automatic
+        self._engine = engine
+        self._tenant = tenant
+        self._saves = saves
+        self._conversation = conversation
+        self._wish = wish
+        self._choices: dict[TransferRequest, Choice] = {}
+
+    def choose(
+        self, prompt: Sequence[int], images: Sequence[ImagePosition] = (), *, loads: bool, saves: bool
+    ) -> TransferRequest | None:
+        try:
+            return self._choose(prompt, images, loads=loads, saves=saves)
+        except OverflowError:  # no model has such a token: the engine refuses the prompt
+            return None
+        except Exception as error:  # a fault of this cache must not cost an answer
+            log.error("automatic_handoff_failed", exc_info=error)
+            self._automatic.metrics.automatic_lookups.labels("failed").inc()
+            return None
+
+    def _choose(
+        self, prompt: Sequence[int], images: Sequence[ImagePosition], *, loads: bool, saves: bool
+    ) -> TransferRequest | None:
+        prompt = with_distinct_images(prompt, images)
+        match = self._automatic.find(self._engine, self._tenant, prompt)
+        save_id = new_id(automatic=True) if saves and self._is_worth_saving(prompt, match) else None
+        least = self._automatic.settings.auto_min_tokens
+        decision = self._decide(match) if loads and match is not None and match.tokens >= least else None
+        transfer = TransferRequest(
+            save=key_of(self._tenant, save_id) if save_id is not None else None,
+            load=_named(match, decision, save_id),
+            limit=_limit(match, decision),
+            least=least,
+            # The pixels of its images, which an audit would need, are in vLLM's hands alone.
+            audited=bool(decision and decision.loads and not images and self._automatic.audits.chosen()),
+        )
+        if not transfer.moves_kv:
+            return None
+        self._choices[transfer] = Choice(match, save_id, images)
+        return transfer
+
+    def _is_worth_saving(self, prompt: Sequence[int], match: PrefixMatch | None) -> bool:
+        if not self._saves and self._wish is None:
+            return False
+        likely = self._conversation or self._wish is not None
+        return self._automatic.rule.is_worth_saving(self._tenant, prompt, match, conversation=likely)
+
+    def _decide(self, match: PrefixMatch) -> Decision:
+        decision = self._automatic.planner.decide(self._engine, match.record, match.tokens)
+        self._automatic.metrics.decisions.labels(decision.choice.value).inc()
+        return decision
+
+    def ended(self, transfer: TransferRequest) -> None:
+        try:
+            self._end(transfer)
+        except Exception as error:  # a fault of this cache must not cost an answer
+            log.error("automatic_handoff_failed", exc_info=error)
+
+    def _end(self, transfer: TransferRequest) -> None:
+        choice, report = self._choices.pop(transfer), transfer.report
+        stored = 0
+        if choice.match is not None:
+            self._automatic.note_load(self._engine, choice.match, report)
+            self._automatic.audits.note(self._engine, choice.match.record, transfer)
+            stored = 0 if report.miss is not None or report.lost else choice.match.tokens
+        tokens = report.prompt_ids + report.output_ids
+        if choice.save_id is None or not report.saves or len(tokens) - stored < transfer.least:
+            return
+        ttl_s = self._wish.ttl_s if self._wish is not None else None
+        self._automatic.save(
+            self._engine, self._tenant, choice.save_id, transfer, tokens, choice.images, ttl_s
+        )
+
+
+def _named(match: PrefixMatch | None, decision: Decision | None, save_id: str | None) -> str | None:
+    """Return the key of the stored KV that is loaded, or that the saved KV shares files with."""
+    loads = decision is not None and decision.loads
+    return match.record.key if match is not None and (loads or save_id is not None) else None
+
+
+def _limit(match: PrefixMatch | None, decision: Decision | None) -> int:
+    """Return the most tokens to load."""
+    if match is None or decision is None:
+        return 0
+    return match.tokens if decision.limit is None else min(match.tokens, decision.limit)

@@ -1,0 +1,446 @@
+"""Plan a request that continues or saves handoffs: its prompt, its parts, what is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from baton.admission.fair_threads import in_own_thread
+from baton.config.groups import HandoffSettings
+from baton.engines.kv_transfer import TransferRequest
+from baton.engines.port import Engine, Json, Operation
+from baton.errors import InvalidRequest
+from baton.images.client_image import ClientImage
+from baton.images.image_position import ImagePosition, with_distinct_images
+from baton.images.placed_image import PlacedImage
+from baton.library.handoff import HandoffRecord
+from baton.library.library import Handoffs
+from baton.library.prefixes import shared_tokens
+from baton.relay.asked import HandoffOptions, NewHandoff, SaveOptions, part_name
+from baton.relay.audit import Audits
+from baton.relay.cost import Choice, Decision, Planner
+from baton.relay.join import JoinedContext, Part, continued_parts, join, require_fit, require_joinable
+from baton.relay.limits import ContextLimits
+from baton.relay.move import moved_parts, require_movable, require_usable_with_moves, salt_of
+from baton.relay.prompt.chat import Writer
+from baton.relay.prompt.whole import ContextPrompt, write_prompt
+from baton.relay.run import JoinedPart, Session
+from baton.relay.sources import Source
+from baton.telemetry.ids import RequestContext
+from baton.telemetry.metrics import HandoffMetrics
+from baton_kv.contract import MovedPart
+
+# Describe what a client asked of handoffs, and in which order it joins several.
+
+
+@dataclass(frozen=True)
+class SessionRequest:
+    """What a client asked for.
+
+    Attributes:
+        operation: an operation that supports handoffs.
+        body: the body of the request.
+        parts: the handoffs that it continues, in the order in which they are joined.
+        save: how its context is saved; None: it is not.
+        latent_steps: number of latent steps after the prompt.
+        answered: an answer follows the prompt; otherwise the context ends with the last message.
+        moves: the KV of all parts but the first is moved to its place, where that can be done.
+        translated_from: the handoff of other weights whose text the context holds; None: of none.
+        target: the handoff to save, which was registered before; None: none was.
+    """
+
+    operation: Operation
+    body: Json
+    parts: Sequence[Part]
+    save: SaveOptions | None
+    latent_steps: int
+    answered: bool = True
+    moves: bool = False
+    translated_from: HandoffRecord | None = None
+    target: HandoffRecord | None = None
+
+    @property
+    def source(self) -> HandoffRecord | None:
+        """The handoff that it continues, or the first of several."""
+        return self.parts[0].record if self.parts else None
+
+    @property
+    def exact(self) -> bool:
+        """Whether all KV that it uses is what the engine would compute."""
+        return not self.moves and (len(self.parts) != 1 or self.parts[0].record.exact)
+
+    @property
+    def may_load(self) -> HandoffRecord | None:
+        """The handoff whose KV may be loaded: its source, unless moved KV would begin an exact join."""
+        source = self.source
+        return source if source is not None and (source.exact or not self.exact) else None
+
+    @property
+    def parents(self) -> list[str]:
+        """The handoffs that a saved context continues, as the client named them."""
+        translated = [self.translated_from.id] if self.translated_from is not None else []
+        return [part.named for part in self.parts] or translated
+
+    @property
+    def joins_alone(self) -> bool:
+        """Whether nothing follows the joined contexts, neither a prompt nor an answer."""
+        text = self.operation is Operation.COMPLETIONS and self.body.get("prompt") is None
+        return text and self.prompt_only and len(self.parts) > 1
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the saved context ends before the answer."""
+        return self.save is not None and self.save.scope == "prompt"
+
+    @property
+    def steps_of_context(self) -> int:
+        """Number of latent steps in the context, with those of its source."""
+        return self.latent_steps + (self.source.latent_steps if self.source is not None else 0)
+
+
+async def parts_in_order(
+    planner: Planner,
+    engine: Engine,
+    sources: Sequence[Source],
+    options: HandoffOptions | NewHandoff,
+    field: str,
+) -> Sequence[Part]:
+    """Return handoffs in the order in which they are joined.
+
+    Args:
+        planner: estimates what loading their KV saves.
+        engine: the engine that answers.
+        sources: the handoffs.
+        options: how they are joined. With the order `any` one that must come first does (see
+            `Part.must_be_first`), or the one whose stored KV saves most time, of those that no other one
+            continues.
+        field: the field of the request that names them.
+    """
+    parts = [
+        Part(each.record, part_name(field, index), translated=each.translated)
+        for index, each in enumerate(sources)
+    ]
+    if options.order == "given" or len(parts) < 2:
+        return parts
+    continued = await in_own_thread(continued_parts, parts)
+
+    def worth(part: Part) -> tuple[bool, bool, float, int]:
+        loads = part.record.exact or options.join == "moved"
+        saving = planner.saving(engine, part.record) if loads else 0.0
+        return part.must_be_first, part.where not in continued, saving, len(part.record.tokens)
+
+    first = max(parts, key=worth)
+    return [first, *(part for part in parts if part is not first)]
+
+
+# Prepare a request that uses a handoff: prompt, load decision, new record. Returns a `Session` to run.
+#
+# `Sessions.open` does everything that may be refused: it writes the prompt, decides what to load, and
+# registers the handoff that will be saved. It returns a session, of which only `run` is left to call.
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """Opens the sessions of one gateway.
+
+    Attributes:
+        handoffs: all handoffs.
+        planner: decides whether KV is loaded or prefilled.
+        metrics: where handoffs are counted.
+        settings: limits of handoffs.
+        audits: computes some answers again.
+    """
+
+    handoffs: Handoffs
+    planner: Planner
+    metrics: HandoffMetrics
+    settings: HandoffSettings
+    audits: Audits
+
+    async def open(
+        self,
+        engine: Engine,
+        operation: Operation,
+        body: Json,
+        context: RequestContext,
+        options: HandoffOptions,
+        sources: Sequence[Source] = (),
+        images: Sequence[ClientImage] = (),
+    ) -> Session:
+        """Plan a request with a `handoff` field.
+
+        Args:
+            engine: the engine that answers.
+            operation: an operation that supports handoffs.
+            body: the body of the request.
+            context: the client and the request's ids.
+            options: the `handoff` field.
+            sources: the handoffs that the request continues.
+            images: the images of the request, in the order of its prompt.
+
+        Raises:
+            BatonError: the request cannot be carried out with this handoff; nothing was registered.
+        """
+        moves = options.join == "moved" and len(sources) > 1
+        parts = await parts_in_order(self.planner, engine, sources, options, "handoff.from")
+        require_usable_with_moves(operation, body, parts, moves=moves, steps=options.latent_steps)
+        wanted = SessionRequest(operation, body, parts, options.saving, options.latent_steps, moves=moves)
+        if moves:
+            require_movable(engine, "handoff.join")
+        if wanted.steps_of_context and body.get("prompt_logprobs") is not None:
+            raise InvalidRequest(
+                "'prompt_logprobs' cannot be used with latent steps: leave it out.", param="prompt_logprobs"
+            )
+        return await self._plan(engine, context, wanted, images)
+
+    async def open_new(
+        self,
+        engine: Engine,
+        body: Json,
+        context: RequestContext,
+        options: NewHandoff,
+        sources: Sequence[Source] = (),
+        images: Sequence[ClientImage] = (),
+        target: HandoffRecord | None = None,
+    ) -> Session:
+        """Plan `POST /v1/handoffs`: the context is computed and saved, without an answer.
+
+        Args:
+            engine: see `open`, as for the others.
+            body: the body of the request.
+            context: the client and the request's ids.
+            options: the body, parsed.
+            sources: the handoffs that the new one continues.
+            images: the images of the request.
+            target: the handoff to save, from `begin_joined`; None: it is registered here.
+
+        Raises:
+            BatonError: the context cannot be computed; nothing was registered.
+        """
+        operation = Operation.COMPLETIONS if options.messages is None else Operation.CHAT
+        save = SaveOptions(ttl_s=options.ttl_s, pin=options.pin, label=options.label, scope="prompt")
+        if moves := options.join == "moved" and len(sources) > 1:
+            require_movable(engine, "join")
+        wanted = SessionRequest(
+            operation,
+            body,
+            await parts_in_order(self.planner, engine, sources, options, "from"),
+            save,
+            options.latent_steps,
+            answered=operation is not Operation.CHAT,
+            moves=moves,
+            target=target,
+        )
+        require_usable_with_moves(operation, body, wanted.parts, moves=moves, steps=options.latent_steps)
+        return await self._plan(engine, context, wanted, images)
+
+    def begin_joined(self, engine: Engine, tenant: str, options: NewHandoff) -> HandoffRecord:
+        """Register the handoff that joins several ahead, before all of these are ready.
+
+        Args:
+            engine: the engine that will compute it.
+            tenant: its owner.
+            options: the request for it.
+        """
+        return self.handoffs.begin(
+            engine,
+            tenant,
+            parents=options.sources,
+            label=options.label,
+            ttl_s=options.ttl_s,
+            pin=options.pin,
+            exact=options.join == "exact",
+        )
+
+    def open_translation(
+        self,
+        engine: Engine,
+        context: RequestContext,
+        source: HandoffRecord,
+        prompt: ContextPrompt,
+        save: SaveOptions,
+    ) -> Session:
+        """Plan to compute and save what a handoff of other weights says.
+
+        Args:
+            engine: the engine that computes it.
+            context: the client and the request's ids.
+            source: the handoff.
+            prompt: what it says, as the engine's prompt.
+            save: how it is kept.
+
+        Raises:
+            BatonError: the context cannot be computed; nothing was registered.
+        """
+        wanted = SessionRequest(Operation.COMPLETIONS, {}, (), save, 0, translated_from=source)
+        return self._session(engine, context, wanted, prompt, [])
+
+    async def _plan(
+        self, engine: Engine, context: RequestContext, wanted: SessionRequest, images: Sequence[ClientImage]
+    ) -> Session:
+        prompt, ends = await self._write(engine, context, wanted, images)
+        return self._session(engine, context, wanted, prompt, ends)
+
+    def _session(
+        self,
+        engine: Engine,
+        context: RequestContext,
+        wanted: SessionRequest,
+        prompt: ContextPrompt,
+        ends: Sequence[int],
+    ) -> Session:
+        source = wanted.source
+        limits = ContextLimits(self.settings)
+        limits.require_few_images(engine, prompt.images)
+        if wanted.latent_steps:
+            limits.require_few_steps(wanted.steps_of_context)
+            prompt = prompt.with_latent_steps(wanted.latent_steps, engine.placeholder)
+        if wanted.save is not None:
+            limits.require_light_images(prompt.images)
+        decision = self._decide(engine, wanted.may_load, prompt)
+        moved = self._moved(engine, wanted, prompt, ends, decision)
+        target = self._register(engine, context, wanted)
+        load = entry_to_name(source, decision, target)
+        in_order = [part for part in moved if part is not None]
+        salt = salt_of(wanted.may_load, in_order)
+        transfer = TransferRequest(
+            prompt.tokens,
+            prompt.images,
+            save=target.key if target is not None else None,
+            prompt_only=wanted.prompt_only,
+            load=load,
+            limit=decision.limit if decision is not None else None,
+            moved=in_order,
+            salt=salt,
+            latent_steps=wanted.steps_of_context,
+            audited=load is not None and salt is None and self.audits.chosen(),
+        )
+        return Session(
+            self.handoffs,
+            self.metrics,
+            self.audits,
+            engine,
+            context,
+            prompt,
+            transfer,
+            source,
+            decision,
+            target,
+            wanted.parts[0].translated if wanted.parts else None,
+            [JoinedPart(part, end, each) for part, end, each in zip(wanted.parts, ends, moved, strict=False)],
+            owns_target=wanted.target is None,
+        )
+
+    def _moved(
+        self,
+        engine: Engine,
+        wanted: SessionRequest,
+        prompt: ContextPrompt,
+        ends: Sequence[int],
+        decision: Decision | None,
+    ) -> list[MovedPart | None]:
+        """Return for each part what is moved of it: nothing where computing all of it is faster."""
+        loads = decision is not None and decision.choice is Choice.LOAD
+        if wanted.moves and loads and prompt.tokens and self.planner.moves(engine, ends[-1] - ends[0]):
+            return moved_parts(prompt.tokens, wanted.parts, ends)
+        return [None] * len(ends)
+
+    async def _write(
+        self, engine: Engine, context: RequestContext, wanted: SessionRequest, images: Sequence[ClientImage]
+    ) -> tuple[ContextPrompt, Sequence[int]]:
+        """Write the whole prompt; returns it, and where the part of each of several sources ends."""
+        record, seen, ends = wanted.source, list[PlacedImage](), list[int]()
+        if record is not None and len(wanted.parts) > 1:
+            joined = await self._join(engine, context, wanted.parts)
+            record, seen, ends = joined.as_record(record), joined.images, joined.ends
+            if wanted.joins_alone:
+                return ContextPrompt(joined.tokens, joined.images, joined.conversation), ends
+        elif record is not None:
+            seen = await self.handoffs.images(record)
+        prompt = await write_prompt(
+            Writer(engine, context, images, joined=bool(ends)),
+            record,
+            seen,
+            wanted.operation,
+            wanted.body,
+            prompt_only=wanted.prompt_only,
+            latent=bool(wanted.latent_steps),
+            answered=wanted.answered,
+        )
+        return prompt, ends
+
+    async def _join(self, engine: Engine, context: RequestContext, parts: Sequence[Part]) -> JoinedContext:
+        continued = await self.require_joinable(engine, parts)
+        images, known = list[Sequence[PlacedImage]](), dict[str, ClientImage]()
+        for part in parts:
+            found = await self.handoffs.images(part.record) if part.where not in continued else []
+            # Bytes of an image that several parts hold are kept once.
+            images.append([replace(each, image=known.setdefault(each.digest, each.image)) for each in found])
+        read = [replace(part, images=theirs) for part, theirs in zip(parts, images, strict=True)]
+        joined = await join(engine, context, read, continued)
+        require_fit(engine, parts, joined)
+        return joined
+
+    async def require_joinable(self, engine: Engine, parts: Sequence[Part]) -> Mapping[str, str]:
+        """Refuse handoffs that cannot be joined; returns those of which nothing is written.
+
+        Args:
+            engine: the engine that will compute the context.
+            parts: the handoffs, in the order in which they are joined.
+
+        Returns:
+            See `continued_parts`.
+
+        Raises:
+            BatonError: of one of them; `param` names it.
+        """
+        continued = await in_own_thread(continued_parts, parts)
+        require_joinable(engine, parts, continued)
+        ContextLimits(self.settings).require_light_parts(parts)
+        return continued
+
+    def _decide(self, engine: Engine, source: HandoffRecord | None, prompt: ContextPrompt) -> Decision | None:
+        if source is None:
+            return None
+        shared = None
+        if prompt.tokens is not None:
+            images = [ImagePosition(each.digest, each.offset, each.length) for each in prompt.images]
+            shared = shared_tokens(source.distinct_tokens, with_distinct_images(prompt.tokens, images))
+        decision = self.planner.decide(engine, source, shared, self.handoffs.skipped_fetch_s(source))
+        self.metrics.decisions.labels(decision.choice.value).inc()
+        return decision
+
+    def _register(
+        self, engine: Engine, context: RequestContext, wanted: SessionRequest
+    ) -> HandoffRecord | None:
+        if (target := wanted.target) is not None:
+            target.parents = wanted.parents  # in the order in which they were joined
+            target.parent = target.parents[0]
+        if wanted.save is None or target is not None:
+            return target
+        return self.handoffs.begin(
+            engine,
+            context.tenant,
+            parents=wanted.parents,
+            translated_from=wanted.translated_from.id if wanted.translated_from is not None else None,
+            exact=wanted.exact,
+            label=wanted.save.label,
+            ttl_s=wanted.save.ttl_s,
+            pin=wanted.save.pin,
+        )
+
+
+def entry_to_name(
+    source: HandoffRecord | None, decision: Decision | None, target: HandoffRecord | None
+) -> str | None:
+    """Return the key of the source's KV, which the engine is told if it loads it or saves what continues it.
+
+    Args:
+        source: the handoff that the request continues.
+        decision: whether its KV is loaded.
+        target: the handoff that the request saves.
+    """
+    if source is None or decision is None:
+        return None
+    shares = target is not None and source.exact  # files with moved KV are only for what loads it
+    return source.key if decision.loads or shares else None

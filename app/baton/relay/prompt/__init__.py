@@ -1,0 +1,1 @@
+"""The prompts of requests that continue handoffs."""

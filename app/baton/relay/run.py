@@ -1,0 +1,349 @@
+"""Run a planned request at its engine, and save its context."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from baton.engines.kv_transfer import TransferReport, TransferRequest
+from baton.engines.port import Engine, Json, Operation, Reply, StreamReply, WholeReply
+from baton.library.handoff import Conversation, HandoffRecord
+from baton.library.library import Handoffs
+from baton.library.prefixes import shared_tokens
+from baton.relay.asked import WRITTEN_BY_THE_ENGINE
+from baton.relay.audit import Audits
+from baton.relay.cost import Decision
+from baton.relay.join import Part
+from baton.relay.prompt.chat import AFTER_THE_PROMPT
+from baton.relay.prompt.resent import answer_fingerprint
+from baton.relay.prompt.whole import ContextPrompt
+from baton.relay.report import (
+    DONE,
+    KV_IS_GONE,
+    chunk_of,
+    event_of,
+    head_of,
+    prefix_hits,
+    source_outcome,
+    without_keys,
+)
+from baton.relay.sources import Translated
+from baton.telemetry.ids import RequestContext
+from baton.telemetry.metrics import HandoffMetrics
+from baton_kv.contract import MovedPart
+
+# Build the assistant's message from a chat's answer, whole or streamed.
+
+
+class ChatAnswer:
+    """Collects the one answer of a chat as a message.
+
+    Example:
+        >>> answer = ChatAnswer()
+        >>> answer.add({"choices": [{"delta": {"role": "assistant", "content": "Ro"}}]})
+        >>> answer.add({"choices": [{"delta": {"content": "me"}}]})
+        >>> answer.message["content"]
+        'Rome'
+    """
+
+    def __init__(self) -> None:
+        self._seen = False
+        self._content: list[str] = []
+        self._calls: dict[int, Json] = {}
+
+    def add(self, answer: Json) -> None:
+        """Add a whole answer, or the next chunk of a streamed one; other objects add nothing."""
+        for choice in answer.get("choices") or ():
+            said = choice.get("message") or choice.get("delta")
+            if isinstance(said, dict):
+                self._seen = True
+                content = said.get("content")
+                self._content.append(content if isinstance(content, str) else "")
+                for index, call in enumerate(said.get("tool_calls") or ()):
+                    self._add_call(call.get("index", index), call)
+
+    @property
+    def message(self) -> Json:
+        """The message so far."""
+        calls = [self._calls[index] for index in sorted(self._calls)]
+        return {"role": "assistant", "content": "".join(self._content), "tool_calls": calls}
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint that recognises the message when a client sends it again; None: no answer came."""
+        return answer_fingerprint(self.message) if self._seen else None
+
+    def _add_call(self, index: int, call: Json) -> None:
+        known = self._calls.setdefault(index, {"id": None, "function": {"name": None, "arguments": ""}})
+        known["id"] = call.get("id") or known["id"]
+        function: dict[str, Any] = call.get("function") or {}
+        known["function"]["name"] = function.get("name") or known["function"]["name"]
+        known["function"]["arguments"] += function.get("arguments") or ""
+
+
+# Run one prepared request with a handoff, and add the `handoff` object to its answer.
+
+
+SETTLE_WITHIN_S = 0.25
+"""An answer waits this long for its KV to be saved, so that its handoff is mostly `ready`."""
+ID_HEADER = "X-Handoff-Id"
+"""Response header with the id of the saved handoff, for clients that drop unknown fields."""
+
+
+@dataclass(frozen=True)
+class JoinedPart:
+    """One of several handoffs that a request continues.
+
+    Attributes:
+        part: the handoff.
+        end: number of the prompt's tokens up to the end of its part.
+        moved: what of its KV is moved to its place; None: nothing.
+    """
+
+    part: Part
+    end: int
+    moved: MovedPart | None = None
+
+    def public(self, begin: int, report: TransferReport, found: int) -> Json:
+        """Return where the KV of its tokens came from.
+
+        Args:
+            begin: number of the prompt's tokens before it.
+            report: what was loaded.
+            found: number of the prompt's first tokens that were loaded in place, or in the engine already.
+        """
+        moved = 0
+        if self.moved is not None:
+            moved = min(max(0, (report.loaded or 0) - self.moved.to), self.moved.tokens)
+        kept = moved if self.moved is not None else min(max(0, found - begin), self.end - begin)
+        translated = self.part.translated
+        return (translated.public(self.part.record) if translated is not None else {}) | {
+            "id": self.part.named,
+            "tokens": self.end - begin,
+            "loaded_tokens": 0 if self.moved is not None else max(0, min(self.end, report.in_place) - begin),
+            "moved_tokens": moved,
+            "recomputed_tokens": self.end - begin - kept,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """One planned request with a handoff. `Sessions` creates it; call `run` or `compute` once.
+
+    Attributes:
+        handoffs: all handoffs.
+        metrics: where handoffs are counted.
+        audits: computes some answers again.
+        engine: the engine that answers.
+        context: the client and the request's ids.
+        prompt: the whole prompt.
+        transfer: the KV that the engine is to load and save, and its report.
+        source: the handoff that it continues.
+        decision: whether the source's KV is loaded.
+        target: the handoff that it saves.
+        translated: how the source came from a handoff of other weights; None: it is of the engine's.
+        parts: the handoffs that were joined, the source first; empty: none were.
+        thought: `handoff.source` of a request that starts from one vector; None: it starts from none.
+        owns_target: whether the handoff fails with the session; otherwise who registered it may try again.
+    """
+
+    handoffs: Handoffs
+    metrics: HandoffMetrics
+    audits: Audits
+    engine: Engine
+    context: RequestContext
+    prompt: ContextPrompt
+    transfer: TransferRequest
+    source: HandoffRecord | None
+    decision: Decision | None
+    target: HandoffRecord | None
+    translated: Translated | None = None
+    parts: Sequence[JoinedPart] = ()
+    thought: Json | None = None
+    owns_target: bool = True
+
+    async def run(self, operation: Operation, body: Json) -> Reply:
+        """Call the engine; returns its reply with the `handoff` object.
+
+        Raises:
+            BatonError: the engine failed; the handoff to be saved is marked as failed.
+        """
+        try:
+            reply = await self.engine.call(operation, body, self.context, self.transfer)
+        except BaseException:
+            self.fail()
+            raise
+        headers = {ID_HEADER: self.target.id} if self.target is not None else {}
+        if isinstance(reply, StreamReply):
+            chunks = operation not in WRITTEN_BY_THE_ENGINE
+            events = self._stream(reply.events) if chunks else self._follow(reply.events)
+            return StreamReply(events, headers)
+        return await self._whole(reply, headers)
+
+    async def compute(self, prompt: str | list[int]) -> Json:
+        """Let the engine compute the context without an answer; returns the `handoff` object.
+
+        Args:
+            prompt: the client's prompt, for a context that the engine tokenizes itself.
+
+        Raises:
+            BatonError: the engine failed; the handoff to be saved is marked as failed if the session owns it.
+        """
+        body = {"model": self.engine.name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        try:
+            reply = await self.engine.call(Operation.COMPLETIONS, body, self.context, self.transfer)
+            assert isinstance(reply, WholeReply)
+        except BaseException:
+            self.fail()
+            raise
+        return await self._finish(ChatAnswer())
+
+    def fail(self) -> None:
+        """Mark the handoff to be saved as failed, unless the request has ended already."""
+        if self.target is not None and self.owns_target:
+            self.handoffs.end(self.target, None)
+
+    async def _whole(self, reply: WholeReply, headers: dict[str, str]) -> WholeReply:
+        body, answer = json.loads(reply.body), ChatAnswer()
+        without_keys(body)
+        answer.add(body)
+        body["handoff"] = await self._finish(answer)
+        return WholeReply(json.dumps(body).encode(), reply.media_type, dict(reply.headers) | headers)
+
+    async def _stream(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        """Pass the events on, with a chunk that holds the `handoff` object before the last one."""
+        ended, answer = False, ChatAnswer()
+        last: Json = {}
+        try:
+            async with aclosing(events) as rest:  # type: ignore[type-var]  # engines hand out generators
+                async for event in rest:
+                    if event == DONE:
+                        ended = True
+                        yield event_of(head_of(last) | {"choices": [], "handoff": await self._finish(answer)})
+                        yield event
+                        continue
+                    last, text = chunk_of(event)
+                    if self.target is not None:
+                        answer.add(last)
+                    yield text
+        finally:
+            if not ended:
+                self.fail()
+
+    async def _follow(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        """Pass on the events of an API that has no room for the `handoff` object, and save at their end."""
+        ended = False
+        try:
+            async with aclosing(events) as rest:  # type: ignore[type-var]  # engines hand out generators
+                async for event in rest:
+                    yield event
+            ended = True
+            await self._finish(ChatAnswer())
+        finally:
+            if not ended:
+                self.fail()
+
+    async def _finish(self, answer: ChatAnswer) -> Json:
+        """Save the context if that was asked for; returns the `handoff` object."""
+        shown: Json = {}
+        if self.target is not None:
+            shown = await self._save(self.target, answer)
+        if self.source is not None:
+            shown["source"] = self._describe(self.source)
+        elif self.thought is not None:
+            shown["source"] = self.thought
+            self.metrics.consumed.labels(self.thought["outcome"]).inc()
+        return shown
+
+    async def _save(self, target: HandoffRecord, answer: ChatAnswer) -> Json:
+        report, transfer = self.transfer.report, self.transfer
+        tokens = report.prompt_ids[: self.prompt.saved_tokens]
+        if not transfer.prompt_only:
+            if report.answer_ids is None:  # another context than the client's own is none
+                self.handoffs.end(target, None)
+                return target.public()
+            tokens = tokens + report.answer_ids
+        target.conversation = self._conversation(answer)
+        target.exact = self.transfer.salt is None  # as the connector marks its entry
+        target.positions = [] if transfer.images else [*report.images]  # without their pixels
+        if transfer.latent_steps:
+            target.latent_steps, target.placeholder = transfer.latent_steps, self.engine.placeholder
+        self.handoffs.end(target, transfer, tokens)
+        await self.handoffs.settled(target, SETTLE_WITHIN_S)
+        self.metrics.created.inc()
+        return target.public()
+
+    def _conversation(self, answer: ChatAnswer) -> Conversation | None:
+        """Return the conversation, now that it is known where the answer begins."""
+        conversation, report = self.prompt.conversation, self.transfer.report
+        if conversation is None or conversation.answer_from is None:
+            return conversation
+        if AFTER_THE_PROMPT < conversation.answer_from < len(report.prompt_ids) and self.transfer.prompt_only:
+            return conversation  # of joined contexts, the last of which is answered
+        answered = not self.transfer.prompt_only
+        known: Json = {}
+        if conversation.answer_from == AFTER_THE_PROMPT:
+            known["answer_from"] = len(report.prompt_ids)
+        if (fingerprint := answer.fingerprint) is not None and answered:
+            known["answer_fingerprints"] = conversation.answer_fingerprints | {
+                len(conversation.messages): fingerprint
+            }
+        return conversation.model_copy(update=known)
+
+    @property
+    def computed(self) -> int:
+        """Number of the prompt's tokens that were computed."""
+        report = self.transfer.report
+        return len(report.prompt_ids) - prefix_hits(report) + report.computed
+
+    @property
+    def exact(self) -> bool:
+        """Whether the KV that the answer started from is what the engine would compute of its tokens.
+
+        Where it might not be, the prefix cache is the request's own, so that its loads alone decide.
+        """
+        report = self.transfer.report
+        inexact = self.source is not None and not self.source.exact and report.loaded is not None
+        return not inexact and not report.moved
+
+    def _parts(self) -> list[Json]:
+        """Return where the KV of each of several handoffs came from."""
+        report, begins = self.transfer.report, [0, *(part.end for part in self.parts)]
+        found = prefix_hits(report) if self.transfer.salt is None else report.in_place
+        return [part.public(begin, report, found) for begin, part in zip(begins, self.parts, strict=False)]
+
+    def _forget_lost_parts(self) -> None:
+        """Note of the parts that were to be moved which have no KV any more."""
+        lost = self.transfer.report.lost_entries
+        for each in self.parts:
+            if each.moved is not None and lost.get(each.moved.key) in KV_IS_GONE:
+                self.handoffs.kv_gone(each.part.record)
+
+    def _describe(self, source: HandoffRecord) -> Json:
+        """Return `handoff.source`, and count it in the metrics."""
+        report, metrics = self.transfer.report, self.metrics
+        shown = source_outcome(source, report, self.decision) | {"exact": self.exact}
+        if not self.exact:
+            shown |= {"outcome": "blended", "reason": None}
+        if self.translated is not None:
+            shown |= self.translated.public(source)
+            if self.translated.computed and self.exact:
+                shown |= {"outcome": "translated", "reason": None}
+        shown["shared_tokens"] = shared_tokens(source.distinct_tokens, report.distinct_prompt)
+        shown["resent_messages"] = self.prompt.resent
+        if self.parts:
+            shown["parts"] = self._parts()
+        if report.miss in KV_IS_GONE:
+            self.handoffs.kv_gone(source)
+        self._forget_lost_parts()
+        self.audits.note(self.engine, source, self.transfer)
+        reused = shown["loaded_tokens"] + shown["resident_tokens"]
+        saved = self.engine.throughput.prefill_s(reused, source.steps_within(reused))
+        shown["saved_prefill_ms"] = None if saved is None else round(saved * 1000, 1)
+        metrics.consumed.labels(shown["outcome"]).inc()
+        metrics.tokens_reused.inc(shown["loaded_tokens"])
+        metrics.saved_prefill.inc(saved or 0)
+        return shown
