@@ -24,7 +24,7 @@ from pathlib import Path
 from handoff import Client, Rows, medians, prefilled, prompt, said, table
 from servers import Server, free_port, machine
 
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.library.prefixes import PrefixIndex
 
 CONFIG = """
@@ -201,12 +201,10 @@ def lookup_part(contexts: int) -> None:
     for number in range(contexts):
         tokens = array("i", [number, *shared[:95]])
         index.add(
-            HandoffRecord(
-                tenant="a", model="m", weights="w", created_at=0, ttl_s=60, expires_at=60, tokens=tokens
-            )
+            Handoff(tenant="a", model="m", weights="w", created_at=0, ttl_s=60, expires_at=60, tokens=tokens)
         )
     index.add(
-        HandoffRecord(
+        Handoff(
             tenant="a",
             model="m",
             weights="w",

@@ -38,16 +38,16 @@ from baton.http.uvicorn_server import MetricsServer
 from baton.images.fetching import fetcher_of
 from baton.images.reader import ImageReader
 from baton.library.here.images import ImageStore
-from baton.library.here.records import HandoffRepository
-from baton.library.library import Handoffs
+from baton.library.here.records import RecordFolder
+from baton.library.library import Library
 from baton.library.threads import HandoffThreads
 from baton.library.tiers import HandoffStorage
 from baton.pooling.service import Pooling
 from baton.relay.ahead import JoinsAhead
 from baton.relay.audit import Audits
 from baton.relay.automatic import AutomaticHandoffs, SaveRule
-from baton.relay.cost import Planner
-from baton.relay.plan import Sessions
+from baton.relay.cost import LoadCost
+from baton.relay.plan import Plans
 from baton.relay.rosetta import Rosetta
 from baton.relay.same_store import ForwardedHandoffs
 from baton.relay.sources import Sources
@@ -65,7 +65,7 @@ from baton_kv.stores.file import IMAGES, RECORDS
 from baton_kv.stores.memory import MemoryStore
 
 
-def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
+def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Library:
     """Open the store and return its handoffs; without an engine that supports handoffs, nothing is stored.
 
     Raises:
@@ -73,8 +73,8 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
     """
     threads = HandoffThreads(settings.admission.wait_s, metrics.queues)
     if not any(engine.handoff for engine in settings.engines):
-        nowhere = HandoffStorage(MemoryStore(), HandoffRepository(None), ImageStore(None))
-        return Handoffs(settings.handoffs, nowhere, metrics.handoffs, threads=threads)
+        nowhere = HandoffStorage(MemoryStore(), RecordFolder(None), ImageStore(None))
+        return Library(settings.handoffs, nowhere, metrics.handoffs, threads=threads)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
         folder = Path(settings.handoff_store.removeprefix("file:"))
@@ -83,7 +83,7 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
 
             storage: HandoffStorage = open_shared(settings.handoffs, store, folder, metrics.shared_store)
         else:
-            storage = HandoffStorage(store, HandoffRepository(folder / RECORDS), ImageStore(folder / IMAGES))
+            storage = HandoffStorage(store, RecordFolder(folder / RECORDS), ImageStore(folder / IMAGES))
         if settings.handoffs.archive is not None:
             from baton.library.archive.storage import open_archived  # obstore, which others do without
 
@@ -93,7 +93,7 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
     except OSError as error:
         raise SettingsError(f"handoffs.store: {settings.handoff_store}: {error.strerror}") from None
     automatic = any((engine.auto or settings.handoffs.auto) != "off" for engine in settings.own_engines)
-    return Handoffs(settings.handoffs, storage, metrics.handoffs, automatic=automatic, threads=threads)
+    return Library(settings.handoffs, storage, metrics.handoffs, automatic=automatic, threads=threads)
 
 
 def responses_of(settings: Settings) -> ResponseStore | None:
@@ -173,9 +173,9 @@ def create_app(
 def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
     """Create the services that the routes use."""
     metrics = fleet.metrics
-    handoffs, planner = handoffs_of(settings, metrics), Planner()
+    handoffs, planner = handoffs_of(settings, metrics), LoadCost()
     audits = Audits(settings.handoffs, handoffs, metrics.audits)
-    sessions = Sessions(handoffs, planner, metrics.handoffs, settings.handoffs, audits)
+    sessions = Plans(handoffs, planner, metrics.handoffs, settings.handoffs, audits)
     admission = Admission(settings.admission, fleet.names, metrics.admission)
     sources = Sources(handoffs, settings.handoffs.wait_s)
     bodies = body_threads(metrics.queues, settings.admission.wait_s)

@@ -24,7 +24,7 @@ from support.shared_stores import ENGINE, Machine, StoreServer, machine, servers
 from support.tcp_proxy import TcpProxy, tcp_proxy
 
 from baton.errors import BatonError, HandoffNotFound, HandoffPinsFull, HandoffStoreUnavailable
-from baton.library.handoff import HandoffRecord, HandoffState, new_id
+from baton.library.handoff import Handoff, HandoffState, new_id
 from baton_kv.stores.base import EntryMissing
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600), pytest.mark.parametrize("name", servers)]
@@ -48,7 +48,7 @@ def port_of(server: StoreServer) -> int:
     return urlsplit(server.url).port or 0
 
 
-async def looked_up(machine: Machine, record: HandoffRecord) -> HandoffRecord | str:
+async def looked_up(machine: Machine, record: Handoff) -> Handoff | str:
     """Return a handoff as a gateway finds it, else the name of the error."""
     try:
         found = await machine.handoffs.get(record.id, record.tenant)
@@ -58,12 +58,12 @@ async def looked_up(machine: Machine, record: HandoffRecord) -> HandoffRecord | 
     return found
 
 
-def is_whole(machine: Machine, record: HandoffRecord, right: bytes) -> bool:
+def is_whole(machine: Machine, record: Handoff, right: bytes) -> bool:
     """Whether what an engine of a machine would load is right; nothing is right too."""
     return not machine.handoffs.is_here(record) or machine.read(record.key) == right
 
 
-async def back(machine: Machine) -> HandoffRecord:
+async def back(machine: Machine) -> Handoff:
     """Save handoffs until one reaches the store: the breaker lets somebody try after a while, which is over now."""
     deadline = time.monotonic() + 20
     while True:
@@ -108,7 +108,7 @@ async def test_a_store_that_is_killed_anywhere_leaves_no_half_entry(
             assert index_errors(server.client) == []
             three = machine(tmp_path / f"three-{number}", server.url, shared_timeout_s=5)
             found = await looked_up(three, ready)
-            assert isinstance(found, HandoffRecord)
+            assert isinstance(found, Handoff)
             assert is_whole(three, found, right)
             three.storage.close()
     print(f"\nC1 {name} {work}: {KILLS} kills: {dict(outcomes)}")
@@ -357,7 +357,7 @@ async def test_a_flood_over_a_slow_store_holds_up_no_other_tenant(name: str, tmp
         proxy.delay_s = 0.3
         flood = [
             asyncio.create_task(
-                looked_up(two, HandoffRecord.model_copy(theirs, update={"id": new_id(), "tenant": "flood"}))
+                looked_up(two, Handoff.model_copy(theirs, update={"id": new_id(), "tenant": "flood"}))
             )
             for _ in range(120)
         ]

@@ -20,7 +20,7 @@ from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.images.placed_image import PlacedImage
 from baton.library.archive import storage as archive_storage
-from baton.library.handoff import HandoffRecord, HandoffState
+from baton.library.handoff import Handoff, HandoffState
 
 PRESENT = {"seaweedfs": WEED, **BINARIES}
 KINDS = {"valkey": ["valkey"], "redis": ["redis"], "s3": ["seaweedfs"], "valkey+s3": ["valkey", "seaweedfs"]}
@@ -64,7 +64,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         yield made
 
 
-async def gone(machine: Machine, record: HandoffRecord) -> bool:
+async def gone(machine: Machine, record: Handoff) -> bool:
     try:
         await machine.handoffs.get(record.id, record.tenant)
     except HandoffNotFound:

@@ -11,7 +11,7 @@ from support import store_history
 from support.history_checker import Event, run_workers, violations
 from support.store_history import BUDGET, WRONG
 
-from baton.library.here.records import HandoffRepository
+from baton.library.here.records import RecordFolder
 from baton_kv.stores.file import FileStore
 
 SCRIPT = Path(store_history.__file__)
@@ -80,7 +80,7 @@ def test_every_entry_read_is_the_last_one_put(seconds: float, tmp_path: Path) ->
 def test_every_record_read_is_the_last_one_written(seconds: float, tmp_path: Path) -> None:
     for folder in rounds(tmp_path):
         happened = judged("records", folder, seconds)
-        files = HandoffRepository(folder / "store")
+        files = RecordFolder(folder / "store")
         records = files.read_all()
         assert files.size() == sum(path.stat().st_size for path in (folder / "store").glob("*.json"))
         pinned = sum(record.usage.non_kv_bytes for record in records if record.pin)

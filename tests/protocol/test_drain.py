@@ -26,8 +26,8 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.engines.kv_transfer import TransferRequest
 from baton.http import uvicorn_server
-from baton.library.handoff import HandoffRecord, HandoffState
-from baton.library.library import Handoffs
+from baton.library.handoff import Handoff, HandoffState
+from baton.library.library import Library
 from baton.server import create_app
 
 STREAMS = 50
@@ -199,7 +199,7 @@ async def test_an_engine_ends_after_the_saves_it_was_told_to_make(tmp_path: Path
             states.append(record.state)
             await super().stop()
 
-    async def saving(handoffs: Handoffs) -> HandoffRecord:
+    async def saving(handoffs: Library) -> Handoff:
         relay = TransferRequest()
         record = handoffs.begin(engine, "local")
         handoffs.end(record, relay, [1, 2, 3])

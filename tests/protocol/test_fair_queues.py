@@ -29,7 +29,7 @@ from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import ImageInput
 from baton.http import request as request_body
 from baton.images import reader
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.library.threads import THREADS
 from baton.library.tiers import HandoffStorage
 
@@ -304,7 +304,7 @@ def test_look_ups_in_a_store_that_is_slow(tmp_path: Path, monkeypatch: pytest.Mo
     """`GET` of a handoff holds a thread as long as the store takes, and places at engines bound none of them."""
     go, find = threading.Event(), HandoffStorage.find
 
-    def slow(storage: HandoffStorage, handoff_id: str, tenant: str) -> HandoffRecord | None:
+    def slow(storage: HandoffStorage, handoff_id: str, tenant: str) -> Handoff | None:
         if tenant == "greedy":
             go.wait(60)
         return find(storage, handoff_id, tenant)

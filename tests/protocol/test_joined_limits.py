@@ -14,7 +14,7 @@ from baton.engines.fake.answers import IMAGE, MAX_MODEL_LEN, token_id, token_ids
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.port import ImageInput, Json, Operation, Reply
 from baton.errors import BatonError, EngineOverloaded, GenerationFailed
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 
 CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
 STEP = 999
@@ -66,9 +66,9 @@ def answered(gateway: FakeGateway, tokens: int) -> str:
     return str(post(gateway, CHAT, **body).json()["handoff"]["id"])
 
 
-def record_of(gateway: FakeGateway, left: str) -> HandoffRecord:
+def record_of(gateway: FakeGateway, left: str) -> Handoff:
     record = gateway.app.state.gateway.handoffs._index.known(left)
-    assert isinstance(record, HandoffRecord)
+    assert isinstance(record, Handoff)
     return record
 
 

@@ -16,7 +16,7 @@ from support.wire import connect, request, wait_for
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import Engine, Operation
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.relay.asked import HandoffOptions
 
 CHAT, TEXT, AHEAD = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
@@ -269,7 +269,7 @@ def test_translations_are_brought_to_this_machine_as_other_handoffs_are(
     handoffs, brought = relay.app.state.gateway.handoffs, list[tuple[str, str]]()
     bring = handoffs.bring
 
-    async def noted(record: HandoffRecord, engine: Engine) -> None:
+    async def noted(record: Handoff, engine: Engine) -> None:
         brought.append((record.id, engine.name))
         await bring(record, engine)
 

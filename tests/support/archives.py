@@ -23,8 +23,8 @@ from obstore.store import S3Store
 from baton.config.groups import HandoffSettings
 from baton.library.archive.storage import ArchivedStorage, open_archived
 from baton.library.here.images import ImageStore
-from baton.library.here.records import HandoffRepository
-from baton.library.library import Handoffs
+from baton.library.here.records import RecordFolder
+from baton.library.library import Library
 from baton.library.shared.storage import open_shared
 from baton.library.tiers import HandoffStorage
 from baton.telemetry.metrics import GatewayMetrics
@@ -239,7 +239,7 @@ def archived_machine(
     inner: HandoffStorage = (
         open_shared(chosen, store, root, metrics.shared_store)
         if shared is not None
-        else HandoffStorage(store, HandoffRepository(root / RECORDS), ImageStore(root / IMAGES))
+        else HandoffStorage(store, RecordFolder(root / RECORDS), ImageStore(root / IMAGES))
     )
     storage = open_archived(chosen, inner, root, metrics.archive)
-    return ArchivedMachine(store, storage, Handoffs(chosen, storage, metrics.handoffs), metrics)  # type: ignore[arg-type]
+    return ArchivedMachine(store, storage, Library(chosen, storage, metrics.handoffs), metrics)  # type: ignore[arg-type]

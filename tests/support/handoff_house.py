@@ -14,10 +14,10 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound
-from baton.library.handoff import HandoffRecord, HandoffState
+from baton.library.handoff import Handoff, HandoffState
 from baton.library.here.images import ImageStore
-from baton.library.here.records import HandoffRepository
-from baton.library.library import Handoffs
+from baton.library.here.records import RecordFolder
+from baton.library.library import Library
 from baton.library.tiers import HandoffStorage
 from baton.relay.audit import Audits
 from baton.telemetry.metrics import AuditMetrics, HandoffMetrics
@@ -50,12 +50,12 @@ class House:
     folder: Path
     clocks: Clocks
 
-    def handoffs(self, **settings: Any) -> Handoffs:
-        return Handoffs(
+    def handoffs(self, **settings: Any) -> Library:
+        return Library(
             HandoffSettings(**settings),
             HandoffStorage(
                 FileStore(self.folder / "store"),
-                HandoffRepository(self.folder / "records"),
+                RecordFolder(self.folder / "records"),
                 ImageStore(self.folder / "store" / "images"),
             ),
             HandoffMetrics(CollectorRegistry()),
@@ -64,8 +64,8 @@ class House:
         )
 
     async def left(
-        self, handoffs: Handoffs, size: int = 10, tokens: Sequence[int] = (1, 2, 3), **more: Any
-    ) -> HandoffRecord:
+        self, handoffs: Library, size: int = 10, tokens: Sequence[int] = (1, 2, 3), **more: Any
+    ) -> Handoff:
         """A handoff whose KV is in the store."""
         record = handoffs.begin(ENGINE, "local", **more)
         FileStore(self.folder / "store").put(record.key, [b"k" * size])
@@ -76,11 +76,11 @@ class House:
         return record
 
 
-def audits_of(handoffs: Handoffs, settings: HandoffSettings, **more: Any) -> Audits:
+def audits_of(handoffs: Library, settings: HandoffSettings, **more: Any) -> Audits:
     return Audits(settings, handoffs, AuditMetrics(CollectorRegistry()), **more)
 
 
-async def there(handoffs: Handoffs, record: HandoffRecord) -> bool:
+async def there(handoffs: Library, record: Handoff) -> bool:
     try:
         await handoffs.get(record.id, "local")
     except HandoffNotFound:

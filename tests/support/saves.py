@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from support.wire import wait_for
 
 WITHIN_S = 60
@@ -57,7 +57,7 @@ class SavedContexts:
         found = []
         for name in self.names() - before:
             try:
-                record = HandoffRecord.model_validate_json((self._records / name).read_bytes())
+                record = Handoff.model_validate_json((self._records / name).read_bytes())
             except FileNotFoundError:  # one that another goes on from was deleted
                 continue
             if record.tenant == self._tenant:

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.library.saving import ChangeRules
 from baton.library.shared.connection import SharedAddress, SharedConnection
 from baton.library.shared.files import PoolFiles, Room, SharedFile
@@ -114,7 +114,7 @@ class SharedHandoffRecords:
             "ttl_s": LIVES_S,
             "expires_at": ends,
         }
-        record = HandoffRecord(id=key, tenant=self._rng.choice(SCOPES), model="m", **told)
+        record = Handoff(id=key, tenant=self._rng.choice(SCOPES), model="m", **told)
         return value if self._records.create(record, edit) else None
 
     def get(self, key: str) -> str | None:

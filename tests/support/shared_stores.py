@@ -20,8 +20,8 @@ import valkey
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
-from baton.library.handoff import HandoffRecord
-from baton.library.library import Handoffs
+from baton.library.handoff import Handoff
+from baton.library.library import Library
 from baton.library.shared.storage import SharedStorage, open_shared
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.entry_format import EntryDescription, LayerShape, Part
@@ -109,7 +109,7 @@ class Machine:
 
     store: FileStore
     storage: SharedStorage
-    handoffs: Handoffs
+    handoffs: Library
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
 
     def entry(self, key: str, blocks: int = 4, after: str | None = None) -> int:
@@ -134,8 +134,8 @@ class Machine:
         return self.store.put(key, whole, shared=shared)
 
     async def leave(
-        self, tenant: str = "local", blocks: int = 4, after: HandoffRecord | None = None, **more: Any
-    ) -> HandoffRecord:
+        self, tenant: str = "local", blocks: int = 4, after: Handoff | None = None, **more: Any
+    ) -> Handoff:
         """Save a handoff with KV, and wait until other machines can have it."""
         record = self.handoffs.begin(ENGINE, tenant, **more)
         self.entry(record.key, blocks, after.key if after is not None else None)
@@ -163,4 +163,4 @@ def machine(folder: Path, url: str, secret: str = SECRET, **settings: Any) -> Ma
     )
     store, metrics = FileStore(folder / "store"), GatewayMetrics()
     storage = open_shared(chosen, store, folder / "store", metrics.shared_store)
-    return Machine(store, storage, Handoffs(chosen, storage, metrics.handoffs), metrics)
+    return Machine(store, storage, Library(chosen, storage, metrics.handoffs), metrics)

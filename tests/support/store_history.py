@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.config.groups import HandoffSettings
-from baton.library.handoff import HandoffRecord
-from baton.library.here.records import HandoffRepository
+from baton.library.handoff import Handoff
+from baton.library.here.records import RecordFolder
 from baton.library.saving import ChangeRules
 from baton_kv.stores.base import EntryMissing, StoreError
 from baton_kv.stores.file import FileStore
@@ -85,7 +85,7 @@ class Records:
     """The records of a gateway; a value is a record's label. An id that was deleted is never used again."""
 
     def __init__(self, root: Path, rng: random.Random) -> None:
-        self._files = HandoffRepository(root)
+        self._files = RecordFolder(root)
         self._rng = rng
         self._kv = FileStore(root.parent / "kv")
         settings = HandoffSettings(budget=BUDGET)  # type: ignore[arg-type]  # a number is a size
@@ -93,7 +93,7 @@ class Records:
         self._root = root
         self._new = ""
 
-    def _pin(self, record: HandoffRecord, pin: bool) -> bool:
+    def _pin(self, record: Handoff, pin: bool) -> bool:
         self._kv.pin(record.key, pin)
         return pin
 
@@ -111,7 +111,7 @@ class Records:
         if key != self._new:
             return value if self._files.update(key, edit) else None
         told = {"weights": "w", "created_at": 1.0, "ttl_s": 9e9, "expires_at": 9e9, "bytes": 100_000}
-        record = HandoffRecord(id=key, tenant=key[0], model="m", **told)
+        record = Handoff(id=key, tenant=key[0], model="m", **told)
         self._kv.put(record.key, [bytes(100_000)])
         return value if self._files.create(record, edit) else None
 

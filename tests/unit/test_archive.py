@@ -21,8 +21,8 @@ from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
 from baton.images.placed_image import PlacedImage
 from baton.library.archive.archiver import remove_expired
 from baton.library.archive.storage import LOOK_AGAIN_S
-from baton.library.handoff import HandoffRecord, HandoffState
-from baton.library.library import Handoffs
+from baton.library.handoff import Handoff, HandoffState
+from baton.library.library import Library
 
 pytestmark = with_s3
 
@@ -51,7 +51,7 @@ def machines(archive: Archive, tmp_path: Path) -> Iterator[Machines]:
         yield Machines(tmp_path, archive, stack)
 
 
-async def gone(handoffs: Handoffs, record: HandoffRecord) -> bool:
+async def gone(handoffs: Library, record: Handoff) -> bool:
     try:
         await handoffs.get(record.id, record.tenant)
     except HandoffNotFound:

@@ -23,7 +23,7 @@ from baton.library.archive import bucket as archive_bucket
 from baton.library.archive import copies as archive_files
 from baton.library.archive.archiver import Archiver, remove_expired
 from baton.library.archive.copies import LocalFile, Pace, reading
-from baton.library.handoff import HandoffAudit, HandoffRecord
+from baton.library.handoff import Handoff, HandoffAudit
 from baton_kv.stores.base import StoreError, StoreFull
 
 pytestmark = with_s3
@@ -57,7 +57,7 @@ def try_again_now(machine: ArchivedMachine) -> None:
         machine.storage.archiver._later[name] = 0.0
 
 
-async def written(machine: ArchivedMachine, record: HandoffRecord) -> None:
+async def written(machine: ArchivedMachine, record: Handoff) -> None:
     deadline = time.monotonic() + 20
     while machine.storage.archiver.is_waiting(record.id):
         assert time.monotonic() < deadline

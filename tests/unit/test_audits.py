@@ -16,7 +16,7 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import EngineState
 from baton.errors import EngineRestarting
-from baton.library.handoff import HandoffRecord, key_of, new_id
+from baton.library.handoff import Handoff, key_of, new_id
 from baton.relay import audit as service
 from baton.relay.audit import MOST, Audit, AuditQueue, Audits, compare
 from baton.telemetry.metrics import AuditMetrics, AuditResult
@@ -62,7 +62,7 @@ class Bench:
 
     def note(
         self,
-        record: HandoffRecord,
+        record: Handoff,
         first_token: dict[int, float],
         *,
         save: str | None = None,
@@ -251,7 +251,7 @@ async def test_more_audits_than_can_wait_are_dropped_and_counted(bench: Bench) -
 
 def test_an_engine_that_never_rests_does_not_hold_the_others_up() -> None:
     queue = AuditQueue()
-    record = HandoffRecord(tenant="t", model="a", weights="w", created_at=0, ttl_s=1, expires_at=1)
+    record = Handoff(tenant="t", model="a", weights="w", created_at=0, ttl_s=1, expires_at=1)
     busy, idle = (FakeEngine(name, state=EngineState.READY) for name in ("busy", "idle"))
     busy.active = 1
     for engine in (busy, idle):

@@ -16,13 +16,13 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Operation
 from baton.errors import HandoffNotFound
-from baton.library.handoff import HandoffRecord, key_of
+from baton.library.handoff import Handoff, key_of
 from baton.library.here.records import Edit
 from baton.library.index import SUPERSEDED_FOR_S
-from baton.library.library import Handoffs
+from baton.library.library import Library
 from baton.library.tiers import HandoffStorage
 from baton.relay.automatic import SEEN, TRIED, AutomaticHandoffs, SaveRule
-from baton.relay.cost import Planner
+from baton.relay.cost import LoadCost
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import TransferFailure
 from baton_kv.stores.file import FileStore
@@ -42,12 +42,12 @@ class Gateway:
     def __init__(self, house: House, **settings: Any) -> None:
         settings = {"auto": "on", "auto_min_tokens": LEAST} | settings
         self.house = house
-        self.handoffs: Handoffs = house.handoffs(**settings)
+        self.handoffs: Library = house.handoffs(**settings)
         self.metrics = HandoffMetrics(CollectorRegistry())
         limits = HandoffSettings(**settings)
         self.automatic = AutomaticHandoffs(
             self.handoffs,
-            Planner(),
+            LoadCost(),
             self.metrics,
             limits,
             {},
@@ -109,7 +109,7 @@ async def test_a_context_is_found_while_its_record_is_being_written(
     create, found = HandoffStorage.create, list[int]()
     loop = asyncio.get_running_loop()
 
-    def late(storage: HandoffStorage, record: HandoffRecord, edit: Edit) -> bool:
+    def late(storage: HandoffStorage, record: Handoff, edit: Edit) -> bool:
         found.append(asyncio.run_coroutine_threadsafe(gateway.finds(tokens(100)), loop).result(10))
         return create(storage, record, edit)
 

@@ -20,10 +20,10 @@ from baton.engines.port import ImageInput
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import MAX_CONVERSATION_BYTES, HandoffRecord, HandoffState
+from baton.library.handoff import MAX_CONVERSATION_BYTES, Handoff, HandoffState
 from baton.library.here.images import ImageStore
-from baton.library.here.records import HandoffRepository
-from baton.library.library import Handoffs
+from baton.library.here.records import RecordFolder
+from baton.library.library import Library
 from baton.library.tiers import HandoffStorage
 from baton.relay.prompt.chat import AFTER_THE_PROMPT, conversation_of
 from baton.telemetry.metrics import HandoffMetrics
@@ -36,22 +36,22 @@ CHATS = 12
 SCRIPTS = {"latin": "x", "control": "\x01", "han": "\u6c49", "emoji": "\U0001f600", "half": "\ud83d"}
 
 
-def gateway(folder: Path, budget: int = 8 * MIB) -> Handoffs:
+def gateway(folder: Path, budget: int = 8 * MIB) -> Library:
     root = folder / "store"
     storage = HandoffStorage(
-        FileStore(root, budget=budget), HandoffRepository(root / "records"), ImageStore(root / "images")
+        FileStore(root, budget=budget), RecordFolder(root / "records"), ImageStore(root / "images")
     )
-    return Handoffs(HandoffSettings(budget=budget), storage, HandoffMetrics(CollectorRegistry()))  # type: ignore[arg-type]  # a number is a size
+    return Library(HandoffSettings(budget=budget), storage, HandoffMetrics(CollectorRegistry()))  # type: ignore[arg-type]  # a number is a size
 
 
 async def left(
-    handoffs: Handoffs,
+    handoffs: Library,
     text: str,
     tenant: str = "local",
     *,
     images: list[PlacedImage] | None = None,
     **more: Any,
-) -> HandoffRecord:
+) -> Handoff:
     record = handoffs.begin(ENGINE, tenant, **more)
     body = {"messages": [{"role": "user", "content": text}]}
     record.conversation = conversation_of(body, AFTER_THE_PROMPT)
@@ -66,7 +66,7 @@ def taken(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / "store").rglob("*") if path.is_file())
 
 
-async def there(handoffs: Handoffs, record: HandoffRecord) -> bool:
+async def there(handoffs: Library, record: Handoff) -> bool:
     try:
         await handoffs.get(record.id, record.tenant)
     except HandoffNotFound:

@@ -18,10 +18,10 @@ from baton.engines.port import ImageInput
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.library.here.images import ImageStore
-from baton.library.here.records import HandoffRepository
-from baton.library.library import Handoffs
+from baton.library.here.records import RecordFolder
+from baton.library.library import Library
 from baton.server import handoffs_of
 from baton.telemetry.metrics import GatewayMetrics
 
@@ -30,13 +30,13 @@ PICTURE = ClientImage(b"image", "image/png", 4, 4)
 HANGS_AFTER_S = 20
 
 
-def gateway(store: Path) -> Handoffs:
+def gateway(store: Path) -> Library:
     """A gateway's handoffs, as a start makes them; it may not hang."""
     settings = Settings(
         engines=[{"name": "a", "model": "m", "handoff": True}],  # type: ignore[list-item]  # as from a file
         handoffs={"store": f"file:{store}"},  # type: ignore[arg-type]  # as above
     )
-    made: list[Handoffs | Exception] = []
+    made: list[Library | Exception] = []
 
     def start() -> None:
         try:
@@ -53,7 +53,7 @@ def gateway(store: Path) -> Handoffs:
     return made[0]
 
 
-async def left(handoffs: Handoffs) -> HandoffRecord:
+async def left(handoffs: Library) -> Handoff:
     record = handoffs.begin(ENGINE, "local")
     seen = [PlacedImage(PICTURE, PICTURE.digest, 0, 1, (7,))]
     handoffs.end(record, TransferRequest(report=TransferReport(saves=False), images=seen), [1, 2, 3])
@@ -114,7 +114,7 @@ async def test_a_record_or_image_swapped_for_a_link_or_a_pipe_is_not_read(
         found = await each.get(other.id, "local")
         with pytest.raises(HandoffImagesLost):
             await asyncio.wait_for(each.images(found), HANGS_AFTER_S)
-    assert HandoffRecord.model_validate_json(aside.read_text()).id == record.id
+    assert Handoff.model_validate_json(aside.read_text()).id == record.id
     assert (tmp_path / "picture").read_bytes() == PICTURE.data
 
 
@@ -123,7 +123,7 @@ def test_what_old_links_among_records_and_images_lead_to_is_not_removed(tmp_path
     victim, past = tmp_path / "victim", (1.0, 1.0)
     victim.write_text("kept")
     os.utime(victim, past)
-    for kind in (HandoffRepository, ImageStore):
+    for kind in (RecordFolder, ImageStore):
         folder = tmp_path / kind.__name__
         kind(folder)
         planted = folder / f".{'ab' * 8}"

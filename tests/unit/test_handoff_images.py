@@ -20,10 +20,10 @@ from baton.engines.port import ImageInput
 from baton.errors import HandoffImagesLost, HandoffIncompatible
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import HandoffRecord, HandoffState
+from baton.library.handoff import Handoff, HandoffState
 from baton.library.here.images import ImageStore
-from baton.library.here.records import HandoffRepository
-from baton.library.library import Handoffs
+from baton.library.here.records import RecordFolder
+from baton.library.library import Library
 from baton.library.tiers import ORPHANED_AFTER_S, HandoffStorage
 from baton.relay.sources import Sources
 from baton.telemetry.metrics import HandoffMetrics
@@ -42,22 +42,20 @@ def big(number: int, size: int) -> ClientImage:
     return ClientImage(bytes([number]) * size, "image/png", 4, 4)
 
 
-def gateway(folder: Path, **settings: Any) -> Handoffs:
+def gateway(folder: Path, **settings: Any) -> Library:
     chosen = HandoffSettings(**settings)
-    return Handoffs(
+    return Library(
         chosen,
         HandoffStorage(
             FileStore(folder / "store", budget=int(chosen.budget)),
-            HandoffRepository(folder / "records"),
+            RecordFolder(folder / "records"),
             ImageStore(folder / "store" / "images"),
         ),
         HandoffMetrics(CollectorRegistry()),
     )
 
 
-async def left(
-    handoffs: Handoffs, *pictures: ClientImage, tenant: str = "local", **more: Any
-) -> HandoffRecord:
+async def left(handoffs: Library, *pictures: ClientImage, tenant: str = "local", **more: Any) -> Handoff:
     record = handoffs.begin(ENGINE, tenant, **more)
     handoffs.end(
         record, TransferRequest(images=placed(*pictures), report=TransferReport(saves=False)), range(50)
@@ -190,4 +188,4 @@ async def test_a_record_whose_image_s_name_leads_elsewhere_is_left_alone(tmp_pat
     record = await left(gateway(tmp_path), picture(1))
     path = tmp_path / "records" / f"{record.id}.json"
     path.write_text(path.read_text().replace(picture(1).digest, "../../../etc/passwd"))
-    assert HandoffRepository(tmp_path / "records").read(record.id) is None
+    assert RecordFolder(tmp_path / "records").read(record.id) is None

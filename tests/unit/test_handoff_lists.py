@@ -8,10 +8,10 @@ import pytest
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffNotFound
-from baton.library.handoff import HandoffRecord, HandoffState, new_id
+from baton.library.handoff import Handoff, HandoffState, new_id
 from baton.library.here.images import ImageStore
-from baton.library.here.records import HandoffRepository
-from baton.library.library import Handoffs
+from baton.library.here.records import RecordFolder
+from baton.library.library import Library
 from baton.library.tiers import HandoffStorage
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.stores.memory import MemoryStore
@@ -20,19 +20,19 @@ pytestmark = pytest.mark.fault("E19")
 MANY = 10_000
 
 
-def record(created_at: float, tenant: str = "acme", **more: Any) -> HandoffRecord:
+def record(created_at: float, tenant: str = "acme", **more: Any) -> Handoff:
     life = {"created_at": created_at, "ttl_s": 600, "expires_at": 1e12, "state": HandoffState.READY}
-    return HandoffRecord(tenant=tenant, model="a", weights="w", **life, **more)
+    return Handoff(tenant=tenant, model="a", weights="w", **life, **more)
 
 
 @pytest.fixture
-def handoffs() -> Handoffs:
-    storage = HandoffStorage(MemoryStore(), HandoffRepository(None), ImageStore(None))
-    return Handoffs(HandoffSettings(), storage, GatewayMetrics().handoffs)
+def handoffs() -> Library:
+    storage = HandoffStorage(MemoryStore(), RecordFolder(None), ImageStore(None))
+    return Library(HandoffSettings(), storage, GatewayMetrics().handoffs)
 
 
 async def test_a_page_of_ten_thousand_looks_at_a_page(
-    handoffs: Handoffs, monkeypatch: pytest.MonkeyPatch
+    handoffs: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = [record(float(number)) for number in range(MANY)]
     for each in [
@@ -42,13 +42,13 @@ async def test_a_page_of_ten_thousand_looks_at_a_page(
     ]:
         handoffs._index.add(each, 600)
     looked: list[str] = []
-    shown = Handoffs._is_listed
+    shown = Library._is_listed
 
-    def looks(self: Handoffs, one: HandoffRecord) -> bool:
+    def looks(self: Library, one: Handoff) -> bool:
         looked.append(one.id)
         return shown(self, one)
 
-    monkeypatch.setattr(Handoffs, "_is_listed", looks)
+    monkeypatch.setattr(Library, "_is_listed", looks)
     for after in (None, made[5000].id, made[1].id):
         looked.clear()
         page, more = await handoffs.page("acme", limit=20, after=after)
@@ -57,7 +57,7 @@ async def test_a_page_of_ten_thousand_looks_at_a_page(
         assert (more, len(looked) <= 22) == (at > 20, True)
 
 
-async def test_what_was_dropped_or_is_anothers_is_in_no_page(handoffs: Handoffs) -> None:
+async def test_what_was_dropped_or_is_anothers_is_in_no_page(handoffs: Library) -> None:
     mine, gone, theirs, over = record(1.0), record(2.0), record(3.0, "other"), record(4.0)
     for each in (mine, gone, theirs):
         handoffs._index.add(each, 600)

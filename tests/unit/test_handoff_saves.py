@@ -9,7 +9,7 @@ import pytest
 from support.handoff_house import ENGINE, Clocks, House, there
 
 from baton.engines.kv_transfer import TransferRequest
-from baton.library.handoff import HandoffRecord, HandoffState
+from baton.library.handoff import Handoff, HandoffState
 from baton_kv.stores.file import FileStore
 
 
@@ -71,7 +71,7 @@ async def test_the_end_waits_only_a_moment_for_a_save_that_never_comes(house: Ho
 async def test_a_save_under_way_is_waited_for_while_the_engines_still_run(house: House) -> None:
     """A request that went away waits for nothing: no handoff is to come of it."""
 
-    async def save(record: HandoffRecord, relay: TransferRequest) -> None:
+    async def save(record: Handoff, relay: TransferRequest) -> None:
         await asyncio.sleep(0.3)
         FileStore(house.folder / "store").put(record.key, [b"k" * 10])
         relay.report.save_over.set()

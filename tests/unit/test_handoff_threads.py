@@ -18,10 +18,10 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.errors import GatewayOverloaded, HandoffNotFound
-from baton.library.handoff import HandoffRecord, HandoffState, new_id
+from baton.library.handoff import Handoff, HandoffState, new_id
 from baton.library.here.images import ImageStore
-from baton.library.here.records import HandoffRepository, News
-from baton.library.library import Handoffs
+from baton.library.here.records import News, RecordFolder
+from baton.library.library import Library
 from baton.library.threads import FETCHES, PUSHES, THREADS, HandoffThreads
 from baton.library.tiers import HandoffStorage
 from baton.telemetry.metrics import GatewayMetrics
@@ -50,18 +50,18 @@ class SlowStorage(HandoffStorage):
         if tenant == "flood":
             self.go.wait(50)
 
-    def find(self, _id: str, tenant: str) -> HandoffRecord | None:
+    def find(self, _id: str, tenant: str) -> Handoff | None:
         self._wait("find", tenant)
         return None
 
-    def is_here(self, _record: HandoffRecord) -> bool:
+    def is_here(self, _record: Handoff) -> bool:
         return False
 
-    def fetch(self, record: HandoffRecord, _within_s: float) -> int:
+    def fetch(self, record: Handoff, _within_s: float) -> int:
         self._wait("fetch", record.tenant)
         return 1
 
-    def share(self, record: HandoffRecord) -> bool:
+    def share(self, record: Handoff) -> bool:
         self._wait("share", record.tenant)
         return True
 
@@ -70,11 +70,11 @@ class SlowStorage(HandoffStorage):
         return News()
 
 
-def slow_handoffs(wait_s: float | None = None) -> tuple[SlowStorage, Handoffs]:
-    storage = SlowStorage(MemoryStore(), HandoffRepository(None), ImageStore(None))
+def slow_handoffs(wait_s: float | None = None) -> tuple[SlowStorage, Library]:
+    storage = SlowStorage(MemoryStore(), RecordFolder(None), ImageStore(None))
     metrics = GatewayMetrics()
     threads = HandoffThreads(wait_s, metrics.queues)
-    return storage, Handoffs(HandoffSettings(), storage, metrics.handoffs, threads=threads)
+    return storage, Library(HandoffSettings(), storage, metrics.handoffs, threads=threads)
 
 
 async def until(storage: SlowStorage, calls: int) -> None:

@@ -15,9 +15,9 @@ from support.handoff_house import ENGINE, Clocks, House, becomes, there
 
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.library.handoff import HandoffRecord, HandoffState
-from baton.library.here.records import HandoffRepository
-from baton.library.library import Handoffs
+from baton.library.handoff import Handoff, HandoffState
+from baton.library.here.records import RecordFolder
+from baton.library.library import Library
 from baton.library.tiers import ORPHANED_AFTER_S
 from baton.relay.sources import Sources
 from baton_kv.contract import new_key
@@ -29,7 +29,7 @@ def house(tmp_path: Path) -> House:
     return House(tmp_path, Clocks())
 
 
-async def change(handoffs: Handoffs, record: HandoffRecord, changes: dict[str, Any]) -> bool:
+async def change(handoffs: Library, record: Handoff, changes: dict[str, Any]) -> bool:
     """Whether there still was anything to change."""
     try:
         await handoffs.change(record, changes)
@@ -66,7 +66,7 @@ RECORD = {"tenant": "t", "model": "m", "weights": "w", "created_at": 1.0, "ttl_s
 def test_a_record_of_another_version_is_read_or_left_alone(
     tmp_path: Path, fields: dict[str, object], read: bool
 ) -> None:
-    files = HandoffRepository(tmp_path)
+    files = RecordFolder(tmp_path)
     path = tmp_path / f"{'i' * 32}.json"
     path.write_text(json.dumps(RECORD | {"id": "i" * 32} | fields))
     found = files.read("i" * 32)
@@ -77,7 +77,7 @@ def test_a_record_of_another_version_is_read_or_left_alone(
 
 def test_a_conversation_has_the_names_on_disk_that_every_version_reads(tmp_path: Path) -> None:
     """A gateway of another version over the store must neither miss nor drop what a chat may not do."""
-    files = HandoffRepository(tmp_path)
+    files = RecordFolder(tmp_path)
     old = {"messages": [], "told": {"0": "ab"}, "torn": True}
     path = tmp_path / f"{'i' * 32}.json"
     path.write_text(json.dumps(RECORD | {"id": "i" * 32, "conversation": old}))
@@ -183,7 +183,7 @@ async def test_a_handoff_that_is_deleted_while_a_request_waits_for_it_is_not_giv
     handoffs, waits = house.handoffs(), asyncio.Event()
     settled = handoffs.settled
 
-    async def noted(record: HandoffRecord, within_s: float) -> None:
+    async def noted(record: Handoff, within_s: float) -> None:
         waits.set()
         await settled(record, within_s)
 

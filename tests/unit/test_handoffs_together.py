@@ -18,10 +18,10 @@ from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.library.here.images import ImageStore
-from baton.library.here.records import HandoffRepository
-from baton.library.library import Handoffs
+from baton.library.here.records import RecordFolder
+from baton.library.library import Library
 from baton.library.tiers import HandoffStorage
 from baton.relay.sources import Sources
 from baton.telemetry.metrics import HandoffMetrics
@@ -58,20 +58,18 @@ class House:
     folder: Path
     now: list[float] = field(default_factory=lambda: [1000.0])
 
-    def gateway(self, *, ahead: float = 0.0, **settings: Any) -> Handoffs:
+    def gateway(self, *, ahead: float = 0.0, **settings: Any) -> Library:
         chosen, clock = HandoffSettings(**settings), Clock(self.now, ahead)
         root = self.folder / "store"
         storage = HandoffStorage(
             FileStore(root, budget=int(chosen.budget)),
-            HandoffRepository(root / "records"),
+            RecordFolder(root / "records"),
             ImageStore(root / "images"),
         )
         metrics = HandoffMetrics(CollectorRegistry())
-        return Handoffs(chosen, storage, metrics, clock=clock.monotonic, wall=clock.wall)
+        return Library(chosen, storage, metrics, clock=clock.monotonic, wall=clock.wall)
 
-    async def left(
-        self, handoffs: Handoffs, size: int = 10, tenant: str = "local", **more: Any
-    ) -> HandoffRecord:
+    async def left(self, handoffs: Library, size: int = 10, tenant: str = "local", **more: Any) -> Handoff:
         record = handoffs.begin(ENGINE, tenant, **more)
         FileStore(self.folder / "store").put(record.key, [b"k" * size])
         handoffs.end(record, TransferRequest(), [1, 2, 3])
@@ -97,10 +95,10 @@ async def tried(work: Coroutine[Any, Any, Any]) -> Any:
         return error
 
 
-async def changed(gateway: Handoffs, handoff_id: str, **changes: Any) -> Any:
+async def changed(gateway: Library, handoff_id: str, **changes: Any) -> Any:
     """What PATCH answers."""
 
-    async def patch() -> HandoffRecord:
+    async def patch() -> Handoff:
         record = await gateway.get(handoff_id, "local")
         await gateway.change(record, changes)
         return record
@@ -108,14 +106,14 @@ async def changed(gateway: Handoffs, handoff_id: str, **changes: Any) -> Any:
     return await tried(patch())
 
 
-async def deleted(gateway: Handoffs, handoff_id: str) -> Any:
+async def deleted(gateway: Library, handoff_id: str) -> Any:
     async def delete() -> None:
         await gateway.delete(await gateway.get(handoff_id, "local"))
 
     return await tried(delete())
 
 
-async def ids(gateway: Handoffs, tenant: str = "local") -> list[str]:
+async def ids(gateway: Library, tenant: str = "local") -> list[str]:
     page, more = await gateway.page(tenant, limit=100, after=None)
     assert not more
     return [record.id for record in page]

@@ -16,12 +16,12 @@ from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.speeds import TransferWatch
 from baton.errors import OperationUnsupported
 from baton.images.image_position import ImagePosition
-from baton.library.handoff import HandoffRecord, HandoffState, StoredImage
+from baton.library.handoff import Handoff, HandoffState, StoredImage
 from baton.library.index import HandoffIndex
 from baton.relay.join import Part
 from baton.relay.move import HEAD_TOKENS, LONE_HEAD_TOKENS, moved_parts, require_movable, salt_of
 from baton.relay.prompt.whole import ContextPrompt
-from baton.relay.run import JoinedPart, Session
+from baton.relay.run import JoinedPart, PlannedRequest
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
 from baton_kv.contract import MovedPart, Transfer, TransferFailure, TransferOutcome
@@ -30,7 +30,7 @@ SHARED = list(range(100, 120))
 
 
 def part(tokens: Sequence[int], size: int = 1) -> Part:
-    record = HandoffRecord(
+    record = Handoff(
         tenant="local", model="a", weights="w", created_at=0, ttl_s=60, expires_at=60,
         tokens=array("i", tokens), bytes=size,
     )  # fmt: skip
@@ -111,11 +111,13 @@ def test_an_engine_that_cannot_move_says_why() -> None:
     assert refused.value.param == "handoff.join"
 
 
-def session(source: HandoffRecord, report: TransferReport) -> Session:
+def session(source: Handoff, report: TransferReport) -> PlannedRequest:
     nobody: Any = None
     transfer = TransferRequest(report=report, salt="its own")
     prompt, engine = ContextPrompt(), FakeEngine("a")
-    return Session(nobody, nobody, nobody, engine, RequestContext("r"), prompt, transfer, source, None, None)
+    return PlannedRequest(
+        nobody, nobody, nobody, engine, RequestContext("r"), prompt, transfer, source, None, None
+    )
 
 
 @pytest.mark.parametrize(

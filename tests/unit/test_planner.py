@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
 from baton.engines.speeds import Throughput, TransferWatch
-from baton.library.handoff import HandoffRecord, StoredImage
-from baton.relay.cost import Choice, Decision, Planner
+from baton.library.handoff import Handoff, StoredImage
+from baton.relay.cost import Choice, Decision, LoadCost
 from baton.relay.plan import entry_to_name
 from baton.telemetry.metrics import TransferMetrics
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
@@ -21,14 +21,14 @@ MIB = 1024 * 1024
 TOKENS, SIZE = 1000, 20 * MIB
 
 
-def record() -> HandoffRecord:
-    return HandoffRecord(
+def record() -> Handoff:
+    return Handoff(
         tenant="local", model="a", weights="w", created_at=0, ttl_s=60, expires_at=60,
         tokens=array("i", range(TOKENS)), bytes=SIZE,
     )  # fmt: skip
 
 
-def ask(planner: Planner, engine: FakeEngine, bytes_per_s: float) -> Choice:
+def ask(planner: LoadCost, engine: FakeEngine, bytes_per_s: float) -> Choice:
     """One request: what is loaded of it takes as long as the store is slow."""
     decision = planner.decide(engine, record())
     if decision.loads:
@@ -46,12 +46,12 @@ def engine_that_prefills(tokens_per_s: float) -> FakeEngine:
 def test_a_context_with_an_image_costs_its_encoding_too() -> None:
     engine, seen = engine_that_prefills(tokens_per_s=100_000), record()
     engine.throughput.loaded(SIZE, 0.04)
-    assert Planner().decide(engine, seen).choice is Choice.RECOMPUTE
+    assert LoadCost().decide(engine, seen).choice is Choice.RECOMPUTE
     image = {"digest": "0" * 64, "media_type": "image/png", "width": 1, "height": 1, "bytes": 1}
     seen.images = [StoredImage(**image, offset=10, length=4, target=[1])]  # type: ignore[arg-type]  # plain values
-    decision = Planner().decide(engine, seen)
+    decision = LoadCost().decide(engine, seen)
     assert (decision.choice, decision.prefill_s) == (Choice.LOAD, pytest.approx(0.06))
-    assert Planner().decide(engine, seen, 10).prefill_s == pytest.approx(0.0001), "before the image"
+    assert LoadCost().decide(engine, seen, 10).prefill_s == pytest.approx(0.0001), "before the image"
 
 
 def test_the_source_is_named_to_load_it_or_to_save_only_what_continues_it() -> None:
@@ -73,7 +73,7 @@ def test_the_source_is_named_to_load_it_or_to_save_only_what_continues_it() -> N
 
 def test_where_a_little_cannot_be_loaded_all_is_to_see_whether_the_store_is_still_slow() -> None:
     """Windowed layers have the blocks of a context's end alone: a prefix of it is never loaded."""
-    engine, planner = engine_that_prefills(1000), Planner()
+    engine, planner = engine_that_prefills(1000), LoadCost()
     for _ in range(3):
         engine.throughput.loaded(SIZE, SIZE / 5e6)
     few = TOKENS // 20
@@ -84,7 +84,7 @@ def test_where_a_little_cannot_be_loaded_all_is_to_see_whether_the_store_is_stil
 
 def test_what_was_thought_is_loaded_however_slow_the_store_is() -> None:
     """Thought anew it may be another thought; and what that would cost is told as it is."""
-    engine, planner = engine_that_prefills(1000), Planner()
+    engine, planner = engine_that_prefills(1000), LoadCost()
     for _ in range(3):
         engine.throughput.loaded(SIZE, SIZE / 5e6)
     thought = record()
@@ -107,7 +107,7 @@ def test_what_an_h200_computes_faster_than_it_is_loaded_is_computed(
     """An 8B model's KV at 2.2 GiB/s (`docs/results/gpu.md`); loads as fast as the card's link turn it round."""
     engine, context, size = FakeEngine("a"), record(), tokens * 131_072
     context.tokens, context.bytes = array("i", range(tokens)), size
-    planner = Planner()
+    planner = LoadCost()
     assert planner.decide(engine, context).choice is Choice.LOAD, "nothing is known yet"
     engine.throughput.loaded(size, load_s)
     engine.throughput.prefilled(tokens, prefill_s)
@@ -120,11 +120,11 @@ def test_what_an_h200_computes_faster_than_it_is_loaded_is_computed(
 
 
 def test_what_is_not_known_yet_is_loaded() -> None:
-    assert Planner().decide(FakeEngine("a"), record()).choice is Choice.LOAD
+    assert LoadCost().decide(FakeEngine("a"), record()).choice is Choice.LOAD
 
 
 def test_a_store_that_turns_slow_is_left_alone_within_five_requests_and_taken_back_within_five() -> None:
-    engine, planner = engine_that_prefills(1500), Planner()
+    engine, planner = engine_that_prefills(1500), LoadCost()
     assert [ask(planner, engine, 2000 * MIB) for _ in range(5)] == [Choice.LOAD] * 5
     slow = [ask(planner, engine, 5e6) for _ in range(5)]
     assert slow[-1] is Choice.RECOMPUTE
@@ -134,7 +134,7 @@ def test_a_store_that_turns_slow_is_left_alone_within_five_requests_and_taken_ba
 
 
 def test_handoffs_without_kv_do_not_keep_it_from_looking_again() -> None:
-    engine, planner = engine_that_prefills(1500), Planner()
+    engine, planner = engine_that_prefills(1500), LoadCost()
     for _ in range(3):
         engine.throughput.loaded(SIZE, SIZE / 5e6)
     gone = record()
@@ -147,7 +147,7 @@ def test_handoffs_without_kv_do_not_keep_it_from_looking_again() -> None:
 
 
 def test_a_store_that_hangs_and_then_fails_counts_as_slow() -> None:
-    engine, planner = engine_that_prefills(1500), Planner()
+    engine, planner = engine_that_prefills(1500), LoadCost()
     for _ in range(3):
         assert ask(planner, engine, 2000 * MIB) is Choice.LOAD
     engine.throughput.load_failed(SIZE, 0.001)
@@ -158,7 +158,7 @@ def test_a_store_that_hangs_and_then_fails_counts_as_slow() -> None:
 
 
 def test_one_slow_load_changes_nothing() -> None:
-    engine, planner = engine_that_prefills(1500), Planner()
+    engine, planner = engine_that_prefills(1500), LoadCost()
     for _ in range(5):
         ask(planner, engine, 2000 * MIB)
     ask(planner, engine, 5e6)
@@ -166,7 +166,7 @@ def test_one_slow_load_changes_nothing() -> None:
 
 
 def test_while_it_computes_it_loads_a_little_now_and_then() -> None:
-    engine, planner = engine_that_prefills(1500), Planner()
+    engine, planner = engine_that_prefills(1500), LoadCost()
     for _ in range(3):
         engine.throughput.loaded(SIZE, SIZE / 5e6)
     limits = [planner.decide(engine, record()).limit for _ in range(4)]
@@ -190,7 +190,7 @@ def test_a_step_may_take_as_long_as_its_latent_steps() -> None:
 
 def test_kv_is_moved_unless_computing_it_is_known_to_be_faster() -> None:
     """Then once in a while, so that a change is noticed."""
-    engine, planner = engine_that_prefills(1000), Planner()
+    engine, planner = engine_that_prefills(1000), LoadCost()
     assert planner.moves(engine, 800), "nothing is known yet"
     for _ in range(3):
         engine.throughput.moved(800, 0.1)
@@ -204,7 +204,7 @@ def test_kv_is_moved_unless_computing_it_is_known_to_be_faster() -> None:
 
 
 def test_the_handoff_whose_kv_saves_most_time_comes_first() -> None:
-    engine, planner = FakeEngine("a"), Planner()
+    engine, planner = FakeEngine("a"), LoadCost()
     long, gone, large = record(), record(), record()
     gone.bytes, large.bytes = 0, 100 * SIZE
     assert planner.saving(engine, long) == planner.saving(engine, large) == TOKENS, (
@@ -237,7 +237,7 @@ def test_moves_are_measured_by_themselves() -> None:
 def test_kv_of_another_machine_is_computed_where_fetching_it_takes_longer() -> None:
     engine = engine_that_prefills(tokens_per_s=10_000)
     engine.throughput.loaded(SIZE, 0.01)
-    slow, fast = (Planner().decide(engine, record(), fetch_s=fetch_s) for fetch_s in (0.2, 0.05))
+    slow, fast = (LoadCost().decide(engine, record(), fetch_s=fetch_s) for fetch_s in (0.2, 0.05))
     assert (slow.choice, slow.limit, slow.public()["estimated_fetch_ms"]) == (Choice.RECOMPUTE, 0, 200.0)
     assert fast.choice is Choice.LOAD
-    assert "estimated_fetch_ms" not in Planner().decide(engine, record()).public()
+    assert "estimated_fetch_ms" not in LoadCost().decide(engine, record()).public()

@@ -9,20 +9,20 @@ from collections.abc import Sequence
 import pytest
 
 from baton.images.image_position import ImagePosition, with_distinct_images
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.library.prefixes import BLOCK, PrefixIndex, PrefixMatch, shared_tokens
 
 
-def record(tokens: Sequence[int], tenant: str = "a", weights: str = "w", **more: object) -> HandoffRecord:
+def record(tokens: Sequence[int], tenant: str = "a", weights: str = "w", **more: object) -> Handoff:
     fields = {"model": "m", "created_at": 0, "ttl_s": 60, "expires_at": 60} | more
-    return HandoffRecord(tenant=tenant, weights=weights, tokens=array("i", tokens), **fields)  # type: ignore[arg-type]
+    return Handoff(tenant=tenant, weights=weights, tokens=array("i", tokens), **fields)  # type: ignore[arg-type]
 
 
 def find(index: PrefixIndex, prompt: Sequence[int], tenant: str = "a") -> PrefixMatch | None:
     return index.find(tenant, "w", prompt, lambda _record: True)
 
 
-def longest(records: list[HandoffRecord], prompt: Sequence[int]) -> int:
+def longest(records: list[Handoff], prompt: Sequence[int]) -> int:
     """By comparing all; what is shorter than a block does not count."""
     shared = [len([*_equal(each.tokens, prompt)]) for each in records]
     return max((count for count in shared if count >= BLOCK), default=0)
@@ -38,7 +38,7 @@ def _equal(ours: Sequence[int], theirs: Sequence[int]) -> Sequence[int]:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_longest_prefix_is_found_among_trees_of_contexts(seed: int) -> None:
     dice, index = random.Random(seed), PrefixIndex()
-    records: list[HandoffRecord] = []
+    records: list[Handoff] = []
     for _ in range(40):
         parent = dice.choice(records).tokens if records and dice.random() < 0.8 else array("i")
         kept = parent[: dice.randrange(len(parent) + 1)] if parent else parent

@@ -13,13 +13,13 @@ from support.store_clusters import store_cluster, store_with_sentinel, tls_conte
 from support.tcp_proxy import tcp_proxy
 
 from baton.errors import HandoffStoreUnavailable, SettingsError
-from baton.library.handoff import HandoffRecord
-from baton.library.library import Handoffs
+from baton.library.handoff import Handoff
+from baton.library.library import Library
 from baton.library.shared import connection
 from baton.library.shared.connection import SharedAddress, open_client
 
 
-async def reaches(handoffs: Handoffs, record: HandoffRecord, within_s: float) -> HandoffRecord:
+async def reaches(handoffs: Library, record: Handoff, within_s: float) -> Handoff:
     """Look a handoff up until the store answers again."""
     deadline = time.monotonic() + within_s
     while True:

@@ -31,12 +31,12 @@ from baton.images.placed_image import PlacedImage
 from baton.library import library as service
 from baton.library import threads as background
 from baton.library.fetches import MEASURE_EVERY
-from baton.library.handoff import HandoffRecord, HandoffState, new_id
-from baton.library.library import Handoffs
+from baton.library.handoff import Handoff, HandoffState, new_id
+from baton.library.library import Library
 from baton.library.shared.storage import SharedStorage
 from baton.relay.audit import Audits
 from baton.relay.automatic import AutomaticHandoffs, SaveRule
-from baton.relay.cost import Planner
+from baton.relay.cost import LoadCost
 from baton.relay.sources import Sources
 from baton_kv.stores.base import StoreError
 
@@ -51,7 +51,7 @@ def audits_of(machine: Machine) -> Audits:
     return Audits(HandoffSettings(), machine.handoffs, machine.metrics.audits)
 
 
-async def gone(handoffs: Handoffs, record: HandoffRecord) -> bool:
+async def gone(handoffs: Library, record: Handoff) -> bool:
     try:
         await handoffs.get(record.id, record.tenant)
     except HandoffNotFound:
@@ -294,7 +294,7 @@ async def test_an_automatic_handoff_of_another_machine_is_fetched_for_the_next_r
     left = await one.leave(blocks=16, automatic=new_id(automatic=True))
     await two.handoffs.page("local", limit=1, after=None)  # it reads what is new
     automatic = AutomaticHandoffs(
-        two.handoffs, Planner(), two.metrics.handoffs, HandoffSettings(), {}, SaveRule(64), audits_of(two)
+        two.handoffs, LoadCost(), two.metrics.handoffs, HandoffSettings(), {}, SaveRule(64), audits_of(two)
     )
     prompt = [*range(256), 7, 8]
     assert automatic.find(ENGINE, "local", prompt) is None
@@ -437,7 +437,7 @@ async def test_a_slow_store_is_left_for_computing_and_taken_up_again_once_it_is_
         engine.throughput.prefilled(1000, 0.1)
         left = [await one.leave(blocks=600) for _ in range(2 * MEASURE_EVERY + 2)]
 
-        async def brought(record: HandoffRecord) -> bool:
+        async def brought(record: Handoff) -> bool:
             found = await two.handoffs.get(record.id, "local")
             found.tokens = found.tokens[:1000]  # as long to compute as the engine was measured
             await two.handoffs.bring(found, engine)

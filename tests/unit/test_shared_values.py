@@ -16,7 +16,7 @@ from support.shared_stores import ENGINE, Machine, StoreServer, machine, servers
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import HandoffRecord, scope_of
+from baton.library.handoff import Handoff, scope_of
 from baton_kv.stores.base import StoreError
 
 pytestmark = pytest.mark.fault("C25")
@@ -28,7 +28,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreServ
         yield running
 
 
-def row_of(record: HandoffRecord) -> str:
+def row_of(record: Handoff) -> str:
     return f"baton:{{i}}:r:{record.id}"
 
 
@@ -39,7 +39,7 @@ def unreadable(one: Machine) -> float:
     )
 
 
-def change(server: StoreServer, record: HandoffRecord, part: str, **values: Any) -> None:
+def change(server: StoreServer, record: Handoff, part: str, **values: Any) -> None:
     """Change what a record says, as somebody would who has no secret, and make others look at it."""
     told = json.loads(server.client.hget(row_of(record), part)) | values
     server.client.hset(row_of(record), mapping={part: json.dumps(told), "rev": 100})

@@ -20,7 +20,7 @@ from baton.http.elsewhere_body import prepare_forwarded
 from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, off_the_loop, read_json, state_of
 from baton.http.request_images import completed, take_images
 from baton.http.sse import ClientWatch, EventStream, event_stream
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.relay.asked import (
     HEADER,
     OPERATIONS,
@@ -32,7 +32,7 @@ from baton.relay.asked import (
     translates,
 )
 from baton.relay.move import require_movable
-from baton.relay.run import Session
+from baton.relay.run import PlannedRequest
 from baton.relay.sources import Source, require_compatible
 from baton.telemetry.ids import RequestContext
 
@@ -138,13 +138,13 @@ async def _respond(
         return await _response(request, gateway, ticket, reply, finish)
     options = take_options(body, engine, operation)
     images = await take_images(request, engine, operation, body)
-    sources: list[HandoffRecord] = []
+    sources: list[Handoff] = []
     if options is not None:
         require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
     # A pending source is waited for before this request takes a place: its own request may need the place.
     if options is not None:
         options, sources = await _sources(gateway, engine, operation, options, context)
-    thought: Session | None = None
+    thought: PlannedRequest | None = None
     continued: list[Source] = []
     if options is not None and options.via_rosetta:
         thought = await gateway.rosetta.open(engine, operation, body, context, sources[0], images)
@@ -180,7 +180,7 @@ async def _response(
 
 async def _sources(
     gateway: Gateway, engine: Engine, operation: Operation, options: HandoffOptions, context: RequestContext
-) -> tuple[HandoffOptions, list[HandoffRecord]]:
+) -> tuple[HandoffOptions, list[Handoff]]:
     """Find the handoffs that a request continues; returns them, and how.
 
     Raises:

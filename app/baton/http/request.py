@@ -22,12 +22,12 @@ from baton.errors import BatonError, GatewayOverloaded, UnsupportedMediaType
 from baton.http.body.json import is_small, parse_object
 from baton.http.body.trial import TrialCompiler
 from baton.images.reader import ImageReader
-from baton.library.library import Handoffs
+from baton.library.library import Library
 from baton.pooling.service import Pooling
 from baton.relay.ahead import JoinsAhead
 from baton.relay.audit import Audits
 from baton.relay.automatic import AutomaticHandoffs
-from baton.relay.plan import Sessions
+from baton.relay.plan import Plans
 from baton.relay.rosetta import Rosetta
 from baton.relay.same_store import ForwardedHandoffs
 from baton.relay.sources import Sources
@@ -159,9 +159,9 @@ class Gateway:
     settings: Settings
     fleet: Fleet
     metrics: GatewayMetrics
-    handoffs: Handoffs
+    handoffs: Library
     sources: Sources
-    sessions: Sessions
+    sessions: Plans
     translations: Translations
     rosetta: Rosetta
     ahead: JoinsAhead

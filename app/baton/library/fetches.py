@@ -10,7 +10,7 @@ import structlog
 
 from baton.engines.port import Engine
 from baton.errors import GatewayOverloaded, HandoffStoreUnavailable
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.library.threads import HandoffThreads
 from baton.library.tiers import FetchCutOff, HandoffStorage
 from baton.telemetry.metrics import HandoffMetrics
@@ -48,7 +48,7 @@ class Fetches:
         self._skipped: OrderedDict[str, float] = OrderedDict()
         self._log = structlog.get_logger("baton.handoffs")
 
-    async def bring(self, record: HandoffRecord, engine: Engine) -> None:
+    async def bring(self, record: Handoff, engine: Engine) -> None:
         """Copy a handoff's KV to this machine, unless it is here, or faster to compute.
 
         Args:
@@ -69,17 +69,17 @@ class Fetches:
         if self._slower % MEASURE_EVERY == 0:
             self._begin(record, source)
 
-    def skipped_s(self, record: HandoffRecord) -> float | None:
+    def skipped_s(self, record: Handoff) -> float | None:
         """Return how long a fetch would take that was slower than computing; None: there was none."""
         return self._skipped.get(record.id)
 
-    def _note_skipped(self, record: HandoffRecord, seconds: float) -> None:
+    def _note_skipped(self, record: Handoff, seconds: float) -> None:
         self._slower += 1
         self._skipped[record.id] = seconds
         while len(self._skipped) > MAX_SKIPPED:
             self._skipped.popitem(last=False)
 
-    def _begin(self, record: HandoffRecord, source: str) -> asyncio.Future[None]:
+    def _begin(self, record: Handoff, source: str) -> asyncio.Future[None]:
         running = self._running.get(record.id)
         if running is None:
             running = asyncio.ensure_future(self._fetch(record, source))
@@ -87,7 +87,7 @@ class Fetches:
             running.add_done_callback(lambda _: self._running.pop(record.id, None))
         return running
 
-    def _seconds_if_slower(self, record: HandoffRecord, engine: Engine, rate: float | None) -> float | None:
+    def _seconds_if_slower(self, record: Handoff, engine: Engine, rate: float | None) -> float | None:
         """Return how long a fetch takes, if computing is faster; None: it is not, or nobody knows."""
         load_s = engine.throughput.load_s(record.bytes)
         prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)
@@ -96,7 +96,7 @@ class Fetches:
         fetch_s = record.bytes / rate
         return fetch_s if fetch_s + (load_s or 0.0) > prefill_s else None
 
-    async def _fetch(self, record: HandoffRecord, source: str) -> None:
+    async def _fetch(self, record: Handoff, source: str) -> None:
         began = time.monotonic()
         try:
             size = await self._threads.fetches.run(record.tenant, self._storage.fetch, record, self._within_s)

@@ -123,7 +123,7 @@ TokenIds = Annotated[Ids, PlainValidator(_token_ids), PlainSerializer(list)]
 
 Bytes = bytes
 Size = int
-"""Names for these types within `HandoffRecord`, whose field `bytes` hides the builtin."""
+"""Names for these types within `Handoff`, whose field `bytes` hides the builtin."""
 
 MAX_CONVERSATION_BYTES = 2 * 1024 * 1024
 """Largest conversation, as UTF-8 JSON; a handoff with a larger one can only be continued as plain text."""
@@ -214,7 +214,7 @@ class StoredImage(BaseModel):
     target: list[int]
 
 
-class HandoffRecord(BaseModel):
+class Handoff(BaseModel):
     """One handoff. Its token ids define it; its KV may have been evicted.
 
     Attributes:

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from baton.library.handoff import HandoffRecord, HandoffState, Usage
+from baton.library.handoff import Handoff, HandoffState, Usage
 from baton.library.prefixes import BLOCK, PrefixIndex, shared_tokens
 
 FORGOTTEN_IDS = 10_000
@@ -34,9 +34,9 @@ class HandoffIndex:
         self.prefixes = PrefixIndex()
         self._automatic = automatic
         self._clock = clock
-        self._records: dict[str, HandoffRecord] = {}
+        self._records: dict[str, Handoff] = {}
         self._deadlines: dict[str, float] = {}
-        self._tenants: dict[str, dict[str, HandoffRecord]] = {}
+        self._tenants: dict[str, dict[str, Handoff]] = {}
         self._by_age: dict[str, list[tuple[float, str]]] = {}
         self._non_kv_bytes: Counter[str] = Counter()
         self._counted: dict[str, int] = {}
@@ -45,10 +45,10 @@ class HandoffIndex:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __contains__(self, record: HandoffRecord) -> bool:
+    def __contains__(self, record: Handoff) -> bool:
         return self._records.get(record.id) is record
 
-    def add(self, record: HandoffRecord, seconds: float) -> None:
+    def add(self, record: Handoff, seconds: float) -> None:
         """Add a record that expires in `seconds`; one that was forgotten stays out."""
         if record.id in self._forgotten or record.id in self._records:
             return
@@ -59,12 +59,12 @@ class HandoffIndex:
         self.expire_in(record, seconds)
         self.count_bytes(record)
 
-    def expire_in(self, record: HandoffRecord, seconds: float) -> None:
+    def expire_in(self, record: Handoff, seconds: float) -> None:
         """Let a record expire in `seconds`, if it is still in the index."""
         if record in self:
             self._deadlines[record.id] = self._clock() + seconds
 
-    def publish(self, record: HandoffRecord) -> None:
+    def publish(self, record: Handoff) -> None:
         """Let prompts find a record that is ready, or no longer find one whose KV is gone.
 
         KV with latent steps, or that was moved, is only for requests that name it: it is not that of its
@@ -83,12 +83,12 @@ class HandoffIndex:
         if any(_supersedes(each, record) for each in self.prefixes.continuing(record)):
             self._supersede(record)
 
-    def _supersede(self, record: HandoffRecord) -> None:
+    def _supersede(self, record: Handoff) -> None:
         """Let an automatic record go that another one continues; a request may be about to load it."""
         self.prefixes.remove(record)
         self.expire_in(record, SUPERSEDED_FOR_S)
 
-    def beginning_like(self, record: HandoffRecord) -> list[HandoffRecord]:
+    def beginning_like(self, record: Handoff) -> list[Handoff]:
         """Return the other records of a tenant and of the same weights whose contexts begin like one."""
         tokens = record.distinct_tokens
         return [
@@ -99,29 +99,27 @@ class HandoffIndex:
             and shared_tokens(each.distinct_tokens, tokens) >= BLOCK
         ]
 
-    def relatives(self, record: HandoffRecord) -> list[HandoffRecord]:
+    def relatives(self, record: Handoff) -> list[Handoff]:
         """Return the automatic records that continue a record, or that it continues."""
         found = [*self.prefixes.continued_by(record), *self.prefixes.continuing(record)]
         return [each for each in found if each.automatic]
 
-    def with_translations(self, record: HandoffRecord) -> list[HandoffRecord]:
+    def with_translations(self, record: Handoff) -> list[Handoff]:
         """Return a record and all that hold its text, translations of translations too."""
         return self._made_from(record, lambda each: [each.translated_from] if each.translated_from else [])
 
-    def blended_from(self, record: HandoffRecord) -> list[HandoffRecord]:
+    def blended_from(self, record: Handoff) -> list[Handoff]:
         """Return the records that may hold moved KV of a record, and those that continue these."""
         return self._made_from(record, lambda each: [] if each.exact else each.parents)[1:]
 
-    def _made_from(
-        self, record: HandoffRecord, origins: Callable[[HandoffRecord], Sequence[str]]
-    ) -> list[HandoffRecord]:
+    def _made_from(self, record: Handoff, origins: Callable[[Handoff], Sequence[str]]) -> list[Handoff]:
         """Return a record, those of its tenant that were made from it, those made from these, and so on.
 
         Args:
             record: the record.
             origins: returns the ids of the records that one was made from.
         """
-        made: defaultdict[str, list[HandoffRecord]] = defaultdict(list)
+        made: defaultdict[str, list[Handoff]] = defaultdict(list)
         for each in self._tenants.get(record.tenant, {}).values():
             for origin in origins(each):
                 made[origin].append(each)
@@ -133,41 +131,41 @@ class HandoffIndex:
             waiting += new
         return list(found.values())
 
-    def translations_of(self, record: HandoffRecord) -> list[HandoffRecord]:
+    def translations_of(self, record: Handoff) -> list[Handoff]:
         """Return the records that hold the text of a record of other weights."""
         mine = self._tenants.get(record.tenant, {}).values()
         return [each for each in mine if each.translated_from == record.id]
 
-    def weight_of(self, record: HandoffRecord) -> int:
+    def weight_of(self, record: Handoff) -> int:
         """Return the bytes that a record takes in memory, about, with its share of the index."""
         return record.weight + (INDEX_BYTES * len(record.tokens) if record in self.prefixes else 0)
 
-    def automatic_records(self) -> list[HandoffRecord]:
+    def automatic_records(self) -> list[Handoff]:
         """Return the automatic records that prompts can find."""
         return [each for each in self._records.values() if each.automatic and each in self.prefixes]
 
-    def count_bytes(self, record: HandoffRecord) -> None:
+    def count_bytes(self, record: Handoff) -> None:
         """Update how many bytes a record and its images take on disk."""
         if record in self:
             size = record.disk_bytes + record.image_bytes if record.on_disk else 0
             self._non_kv_bytes[record.tenant] += size - self._counted.get(record.id, 0)
             self._counted[record.id] = size
 
-    def forget(self, record: HandoffRecord) -> None:
+    def forget(self, record: Handoff) -> None:
         """Take a record out for good."""
         self._forgotten[record.id] = None
         if len(self._forgotten) > FORGOTTEN_IDS:
             self._forgotten.popitem(last=False)
         self.drop(record)
 
-    def evict(self, record: HandoffRecord) -> None:
+    def evict(self, record: Handoff) -> None:
         """Take a record out that was evicted here; an archived one may be looked up again."""
         if record.archived:
             self.drop(record)
         else:
             self.forget(record)
 
-    def drop(self, record: HandoffRecord) -> None:
+    def drop(self, record: Handoff) -> None:
         """Take a record out; it may be added again from its file."""
         if (known := self._records.pop(record.id, None)) is None:
             return
@@ -183,21 +181,21 @@ class HandoffIndex:
             del self._tenants[record.tenant], self._non_kv_bytes[record.tenant]
             self._by_age.pop(record.tenant, None)
 
-    def known(self, handoff_id: str) -> HandoffRecord | None:
+    def known(self, handoff_id: str) -> Handoff | None:
         """Return the record with an id, even if it has just expired."""
         return self._records.get(handoff_id)
 
-    def find(self, handoff_id: str) -> HandoffRecord | None:
+    def find(self, handoff_id: str) -> Handoff | None:
         """Return the record with an id, unless it has expired."""
         record = self._records.get(handoff_id)
         return record if record is not None and self._deadlines[handoff_id] > self._clock() else None
 
-    def expired(self) -> list[HandoffRecord]:
+    def expired(self) -> list[Handoff]:
         """Return the records that have expired."""
         now = self._clock()
         return [self._records[found] for found, deadline in self._deadlines.items() if deadline <= now]
 
-    def newest(self, tenant: str, after: HandoffRecord | None) -> Iterator[HandoffRecord]:
+    def newest(self, tenant: str, after: Handoff | None) -> Iterator[Handoff]:
         """Yield the records that a tenant's clients made, the newest first, some of which have just expired.
 
         What precedes a page costs no time, however much it is.
@@ -211,11 +209,11 @@ class HandoffIndex:
         for at in range(end - 1, -1, -1):
             yield self._records[ages[at][1]]
 
-    def by_eviction(self, tenant: str) -> list[HandoffRecord]:
+    def by_eviction(self, tenant: str) -> list[Handoff]:
         """Return a tenant's records in the order in which they are evicted: automatic ones go first."""
         return sorted(self._tenants.get(tenant, {}).values(), key=_eviction_order)
 
-    def unsaved_usage(self, but: HandoffRecord) -> list[Usage]:
+    def unsaved_usage(self, but: Handoff) -> list[Usage]:
         """Return the usage of the records that are in memory only, which other gateways do not see.
 
         Args:
@@ -223,7 +221,7 @@ class HandoffIndex:
         """
         return [record.usage for record in self._records.values() if not record.on_disk and record is not but]
 
-    def next_evictable(self, newest: HandoffRecord | None) -> HandoffRecord | None:
+    def next_evictable(self, newest: Handoff | None) -> Handoff | None:
         """Return the handoff on disk to evict first, of the tenant whose records and images take most.
 
         It is not pinned.
@@ -241,7 +239,7 @@ class HandoffIndex:
                 return min(evictable, key=_eviction_order)
         return None
 
-    def evictable_bytes(self, newest: HandoffRecord | None) -> int:
+    def evictable_bytes(self, newest: Handoff | None) -> int:
         """Return the bytes of records and images of all handoffs that may be evicted for `newest`."""
         return sum(self._counted.get(each.id, 0) for each in self._records.values() if _may_go(each, newest))
 
@@ -255,21 +253,21 @@ class HandoffIndex:
         return len(self._tenants.get(tenant, {}))
 
 
-def _age(record: HandoffRecord) -> tuple[float, str]:
+def _age(record: Handoff) -> tuple[float, str]:
     return record.created_at, record.id
 
 
-def _may_go(record: HandoffRecord, newest: HandoffRecord | None) -> bool:
+def _may_go(record: Handoff, newest: Handoff | None) -> bool:
     """Return whether a record may be evicted for another one."""
     asked_for = newest is not None and newest.automatic and not record.automatic
     return record.on_disk and not record.pin and record is not newest and not asked_for
 
 
-def _eviction_order(record: HandoffRecord) -> tuple[bool, float]:
+def _eviction_order(record: Handoff) -> tuple[bool, float]:
     return not record.automatic, record.created_at
 
 
-def _supersedes(record: HandoffRecord, other: HandoffRecord) -> bool:
+def _supersedes(record: Handoff, other: Handoff) -> bool:
     """Return whether a record makes an automatic one superfluous, all of which it begins with."""
     lasts = record.on_disk or not other.on_disk
     return other.automatic and record.model == other.model and lasts and record.expires_at >= other.expires_at

@@ -16,7 +16,7 @@ from baton.engines.port import Engine
 from baton.errors import HandoffNotFound
 from baton.images.placed_image import PlacedImage
 from baton.library.fetches import Fetches
-from baton.library.handoff import HandoffAudit, HandoffRecord, HandoffState, new_id
+from baton.library.handoff import Handoff, HandoffAudit, HandoffState, new_id
 from baton.library.index import HandoffIndex
 from baton.library.prefixes import PrefixMatch
 from baton.library.saving import Announcements, ChangeRules, RecordBudget, Saves
@@ -32,7 +32,7 @@ CLOSE_WITHIN_S = 3.0
 SAVES_END_WITHIN_S = 30.0
 
 
-class Handoffs:
+class Library:
     """Owns every handoff of one gateway.
 
     Args:
@@ -130,7 +130,7 @@ class Handoffs:
         automatic: str | None = None,
         translated_from: str | None = None,
         exact: bool = True,
-    ) -> HandoffRecord:
+    ) -> Handoff:
         """Register a pending handoff, which a request is about to save.
 
         Args:
@@ -146,7 +146,7 @@ class Handoffs:
         """
         now = self._wall()
         lives = min(ttl_s or self._settings.ttl_s, self._settings.ttl_s)
-        record = HandoffRecord(
+        record = Handoff(
             id=automatic or new_id(),
             automatic=automatic is not None,
             tenant=tenant,
@@ -171,7 +171,7 @@ class Handoffs:
 
     def end(
         self,
-        record: HandoffRecord,
+        record: Handoff,
         transfer: TransferRequest | None,
         tokens: Iterable[int] = (),
         reason: str | None = None,
@@ -200,17 +200,17 @@ class Handoffs:
         self._saving.add(saving)
         saving.add_done_callback(self._saving.discard)
 
-    async def settled(self, record: HandoffRecord, within_s: float) -> None:
+    async def settled(self, record: Handoff, within_s: float) -> None:
         """Wait until a handoff is no longer pending, at most `within_s` seconds."""
         if record.state is HandoffState.PENDING and not self._saves.is_pending(record):
             await self._announcements.wait(record, within_s)
         await self._saves.wait(record, within_s)
 
-    def is_awaited(self, record: HandoffRecord) -> bool:
+    def is_awaited(self, record: Handoff) -> bool:
         """Return whether a request waits for a pending handoff."""
         return self._saves.is_awaited(record)
 
-    async def images(self, record: HandoffRecord) -> list[PlacedImage]:
+    async def images(self, record: Handoff) -> list[PlacedImage]:
         """Return the images of a handoff's context, in order.
 
         Raises:
@@ -220,7 +220,7 @@ class Handoffs:
             return []
         return await self._threads.storage.run(record.tenant, self._storage.read_images, record)
 
-    async def get(self, handoff_id: str, tenant: str) -> HandoffRecord:
+    async def get(self, handoff_id: str, tenant: str) -> Handoff:
         """Return one of a tenant's handoffs, also one that another gateway over the same store saved.
 
         Raises:
@@ -233,13 +233,13 @@ class Handoffs:
         await self._require_origin(record)
         return record
 
-    async def _require_origin(self, record: HandoffRecord) -> None:
+    async def _require_origin(self, record: Handoff) -> None:
         """Refuse a translation of a handoff that has ended, of a translation perhaps.
 
         Raises:
             HandoffNotFound: it has.
         """
-        origin: HandoffRecord | None = record
+        origin: Handoff | None = record
         passed: set[str] = set()
         while origin is not None and origin.translated_from is not None and origin.id not in passed:
             passed.add(origin.id)
@@ -247,7 +247,7 @@ class Handoffs:
         if origin is None or origin.id in passed:  # no gateway makes a circle
             raise HandoffNotFound()
 
-    async def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[HandoffRecord], bool]:
+    async def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[Handoff], bool]:
         """Return a page of a tenant's handoffs, of all gateways over the store, the newest first.
 
         Args:
@@ -269,12 +269,12 @@ class Handoffs:
         page = list(islice(listed, limit + 1))
         return page[:limit], len(page) > limit
 
-    def _is_listed(self, record: HandoffRecord) -> bool:
+    def _is_listed(self, record: Handoff) -> bool:
         """Return whether a handoff is shown: it and what it is a translation of have not expired."""
         origins = [record.id] if record.translated_from is None else [record.id, record.translated_from]
         return not record.automatic and all(self._index.find(each) is not None for each in origins)
 
-    async def change(self, record: HandoffRecord, changes: dict[str, Any]) -> None:
+    async def change(self, record: Handoff, changes: dict[str, Any]) -> None:
         """Set a handoff's `label`, `ttl_s` (from now, within the longest life) or `pin`.
 
         Raises:
@@ -283,7 +283,7 @@ class Handoffs:
         """
         await asyncio.shield(self.begin_work(self._change(record, changes)))
 
-    async def _change(self, record: HandoffRecord, changes: dict[str, Any]) -> None:
+    async def _change(self, record: Handoff, changes: dict[str, Any]) -> None:
         async with record.guard:
             unsaved = self._index.unsaved_usage(record) if changes.get("pin") else []
             edit = self._rules.apply(changes, self._wall(), unsaved)
@@ -296,7 +296,7 @@ class Handoffs:
                 self._index.expire_in(record, self._sync.seconds_left(record))
 
     def longest_prefix(
-        self, tenant: str, weights: str, prompt: Sequence[int], usable: Callable[[HandoffRecord], bool]
+        self, tenant: str, weights: str, prompt: Sequence[int], usable: Callable[[Handoff], bool]
     ) -> PrefixMatch | None:
         """Return the tenant's handoff with stored KV that shares most tokens with a prompt, if any does.
 
@@ -309,36 +309,36 @@ class Handoffs:
             lambda record: self._index.find(record.id) is record and usable(record),
         )
 
-    def translations_of(self, record: HandoffRecord) -> list[HandoffRecord]:
+    def translations_of(self, record: Handoff) -> list[Handoff]:
         """Return the handoffs that hold the text of one of other weights, unless they have expired."""
         found = self._index.translations_of(record)
         return [each for each in found if self._index.find(each.id) is each]
 
-    def seconds_left(self, record: HandoffRecord) -> float:
+    def seconds_left(self, record: Handoff) -> float:
         """Return the seconds until a handoff expires."""
         return self._sync.seconds_left(record)
 
-    def kv_gone(self, record: HandoffRecord) -> None:
+    def kv_gone(self, record: Handoff) -> None:
         """Note that a handoff's KV cannot be used any more; an automatic one is removed."""
         if self._storage.remote:
             self.begin_work(self._kv_gone(record))
         else:
             self._sweeper.kv_gone(record)
 
-    async def _kv_gone(self, record: HandoffRecord) -> None:
+    async def _kv_gone(self, record: Handoff) -> None:
         """Note that a handoff's KV is not here, and perhaps nowhere."""
         if not any(await self._threads.storage.run(OURS, self._storage.stored_bytes, [record], patient=True)):
             self._sweeper.kv_gone(record)
 
-    def is_here(self, record: HandoffRecord) -> bool:
+    def is_here(self, record: Handoff) -> bool:
         """Return whether the engines of this machine find a handoff's KV, if it is stored at all."""
         return self._storage.is_here(record)
 
-    def skipped_fetch_s(self, record: HandoffRecord) -> float | None:
+    def skipped_fetch_s(self, record: Handoff) -> float | None:
         """Return how long a fetch would take that was slower than computing; None: there was none."""
         return self._fetches.skipped_s(record)
 
-    async def bring(self, record: HandoffRecord, engine: Engine) -> None:
+    async def bring(self, record: Handoff, engine: Engine) -> None:
         """Copy a handoff's KV to this machine, if that is faster than computing it.
 
         Whatever the shared store and the archive do, the request goes on: what is not here is computed.
@@ -354,11 +354,11 @@ class Handoffs:
             if not await self._threads.storage.run(record.tenant, self._storage.is_here, record):
                 self.kv_gone(record)
 
-    def __contains__(self, record: HandoffRecord) -> bool:
+    def __contains__(self, record: Handoff) -> bool:
         """Whether a handoff is still there."""
         return record in self._index
 
-    async def distrust(self, record: HandoffRecord, saved: str | None) -> None:
+    async def distrust(self, record: Handoff, saved: str | None) -> None:
         """Move KV away that led to another answer than computing it, and all that may be made of it.
 
         Args:
@@ -370,11 +370,11 @@ class Handoffs:
             await asyncio.wait(self._saving, timeout=SAVES_END_WITHIN_S)
             await self._distrust.remove_kv(record, saved)
 
-    async def note_audit(self, record: HandoffRecord, audit: HandoffAudit) -> None:
+    async def note_audit(self, record: Handoff, audit: HandoffAudit) -> None:
         """Note the result of an audit of a handoff's KV."""
         await self._distrust.note(record, audit)
 
-    async def delete(self, record: HandoffRecord) -> None:
+    async def delete(self, record: Handoff) -> None:
         """Delete a handoff, its translations, and the automatic ones that continue it or that it continues.
 
         Requests that load it already are not disturbed.

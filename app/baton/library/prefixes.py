@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 
 BLOCK = 32
 """Tokens that one hash covers beyond the hash before it."""
 COMPARED = 4
 """Most contexts that are compared token by token behind the last block that they share with the prompt."""
 Digest = bytes
-Contexts = dict[str, HandoffRecord]
+Contexts = dict[str, Handoff]
 """Contexts by the ids of their handoffs, the oldest first."""
 Scope = tuple[str, str]
 """A tenant, and the fingerprint of the weights: contexts of other tenants and weights are never looked at."""
@@ -36,7 +36,7 @@ class PrefixMatch:
         alone: whether no other context shares as many whole blocks with the prompt.
     """
 
-    record: HandoffRecord
+    record: Handoff
     tokens: int
     alone: bool
 
@@ -66,10 +66,10 @@ class PrefixIndex:
         self._scopes: dict[Scope, ScopeIndex] = {}
         self._chains: dict[str, list[Digest]] = {}
 
-    def __contains__(self, record: HandoffRecord) -> bool:
+    def __contains__(self, record: Handoff) -> bool:
         return record.id in self._chains
 
-    def add(self, record: HandoffRecord) -> None:
+    def add(self, record: Handoff) -> None:
         """Add a context. One shorter than a block is never found."""
         chain = list(_chain(record.distinct_tokens)) if record not in self else []
         if not chain:
@@ -80,7 +80,7 @@ class PrefixIndex:
             scope.blocks.setdefault(digest, {})[record.id] = record
         scope.ends.setdefault(chain[-1], {})[record.id] = record
 
-    def remove(self, record: HandoffRecord) -> None:
+    def remove(self, record: Handoff) -> None:
         """Remove a context, if it is there."""
         chain = self._chains.pop(record.id, None)
         if chain is None:
@@ -93,7 +93,7 @@ class PrefixIndex:
             del self._scopes[_scope(record)]
 
     def find(
-        self, tenant: str, weights: str, prompt: Sequence[int], usable: Callable[[HandoffRecord], bool]
+        self, tenant: str, weights: str, prompt: Sequence[int], usable: Callable[[Handoff], bool]
     ) -> PrefixMatch | None:
         """Return the context that shares most tokens with a prompt; of equal ones the newest.
 
@@ -126,9 +126,9 @@ class PrefixIndex:
             return PrefixMatch(newest[best], shared[best], len(contexts) == 1)
         return None
 
-    def continued_by(self, record: HandoffRecord) -> list[HandoffRecord]:
+    def continued_by(self, record: Handoff) -> list[Handoff]:
         """Return the contexts that are a whole prefix of an indexed one, and are shorter."""
-        scope, found = self._scopes.get(_scope(record)), list[HandoffRecord]()
+        scope, found = self._scopes.get(_scope(record)), list[Handoff]()
         tokens = record.distinct_tokens
         for number, digest in enumerate(self._chains.get(record.id, ())):
             for each in (scope.ends.get(digest) or {}).values() if scope is not None else ():
@@ -138,7 +138,7 @@ class PrefixIndex:
                     found.append(each)
         return found
 
-    def continuing(self, record: HandoffRecord) -> Iterator[HandoffRecord]:
+    def continuing(self, record: Handoff) -> Iterator[Handoff]:
         """Yield the contexts that begin with all of an indexed one, and are longer."""
         scope, chain = self._scopes.get(_scope(record)), self._chains.get(record.id)
         if scope is None or chain is None:
@@ -172,13 +172,13 @@ def shared_tokens(tokens: Sequence[int], prompt: Sequence[int], begin: int = 0) 
     return begin + low
 
 
-def _take_out(contexts: dict[Digest, Contexts], digest: Digest, record: HandoffRecord) -> None:
+def _take_out(contexts: dict[Digest, Contexts], digest: Digest, record: Handoff) -> None:
     contexts[digest].pop(record.id, None)
     if not contexts[digest]:
         del contexts[digest]
 
 
-def _scope(record: HandoffRecord) -> Scope:
+def _scope(record: Handoff) -> Scope:
     return record.tenant, record.weights
 
 

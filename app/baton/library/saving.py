@@ -17,7 +17,7 @@ from baton.admission.fair_threads import OURS
 from baton.config.groups import HandoffSettings
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import GatewayOverloaded, HandoffPinsFull
-from baton.library.handoff import HandoffRecord, HandoffState, Usage, scope_of
+from baton.library.handoff import Handoff, HandoffState, Usage, scope_of
 from baton.library.here.records import Edit, OtherUsage, RecordDeleted
 from baton.library.index import HandoffIndex
 from baton.library.sync import IndexSync
@@ -63,7 +63,7 @@ class RecordBudget:
         self._threads = threads.storage
         self._log = structlog.get_logger("baton.handoffs")
 
-    async def make_room(self, record: HandoffRecord | None, size: int) -> bool:
+    async def make_room(self, record: Handoff | None, size: int) -> bool:
         """Evict handoffs until `size` more bytes fit.
 
         Args:
@@ -82,7 +82,7 @@ class RecordBudget:
         self._log.warning("handoff_not_kept", reason=reason)
         return False
 
-    async def _evict(self, record: HandoffRecord | None, size: int) -> bool:
+    async def _evict(self, record: Handoff | None, size: int) -> bool:
         share, refreshed = NON_KV_SHARE * self._settings.whole_budget, False
         if size > share:
             return False
@@ -120,8 +120,8 @@ class ChangeRules:
     """
 
     settings: HandoffSettings
-    pin: Callable[[HandoffRecord, bool], bool]
-    pinned_kv: Callable[[HandoffRecord], dict[str, int]]
+    pin: Callable[[Handoff, bool], bool]
+    pinned_kv: Callable[[Handoff], dict[str, int]]
 
     def apply(self, changes: dict[str, Any], now: float, unsaved: Iterable[Usage], /) -> Edit:
         """Return an edit that sets `label`, `ttl_s` (from now) or `pin`, as a client asked.
@@ -135,7 +135,7 @@ class ChangeRules:
             HandoffPinsFull: by the edit, when `pin` would take more than may be pinned.
         """
 
-        def edit(record: HandoffRecord, others: OtherUsage) -> None:
+        def edit(record: Handoff, others: OtherUsage) -> None:
             if "pin" in changes:
                 self._set_pin(record, bool(changes["pin"]), [*unsaved, *others()])
             if "label" in changes:
@@ -153,7 +153,7 @@ class ChangeRules:
             unsaved: as for `apply`.
         """
 
-        def edit(record: HandoffRecord, others: OtherUsage) -> None:
+        def edit(record: Handoff, others: OtherUsage) -> None:
             record.bytes = size
             if record.pin:
                 try:
@@ -163,14 +163,14 @@ class ChangeRules:
 
         return edit
 
-    def _set_pin(self, record: HandoffRecord, pin: bool, others: list[Usage]) -> None:
+    def _set_pin(self, record: Handoff, pin: bool, others: list[Usage]) -> None:
         if pin and not self._fits(record, others):
             raise HandoffPinsFull()
         record.pin = pin
         if record.bytes or not pin:  # KV that is not saved yet is pinned when it is
             record.pin = self.pin(record, pin)
 
-    def _fits(self, record: HandoffRecord, others: list[Usage]) -> bool:
+    def _fits(self, record: Handoff, others: list[Usage]) -> bool:
         """Return whether a pin fits what may be pinned in all, and its tenant's share of that."""
         budget, mine = PINNED_SHARE * self.settings.whole_budget, record.usage
         non_kv = mine.non_kv_bytes + sum(other.non_kv_bytes for other in others if other.pin)
@@ -183,7 +183,7 @@ class ChangeRules:
         share = budget / len(pinned)
         return pinned[scope_of(mine.tenant)] <= share and pinned.total() <= budget
 
-    def _renew(self, record: HandoffRecord, seconds: float, now: float) -> None:
+    def _renew(self, record: Handoff, seconds: float, now: float) -> None:
         """Set the lifetime to `seconds` from now, within the longest one that the settings allow."""
         lives = min(seconds, self.settings.ttl_s)
         latest = record.created_at + max(self.settings.max_life_s, self.settings.ttl_s)
@@ -241,7 +241,7 @@ class Saves:
         self._threads = threads
         self._log = structlog.get_logger("baton.handoffs")
 
-    def begin(self, record: HandoffRecord) -> None:
+    def begin(self, record: Handoff) -> None:
         """Note that a handoff is pending."""
         self._pending[record.id] = asyncio.Event()
 
@@ -250,11 +250,11 @@ class Saves:
         """Ids of the handoffs that are still pending, here or for other machines."""
         return [*self._pending, *(self._sharing - self._pending.keys())]
 
-    def is_pending(self, record: HandoffRecord) -> bool:
+    def is_pending(self, record: Handoff) -> bool:
         """Return whether a handoff is still pending."""
         return record.id in self._pending
 
-    async def wait(self, record: HandoffRecord, within_s: float) -> None:
+    async def wait(self, record: Handoff, within_s: float) -> None:
         """Wait until a handoff is no longer pending, at most `within_s` seconds."""
         settled = self._pending.get(record.id)
         if settled is None:
@@ -268,15 +268,15 @@ class Saves:
             if not self._awaited[record.id]:
                 del self._awaited[record.id]
 
-    def is_awaited(self, record: HandoffRecord) -> bool:
+    def is_awaited(self, record: Handoff) -> bool:
         """Return whether anybody waits for a pending handoff."""
         return record.id in self._awaited
 
-    def fail(self, record: HandoffRecord) -> None:
+    def fail(self, record: Handoff) -> None:
         """Mark a pending handoff as failed."""
         self._settle(record, HandoffState.FAILED)
 
-    async def finish(self, record: HandoffRecord, transfer: TransferRequest) -> None:
+    async def finish(self, record: Handoff, transfer: TransferRequest) -> None:
         """Wait for the KV of a handoff whose tokens are known, and write its files.
 
         The engine reports when the KV is saved; the entry in the store is what counts.
@@ -297,7 +297,7 @@ class Saves:
             if self._index.known(record.id) is None:  # deleted or expired: remove what was written since
                 await self._run(record, self._storage.remove, record)
 
-    async def finish_automatic(self, record: HandoffRecord, transfer: TransferRequest) -> None:
+    async def finish_automatic(self, record: Handoff, transfer: TransferRequest) -> None:
         """Write the record of an automatic handoff once its KV is saved; without KV nothing is left of it.
 
         Requests find it before the record is written: agents ask again as soon as they are answered, and
@@ -320,7 +320,7 @@ class Saves:
             if self._index.known(record.id) is None:
                 await self._run(record, self._storage.remove, record)
 
-    async def _share(self, record: HandoffRecord) -> None:
+    async def _share(self, record: Handoff) -> None:
         """Copy a handoff's KV to where other machines find it; requests of this machine need not wait."""
         if not self._storage.shared or not record.bytes:
             return
@@ -331,7 +331,7 @@ class Saves:
         await self._push(self._storage.share, record)
 
     async def _push(
-        self, work: Callable[[HandoffRecord], object], record: HandoffRecord, *, patient: bool = False
+        self, work: Callable[[Handoff], object], record: Handoff, *, patient: bool = False
     ) -> None:
         """Write to the shared store beside all else; as the gateway ends, no longer."""
         try:
@@ -343,7 +343,7 @@ class Saves:
                 raise
             self._log.warning("handoff_not_shared", handoff=record.id, reason=type(error).__name__)
 
-    async def _run(self, record: HandoffRecord, work: Callable[..., Result], *args: object) -> Result:
+    async def _run(self, record: Handoff, work: Callable[..., Result], *args: object) -> Result:
         return await self._threads.storage.run(record.tenant, work, *args, patient=True)
 
     async def _write(self, work: Callable[..., Result], *args: object) -> Result:
@@ -357,12 +357,12 @@ class Saves:
             if record is not None and not record.on_disk:
                 await self._write_record(record)
 
-    def _settle(self, record: HandoffRecord, state: HandoffState) -> None:
+    def _settle(self, record: Handoff, state: HandoffState) -> None:
         record.state = state
         if (settled := self._pending.pop(record.id, None)) is not None:
             settled.set()
 
-    async def _kv_known(self, record: HandoffRecord, transfer: TransferRequest, within_s: float) -> bool:
+    async def _kv_known(self, record: Handoff, transfer: TransferRequest, within_s: float) -> bool:
         """Wait until the KV is saved or its save has failed; returns whether that was known in time."""
         report, deadline = transfer.report, time.monotonic() + within_s
         while True:
@@ -375,7 +375,7 @@ class Saves:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(report.save_over.wait(), LOOK_EVERY_S)
 
-    async def _write_images(self, record: HandoffRecord) -> None:
+    async def _write_images(self, record: Handoff) -> None:
         """Write a handoff's images to disk; without space for them the handoff ends with this process."""
         if record.image_data:
             async with self._budget.guard:
@@ -385,7 +385,7 @@ class Saves:
             if fits and self._storage.shared:  # it counts bytes itself, and others need not wait for it
                 await self._push(self._storage.save_images, record, patient=True)
 
-    async def _write_record(self, record: HandoffRecord) -> None:
+    async def _write_record(self, record: Handoff) -> None:
         """Write a record to disk, unless its images could not be: no other process could use it."""
         async with record.guard:
             record.state = HandoffState.READY
@@ -400,7 +400,7 @@ class Saves:
                     await self._write(self._storage.change, record, edit)
             self._index.count_bytes(record)
 
-    async def _create(self, record: HandoffRecord, edit: Edit) -> None:
+    async def _create(self, record: Handoff, edit: Edit) -> None:
         try:
             record.on_disk = await self._write(self._storage.create, record, edit)
         except RecordDeleted:
@@ -441,7 +441,7 @@ class Announcements:
         self._sync = sync
         self._log = structlog.get_logger("baton.handoffs")
 
-    async def announce(self, record: HandoffRecord) -> None:
+    async def announce(self, record: Handoff) -> None:
         """Tell others of a pending handoff, unless it has been saved by now."""
         async with record.guard:
             if not self._saves.is_pending(record) or record.on_disk:
@@ -465,7 +465,7 @@ class Announcements:
                 if (record := self._index.known(handoff_id)) is not None and not record.on_disk:
                     self._index.forget(record)
 
-    async def wait(self, record: HandoffRecord, within_s: float) -> None:
+    async def wait(self, record: Handoff, within_s: float) -> None:
         """Wait until another gateway has saved a handoff, or has stopped to report that it will.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from baton.library.handoff import HandoffRecord, HandoffState
+from baton.library.handoff import Handoff, HandoffState
 from baton.library.index import HandoffIndex
 from baton.library.threads import LOOKS, HandoffThreads
 from baton.library.tiers import HandoffStorage
@@ -49,16 +49,16 @@ class IndexSync:
         self._refreshing: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
 
-    def adopt(self, record: HandoffRecord) -> None:
+    def adopt(self, record: Handoff) -> None:
         """Add a record of an earlier run, or of another gateway over the same store."""
         self._index.add(record, self.seconds_left(record))  # an expired one goes with the next sweep
         self._index.publish(record)
 
-    def seconds_left(self, record: HandoffRecord) -> float:
+    def seconds_left(self, record: Handoff) -> float:
         """Return the seconds until a record expires; the clock may have jumped since it was written."""
         return max(0.0, min(record.expires_at - self._wall(), record.ttl_s))
 
-    def update(self, known: HandoffRecord, now: HandoffRecord | None) -> None:
+    def update(self, known: Handoff, now: Handoff | None) -> None:
         """Update a record of the index from disk.
 
         Args:
@@ -81,7 +81,7 @@ class IndexSync:
             if renewed:
                 self._index.expire_in(known, self.seconds_left(known))
 
-    async def look_up(self, handoff_id: str, tenant: str) -> HandoffRecord | None:
+    async def look_up(self, handoff_id: str, tenant: str) -> Handoff | None:
         """Return a handoff as it is on disk now, unless it is unknown, deleted or expired.
 
         Args:
@@ -101,7 +101,7 @@ class IndexSync:
             self._update_unwritten(known, await self._threads.run(tenant, self._storage.reread, known))
         return self._index.find(handoff_id)
 
-    def _update_unwritten(self, known: HandoffRecord, now: HandoffRecord | None) -> None:
+    def _update_unwritten(self, known: Handoff, now: Handoff | None) -> None:
         """Update a record that is being saved here, and that other machines know as pending.
 
         Args:
@@ -114,7 +114,7 @@ class IndexSync:
             known.label, known.ttl_s, known.expires_at = now.label, now.ttl_s, now.expires_at
             self._index.expire_in(known, self.seconds_left(known))
 
-    async def _gone(self, known: HandoffRecord) -> None:
+    async def _gone(self, known: Handoff) -> None:
         """Evict a record that is gone elsewhere; one that is being saved here may just have expired there."""
         if known.on_disk or known.archived:
             self._index.evict(known)

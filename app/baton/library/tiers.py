@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import HandoffRecord, is_handoff_key, scope_of
+from baton.library.handoff import Handoff, is_handoff_key, scope_of
 from baton.library.here.images import Images
 from baton.library.here.records import Edit, News, Records, proof_of
 from baton_kv.secret import store_secret
@@ -100,25 +100,25 @@ class HandoffStorage:
     def close(self) -> None:
         """Close the connections to a shared store."""
 
-    def announce(self, record: HandoffRecord) -> None:
+    def announce(self, record: Handoff) -> None:
         """Let gateways of other machines know of a pending handoff."""
 
     def keep_pending(self, _ids: Sequence[str]) -> list[str]:
         """Report that handoffs are still pending; returns those that another machine deleted meanwhile."""
         return []
 
-    def share(self, _record: HandoffRecord) -> bool:
+    def share(self, _record: Handoff) -> bool:
         """Copy a handoff's KV to where other machines find it; returns whether it is there."""
         return True
 
-    def is_here(self, _record: HandoffRecord) -> bool:
+    def is_here(self, _record: Handoff) -> bool:
         """Return whether engines of this machine find a handoff's KV, if it is stored at all."""
         return True
 
-    def drop_copy(self, _record: HandoffRecord) -> None:
+    def drop_copy(self, _record: Handoff) -> None:
         """Move KV away that is here, where the record says that there is none: it led to another answer."""
 
-    def fetch(self, _record: HandoffRecord, _within_s: float) -> int:
+    def fetch(self, _record: Handoff, _within_s: float) -> int:
         """Copy a handoff's KV to this machine; returns the bytes that were copied.
 
         Raises:
@@ -128,18 +128,18 @@ class HandoffStorage:
         """
         return 0
 
-    def source_of(self, _record: HandoffRecord) -> str:
+    def source_of(self, _record: Handoff) -> str:
         """Return where a handoff's KV would be fetched from: the rates of the sources differ."""
         return "shared"
 
-    def begin_archiving(self, _records: Sequence[HandoffRecord]) -> None:
+    def begin_archiving(self, _records: Sequence[Handoff]) -> None:
         """Archive what an earlier run of this gateway has not."""
 
-    def stored_bytes(self, records: Sequence[HandoffRecord]) -> list[int]:
+    def stored_bytes(self, records: Sequence[Handoff]) -> list[int]:
         """Return the sizes of several handoffs' KV, here or elsewhere; 0: it is not stored."""
         return [self.kv_bytes(record) for record in records]
 
-    def find(self, handoff_id: str, _tenant: str) -> HandoffRecord | None:
+    def find(self, handoff_id: str, _tenant: str) -> Handoff | None:
         """Read a record that another gateway over the same store, or an earlier run, may have written.
 
         Args:
@@ -151,7 +151,7 @@ class HandoffStorage:
         """
         return self.records.read(handoff_id)
 
-    def reread(self, record: HandoffRecord) -> HandoffRecord | None:
+    def reread(self, record: Handoff) -> Handoff | None:
         """Read a saved record again.
 
         Returns:
@@ -163,7 +163,7 @@ class HandoffStorage:
         """Return what other gateways over the store changed since the last call."""
         return self.records.refresh()
 
-    def create(self, record: HandoffRecord, edit: Edit) -> bool:
+    def create(self, record: Handoff, edit: Edit) -> bool:
         """Apply an edit to a new record and save it.
 
         Returns:
@@ -180,7 +180,7 @@ class HandoffStorage:
             return False
         return self.records.create(record, edit)
 
-    def change(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
+    def change(self, record: Handoff, edit: Edit) -> Handoff | None:
         """Apply an edit to a record, on disk too if it is saved there.
 
         Returns:
@@ -195,11 +195,11 @@ class HandoffStorage:
             edit(record, list)
         return record
 
-    def kv_bytes(self, record: HandoffRecord) -> int:
+    def kv_bytes(self, record: Handoff) -> int:
         """Return the size of a handoff's KV here, with what it shares with others; 0: it is not here."""
         return self.store.bytes_of(record.key)
 
-    def pinned_kv(self, record: HandoffRecord) -> dict[str, int]:
+    def pinned_kv(self, record: Handoff) -> dict[str, int]:
         """Return the bytes of KV that pins protect, by scope, if this handoff were pinned too.
 
         KV that several handoffs share counts once. If the store cannot be listed, no pin fits.
@@ -218,7 +218,7 @@ class HandoffStorage:
         """
         return self.store.size()
 
-    def pin(self, record: HandoffRecord, pin: bool) -> bool:
+    def pin(self, record: Handoff, pin: bool) -> bool:
         """Pin a handoff's KV or unpin it; returns whether it is pinned then."""
         try:
             self.store.pin(record.key, pin)
@@ -227,7 +227,7 @@ class HandoffStorage:
             return not pin
         return pin
 
-    def read_images(self, record: HandoffRecord) -> list[PlacedImage]:
+    def read_images(self, record: Handoff) -> list[PlacedImage]:
         """Return the images of a handoff's context, in order.
 
         Raises:
@@ -246,7 +246,7 @@ class HandoffStorage:
         except OSError as error:
             raise StoreError(f"listing: {error.strerror}") from None
 
-    def save_images(self, record: HandoffRecord) -> None:
+    def save_images(self, record: Handoff) -> None:
         """Write a handoff's images to disk; without space for them the handoff ends with this process."""
         try:
             self.store.make_room(record.image_bytes)
@@ -255,7 +255,7 @@ class HandoffStorage:
             return
         self.images.save(record)
 
-    def quarantine(self, record: HandoffRecord) -> None:
+    def quarantine(self, record: Handoff) -> None:
         """Move a handoff's KV away, with what it shares with others, so that no request finds it any more."""
         shared = 0
         while self.store.exists(record.key, shared):
@@ -264,7 +264,7 @@ class HandoffStorage:
             self.store.quarantine(record.key, part)
         self.store.quarantine(record.key)
 
-    def remove(self, record: HandoffRecord) -> None:
+    def remove(self, record: Handoff) -> None:
         """Remove a handoff's record, images and KV."""
         try:
             self.records.remove(record)
@@ -273,7 +273,7 @@ class HandoffStorage:
         except (OSError, StoreError) as error:
             log.warning("handoff_not_removed", reason=type(error).__name__)
 
-    def delete(self, record: HandoffRecord) -> None:
+    def delete(self, record: Handoff) -> None:
         """Remove a handoff for good, wherever it is.
 
         Raises:
@@ -281,7 +281,7 @@ class HandoffStorage:
         """
         self.remove(record)
 
-    def remove_expired(self, record: HandoffRecord) -> HandoffRecord | None:
+    def remove_expired(self, record: Handoff) -> Handoff | None:
         """Remove an expired handoff, unless another gateway has extended its lifetime.
 
         Returns:

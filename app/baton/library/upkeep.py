@@ -14,7 +14,7 @@ import structlog
 
 from baton.admission.fair_threads import OURS
 from baton.errors import HandoffStoreUnavailable
-from baton.library.handoff import HandoffAudit, HandoffRecord
+from baton.library.handoff import Handoff, HandoffAudit
 from baton.library.here.records import OtherUsage
 from baton.library.index import HandoffIndex
 from baton.library.saving import RecordBudget
@@ -51,7 +51,7 @@ class Deletions:
         self._begin_work = begin_work
         self._threads = threads.storage
 
-    async def delete(self, record: HandoffRecord) -> None:
+    async def delete(self, record: Handoff) -> None:
         """Delete a handoff, its translations, and the automatic ones that continue it or that it continues.
 
         Raises:
@@ -69,12 +69,12 @@ class Deletions:
         if not self._storage.remote:
             await asyncio.shield(self._begin_work(removing))
 
-    async def _remove_all(self, records: Iterable[HandoffRecord]) -> None:
+    async def _remove_all(self, records: Iterable[Handoff]) -> None:
         for record in records:
             async with record.guard:  # so that nobody writes it again after this
                 await self._threads.run(record.tenant, self._storage.delete, record)
 
-    async def retract(self, record: HandoffRecord) -> None:
+    async def retract(self, record: Handoff) -> None:
         """Take back what other machines were told of a handoff whose request failed; here it is shown."""
         async with record.guard:
             await self._threads.run(record.tenant, self._storage.remove, record, patient=True)
@@ -99,10 +99,10 @@ class Distrust:
     index: HandoffIndex
     storage: HandoffStorage
     sync: IndexSync
-    kv_gone: Callable[[HandoffRecord], None]
+    kv_gone: Callable[[Handoff], None]
     threads: HandoffThreads
 
-    async def remove_kv(self, record: HandoffRecord, saved: str | None) -> None:
+    async def remove_kv(self, record: Handoff, saved: str | None) -> None:
         """Move KV away, and all that may be made of it.
 
         Args:
@@ -118,14 +118,14 @@ class Distrust:
         if saved is not None:
             await self.threads.storage.run(record.tenant, self.storage.store.quarantine, saved, patient=True)
 
-    async def _tell_kv_gone(self, record: HandoffRecord) -> None:
+    async def _tell_kv_gone(self, record: Handoff) -> None:
         """Note in a record that its KV is not to be used.
 
         Raises:
             HandoffStoreUnavailable: the shared store failed.
         """
 
-        def edit(changed: HandoffRecord, _others: OtherUsage) -> None:
+        def edit(changed: Handoff, _others: OtherUsage) -> None:
             changed.bytes = 0
 
         async with record.guard:
@@ -134,14 +134,14 @@ class Distrust:
             )
             self.sync.update(record, now)
 
-    async def note(self, record: HandoffRecord, audit: HandoffAudit) -> None:
+    async def note(self, record: Handoff, audit: HandoffAudit) -> None:
         """Note the result of an audit of a handoff's KV."""
         wrong = audit.result is AuditResult.MISMATCH
         record = self.index.known(record.id) or record  # another gateway may have changed it
         if record.automatic or record not in self.index:
             return
 
-        def edit(changed: HandoffRecord, _others: OtherUsage) -> None:
+        def edit(changed: Handoff, _others: OtherUsage) -> None:
             changed.audit = audit
             changed.bytes = 0 if wrong else changed.bytes
 
@@ -230,7 +230,7 @@ class Sweeper:
                 self._metrics.expired.inc()
             self._begin_work(self._remove_expired(record))
 
-    async def _remove_expired(self, record: HandoffRecord) -> None:
+    async def _remove_expired(self, record: Handoff) -> None:
         extended = await self._run(self._storage.remove_expired, record)
         if extended is not None:
             self._sync.adopt(extended)
@@ -244,7 +244,7 @@ class Sweeper:
             if not size:
                 self.kv_gone(record)
 
-    def kv_gone(self, record: HandoffRecord) -> None:
+    def kv_gone(self, record: Handoff) -> None:
         """Note that a handoff's KV cannot be used any more; an automatic one is removed."""
         record.bytes = 0
         self._index.publish(record)
@@ -266,7 +266,7 @@ class Sweeper:
         if self._index.count(tenant) > MAX_PER_TENANT:
             self.evict_oldest(tenant)
 
-    def _evict(self, record: HandoffRecord) -> None:
+    def _evict(self, record: Handoff) -> None:
         self._index.evict(record)
         self._begin_work(self._run(self._storage.remove, record))
 

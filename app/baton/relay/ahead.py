@@ -12,11 +12,11 @@ from baton.admission.tenants import Admission, Ticket
 from baton.engines.idle import is_idle, until_idle
 from baton.engines.port import Engine, Json
 from baton.errors import BatonError, EngineOverloaded, HandoffNotFound, RateLimited
-from baton.library.handoff import HandoffRecord, HandoffState
-from baton.library.library import Handoffs
+from baton.library.handoff import Handoff, HandoffState
+from baton.library.library import Library
 from baton.relay.asked import NewHandoff, translates
 from baton.relay.move import require_movable
-from baton.relay.plan import Sessions, parts_in_order
+from baton.relay.plan import Plans, parts_in_order
 from baton.relay.sources import Source, Sources, is_compatible
 from baton.relay.translate import Translations
 from baton.telemetry.ids import RequestContext
@@ -46,10 +46,10 @@ class JoinsAhead:
 
     def __init__(
         self,
-        handoffs: Handoffs,
+        handoffs: Library,
         sources: Sources,
         translations: Translations,
-        sessions: Sessions,
+        sessions: Plans,
         admission: Admission,
     ) -> None:
         self._handoffs = handoffs
@@ -73,7 +73,7 @@ class JoinsAhead:
 
     async def begin(
         self, engine: Engine, context: RequestContext, options: NewHandoff
-    ) -> tuple[HandoffRecord, asyncio.Task[Json], bool]:
+    ) -> tuple[Handoff, asyncio.Task[Json], bool]:
         """Begin to join handoffs.
 
         Args:
@@ -103,7 +103,7 @@ class JoinsAhead:
 
     async def _begin(
         self, engine: Engine, context: RequestContext, options: NewHandoff
-    ) -> tuple[HandoffRecord, asyncio.Task[Json], bool]:
+    ) -> tuple[Handoff, asyncio.Task[Json], bool]:
         if options.join == "moved":
             require_movable(engine, "join")
         records = await self._sources.usable(
@@ -131,7 +131,7 @@ class JoinsAhead:
             del self._pending[tenant]
 
     async def _join(
-        self, engine: Engine, context: RequestContext, options: NewHandoff, target: HandoffRecord
+        self, engine: Engine, context: RequestContext, options: NewHandoff, target: Handoff
     ) -> Json:
         """Join handoffs when that keeps nobody waiting; returns the `handoff` object."""
         try:
@@ -153,8 +153,8 @@ class JoinsAhead:
         engine: Engine,
         context: RequestContext,
         options: NewHandoff,
-        target: HandoffRecord,
-        records: Sequence[HandoffRecord],
+        target: Handoff,
+        records: Sequence[Handoff],
     ) -> Json:
         """Compute a join when its engine is idle; where others fill the engine's queue, later."""
 
@@ -178,7 +178,7 @@ class JoinsAhead:
         """Let joins that wait for an idle engine begin one at a time: after each it is not idle."""
         return contextlib.nullcontext() if due else self._idle_turns[engine.name]
 
-    async def _require_there(self, target: HandoffRecord, records: Sequence[HandoffRecord]) -> None:
+    async def _require_there(self, target: Handoff, records: Sequence[Handoff]) -> None:
         """Give up a join that was deleted, or one of whose parts was.
 
         Raises:
@@ -193,8 +193,8 @@ class JoinsAhead:
         engine: Engine,
         context: RequestContext,
         options: NewHandoff,
-        target: HandoffRecord,
-        records: Sequence[HandoffRecord],
+        target: Handoff,
+        records: Sequence[Handoff],
     ) -> Json:
         sources = await self._translations.sources(engine, context, records, where=FIELD)
         ticket = Ticket()

@@ -22,8 +22,8 @@ from baton.engines.idle import is_idle
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import BatonError
-from baton.library.handoff import HandoffAudit, HandoffRecord
-from baton.library.library import Handoffs
+from baton.library.handoff import Handoff, HandoffAudit
+from baton.library.library import Library
 from baton.telemetry.ids import NO_TENANT, RequestContext, new_request_id
 from baton.telemetry.metrics import AuditMetrics, AuditResult
 
@@ -117,7 +117,7 @@ class Audit:
     """
 
     engine: Engine
-    record: HandoffRecord
+    record: Handoff
     transfer: TransferRequest
     noted_at: float = field(default_factory=time.monotonic)
     tries: int = 0
@@ -210,7 +210,7 @@ class Audits:
     def __init__(
         self,
         settings: HandoffSettings,
-        handoffs: Handoffs,
+        handoffs: Library,
         metrics: AuditMetrics,
         *,
         draw: Callable[[], float] = random.random,
@@ -226,7 +226,7 @@ class Audits:
         """Draw whether a request that is about to load KV is audited."""
         return self._draw() < self._settings.audit
 
-    def note(self, engine: Engine, record: HandoffRecord, transfer: TransferRequest) -> None:
+    def note(self, engine: Engine, record: Handoff, transfer: TransferRequest) -> None:
         """Note that a request has ended which was to load a handoff's KV; audit it later if it was chosen."""
         report = transfer.report
         self._engines[engine.name] = engine

@@ -20,12 +20,12 @@ from baton.config.groups import AutomaticMode, HandoffSettings
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import Engine, Json, Operation
 from baton.images.image_position import ImagePosition, with_distinct_images
-from baton.library.handoff import HandoffRecord, key_of, new_id
-from baton.library.library import Handoffs
+from baton.library.handoff import Handoff, key_of, new_id
+from baton.library.library import Library
 from baton.library.prefixes import PrefixMatch
 from baton.relay.asked import OPERATIONS
 from baton.relay.audit import Audits
-from baton.relay.cost import Decision, Planner
+from baton.relay.cost import Decision, LoadCost
 from baton.relay.report import KV_IS_GONE
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import TransferFailure
@@ -249,8 +249,8 @@ class AutomaticHandoffs:
             weights are equal; the oldest first.
     """
 
-    handoffs: Handoffs
-    planner: Planner
+    handoffs: Library
+    planner: LoadCost
     metrics: HandoffMetrics
     settings: HandoffSettings
     modes: Mapping[str, AutomaticMode]
@@ -280,9 +280,9 @@ class AutomaticHandoffs:
             tenant: the owner.
             prompt: token ids, in which other images are other numbers; see `with_distinct_images`.
         """
-        elsewhere: list[HandoffRecord] = []
+        elsewhere: list[Handoff] = []
 
-        def usable(record: HandoffRecord) -> bool:
+        def usable(record: Handoff) -> bool:
             if (engine.name, record.id) in self.incompatible:
                 return False
             if not (here := self.handoffs.is_here(record)):
@@ -324,7 +324,7 @@ class AutomaticHandoffs:
             self.metrics.tokens_reused.inc(report.loaded)
             self.metrics.saved_prefill.inc(engine.throughput.prefill_s(report.loaded) or 0)
 
-    def _note_incompatible(self, engine: Engine, record: HandoffRecord) -> None:
+    def _note_incompatible(self, engine: Engine, record: Handoff) -> None:
         """Remember it in this gateway: in another one the engine of this name may have other settings."""
         self.incompatible[engine.name, record.id] = None
         if len(self.incompatible) > INCOMPATIBLE:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from baton.engines.port import Engine
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 
 IMAGE_S = 0.05
 """Encoding an image is assumed to take so many seconds; engines do not report how long it takes."""
@@ -69,7 +69,7 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 1)
 
 
-class Planner:
+class LoadCost:
     """Decides for each request. KV that is resident in the engine is used whatever the decision."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Planner:
     def decide(
         self,
         engine: Engine,
-        record: HandoffRecord,
+        record: Handoff,
         tokens: int | None = None,
         fetch_s: float | None = None,
     ) -> Decision:
@@ -111,7 +111,7 @@ class Planner:
         limit = self._measure(engine, record) if self._recomputed[engine.name] % MEASURE_EVERY == 0 else 0
         return Decision(Choice.RECOMPUTE, limit, load_s, prefill_s)
 
-    def saving(self, engine: Engine, record: HandoffRecord) -> float:
+    def saving(self, engine: Engine, record: Handoff) -> float:
         """Estimate what loading a handoff's KV saves, to compare handoffs of one engine.
 
         Args:
@@ -143,7 +143,7 @@ class Planner:
         self._computed[engine.name] += 1
         return self._computed[engine.name] % MEASURE_MOVES_EVERY == 0  # so that the rate stays measured
 
-    def _measure(self, engine: Engine, record: HandoffRecord) -> int | None:
+    def _measure(self, engine: Engine, record: Handoff) -> int | None:
         """Return how many tokens are loaded to measure the rate; None: all, as a few brought no measurement.
 
         Of a model with sliding windows nothing is loaded unless everything is.

@@ -17,7 +17,7 @@ from baton.admission.fair_threads import in_own_thread
 from baton.engines.port import Engine, Json
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, TemplateUnsupported
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import Conversation, HandoffRecord
+from baton.library.handoff import Conversation, Handoff
 from baton.library.prefixes import shared_tokens
 from baton.relay.prompt.chat import Writer
 from baton.relay.prompt.resent import INSTRUCTIONS, fingerprint
@@ -39,7 +39,7 @@ class Part:
         translated: how it came from a handoff of other weights; None: it is of the engine's.
     """
 
-    record: HandoffRecord
+    record: Handoff
     where: str
     images: Sequence[PlacedImage] = ()
     translated: Translated | None = None
@@ -90,7 +90,7 @@ class JoinedContext:
     conversation: Conversation | None
     ends: list[int]
 
-    def as_record(self, first: HandoffRecord) -> HandoffRecord:
+    def as_record(self, first: Handoff) -> Handoff:
         """Return the context as a record, which was never saved.
 
         Args:
@@ -342,7 +342,7 @@ async def _shared(engine: Engine, context: RequestContext, parts: Sequence[Part]
 async def _with_chat(
     engine: Engine,
     context: RequestContext,
-    before: HandoffRecord,
+    before: Handoff,
     joined: JoinedContext,
     part: Part,
     messages: list[Json],

@@ -14,7 +14,7 @@ import numpy
 
 from baton.engines.port import Engine, Json, Operation
 from baton.errors import InvalidRequest, OperationUnsupported
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.relay.asked import WRITTEN_BY_THE_ENGINE
 from baton.relay.join import Part
 from baton_kv.contract import MovedPart
@@ -91,7 +91,7 @@ def moved_parts(tokens: Sequence[int], parts: Sequence[Part], ends: Sequence[int
     return found
 
 
-def _moved(tokens: Sequence[int], record: HandoffRecord, begin: int, end: int) -> MovedPart | None:
+def _moved(tokens: Sequence[int], record: Handoff, begin: int, end: int) -> MovedPart | None:
     """Return what is moved of a part: the end of its context that the prompt holds from `begin` to `end`."""
     # The last token of a context with an answer has no KV: it was sampled, and not computed yet.
     count = _common_suffix(record.tokens, tokens[begin:end]) - 1
@@ -102,7 +102,7 @@ def _moved(tokens: Sequence[int], record: HandoffRecord, begin: int, end: int) -
     return MovedPart(key=record.key, start=start + skipped, tokens=count - skipped, to=end - count + skipped)
 
 
-def _head(record: HandoffRecord, start: int) -> int:
+def _head(record: Handoff, start: int) -> int:
     """Return how many tokens from `start` on are computed: up to the first image, of which all are moved."""
     images = (image.offset - start for image in record.image_positions if image.offset >= start)
     return min([HEAD_TOKENS if start >= HEAD_TOKENS else LONE_HEAD_TOKENS, *images])
@@ -118,7 +118,7 @@ def _common_suffix(one: Sequence[int], other: Sequence[int]) -> int:
     return length - 1 - int(different[-1]) if len(different) else length
 
 
-def salt_of(source: HandoffRecord | None, moved: Sequence[MovedPart]) -> str | None:
+def salt_of(source: Handoff | None, moved: Sequence[MovedPart]) -> str | None:
     """Return a salt that sets a request's prefix cache apart; None: its KV is what the engine computes.
 
     It is the request's alone: what another one with the same parts has loaded cannot be told from what it has

@@ -13,18 +13,18 @@ from baton.errors import InvalidRequest
 from baton.images.client_image import ClientImage
 from baton.images.image_position import ImagePosition, with_distinct_images
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import HandoffRecord
-from baton.library.library import Handoffs
+from baton.library.handoff import Handoff
+from baton.library.library import Library
 from baton.library.prefixes import shared_tokens
 from baton.relay.asked import HandoffOptions, NewHandoff, SaveOptions, part_name
 from baton.relay.audit import Audits
-from baton.relay.cost import Choice, Decision, Planner
+from baton.relay.cost import Choice, Decision, LoadCost
 from baton.relay.join import JoinedContext, Part, continued_parts, join, require_fit, require_joinable
 from baton.relay.limits import ContextLimits
 from baton.relay.move import moved_parts, require_movable, require_usable_with_moves, salt_of
 from baton.relay.prompt.chat import Writer
 from baton.relay.prompt.whole import ContextPrompt, write_prompt
-from baton.relay.run import JoinedPart, Session
+from baton.relay.run import JoinedPart, PlannedRequest
 from baton.relay.sources import Source
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import HandoffMetrics
@@ -34,7 +34,7 @@ from baton_kv.contract import MovedPart
 
 
 @dataclass(frozen=True)
-class SessionRequest:
+class Ask:
     """What a client asked for.
 
     Attributes:
@@ -56,11 +56,11 @@ class SessionRequest:
     latent_steps: int
     answered: bool = True
     moves: bool = False
-    translated_from: HandoffRecord | None = None
-    target: HandoffRecord | None = None
+    translated_from: Handoff | None = None
+    target: Handoff | None = None
 
     @property
-    def source(self) -> HandoffRecord | None:
+    def source(self) -> Handoff | None:
         """The handoff that it continues, or the first of several."""
         return self.parts[0].record if self.parts else None
 
@@ -70,7 +70,7 @@ class SessionRequest:
         return not self.moves and (len(self.parts) != 1 or self.parts[0].record.exact)
 
     @property
-    def may_load(self) -> HandoffRecord | None:
+    def may_load(self) -> Handoff | None:
         """The handoff whose KV may be loaded: its source, unless moved KV would begin an exact join."""
         source = self.source
         return source if source is not None and (source.exact or not self.exact) else None
@@ -99,7 +99,7 @@ class SessionRequest:
 
 
 async def parts_in_order(
-    planner: Planner,
+    planner: LoadCost,
     engine: Engine,
     sources: Sequence[Source],
     options: HandoffOptions | NewHandoff,
@@ -133,14 +133,14 @@ async def parts_in_order(
     return [first, *(part for part in parts if part is not first)]
 
 
-# Prepare a request that uses a handoff: prompt, load decision, new record. Returns a `Session` to run.
+# Prepare a request that uses a handoff: prompt, load decision, new record. Returns a `PlannedRequest` to run.
 #
-# `Sessions.open` does everything that may be refused: it writes the prompt, decides what to load, and
+# `Plans.open` does everything that may be refused: it writes the prompt, decides what to load, and
 # registers the handoff that will be saved. It returns a session, of which only `run` is left to call.
 
 
 @dataclass(frozen=True)
-class Sessions:
+class Plans:
     """Opens the sessions of one gateway.
 
     Attributes:
@@ -151,8 +151,8 @@ class Sessions:
         audits: computes some answers again.
     """
 
-    handoffs: Handoffs
-    planner: Planner
+    handoffs: Library
+    planner: LoadCost
     metrics: HandoffMetrics
     settings: HandoffSettings
     audits: Audits
@@ -166,7 +166,7 @@ class Sessions:
         options: HandoffOptions,
         sources: Sequence[Source] = (),
         images: Sequence[ClientImage] = (),
-    ) -> Session:
+    ) -> PlannedRequest:
         """Plan a request with a `handoff` field.
 
         Args:
@@ -184,7 +184,7 @@ class Sessions:
         moves = options.join == "moved" and len(sources) > 1
         parts = await parts_in_order(self.planner, engine, sources, options, "handoff.from")
         require_usable_with_moves(operation, body, parts, moves=moves, steps=options.latent_steps)
-        wanted = SessionRequest(operation, body, parts, options.saving, options.latent_steps, moves=moves)
+        wanted = Ask(operation, body, parts, options.saving, options.latent_steps, moves=moves)
         if moves:
             require_movable(engine, "handoff.join")
         if wanted.steps_of_context and body.get("prompt_logprobs") is not None:
@@ -201,8 +201,8 @@ class Sessions:
         options: NewHandoff,
         sources: Sequence[Source] = (),
         images: Sequence[ClientImage] = (),
-        target: HandoffRecord | None = None,
-    ) -> Session:
+        target: Handoff | None = None,
+    ) -> PlannedRequest:
         """Plan `POST /v1/handoffs`: the context is computed and saved, without an answer.
 
         Args:
@@ -221,7 +221,7 @@ class Sessions:
         save = SaveOptions(ttl_s=options.ttl_s, pin=options.pin, label=options.label, scope="prompt")
         if moves := options.join == "moved" and len(sources) > 1:
             require_movable(engine, "join")
-        wanted = SessionRequest(
+        wanted = Ask(
             operation,
             body,
             await parts_in_order(self.planner, engine, sources, options, "from"),
@@ -234,7 +234,7 @@ class Sessions:
         require_usable_with_moves(operation, body, wanted.parts, moves=moves, steps=options.latent_steps)
         return await self._plan(engine, context, wanted, images)
 
-    def begin_joined(self, engine: Engine, tenant: str, options: NewHandoff) -> HandoffRecord:
+    def begin_joined(self, engine: Engine, tenant: str, options: NewHandoff) -> Handoff:
         """Register the handoff that joins several ahead, before all of these are ready.
 
         Args:
@@ -256,10 +256,10 @@ class Sessions:
         self,
         engine: Engine,
         context: RequestContext,
-        source: HandoffRecord,
+        source: Handoff,
         prompt: ContextPrompt,
         save: SaveOptions,
-    ) -> Session:
+    ) -> PlannedRequest:
         """Plan to compute and save what a handoff of other weights says.
 
         Args:
@@ -272,12 +272,12 @@ class Sessions:
         Raises:
             BatonError: the context cannot be computed; nothing was registered.
         """
-        wanted = SessionRequest(Operation.COMPLETIONS, {}, (), save, 0, translated_from=source)
+        wanted = Ask(Operation.COMPLETIONS, {}, (), save, 0, translated_from=source)
         return self._session(engine, context, wanted, prompt, [])
 
     async def _plan(
-        self, engine: Engine, context: RequestContext, wanted: SessionRequest, images: Sequence[ClientImage]
-    ) -> Session:
+        self, engine: Engine, context: RequestContext, wanted: Ask, images: Sequence[ClientImage]
+    ) -> PlannedRequest:
         prompt, ends = await self._write(engine, context, wanted, images)
         return self._session(engine, context, wanted, prompt, ends)
 
@@ -285,10 +285,10 @@ class Sessions:
         self,
         engine: Engine,
         context: RequestContext,
-        wanted: SessionRequest,
+        wanted: Ask,
         prompt: ContextPrompt,
         ends: Sequence[int],
-    ) -> Session:
+    ) -> PlannedRequest:
         source = wanted.source
         limits = ContextLimits(self.settings)
         limits.require_few_images(engine, prompt.images)
@@ -315,7 +315,7 @@ class Sessions:
             latent_steps=wanted.steps_of_context,
             audited=load is not None and salt is None and self.audits.chosen(),
         )
-        return Session(
+        return PlannedRequest(
             self.handoffs,
             self.metrics,
             self.audits,
@@ -334,7 +334,7 @@ class Sessions:
     def _moved(
         self,
         engine: Engine,
-        wanted: SessionRequest,
+        wanted: Ask,
         prompt: ContextPrompt,
         ends: Sequence[int],
         decision: Decision | None,
@@ -346,7 +346,7 @@ class Sessions:
         return [None] * len(ends)
 
     async def _write(
-        self, engine: Engine, context: RequestContext, wanted: SessionRequest, images: Sequence[ClientImage]
+        self, engine: Engine, context: RequestContext, wanted: Ask, images: Sequence[ClientImage]
     ) -> tuple[ContextPrompt, Sequence[int]]:
         """Write the whole prompt; returns it, and where the part of each of several sources ends."""
         record, seen, ends = wanted.source, list[PlacedImage](), list[int]()
@@ -399,7 +399,7 @@ class Sessions:
         ContextLimits(self.settings).require_light_parts(parts)
         return continued
 
-    def _decide(self, engine: Engine, source: HandoffRecord | None, prompt: ContextPrompt) -> Decision | None:
+    def _decide(self, engine: Engine, source: Handoff | None, prompt: ContextPrompt) -> Decision | None:
         if source is None:
             return None
         shared = None
@@ -410,9 +410,7 @@ class Sessions:
         self.metrics.decisions.labels(decision.choice.value).inc()
         return decision
 
-    def _register(
-        self, engine: Engine, context: RequestContext, wanted: SessionRequest
-    ) -> HandoffRecord | None:
+    def _register(self, engine: Engine, context: RequestContext, wanted: Ask) -> Handoff | None:
         if (target := wanted.target) is not None:
             target.parents = wanted.parents  # in the order in which they were joined
             target.parent = target.parents[0]
@@ -430,9 +428,7 @@ class Sessions:
         )
 
 
-def entry_to_name(
-    source: HandoffRecord | None, decision: Decision | None, target: HandoffRecord | None
-) -> str | None:
+def entry_to_name(source: Handoff | None, decision: Decision | None, target: Handoff | None) -> str | None:
     """Return the key of the source's KV, which the engine is told if it loads it or saves what continues it.
 
     Args:

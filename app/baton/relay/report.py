@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.engines.kv_transfer import TransferReport
 from baton.engines.port import Json
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.relay.cost import Choice, Decision
 from baton_kv.contract import TransferFailure
 
@@ -25,9 +25,7 @@ REASONS = {
 """`handoff.source.reason` by why the entry could not be used."""
 
 
-def source_outcome(
-    source: HandoffRecord, report: TransferReport, decision: Decision | None
-) -> dict[str, Any]:
+def source_outcome(source: Handoff, report: TransferReport, decision: Decision | None) -> dict[str, Any]:
     """Return `handoff.source`: how many of its tokens were loaded, resident or recomputed, and why."""
     loaded = report.in_place
     resident = max(0, prefix_hits(report) - (report.loaded or 0))

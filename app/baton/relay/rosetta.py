@@ -18,15 +18,15 @@ from baton.engines.kv_transfer import TransferRequest
 from baton.engines.port import Engine, EngineState, Json, Operation, WholeReply
 from baton.errors import GenerationFailed, HandoffIncompatible, InvalidRequest, OperationUnsupported
 from baton.images.client_image import ClientImage
-from baton.library.handoff import HandoffRecord
-from baton.library.library import Handoffs
+from baton.library.handoff import Handoff
+from baton.library.library import Library
 from baton.relay.asked import WRITTEN_BY_THE_ENGINE, HandoffOptions
 from baton.relay.move import salt_of
-from baton.relay.plan import Sessions
+from baton.relay.plan import Plans
 from baton.relay.prompt.chat import Writer
 from baton.relay.prompt.text import EngineText, shift_images
 from baton.relay.prompt.whole import ContextPrompt, write_prompt
-from baton.relay.run import Session
+from baton.relay.run import PlannedRequest
 from baton.relay.sources import is_compatible
 from baton.telemetry.ids import RequestContext, new_request_id
 from baton_kv.contract import Mixture
@@ -49,8 +49,8 @@ class Rosetta:
     """
 
     engines: Sequence[Engine]
-    handoffs: Handoffs
-    sessions: Sessions
+    handoffs: Library
+    sessions: Plans
     admission: Admission
     enabled: bool
 
@@ -93,7 +93,7 @@ class Rosetta:
         engine: Engine,
         operation: Operation,
         options: HandoffOptions,
-        records: Sequence[HandoffRecord],
+        records: Sequence[Handoff],
     ) -> bool:
         """Return whether AVP's settings let a thought stand for the handoff that a request names."""
         starts = engine.placeholder is not None and operation not in WRITTEN_BY_THE_ENGINE
@@ -109,9 +109,9 @@ class Rosetta:
         operation: Operation,
         body: Json,
         context: RequestContext,
-        record: HandoffRecord,
+        record: Handoff,
         images: Sequence[ClientImage],
-    ) -> Session:
+    ) -> PlannedRequest:
         """Plan a request that starts from the last thought of a handoff; call it before it takes a place.
 
         Args:
@@ -151,7 +151,7 @@ class Rosetta:
 
     def _session(
         self, engine: Engine, context: RequestContext, prompt: ContextPrompt, mixture: Mixture, shown: Json
-    ) -> Session:
+    ) -> PlannedRequest:
         """Return a session whose first position is a mixture of token embeddings; nothing of it is saved."""
         assert prompt.tokens is not None
         assert engine.placeholder is not None
@@ -163,7 +163,7 @@ class Rosetta:
             salt=context.request_id,
         )
         sessions = self.sessions
-        return Session(
+        return PlannedRequest(
             self.handoffs,
             sessions.metrics,
             sessions.audits,
@@ -177,9 +177,7 @@ class Rosetta:
             thought=shown,
         )
 
-    async def _next_token(
-        self, engine: Engine, context: RequestContext, record: HandoffRecord
-    ) -> dict[int, float]:
+    async def _next_token(self, engine: Engine, context: RequestContext, record: Handoff) -> dict[int, float]:
         """Return the probabilities of the likeliest next tokens after a handoff's context, by token id."""
         transfer = TransferRequest(
             list(record.tokens),

@@ -10,8 +10,8 @@ from typing import Any
 
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import Engine, Json, Operation, Reply, StreamReply, WholeReply
-from baton.library.handoff import Conversation, HandoffRecord
-from baton.library.library import Handoffs
+from baton.library.handoff import Conversation, Handoff
+from baton.library.library import Library
 from baton.library.prefixes import shared_tokens
 from baton.relay.asked import WRITTEN_BY_THE_ENGINE
 from baton.relay.audit import Audits
@@ -130,8 +130,8 @@ class JoinedPart:
 
 
 @dataclass(frozen=True, eq=False)
-class Session:
-    """One planned request with a handoff. `Sessions` creates it; call `run` or `compute` once.
+class PlannedRequest:
+    """One planned request with a handoff. `Plans` creates it; call `run` or `compute` once.
 
     Attributes:
         handoffs: all handoffs.
@@ -150,16 +150,16 @@ class Session:
         owns_target: whether the handoff fails with the session; otherwise who registered it may try again.
     """
 
-    handoffs: Handoffs
+    handoffs: Library
     metrics: HandoffMetrics
     audits: Audits
     engine: Engine
     context: RequestContext
     prompt: ContextPrompt
     transfer: TransferRequest
-    source: HandoffRecord | None
+    source: Handoff | None
     decision: Decision | None
-    target: HandoffRecord | None
+    target: Handoff | None
     translated: Translated | None = None
     parts: Sequence[JoinedPart] = ()
     thought: Json | None = None
@@ -258,7 +258,7 @@ class Session:
             self.metrics.consumed.labels(self.thought["outcome"]).inc()
         return shown
 
-    async def _save(self, target: HandoffRecord, answer: ChatAnswer) -> Json:
+    async def _save(self, target: Handoff, answer: ChatAnswer) -> Json:
         report, transfer = self.transfer.report, self.transfer
         tokens = report.prompt_ids[: self.prompt.saved_tokens]
         if not transfer.prompt_only:
@@ -322,7 +322,7 @@ class Session:
             if each.moved is not None and lost.get(each.moved.key) in KV_IS_GONE:
                 self.handoffs.kv_gone(each.part.record)
 
-    def _describe(self, source: HandoffRecord) -> Json:
+    def _describe(self, source: Handoff) -> Json:
         """Return `handoff.source`, and count it in the metrics."""
         report, metrics = self.transfer.report, self.metrics
         shown = source_outcome(source, report, self.decision) | {"exact": self.exact}

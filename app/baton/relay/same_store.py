@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from baton.engines.port import Engine, Forwarding
 from baton.errors import OperationUnsupported
-from baton.library.library import Handoffs
+from baton.library.library import Library
 from baton.relay.asked import require_handoffs
 from baton.telemetry.ids import RequestContext
 
@@ -31,7 +31,7 @@ class ForwardedHandoffs:
             monotonic seconds.
     """
 
-    handoffs: Handoffs
+    handoffs: Library
     proved: dict[tuple[str, str, str], float] = field(default_factory=dict)
 
     async def require(self, engine: Engine, forwarding: Forwarding, context: RequestContext) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from baton.engines.port import Engine, Json
 from baton.errors import BatonError, HandoffIncompatible, HandoffNotFound, HandoffPending
-from baton.library.handoff import HandoffRecord, HandoffState
-from baton.library.library import Handoffs
+from baton.library.handoff import Handoff, HandoffState
+from baton.library.library import Library
 from baton.relay.asked import part_name
 
 # Describe what a request continues: a handoff, or one that was made from what another model's says.
@@ -24,10 +24,10 @@ class Translated:
         computed: number of its tokens that were computed for this request; 0: it was made before.
     """
 
-    source: HandoffRecord
+    source: Handoff
     computed: int
 
-    def public(self, record: HandoffRecord) -> Json:
+    def public(self, record: Handoff) -> Json:
         """Return the fields of `handoff.source` that show it.
 
         Args:
@@ -51,11 +51,11 @@ class Source:
         translated: how it came from the one that the client named; None: it is that one.
     """
 
-    record: HandoffRecord
+    record: Handoff
     translated: Translated | None = None
 
     @property
-    def named(self) -> HandoffRecord:
+    def named(self) -> Handoff:
         """The handoff that the client named."""
         return self.record if self.translated is None else self.translated.source
 
@@ -63,12 +63,12 @@ class Source:
 # Decide whether an engine can use the handoff that another engine saved.
 
 
-def is_compatible(record: HandoffRecord, engine: Engine) -> bool:
+def is_compatible(record: Handoff, engine: Engine) -> bool:
     """Return whether an engine can continue a handoff as it is."""
     return why_incompatible(record, engine) is None
 
 
-def require_compatible(record: HandoffRecord, engine: Engine) -> None:
+def require_compatible(record: Handoff, engine: Engine) -> None:
     """Refuse a handoff that an engine cannot continue.
 
     Raises:
@@ -79,7 +79,7 @@ def require_compatible(record: HandoffRecord, engine: Engine) -> None:
         raise HandoffIncompatible(why, param="handoff.from")
 
 
-def why_incompatible(record: HandoffRecord, engine: Engine) -> str | None:
+def why_incompatible(record: Handoff, engine: Engine) -> str | None:
     """Return why an engine cannot continue a handoff; None: it can."""
     if record.weights != engine.weights:
         return (
@@ -107,7 +107,7 @@ def naming(error: BatonError, where: str) -> BatonError:
     return error
 
 
-async def _of_field(finding: Awaitable[HandoffRecord], field: str) -> HandoffRecord:
+async def _of_field(finding: Awaitable[Handoff], field: str) -> Handoff:
     """Find the only handoff of a field, which an error names."""
     try:
         return await finding
@@ -125,7 +125,7 @@ class Sources:
         wait_s: seconds that a request waits for a pending one.
     """
 
-    handoffs: Handoffs
+    handoffs: Library
     wait_s: float
 
     async def one(
@@ -136,7 +136,7 @@ class Sources:
         *,
         translates: bool = False,
         wait_s: float | None = None,
-    ) -> HandoffRecord:
+    ) -> Handoff:
         """Return the handoff that a request continues, once it is ready.
 
         Args:
@@ -156,8 +156,8 @@ class Sources:
         return await self._ready(record, engine, translates=translates, wait_s=wait_s)
 
     async def _ready(
-        self, record: HandoffRecord, engine: Engine, *, translates: bool, wait_s: float | None
-    ) -> HandoffRecord:
+        self, record: Handoff, engine: Engine, *, translates: bool, wait_s: float | None
+    ) -> Handoff:
         """Wait until a handoff is not pending, and return it; see `one`."""
         await self.handoffs.settled(record, self.wait_s if wait_s is None else wait_s)
         record = await self._there(record.id, engine, record.tenant, translates=translates)
@@ -175,7 +175,7 @@ class Sources:
         *,
         translates: bool = False,
         wait_s: float | None = None,
-    ) -> list[HandoffRecord]:
+    ) -> list[Handoff]:
         """Return the handoffs that a request continues, in order; see `one`.
 
         Args:
@@ -219,7 +219,7 @@ class Sources:
 
     async def usable(
         self, ids: Sequence[str], engine: Engine, tenant: str, field: str, *, translates: bool
-    ) -> list[HandoffRecord]:
+    ) -> list[Handoff]:
         """Return handoffs that a request can continue, pending ones as they are.
 
         The arguments are those of `all`.
@@ -235,7 +235,7 @@ class Sources:
                 raise naming(error, part_name(field, index)) from None
         return found
 
-    async def require_there(self, records: Sequence[HandoffRecord], tenant: str, field: str) -> None:
+    async def require_there(self, records: Sequence[Handoff], tenant: str, field: str) -> None:
         """Refuse handoffs one of which was deleted, or has expired, since they were found.
 
         Args:
@@ -252,9 +252,7 @@ class Sources:
             except HandoffNotFound as error:
                 raise naming(error, part_name(field, index)) from None
 
-    async def _there(
-        self, handoff_id: str, engine: Engine, tenant: str, *, translates: bool
-    ) -> HandoffRecord:
+    async def _there(self, handoff_id: str, engine: Engine, tenant: str, *, translates: bool) -> Handoff:
         """Return a handoff that the engine can continue, perhaps a pending one."""
         record = await self.handoffs.get(handoff_id, tenant)
         if record.state is HandoffState.FAILED or record not in self.handoffs:

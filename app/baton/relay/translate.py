@@ -19,10 +19,10 @@ from baton.engines.port import Engine, EngineState, Json
 from baton.errors import BatonError, HandoffIncompatible, HandoffNotFound
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import HandoffRecord, HandoffState
-from baton.library.library import Handoffs
+from baton.library.handoff import Handoff, HandoffState
+from baton.library.library import Library
 from baton.relay.asked import SaveOptions, part_name
-from baton.relay.plan import Sessions
+from baton.relay.plan import Plans
 from baton.relay.prompt.chat import Writer
 from baton.relay.prompt.text import EngineText
 from baton.relay.prompt.whole import ContextPrompt
@@ -64,7 +64,7 @@ class Spoken:
 
 
 async def spoken(
-    engine: Engine, context: RequestContext, record: HandoffRecord, images: Sequence[PlacedImage]
+    engine: Engine, context: RequestContext, record: Handoff, images: Sequence[PlacedImage]
 ) -> Spoken:
     """Read what a context says.
 
@@ -94,7 +94,7 @@ async def spoken(
     return Spoken(past.template | {"messages": messages}, [], own, past.answer_fingerprints)
 
 
-async def _texts(text: EngineText, record: HandoffRecord, images: Sequence[PlacedImage]) -> list[str]:
+async def _texts(text: EngineText, record: Handoff, images: Sequence[PlacedImage]) -> list[str]:
     """Return the pieces of a plain text between its images."""
     texts, begin = [], 0
     for stop, after in [*((image.offset, image.offset + image.length) for image in images), (None, None)]:
@@ -103,7 +103,7 @@ async def _texts(text: EngineText, record: HandoffRecord, images: Sequence[Place
     return texts
 
 
-def _words(engine: Engine, record: HandoffRecord, begin: int, stop: int | None) -> list[int]:
+def _words(engine: Engine, record: Handoff, begin: int, stop: int | None) -> list[int]:
     """Return some of a context's token ids, without those that no text holds."""
     special = engine.special_tokens | {record.placeholder}
     return [token for token in record.tokens[begin:stop] if token not in special]
@@ -125,19 +125,19 @@ class Translations:
     """
 
     def __init__(
-        self, engines: Sequence[Engine], handoffs: Handoffs, sessions: Sessions, admission: Admission
+        self, engines: Sequence[Engine], handoffs: Library, sessions: Plans, admission: Admission
     ) -> None:
         self._engines = engines
         self._handoffs = handoffs
         self._sessions = sessions
         self._admission = admission
-        self._making: dict[tuple[str, str], asyncio.Task[tuple[HandoffRecord, int]]] = {}
+        self._making: dict[tuple[str, str], asyncio.Task[tuple[Handoff, int]]] = {}
 
     async def sources(
         self,
         engine: Engine,
         context: RequestContext,
-        records: Sequence[HandoffRecord],
+        records: Sequence[Handoff],
         save: SaveOptions | None = None,
         where: str = "handoff.from",
     ) -> list[Source]:
@@ -167,7 +167,7 @@ class Translations:
         return found
 
     async def _source(
-        self, engine: Engine, context: RequestContext, record: HandoffRecord, save: SaveOptions
+        self, engine: Engine, context: RequestContext, record: Handoff, save: SaveOptions
     ) -> Source:
         if is_compatible(record, engine):
             return Source(record)
@@ -182,8 +182,8 @@ class Translations:
         return Source(found, Translated(record, computed))
 
     async def _once(
-        self, engine: Engine, context: RequestContext, record: HandoffRecord, save: SaveOptions
-    ) -> tuple[HandoffRecord, int]:
+        self, engine: Engine, context: RequestContext, record: Handoff, save: SaveOptions
+    ) -> tuple[Handoff, int]:
         """Return the translation of a handoff, and how many of its tokens were computed for this request."""
         key = (record.id, engine.weights)
         begins = key not in self._making
@@ -201,8 +201,8 @@ class Translations:
         return made, computed if begins else 0
 
     async def _translate(
-        self, engine: Engine, context: RequestContext, record: HandoffRecord, save: SaveOptions
-    ) -> tuple[HandoffRecord, int]:
+        self, engine: Engine, context: RequestContext, record: Handoff, save: SaveOptions
+    ) -> tuple[Handoff, int]:
         said = await self._spoken(context, record)
         if len(said.images) > engine.images.limit:
             raise HandoffIncompatible(
@@ -217,7 +217,7 @@ class Translations:
             return kept, 0
         return await self._make(engine, context, record, prompt, save)
 
-    async def _spoken(self, context: RequestContext, record: HandoffRecord) -> Spoken:
+    async def _spoken(self, context: RequestContext, record: Handoff) -> Spoken:
         """Read what a handoff says, with an engine of its weights.
 
         Raises:
@@ -232,7 +232,7 @@ class Translations:
         reader = next((each for each in theirs if each.state is EngineState.READY), theirs[0])
         return await spoken(reader, context, record, await self._handoffs.images(record))
 
-    def _kept(self, record: HandoffRecord, engine: Engine, prompt: ContextPrompt) -> HandoffRecord | None:
+    def _kept(self, record: Handoff, engine: Engine, prompt: ContextPrompt) -> Handoff | None:
         """Return the translation that was made before, if it still says the same."""
         tokens = array("i", prompt.tokens or [])
         return next(
@@ -249,10 +249,10 @@ class Translations:
         self,
         engine: Engine,
         context: RequestContext,
-        record: HandoffRecord,
+        record: Handoff,
         prompt: ContextPrompt,
         save: SaveOptions,
-    ) -> tuple[HandoffRecord, int]:
+    ) -> tuple[Handoff, int]:
         left = max(1, math.floor(self._handoffs.seconds_left(record)))
         save = save.model_copy(update={"ttl_s": min(save.ttl_s or left, left), "scope": "prompt"})
         ticket = Ticket()

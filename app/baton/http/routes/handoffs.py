@@ -16,7 +16,7 @@ from baton.http.elsewhere_body import prepare_forwarded
 from baton.http.request import Gateway, context_of, gateway_of, read_json, state_of
 from baton.http.request_images import take_images
 from baton.images.client_image import ClientImage
-from baton.library.handoff import HandoffRecord, HandoffState
+from baton.library.handoff import Handoff, HandoffState
 from baton.relay.asked import (
     HandoffChanges,
     NewHandoff,
@@ -108,7 +108,7 @@ async def _create(
     return _answer(target, work.result() if done else target.public())
 
 
-def _answer(target: HandoffRecord, shown: Json) -> Response:
+def _answer(target: Handoff, shown: Json) -> Response:
     """Answer with a new handoff: 201 if it is ready, 202 while it is pending."""
     ready = target.state is HandoffState.READY
     headers = {"Location": f"/v1/handoffs/{target.id}", ID_HEADER: target.id}
@@ -130,7 +130,7 @@ async def _join_ahead(
 
 
 async def _translate(
-    gateway: Gateway, engine: Engine, context: RequestContext, options: NewHandoff, record: HandoffRecord
+    gateway: Gateway, engine: Engine, context: RequestContext, options: NewHandoff, record: Handoff
 ) -> Response:
     """Make the translation of a handoff of other weights, unless it is there."""
     if is_compatible(record, engine):

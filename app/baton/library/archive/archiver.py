@@ -17,7 +17,7 @@ from baton.library.archive.bucket import Bucket, Conflict
 from baton.library.archive.copies import TRIES, Archive, Outcome
 from baton.library.archive.documents import DUE, Due, OtherVersion, Tampered, end_of, record_name
 from baton.library.archive.records import DELETED_FOR_S
-from baton.library.handoff import HandoffRecord, HandoffState
+from baton.library.handoff import Handoff, HandoffState
 from baton.library.here.records import OtherUsage
 from baton.library.tiers import HandoffStorage
 from baton_kv.stores.base import StoreError
@@ -129,7 +129,7 @@ class Archiver:
         self._upkeep.start()
         self._log = structlog.get_logger("baton.handoffs")
 
-    def wants(self, record: HandoffRecord) -> bool:
+    def wants(self, record: Handoff) -> bool:
         """Return whether a handoff belongs into the archive."""
         return (
             not record.automatic
@@ -137,7 +137,7 @@ class Archiver:
             and (record.pin or record.ttl_s >= self._after_s)
         )
 
-    def write_later(self, record: HandoffRecord) -> None:
+    def write_later(self, record: Handoff) -> None:
         """Bring the archive up to date with a handoff.
 
         Args:
@@ -145,7 +145,7 @@ class Archiver:
         """
         self.begin(record.id, lambda: self._write(record))
 
-    def take_kv_out_later(self, record: HandoffRecord) -> None:
+    def take_kv_out_later(self, record: Handoff) -> None:
         """Take KV that was found to be wrong out of the archive, whatever else is to be written."""
         with self._lock:
             self._wrong.add(record.id)
@@ -221,7 +221,7 @@ class Archiver:
                 self._later[name] = time.monotonic() + AGAIN_AFTER_S
             self._archive.metrics.waiting.set(len(self._jobs))
 
-    def _write(self, known: HandoffRecord) -> bool:
+    def _write(self, known: Handoff) -> bool:
         if known.id in self._wrong:
             self._archive.records.release(*self._archive.without_kv(known))
             with self._lock:
@@ -238,7 +238,7 @@ class Archiver:
                 return True
         return False
 
-    def _commit(self, known: HandoffRecord, record: HandoffRecord, write: Callable[[], object]) -> bool:
+    def _commit(self, known: Handoff, record: Handoff, write: Callable[[], object]) -> bool:
         """Write a document, and note that the handoff is archived; not if it was changed since it was read.
 
         From then on other machines may change it in the archive, and this one may no more do so without.
@@ -253,13 +253,13 @@ class Archiver:
                 known.archived = True
         return True
 
-    def _mark(self, record: HandoffRecord) -> bool:
+    def _mark(self, record: Handoff) -> bool:
         """Note on this machine that a handoff is archived; not if it is another than was written.
 
         From then on it is changed in the archive first, so nothing may be missing there.
         """
 
-        def mark(now: HandoffRecord, _others: OtherUsage) -> None:
+        def mark(now: Handoff, _others: OtherUsage) -> None:
             now.archived = now.revision == record.revision
 
         marked = self._inner.change(record, mark)

@@ -26,7 +26,7 @@ from baton.images.placed_image import PlacedImage
 from baton.library.archive.bucket import PART_BYTES, Bucket, Conflict
 from baton.library.archive.documents import ArchivedFile, Document, Names
 from baton.library.archive.records import ArchiveRecords, Version
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.library.here.images import placed_image
 from baton.library.tiers import FetchCutOff, HandoffStorage, counting
 from baton.telemetry.metrics import ArchiveMetrics
@@ -264,7 +264,7 @@ class Archive:
     metrics: ArchiveMetrics
     fetch_s: float
 
-    def write(self, inner: HandoffStorage, record: HandoffRecord, commit: Commit) -> Outcome:
+    def write(self, inner: HandoffStorage, record: Handoff, commit: Commit) -> Outcome:
         """Bring the archive up to date with a handoff of this machine.
 
         Args:
@@ -296,7 +296,7 @@ class Archive:
                 return Outcome.WRITTEN
         raise Conflict()
 
-    def _pushed(self, inner: HandoffStorage, record: HandoffRecord, there: Version | None) -> Document:
+    def _pushed(self, inner: HandoffStorage, record: Handoff, there: Version | None) -> Document:
         """Write the files of a handoff that this machine has, and return the document to write then."""
         before = there.document if there is not None else Document(record=None)
         told = before.record
@@ -330,7 +330,7 @@ class Archive:
                 if each.name in gone:
                     self.files.push(each)
 
-    def _local_files(self, store: Store, record: HandoffRecord, stack: ExitStack) -> list[LocalFile]:
+    def _local_files(self, store: Store, record: Handoff, stack: ExitStack) -> list[LocalFile]:
         """Open the files of an entry of this machine, its own last; none if it is not here."""
         if not store.exists(record.key):
             return []
@@ -344,7 +344,7 @@ class Archive:
             for key, reader in zip(keys, [*parts, own], strict=True)
         ]
 
-    def _local_images(self, inner: HandoffStorage, record: HandoffRecord) -> list[LocalFile]:
+    def _local_images(self, inner: HandoffStorage, record: Handoff) -> list[LocalFile]:
         if not record.images:
             return []
         placed = {each.digest: each.image.data for each in inner.read_images(record)}
@@ -388,9 +388,7 @@ class Archive:
         until = time.monotonic() + self.fetch_s
         return {each.key: b"".join(self.files.chunks(each, until)) for each in document.images}
 
-    def change(
-        self, record: HandoffRecord, edit: Callable[[HandoffRecord], HandoffRecord | None]
-    ) -> HandoffRecord | None:
+    def change(self, record: Handoff, edit: Callable[[Handoff], Handoff | None]) -> Handoff | None:
         """Change an archived handoff; returns the record as it is then, None: it was deleted.
 
         Args:
@@ -416,7 +414,7 @@ class Archive:
                 return changed
         raise Conflict()
 
-    def delete(self, record: HandoffRecord) -> tuple[str, list[str]]:
+    def delete(self, record: Handoff) -> tuple[str, list[str]]:
         """Delete a handoff for good.
 
         Returns:
@@ -432,7 +430,7 @@ class Archive:
             self.metrics.handoff("deleted")
         return handoff, document.objects if document is not None else []
 
-    def without_kv(self, record: HandoffRecord) -> tuple[str, list[str]]:
+    def without_kv(self, record: Handoff) -> tuple[str, list[str]]:
         """Take a handoff's KV out of the archive; returns as `delete`.
 
         Raises:
@@ -450,7 +448,7 @@ class Archive:
         raise Conflict()
 
 
-def placed(record: HandoffRecord, found: dict[str, bytes]) -> list[PlacedImage]:
+def placed(record: Handoff, found: dict[str, bytes]) -> list[PlacedImage]:
     """Return a handoff's images with their bytes, each verified against its digest.
 
     Raises:

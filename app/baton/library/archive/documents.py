@@ -18,7 +18,7 @@ import hmac
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 
 PROOF = "gateways"
 DUE = "due/"
@@ -73,7 +73,7 @@ class Document(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    record: HandoffRecord | None
+    record: Handoff | None
     deleted_at: float = 0.0
     files: tuple[ArchivedFile, ...] = ()
     images: tuple[ArchivedFile, ...] = ()

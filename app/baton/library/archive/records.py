@@ -26,7 +26,7 @@ from baton.library.archive.documents import (
     parsed,
     record_name,
 )
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.library.here.records import ID
 from baton.telemetry.metrics import ArchiveMetrics
 
@@ -144,7 +144,7 @@ class ArchiveRecords:
             self._unknown.pop(handoff, None)
         return self._put(handoff, document, over, new=over is None)
 
-    def need(self, record: HandoffRecord, objects: list[str]) -> None:
+    def need(self, record: Handoff, objects: list[str]) -> None:
         """Note, before they are written, which files a handoff will need.
 
         Raises:

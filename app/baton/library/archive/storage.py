@@ -19,7 +19,7 @@ from baton.library.archive.bucket import UNAVAILABLE, Bucket, BucketAddress, Con
 from baton.library.archive.copies import Archive, ArchiveFiles, Damaged, Pace, placed
 from baton.library.archive.documents import PROOF, Document, Names, Tampered
 from baton.library.archive.records import ArchiveRecords, Version
-from baton.library.handoff import HandoffRecord
+from baton.library.handoff import Handoff
 from baton.library.here.records import Edit, News, OtherUsage, pool_secret
 from baton.library.tiers import PINNED_SHARE, HandoffStorage
 from baton.telemetry.metrics import ArchiveMetrics, AuditResult
@@ -49,76 +49,76 @@ class StorageOver(HandoffStorage):
     def close(self) -> None:
         self.inner.close()
 
-    def announce(self, record: HandoffRecord) -> None:
+    def announce(self, record: Handoff) -> None:
         self.inner.announce(record)
 
     def keep_pending(self, ids: Sequence[str]) -> list[str]:
         return self.inner.keep_pending(ids)
 
-    def share(self, record: HandoffRecord) -> bool:
+    def share(self, record: Handoff) -> bool:
         return self.inner.share(record)
 
-    def is_here(self, record: HandoffRecord) -> bool:
+    def is_here(self, record: Handoff) -> bool:
         return self.inner.is_here(record)
 
-    def drop_copy(self, record: HandoffRecord) -> None:
+    def drop_copy(self, record: Handoff) -> None:
         self.inner.drop_copy(record)
 
-    def fetch(self, record: HandoffRecord, within_s: float) -> int:
+    def fetch(self, record: Handoff, within_s: float) -> int:
         return self.inner.fetch(record, within_s)
 
-    def source_of(self, record: HandoffRecord) -> str:
+    def source_of(self, record: Handoff) -> str:
         return self.inner.source_of(record)
 
-    def stored_bytes(self, records: Sequence[HandoffRecord]) -> list[int]:
+    def stored_bytes(self, records: Sequence[Handoff]) -> list[int]:
         return self.inner.stored_bytes(records)
 
-    def find(self, handoff_id: str, tenant: str) -> HandoffRecord | None:
+    def find(self, handoff_id: str, tenant: str) -> Handoff | None:
         return self.inner.find(handoff_id, tenant)
 
-    def reread(self, record: HandoffRecord) -> HandoffRecord | None:
+    def reread(self, record: Handoff) -> Handoff | None:
         return self.inner.reread(record)
 
     def refresh(self) -> News:
         return self.inner.refresh()
 
-    def create(self, record: HandoffRecord, edit: Edit) -> bool:
+    def create(self, record: Handoff, edit: Edit) -> bool:
         return self.inner.create(record, edit)
 
-    def change(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
+    def change(self, record: Handoff, edit: Edit) -> Handoff | None:
         return self.inner.change(record, edit)
 
-    def kv_bytes(self, record: HandoffRecord) -> int:
+    def kv_bytes(self, record: Handoff) -> int:
         return self.inner.kv_bytes(record)
 
-    def pinned_kv(self, record: HandoffRecord) -> dict[str, int]:
+    def pinned_kv(self, record: Handoff) -> dict[str, int]:
         return self.inner.pinned_kv(record)
 
     def all_bytes(self) -> int:
         return self.inner.all_bytes()
 
-    def pin(self, record: HandoffRecord, pin: bool) -> bool:
+    def pin(self, record: Handoff, pin: bool) -> bool:
         return self.inner.pin(record, pin)
 
-    def read_images(self, record: HandoffRecord) -> list[PlacedImage]:
+    def read_images(self, record: Handoff) -> list[PlacedImage]:
         return self.inner.read_images(record)
 
     def non_kv_bytes(self) -> int:
         return self.inner.non_kv_bytes()
 
-    def save_images(self, record: HandoffRecord) -> None:
+    def save_images(self, record: Handoff) -> None:
         self.inner.save_images(record)
 
-    def quarantine(self, record: HandoffRecord) -> None:
+    def quarantine(self, record: Handoff) -> None:
         self.inner.quarantine(record)
 
-    def remove(self, record: HandoffRecord) -> None:
+    def remove(self, record: Handoff) -> None:
         self.inner.remove(record)
 
-    def delete(self, record: HandoffRecord) -> None:
+    def delete(self, record: Handoff) -> None:
         self.inner.delete(record)
 
-    def remove_expired(self, record: HandoffRecord) -> HandoffRecord | None:
+    def remove_expired(self, record: Handoff) -> Handoff | None:
         return self.inner.remove_expired(record)
 
     def sweep_orphans(self) -> None:
@@ -201,18 +201,18 @@ class ArchivedStorage(StorageOver):
         self.archiver.close()
         self.inner.close()
 
-    def begin_archiving(self, records: Sequence[HandoffRecord]) -> None:
+    def begin_archiving(self, records: Sequence[Handoff]) -> None:
         for record in records:
             if not record.archived and self.archiver.wants(record):
                 self.archiver.write_later(record)
 
-    def create(self, record: HandoffRecord, edit: Edit) -> bool:
+    def create(self, record: Handoff, edit: Edit) -> bool:
         saved = self.inner.create(record, edit)
         if saved and self.archiver.wants(record):
             self.archiver.write_later(record)
         return saved
 
-    def change(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
+    def change(self, record: Handoff, edit: Edit) -> Handoff | None:
         with self.archiver.guard(record.id):
             there = record.archived and not self.inner.shared
             changed = None if there else self.inner.change(record, edit)
@@ -222,11 +222,11 @@ class ArchivedStorage(StorageOver):
             self.archiver.write_later(record)
         return changed
 
-    def _change_archived(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
+    def _change_archived(self, record: Handoff, edit: Edit) -> Handoff | None:
         """Change the archive's record, and this machine's to what is then there."""
 
-        def over(there: HandoffRecord) -> HandoffRecord | None:
-            def merged(mine: HandoffRecord, others: OtherUsage) -> None:
+        def over(there: Handoff) -> Handoff | None:
+            def merged(mine: Handoff, others: OtherUsage) -> None:
                 _take_over(mine, there)
                 edit(mine, others)
 
@@ -246,7 +246,7 @@ class ArchivedStorage(StorageOver):
             self.archiver.write_later(record)  # its KV may have been saved since
         return changed
 
-    def _change_evicted(self, record: HandoffRecord, there: HandoffRecord, edit: Edit) -> HandoffRecord:
+    def _change_evicted(self, record: Handoff, there: Handoff, edit: Edit) -> Handoff:
         """Write the archive's record here again, which this machine has just evicted, and change it."""
         again = there.model_copy(update={"revision": max(there.revision, record.revision)})
         again.prepare()
@@ -255,7 +255,7 @@ class ArchivedStorage(StorageOver):
             raise HandoffStoreUnavailable(UNAVAILABLE)  # evicted again: the client may try once more
         return changed
 
-    def find(self, handoff_id: str, tenant: str) -> HandoffRecord | None:
+    def find(self, handoff_id: str, tenant: str) -> Handoff | None:
         try:
             found = self.inner.find(handoff_id, tenant)
         except HandoffStoreUnavailable:
@@ -267,7 +267,7 @@ class ArchivedStorage(StorageOver):
         there = self.archive.records.look_up(handoff_id, tenant)
         return self._restored(there) if there is not None else None
 
-    def _restored(self, there: Version) -> HandoffRecord | None:
+    def _restored(self, there: Version) -> Handoff | None:
         """Write a record of the archive to this machine, or to the shared store; None: it was deleted now.
 
         Raises:
@@ -294,7 +294,7 @@ class ArchivedStorage(StorageOver):
         self.inner.remove(record)
         return None
 
-    def reread(self, record: HandoffRecord) -> HandoffRecord | None:
+    def reread(self, record: Handoff) -> Handoff | None:
         if record.archived and not record.on_disk:  # this machine had no room for it
             return self._up_to_date(record)
         found = self.inner.reread(record)
@@ -305,7 +305,7 @@ class ArchivedStorage(StorageOver):
             return self._restored(there) if there is not None else None
         return found if self.inner.shared else self._up_to_date(found)
 
-    def _up_to_date(self, record: HandoffRecord) -> HandoffRecord | None:
+    def _up_to_date(self, record: Handoff) -> Handoff | None:
         """Return a record with what other machines changed in the archive; None: it was deleted there."""
         tag, age = self.seen.version(record.id)
         if age < LOOK_AGAIN_S:
@@ -332,15 +332,15 @@ class ArchivedStorage(StorageOver):
                 self._pin(record, told.pin)
         return changed if changed is not None else self._restored(there)  # it was evicted here meanwhile
 
-    def source_of(self, record: HandoffRecord) -> str:
+    def source_of(self, record: Handoff) -> str:
         if self.inner.shared and any(self.inner.stored_bytes([record])):
             return "shared"
         return "archive"
 
-    def is_here(self, record: HandoffRecord) -> bool:
+    def is_here(self, record: Handoff) -> bool:
         return self.store.exists(record.key)
 
-    def fetch(self, record: HandoffRecord, within_s: float) -> int:
+    def fetch(self, record: Handoff, within_s: float) -> int:
         began, failed = time.monotonic(), None
         try:
             size = self.inner.fetch(record, within_s)
@@ -360,14 +360,14 @@ class ArchivedStorage(StorageOver):
         self._settle(record)
         return size
 
-    def _settle(self, record: HandoffRecord) -> None:
+    def _settle(self, record: Handoff) -> None:
         """Pin KV that was fetched from the archive, and let the shared store have it again."""
         if self.inner.shared:
             self.archiver.begin(f"share {record.id}", lambda: self.inner.share(record) or True)
         if record.pin:
             self._pin(record, True)
 
-    def _pin(self, record: HandoffRecord, pin: bool) -> None:
+    def _pin(self, record: Handoff, pin: bool) -> None:
         """Pin KV of this machine as the record says and there is room, or unpin it."""
         if pin and not self.inner.shared and sum(self.inner.pinned_kv(record).values()) > self.pinned_most:
             log.info("handoff_not_pinned", handoff=record.id, reason="as much is pinned as may be")
@@ -377,14 +377,14 @@ class ArchivedStorage(StorageOver):
         except (HandoffPinsFull, HandoffStoreUnavailable) as error:
             log.warning("handoff_not_pinned", handoff=record.id, reason=error.message)
 
-    def stored_bytes(self, records: Sequence[HandoffRecord]) -> list[int]:
+    def stored_bytes(self, records: Sequence[Handoff]) -> list[int]:
         found = self.inner.stored_bytes(records)
         return [
             size or (record.bytes if record.archived and not self.seen.is_damaged(record.id) else 0)
             for record, size in zip(records, found, strict=True)
         ]
 
-    def read_images(self, record: HandoffRecord) -> list[PlacedImage]:
+    def read_images(self, record: Handoff) -> list[PlacedImage]:
         try:
             return self.inner.read_images(record)
         except HandoffImagesLost:
@@ -397,18 +397,18 @@ class ArchivedStorage(StorageOver):
             log.warning("handoff_image_unreadable", handoff=record.id, reason=str(error))
             raise HandoffImagesLost() from None
         images = placed(record, found)
-        copy = HandoffRecord.model_validate(record.model_dump())
+        copy = Handoff.model_validate(record.model_dump())
         copy.image_data.update(found)
         self.inner.save_images(copy)
         return images
 
-    def quarantine(self, record: HandoffRecord) -> None:
+    def quarantine(self, record: Handoff) -> None:
         self.inner.quarantine(record)
         self.seen.note_damaged(record.id)
         if record.archived or self.archiver.is_waiting(record.id):
             self.archiver.take_kv_out_later(record)
 
-    def delete(self, record: HandoffRecord) -> None:
+    def delete(self, record: Handoff) -> None:
         concerned = record.archived or self.archiver.wants(record) or self.archiver.is_waiting(record.id)
         if not concerned or record.automatic:
             self.inner.delete(record)
@@ -422,7 +422,7 @@ class ArchivedStorage(StorageOver):
 
         self.archiver.begin(record.id, release)  # in the place of a write that waits
 
-    def remove_expired(self, record: HandoffRecord) -> HandoffRecord | None:
+    def remove_expired(self, record: Handoff) -> Handoff | None:
         if record.archived and not self.inner.shared:
             try:
                 there = self.archive.records.look_up(record.id, record.tenant)
@@ -433,16 +433,16 @@ class ArchivedStorage(StorageOver):
                 return self.inner.change(record, lambda mine, _others: _take_over(mine, told))
         return self.inner.remove_expired(record)
 
-    def _document(self, record: HandoffRecord) -> Document | None:
+    def _document(self, record: Handoff) -> Document | None:
         """Return the archive's document of a handoff, unless it was deleted or tampered with."""
         _, found = self.archive.records.current(record.tenant, record.id)
         return found.document if found is not None else None
 
-    def _name(self, record: HandoffRecord) -> str:
+    def _name(self, record: Handoff) -> str:
         return self.archive.names.handoff(record.tenant, record.id)
 
 
-def _take_over(mine: HandoffRecord, there: HandoffRecord) -> None:
+def _take_over(mine: Handoff, there: Handoff) -> None:
     """Set what may change of a record to what it is in the archive."""
     for name in CHANGING:
         setattr(mine, name, getattr(there, name))
@@ -451,12 +451,12 @@ def _take_over(mine: HandoffRecord, there: HandoffRecord) -> None:
     mine.archived = True
 
 
-def _is_wrong(record: HandoffRecord) -> bool:
+def _is_wrong(record: Handoff) -> bool:
     """Return whether an audit, on any machine, found that a handoff's KV leads to other answers."""
     return record.audit is not None and record.audit.result is AuditResult.MISMATCH
 
 
-def _as_it_is(_record: HandoffRecord, _others: OtherUsage) -> None:
+def _as_it_is(_record: Handoff, _others: OtherUsage) -> None:
     """Change nothing."""
 
 

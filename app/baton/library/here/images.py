@@ -21,7 +21,7 @@ import structlog
 from baton.errors import HandoffImagesLost
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import HandoffRecord, StoredImage
+from baton.library.handoff import Handoff, StoredImage
 from baton_kv.folders import CREATE, bytes_in, folder, make_folder, open_file
 
 ABANDONED_AFTER_S = 600.0
@@ -31,7 +31,7 @@ ABANDONED_AFTER_S = 600.0
 class Images(Protocol):
     """Where the images of handoffs are kept."""
 
-    def save(self, record: HandoffRecord) -> bool:
+    def save(self, record: Handoff) -> bool:
         """Write the images that a record holds in memory, and drop them from it.
 
         Returns:
@@ -39,7 +39,7 @@ class Images(Protocol):
         """
         ...
 
-    def read(self, record: HandoffRecord) -> list[PlacedImage]:
+    def read(self, record: Handoff) -> list[PlacedImage]:
         """Return a record's images, each verified against its digest.
 
         Raises:
@@ -48,7 +48,7 @@ class Images(Protocol):
         """
         ...
 
-    def remove(self, record: HandoffRecord) -> None:
+    def remove(self, record: Handoff) -> None:
         """Remove a record's images.
 
         Raises:
@@ -86,7 +86,7 @@ class ImageStore:
         if path is not None:
             make_folder(path)
 
-    def save(self, record: HandoffRecord) -> bool:
+    def save(self, record: Handoff) -> bool:
         """Write the images that a record holds in memory, and drop them from it.
 
         Returns:
@@ -106,7 +106,7 @@ class ImageStore:
         record.image_data.clear()
         return True
 
-    def read(self, record: HandoffRecord) -> list[PlacedImage]:
+    def read(self, record: Handoff) -> list[PlacedImage]:
         """Return a record's images, each verified against its digest.
 
         Raises:
@@ -117,7 +117,7 @@ class ImageStore:
             held[digest] = self._read(record, digest)
         return [placed_image(image, held[image.digest]) for image in record.images]
 
-    def remove(self, record: HandoffRecord) -> None:
+    def remove(self, record: Handoff) -> None:
         """Remove a record's images.
 
         Raises:
@@ -154,7 +154,7 @@ class ImageStore:
                     if remove:
                         os.unlink(name, dir_fd=opened)
 
-    def _write(self, opened: int, record: HandoffRecord, digest: str, data: bytes) -> None:
+    def _write(self, opened: int, record: Handoff, digest: str, data: bytes) -> None:
         name = _name(record.id, digest)
         if record.parent is not None:
             with contextlib.suppress(OSError):  # the parent has none, or the file system has no hard links
@@ -173,7 +173,7 @@ class ImageStore:
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=opened)
 
-    def _read(self, record: HandoffRecord, digest: str) -> bytes:
+    def _read(self, record: Handoff, digest: str) -> bytes:
         if self._path is None:
             raise HandoffImagesLost()
         try:

@@ -26,7 +26,7 @@ import structlog
 from pydantic import ValidationError
 
 from baton.errors import SettingsError
-from baton.library.handoff import HandoffRecord, Usage
+from baton.library.handoff import Handoff, Usage
 from baton_kv.folders import CREATE, LOCK, folder, make_folder, open_file
 from baton_kv.stores.file import RECORDS_TOTAL
 
@@ -213,7 +213,7 @@ TRANSIENT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errn
 """Errors that say nothing about the file: it cannot be read now, but may be whole."""
 OtherUsage = Callable[[], list[Usage]]
 """Returns the usage of all other handoffs over the store."""
-Edit = Callable[[HandoffRecord, OtherUsage], None]
+Edit = Callable[[Handoff, OtherUsage], None]
 """Changes a record in place while no other gateway changes any."""
 
 
@@ -230,14 +230,14 @@ class News:
         gone: ids of the records that they removed.
     """
 
-    changed: list[HandoffRecord] = field(default_factory=list)
+    changed: list[Handoff] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
 
 
 class Records(Protocol):
     """Where the records of handoffs are kept, for all gateways that share them."""
 
-    def create(self, record: HandoffRecord, edit: Edit) -> bool:
+    def create(self, record: Handoff, edit: Edit) -> bool:
         """Apply an edit to a new record and write it, as a whole or not at all; returns whether it was.
 
         Raises:
@@ -245,7 +245,7 @@ class Records(Protocol):
         """
         ...
 
-    def update(self, handoff_id: str, edit: Edit) -> HandoffRecord | None:
+    def update(self, handoff_id: str, edit: Edit) -> Handoff | None:
         """Apply an edit to a saved record and write it.
 
         Returns:
@@ -257,7 +257,7 @@ class Records(Protocol):
         """
         ...
 
-    def edit_unsaved(self, record: HandoffRecord, edit: Edit) -> None:
+    def edit_unsaved(self, record: Handoff, edit: Edit) -> None:
         """Apply an edit to a record that is in memory only.
 
         Raises:
@@ -265,7 +265,7 @@ class Records(Protocol):
         """
         ...
 
-    def read(self, handoff_id: str) -> HandoffRecord | None:
+    def read(self, handoff_id: str) -> Handoff | None:
         """Read a record, which another gateway may have written; None: there is none.
 
         Raises:
@@ -273,7 +273,7 @@ class Records(Protocol):
         """
         ...
 
-    def reread(self, record: HandoffRecord) -> HandoffRecord | None:
+    def reread(self, record: Handoff) -> Handoff | None:
         """Read a saved record again.
 
         Returns:
@@ -285,7 +285,7 @@ class Records(Protocol):
         """Return whether a record exists, even one that only another version can read."""
         ...
 
-    def read_all(self) -> list[HandoffRecord]:
+    def read_all(self) -> list[Handoff]:
         """Read every record, the oldest first."""
         ...
 
@@ -297,7 +297,7 @@ class Records(Protocol):
         """Return the bytes that all records take."""
         ...
 
-    def remove(self, record: HandoffRecord) -> None:
+    def remove(self, record: Handoff) -> None:
         """Remove a record.
 
         Raises:
@@ -306,7 +306,7 @@ class Records(Protocol):
         """
         ...
 
-    def remove_expired(self, record: HandoffRecord) -> HandoffRecord | None:
+    def remove_expired(self, record: Handoff) -> Handoff | None:
         """Remove an expired record, unless another gateway has extended its lifetime.
 
         Returns:
@@ -319,7 +319,7 @@ class Records(Protocol):
         ...
 
 
-class HandoffRepository:
+class RecordFolder:
     """The `Records` interface over a folder. A record that cannot be written lives in memory only.
 
     Args:
@@ -341,7 +341,7 @@ class HandoffRepository:
             with locked(path) as held:
                 held.remove_abandoned()
 
-    def create(self, record: HandoffRecord, edit: Edit) -> bool:
+    def create(self, record: Handoff, edit: Edit) -> bool:
         """Apply an edit to a new record and write it, as a whole or not at all; returns whether it was."""
         if self._path is None:
             edit(record, list)
@@ -355,7 +355,7 @@ class HandoffRepository:
             return False
         return True
 
-    def update(self, handoff_id: str, edit: Edit) -> HandoffRecord | None:
+    def update(self, handoff_id: str, edit: Edit) -> Handoff | None:
         """Apply an edit to a saved record and write it.
 
         Returns:
@@ -372,7 +372,7 @@ class HandoffRepository:
                 self._write(held, record)
             return record
 
-    def edit_unsaved(self, record: HandoffRecord, edit: Edit) -> None:
+    def edit_unsaved(self, record: Handoff, edit: Edit) -> None:
         """Apply an edit to a record that is in memory only.
 
         Raises:
@@ -384,7 +384,7 @@ class HandoffRepository:
         with locked(self._path) as held:
             edit(record, lambda: self._others(held, record.id))
 
-    def read(self, handoff_id: str) -> HandoffRecord | None:
+    def read(self, handoff_id: str) -> Handoff | None:
         """Read a record, which another gateway over the same store may have written; None: there is none."""
         if self._path is None or ID.fullmatch(handoff_id) is None:
             return None
@@ -392,7 +392,7 @@ class HandoffRepository:
             return self._read(opened, handoff_id)
         return None
 
-    def reread(self, record: HandoffRecord) -> HandoffRecord | None:
+    def reread(self, record: Handoff) -> Handoff | None:
         """Read a saved record again.
 
         Returns:
@@ -416,7 +416,7 @@ class HandoffRepository:
             return False
         return os.path.lexists(self._path / (handoff_id + SUFFIX))
 
-    def read_all(self) -> list[HandoffRecord]:
+    def read_all(self) -> list[Handoff]:
         """Read every record, the oldest first; files that are not JSON are removed."""
         self._stamps, self._usage, self._seen, self._news = {}, {}, None, News()
         return sorted(self.refresh().changed, key=lambda record: record.created_at)
@@ -441,7 +441,7 @@ class HandoffRepository:
         with locked(self._path) as held:
             return held.total
 
-    def remove(self, record: HandoffRecord) -> None:
+    def remove(self, record: Handoff) -> None:
         """Remove a record.
 
         Raises:
@@ -451,7 +451,7 @@ class HandoffRepository:
             with locked(self._path) as held:
                 self._remove(held, record.id)
 
-    def remove_expired(self, record: HandoffRecord) -> HandoffRecord | None:
+    def remove_expired(self, record: Handoff) -> Handoff | None:
         """Remove an expired record, unless another gateway has extended its lifetime.
 
         Returns:
@@ -501,7 +501,7 @@ class HandoffRepository:
         self._stamps.pop(handoff_id, None)
         self._usage.pop(handoff_id, None)
 
-    def _write(self, held: LockedFolder, record: HandoffRecord) -> None:
+    def _write(self, held: LockedFolder, record: Handoff) -> None:
         record.revision += 1
         data = record.model_dump_json(by_alias=True).encode()
         stamp = held.write(record.id, data)
@@ -512,7 +512,7 @@ class HandoffRepository:
         held.remove(handoff_id)
         self._forget(handoff_id)
 
-    def _read(self, opened: int, handoff_id: str) -> HandoffRecord | None:
+    def _read(self, opened: int, handoff_id: str) -> Handoff | None:
         """Read a record; None: it does not exist, or is not a record of this version.
 
         Raises:
@@ -536,9 +536,9 @@ class HandoffRepository:
         record.measure()
         return record
 
-    def _parse(self, opened: int, name: str, data: bytes) -> HandoffRecord | None:
+    def _parse(self, opened: int, name: str, data: bytes) -> Handoff | None:
         try:
-            return HandoffRecord.model_validate_json(data)
+            return Handoff.model_validate_json(data)
         except ValidationError as error:
             self._log.warning("handoff_unreadable", file=name)
             if error.errors(include_input=False)[0]["type"] == "json_invalid":  # another version's is JSON

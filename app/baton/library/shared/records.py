@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from baton.errors import HandoffImagesLost, HandoffStoreUnavailable
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import HandoffRecord, Usage
+from baton.library.handoff import Handoff, Usage
 from baton.library.here.images import placed_image
 from baton.library.here.records import ID, MAX_RECORD_BYTES, Edit, News, RecordDeleted
 from baton.library.shared.connection import SharedConnection, number
@@ -60,7 +60,7 @@ SAME = 1
 CHANGED_WHILE_PENDING = ("label", "pin", "ttl_s", "expires_at", "revision")
 
 
-def image_entry(record: HandoffRecord) -> str:
+def image_entry(record: Handoff) -> str:
     """Return the key of the entry that holds a handoff's images."""
     return f"{record.key}:m"
 
@@ -86,7 +86,7 @@ class SharedRecords:
         self._refreshing = threading.Lock()
         self._log = structlog.get_logger("baton.handoffs")
 
-    def announce(self, record: HandoffRecord) -> None:
+    def announce(self, record: Handoff) -> None:
         """Let other gateways know of a pending handoff, as long as `keep_pending` is called for it."""
         try:
             record.announced = self._write(record, PENDING_MS, announced=False) == WRITTEN
@@ -105,7 +105,7 @@ class SharedRecords:
         )
         return [each.decode() for each in deleted]
 
-    def create(self, record: HandoffRecord, edit: Edit) -> bool:
+    def create(self, record: Handoff, edit: Edit) -> bool:
         try:
             answer = self._create(record, edit)
         except HandoffStoreUnavailable as error:
@@ -118,7 +118,7 @@ class SharedRecords:
             self._log.warning("handoff_not_shared", handoff=record.id, reason="the shared store is full")
         return answer == WRITTEN
 
-    def _create(self, record: HandoffRecord, edit: Edit) -> int:
+    def _create(self, record: Handoff, edit: Edit) -> int:
         """Write a record whole, with what other gateways changed while it was pending."""
         for _ in range(TRIES):
             edit(record, lambda: self._others(record.id))
@@ -131,7 +131,7 @@ class SharedRecords:
                 setattr(record, name, getattr(pending, name))
         raise HandoffStoreUnavailable()
 
-    def update(self, handoff_id: str, edit: Edit) -> HandoffRecord | None:
+    def update(self, handoff_id: str, edit: Edit) -> Handoff | None:
         for _ in range(TRIES):
             (row,) = self._rows("record", [(handoff_id, "")])
             record = self._parsed(handoff_id, row)
@@ -153,16 +153,16 @@ class SharedRecords:
                 return None
         raise HandoffStoreUnavailable()
 
-    def edit_unsaved(self, record: HandoffRecord, edit: Edit) -> None:
+    def edit_unsaved(self, record: Handoff, edit: Edit) -> None:
         edit(record, lambda: self._others(record.id))
 
-    def read(self, handoff_id: str) -> HandoffRecord | None:
+    def read(self, handoff_id: str) -> Handoff | None:
         if ID.fullmatch(handoff_id) is None:
             return None
         (row,) = self._rows("record", [(handoff_id, "")])
         return self._parsed(handoff_id, row)
 
-    def reread(self, record: HandoffRecord) -> HandoffRecord | None:
+    def reread(self, record: Handoff) -> Handoff | None:
         try:
             (row,) = self._rows("record", [(record.id, record.revision)])
             if row is None:
@@ -183,7 +183,7 @@ class SharedRecords:
         except HandoffStoreUnavailable:
             return True
 
-    def read_all(self) -> list[HandoffRecord]:
+    def read_all(self) -> list[Handoff]:
         self._usage, self._revisions, self._seen = {}, {}, 0
         return sorted(self.refresh().changed, key=lambda record: record.created_at)
 
@@ -199,10 +199,10 @@ class SharedRecords:
     def size(self) -> int:
         return sum(usage.non_kv_bytes for usage in list(self._usage.values()))
 
-    def remove(self, record: HandoffRecord) -> None:
+    def remove(self, record: Handoff) -> None:
         self._remove(record, "")
 
-    def remove_expired(self, record: HandoffRecord) -> HandoffRecord | None:
+    def remove_expired(self, record: Handoff) -> Handoff | None:
         found = self.read(record.id)
         if found is not None and found.expires_at > record.expires_at:
             return found
@@ -210,7 +210,7 @@ class SharedRecords:
             return self.read(record.id)
         return None
 
-    def _remove(self, record: HandoffRecord, revision: str) -> bool:
+    def _remove(self, record: Handoff, revision: str) -> bool:
         """Remove a record with all that belongs to it; returns False if it has another revision."""
         arguments = [record.id, revision, record.key, image_entry(record)]
         answer = self._connection.run("record", REMOVE_RECORD, arguments)
@@ -283,7 +283,7 @@ class SharedRecords:
         rows: list[Any] = self._connection.run(operation, READ_RECORDS, [MAX_RECORD_BYTES, *asked])
         return rows
 
-    def _write(self, record: HandoffRecord, life: int, *, announced: bool) -> int:
+    def _write(self, record: Handoff, life: int, *, announced: bool) -> int:
         pending = str(record.revision) if announced else ""
         record.revision += 1
         body = json.loads(record.model_dump_json(by_alias=True, exclude=CHANGING))
@@ -310,12 +310,12 @@ class SharedRecords:
             self._note(record)
         return int(answer[0])
 
-    def _changes(self, record: HandoffRecord) -> dict[str, Any]:
+    def _changes(self, record: Handoff) -> dict[str, Any]:
         changes: dict[str, Any] = json.loads(record.model_dump_json(include=CHANGING))
         changes["expires_at"] += self._connection.ahead_s
         return changes
 
-    def _parsed(self, handoff_id: str, row: Any) -> HandoffRecord | None:
+    def _parsed(self, handoff_id: str, row: Any) -> Handoff | None:
         """Return the record that a row says; None: there is none, or no gateway of the pool wrote it so."""
         if row is None:
             return None
@@ -327,7 +327,7 @@ class SharedRecords:
             values = json.loads(body) | json.loads(changes)
             for field in ("created_at", "expires_at"):
                 values[field] -= self._connection.ahead_s
-            record = HandoffRecord.model_validate(values)
+            record = Handoff.model_validate(values)
         except (ValueError, TypeError, KeyError, ValidationError):  # a gateway of another version
             self._connection.not_readable("record", handoff_id)
             return None
@@ -342,7 +342,7 @@ class SharedRecords:
         right = self._connection.seal(handoff_id, number(revision), body, changes)
         return hmac.compare_digest(seal, right.encode())
 
-    def _note(self, record: HandoffRecord) -> None:
+    def _note(self, record: Handoff) -> None:
         record.stamp = (record.revision, 0, record.disk_bytes)
         self._usage[record.id], self._revisions[record.id] = record.usage, record.revision
 
@@ -357,7 +357,7 @@ class SharedRecords:
         return self._connection.own_key(f"r:{handoff_id}")
 
 
-def lifetime_ms(record: HandoffRecord) -> int:
+def lifetime_ms(record: Handoff) -> int:
     """Return the milliseconds that a handoff lives from now on."""
     return max(1, int((record.expires_at - time.time()) * 1000))
 
@@ -377,7 +377,7 @@ class SharedImages:
         self._fetch_s = fetch_s
         self._log = structlog.get_logger("baton.handoffs")
 
-    def save(self, record: HandoffRecord) -> bool:
+    def save(self, record: Handoff) -> bool:
         files = [
             SharedFile(_name(record, digest), len(data), partial(_read_into, data))
             for digest, data in record.image_data.items()
@@ -392,14 +392,14 @@ class SharedImages:
         record.image_data.clear()
         return True
 
-    def read(self, record: HandoffRecord) -> list[PlacedImage]:
+    def read(self, record: Handoff) -> list[PlacedImage]:
         held, until = dict(record.image_data), time.monotonic() + self._fetch_s
         for digest, size in {image.digest: image.bytes for image in record.images}.items():
             if digest not in held:
                 held[digest] = self._read(record, digest, size, until)
         return [placed_image(image, held[image.digest]) for image in record.images]
 
-    def remove(self, record: HandoffRecord) -> None:
+    def remove(self, record: Handoff) -> None:
         """Leave them: they go with the record."""
 
     def size(self) -> int:
@@ -409,7 +409,7 @@ class SharedImages:
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> None:
         """Leave them: what has no record goes by itself."""
 
-    def _read(self, record: HandoffRecord, digest: str, size: int, until: float) -> bytes:
+    def _read(self, record: Handoff, digest: str, size: int, until: float) -> bytes:
         try:
             _, chunks = self._files.chunks(_name(record, digest), until, size)
             data = b"".join(chunks)
@@ -422,7 +422,7 @@ class SharedImages:
         return data
 
 
-def _name(record: HandoffRecord, digest: str) -> str:
+def _name(record: Handoff, digest: str) -> str:
     return f"{record.key.partition('/')[0]}/m{digest}"
 
 

@@ -15,7 +15,7 @@ import structlog
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable, SettingsError
-from baton.library.handoff import HandoffRecord, scope_of
+from baton.library.handoff import Handoff, scope_of
 from baton.library.here.records import Edit, pool_secret, proof_of
 from baton.library.shared.connection import SharedAddress, SharedConnection, number
 from baton.library.shared.files import PoolFiles, Room, SharedFile
@@ -68,7 +68,7 @@ class SharedStorage(HandoffStorage):
         self.files.close()
         self.connection.close()
 
-    def announce(self, record: HandoffRecord) -> None:
+    def announce(self, record: Handoff) -> None:
         self.records.announce(record)
 
     def keep_pending(self, ids: Sequence[str]) -> list[str]:
@@ -77,13 +77,13 @@ class SharedStorage(HandoffStorage):
         except HandoffStoreUnavailable:
             return []
 
-    def create(self, record: HandoffRecord, edit: Edit) -> bool:
+    def create(self, record: Handoff, edit: Edit) -> bool:
         return self.records.create(record, edit)
 
-    def save_images(self, record: HandoffRecord) -> None:
+    def save_images(self, record: Handoff) -> None:
         self.images.save(record)
 
-    def share(self, record: HandoffRecord) -> bool:
+    def share(self, record: Handoff) -> bool:
         room = Room(self.budget, lifetime_ms(record), automatic=record.automatic)
         try:
             with ExitStack() as stack:
@@ -103,14 +103,14 @@ class SharedStorage(HandoffStorage):
             for name, reader in zip(names, [*readers, own], strict=True)
         ]
 
-    def is_here(self, record: HandoffRecord) -> bool:
+    def is_here(self, record: Handoff) -> bool:
         return self.store.exists(record.key)
 
-    def drop_copy(self, record: HandoffRecord) -> None:
+    def drop_copy(self, record: Handoff) -> None:
         if self.is_here(record):
             super().quarantine(record)
 
-    def fetch(self, record: HandoffRecord, within_s: float) -> int:
+    def fetch(self, record: Handoff, within_s: float) -> int:
         until, size, names = time.monotonic() + min(within_s, self.fetch_s), 0, self.files.names(record.key)
         left = record.bytes
         if not names or names[-1] != record.key:
@@ -126,7 +126,7 @@ class SharedStorage(HandoffStorage):
         self.files.touch(record.key, automatic=record.automatic)
         return size
 
-    def stored_bytes(self, records: Sequence[HandoffRecord]) -> list[int]:
+    def stored_bytes(self, records: Sequence[Handoff]) -> list[int]:
         here = [self.store.bytes_of(record.key) for record in records]
         missing = [record.key for record, size in zip(records, here, strict=True) if not size]
         try:
@@ -137,7 +137,7 @@ class SharedStorage(HandoffStorage):
             size or found.get(record.key, record.bytes) for record, size in zip(records, here, strict=True)
         ]
 
-    def pin(self, record: HandoffRecord, pin: bool) -> bool:
+    def pin(self, record: Handoff, pin: bool) -> bool:
         answer = self.files.pin(record.key, pin, int(PINNED_SHARE * self.budget))
         if answer == 0:
             raise HandoffPinsFull()
@@ -147,7 +147,7 @@ class SharedStorage(HandoffStorage):
             return True  # what is here is a copy
         return super().pin(record, pin)
 
-    def _fits_here(self, record: HandoffRecord) -> bool:
+    def _fits_here(self, record: Handoff) -> bool:
         """Return whether KV is here and may be protected here too: this store is often the smaller one."""
         if not self.is_here(record):
             return False
@@ -156,7 +156,7 @@ class SharedStorage(HandoffStorage):
         mine = pinned.get(scope_of(record.tenant), 0)
         return sum(pinned.values()) <= most and mine <= most / max(1, len(pinned))
 
-    def pinned_kv(self, record: HandoffRecord) -> dict[str, int]:
+    def pinned_kv(self, record: Handoff) -> dict[str, int]:
         key = self.connection.own_key("pinned")
         try:
             found = self.connection.ask("look", lambda client: client.hgetall(key))
@@ -164,7 +164,7 @@ class SharedStorage(HandoffStorage):
             return {scope_of(record.tenant): sys.maxsize}  # nothing fits
         return {scope.decode(errors="replace"): number(size) for scope, size in found.items()}
 
-    def quarantine(self, record: HandoffRecord) -> None:
+    def quarantine(self, record: Handoff) -> None:
         super().quarantine(record)
         with contextlib.suppress(HandoffStoreUnavailable):
             self.files.drop([record.key])

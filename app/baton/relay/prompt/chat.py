@@ -11,7 +11,7 @@ from baton.engines.port import Engine, Json
 from baton.errors import ImagesMisplaced, InvalidRequest, TemplateUnsupported
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import Conversation, HandoffRecord
+from baton.library.handoff import Conversation, Handoff
 from baton.relay.prompt.resent import Resent, has_answer, resent
 from baton.relay.prompt.text import EngineText, count_images, shift_images, with_image_refs
 from baton.telemetry.ids import RequestContext
@@ -167,7 +167,7 @@ class Writer:
         return Chat(tokens, _conversation(messages, template, tokens, answered), images)
 
     async def continue_chat(
-        self, source: HandoffRecord, seen: list[PlacedImage], body: Json, *, answered: bool
+        self, source: Handoff, seen: list[PlacedImage], body: Json, *, answered: bool
     ) -> Chat:
         """Write a chat that continues a handoff; messages that repeat the handoff's are left out.
 
@@ -215,7 +215,7 @@ class Writer:
             return replace(chat, conversation=chat.conversation.model_copy(update=known))
         return replace(chat, images=[*seen, *chat.images], resent=again.messages)
 
-    async def _write_again(self, source: HandoffRecord, body: Json, again: Resent, *, answered: bool) -> Chat:
+    async def _write_again(self, source: Handoff, body: Json, again: Resent, *, answered: bool) -> Chat:
         """Write a whole conversation from its messages, which shares a prefix with the handoff at most.
 
         Raises:
@@ -227,7 +227,7 @@ class Writer:
             raise TemplateUnsupported()
         return replace(await self.write_chat(body, answered=answered), resent=again.messages)
 
-    async def _last_answer(self, source: HandoffRecord, past: Conversation) -> list[Json]:
+    async def _last_answer(self, source: Handoff, past: Conversation) -> list[Json]:
         """Return the answer that ends a handoff's context as a message; none if a message ends it."""
         if past.answer_from is None:
             return []
@@ -255,7 +255,7 @@ class Writer:
             raise self._misplaced() from None
         return tokens, shift_images(images, after)
 
-    async def _resent(self, source: HandoffRecord, past: Conversation, messages: list[Json]) -> Resent:
+    async def _resent(self, source: Handoff, past: Conversation, messages: list[Json]) -> Resent:
         """Compare the messages with the handoff's conversation."""
         said = await self._last_answer(source, past) if has_answer(messages) else []
         answer = said[0]["content"] if said else None
@@ -263,7 +263,7 @@ class Writer:
 
     async def after(
         self,
-        source: HandoffRecord,
+        source: Handoff,
         past: Conversation,
         messages: list[Json],
         template: Json,
@@ -296,7 +296,7 @@ class Writer:
         return Chat(tokens, conversation, images)
 
     async def _after_text(
-        self, source: HandoffRecord, seen: list[PlacedImage], body: Json, *, answered: bool
+        self, source: Handoff, seen: list[PlacedImage], body: Json, *, answered: bool
     ) -> Chat:
         """Write the first messages after a context that is not a chat."""
         chat = await self.write_chat(body, answered=answered, begins=False)
@@ -311,7 +311,7 @@ class Writer:
         return Chat(tokens, conversation.model_copy(update={"after_text": True}), images)
 
     async def _after_answer(
-        self, source: HandoffRecord, past: Conversation, messages: list[Json], template: Json, answered: bool
+        self, source: Handoff, past: Conversation, messages: list[Json], template: Json, answered: bool
     ) -> tuple[list[int], list[PlacedImage], list[Json]]:
         """Close the assistant's turn and write the new messages after it.
 

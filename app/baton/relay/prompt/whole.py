@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from baton.engines.port import Json, Operation
 from baton.errors import InvalidRequest
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import Conversation, HandoffRecord
+from baton.library.handoff import Conversation, Handoff
 from baton.relay.asked import WRITTEN_BY_THE_ENGINE
 from baton.relay.prompt.chat import AFTER_THE_PROMPT, Chat, Writer, conversation_of, with_text
 from baton_latent.contract import prepare_latent_prompt
@@ -55,7 +55,7 @@ class ContextPrompt:
 
 async def write_prompt(
     writer: Writer,
-    source: HandoffRecord | None,
+    source: Handoff | None,
     seen: list[PlacedImage],
     operation: Operation,
     body: Json,
@@ -95,7 +95,7 @@ async def write_prompt(
     return prompt
 
 
-def _written_by_the_engine(source: HandoffRecord | None) -> ContextPrompt:
+def _written_by_the_engine(source: Handoff | None) -> ContextPrompt:
     """Leave the prompt to the engine: it is what the request says, and KV is of use for what they share.
 
     Raises:
@@ -111,7 +111,7 @@ def _written_by_the_engine(source: HandoffRecord | None) -> ContextPrompt:
 
 
 async def _completion(
-    writer: Writer, source: HandoffRecord | None, seen: list[PlacedImage], body: Json, *, written: bool
+    writer: Writer, source: Handoff | None, seen: list[PlacedImage], body: Json, *, written: bool
 ) -> ContextPrompt:
     prompt = body.get("prompt") or ""
     if source is not None:
@@ -131,7 +131,7 @@ async def _completion(
 
 
 async def _chat(
-    writer: Writer, source: HandoffRecord | None, seen: list[PlacedImage], body: Json, *, answered: bool
+    writer: Writer, source: Handoff | None, seen: list[PlacedImage], body: Json, *, answered: bool
 ) -> Chat:
     if source is None:
         return await writer.write_chat(body, answered=answered)
@@ -143,7 +143,7 @@ def _of_chat(chat: Chat) -> ContextPrompt:
 
 
 async def _without_answer(
-    prompt: ContextPrompt, writer: Writer, source: HandoffRecord | None, seen: list[PlacedImage], body: Json
+    prompt: ContextPrompt, writer: Writer, source: Handoff | None, seen: list[PlacedImage], body: Json
 ) -> ContextPrompt:
     """Let the saved context end after the last message, if that is a prefix of the prompt."""
     unanswered = await _chat(writer, source, seen, body, answered=False)
