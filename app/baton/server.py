@@ -43,15 +43,7 @@ from baton.library.library import Library
 from baton.library.threads import HandoffThreads
 from baton.library.tiers import HandoffStorage
 from baton.pooling.service import Pooling
-from baton.relay.ahead import JoinsAhead
-from baton.relay.audit import Audits
-from baton.relay.automatic import AutomaticHandoffs, SaveRule
-from baton.relay.cost import LoadCost
-from baton.relay.plan import Plans
-from baton.relay.rosetta import Rosetta
-from baton.relay.same_store import ForwardedHandoffs
-from baton.relay.sources import Sources
-from baton.relay.translate import Translations
+from baton.relay.door import open_relay
 from baton.responses.service import StoredResponses, response_threads
 from baton.responses.store import ResponseStore
 from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT
@@ -143,9 +135,7 @@ def create_app(
         async with (
             _services(gateway, memory, metrics_listener),
             _running(app, fleet, report),
-            gateway.handoffs.settling(),
-            gateway.audits.running(),
-            gateway.ahead.running(),
+            gateway.relay.running(),
         ):
             yield
 
@@ -173,34 +163,15 @@ def create_app(
 def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
     """Create the services that the routes use."""
     metrics = fleet.metrics
-    handoffs, planner = handoffs_of(settings, metrics), LoadCost()
-    audits = Audits(settings.handoffs, handoffs, metrics.audits)
-    sessions = Plans(handoffs, planner, metrics.handoffs, settings.handoffs, audits)
+    library = handoffs_of(settings, metrics)
     admission = Admission(settings.admission, fleet.names, metrics.admission)
-    sources = Sources(handoffs, settings.handoffs.wait_s)
     bodies = body_threads(metrics.queues, settings.admission.wait_s)
-    translations = Translations(fleet.engines, handoffs, sessions, admission)
     return Gateway(
         settings,
         fleet,
         metrics,
-        handoffs,
-        sources,
-        sessions,
-        translations,
-        Rosetta(fleet.engines, handoffs, sessions, admission, settings.handoffs.rosetta),
-        JoinsAhead(handoffs, sources, translations, sessions, admission),
-        AutomaticHandoffs(
-            handoffs,
-            planner,
-            metrics.handoffs,
-            settings.handoffs,
-            {engine.name: engine.auto or settings.handoffs.auto for engine in settings.engines},
-            SaveRule(settings.handoffs.auto_min_tokens),
-            audits,
-        ),
-        audits,
-        ForwardedHandoffs(handoffs),
+        library,
+        open_relay(settings, fleet, library, admission, metrics),
         StoredResponses(
             settings.responses,
             responses_of(settings),
@@ -260,7 +231,7 @@ async def _services(
         contextlib.closing(gateway.compiler),
     ):
         async with (
-            gateway.handoffs.running(),
+            gateway.library.running(),
             _watching(watch_lag(gateway.metrics.loop_lag, lambda: gateway.fleet.ready), memory.run()),
             _metrics_port(gateway, metrics_listener),
         ):

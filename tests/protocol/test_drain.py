@@ -214,7 +214,7 @@ async def test_an_engine_ends_after_the_saves_it_was_told_to_make(tmp_path: Path
     app = create_app(settings, Fleet([engine]))
     async with app.router.lifespan_context(app):
         await app.state.started
-        record = await saving(app.state.gateway.handoffs)
+        record = await saving(app.state.gateway.library)
         assert record.state is HandoffState.PENDING
     assert states == [HandoffState.READY]
 

@@ -67,7 +67,7 @@ def answered(gateway: FakeGateway, tokens: int) -> str:
 
 
 def record_of(gateway: FakeGateway, left: str) -> Handoff:
-    record = gateway.app.state.gateway.handoffs._index.known(left)
+    record = gateway.app.state.gateway.library._index.known(left)
     assert isinstance(record, Handoff)
     return record
 

@@ -160,9 +160,9 @@ def test_one_vector_instead_of_text_is_experimental_and_named_as_avp_names_it(en
         assert ("latent = true" if enabled else "handoffs.rosetta = true") in refused["message"]
         by_settings = post(gateway, TEXT, "z", prompt="7", handoff={"from": left}).json()["error"]
         assert by_settings["code"] == "handoff_incompatible", "z takes no vector"
-        z, rosetta = gateway.engine("z"), gateway.app.state.gateway.rosetta
+        z, rosetta = gateway.engine("z"), gateway.app.state.gateway.relay.rosetta
         z.placeholder = STEP
-        record = gateway.app.state.gateway.handoffs._index.known(left)
+        record = gateway.app.state.gateway.library._index.known(left)
         named = HandoffOptions.model_validate({"from": left})
         text_wanted = named.model_copy(update={"translate": True})
         saved = named.model_copy(update={"save": True})
@@ -266,7 +266,7 @@ def test_translations_are_brought_to_this_machine_as_other_handoffs_are(
     relay: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Made here or on another machine, to or back from another model."""
-    handoffs, brought = relay.app.state.gateway.handoffs, list[tuple[str, str]]()
+    handoffs, brought = relay.app.state.gateway.library, list[tuple[str, str]]()
     bring = handoffs.bring
 
     async def noted(record: Handoff, engine: Engine) -> None:

@@ -20,7 +20,7 @@ from baton.library.handoff import Handoff, HandoffState, StoredImage
 from baton.library.index import HandoffIndex
 from baton.relay.join import Part
 from baton.relay.move import HEAD_TOKENS, LONE_HEAD_TOKENS, moved_parts, require_movable, salt_of
-from baton.relay.prompt.whole import ContextPrompt
+from baton.relay.prompt.chat import ContextPrompt
 from baton.relay.run import JoinedPart, PlannedRequest
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -15,36 +16,25 @@ from baton.admission.tenants import Ticket
 from baton.engines.port import Engine, Operation, Reply, StreamReply
 from baton.errors import BatonError
 from baton.http.body.fields import ARGUMENTS, check_field_limits, strip_arguments, strip_steering
+from baton.http.body.json import is_small
 from baton.http.body.schemas import TOOLS, require_moderate
 from baton.http.elsewhere_body import prepare_forwarded
-from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, off_the_loop, read_json, state_of
-from baton.http.request_images import completed, take_images
+from baton.http.request import Gateway, gateway_of, in_a_thread, off_the_loop, read_json, state_of
+from baton.http.request_images import take_images
 from baton.http.sse import ClientWatch, EventStream, event_stream
-from baton.library.handoff import Handoff
-from baton.relay.asked import (
-    HEADER,
-    OPERATIONS,
-    VIA_ROSETTA,
-    HandoffOptions,
-    apply_header,
-    require_latent,
-    take_options,
-    translates,
-)
-from baton.relay.move import require_movable
-from baton.relay.run import PlannedRequest
-from baton.relay.sources import Source, require_compatible
-from baton.telemetry.ids import RequestContext
+from baton.relay.asked import HEADER, OPERATIONS, apply_header
+from baton.relay.door import complete_with_images
 
+CONSTRAINED = frozenset(
+    {"functions", "output_config", "response_format", "structured_outputs", "text", "tools"}
+)
+"""Fields of a body from which an engine compiles what its answer may be."""
+MEDIA = re.compile(rb"image|audio|video|file|prompt_embeds|\\u")
+"""Found in every body that holds media: the names of their types, or an escape that may hide one."""
 SMALL_SCHEMAS = 8 * 1024
 """Largest body, in bytes, whose schemas are measured on the event loop; larger ones go to a thread."""
 Finish = Callable[[Reply], Awaitable[Reply]]
 """Works on an engine's reply before the client gets it, for one route."""
-
-
-async def unchanged(reply: Reply) -> Reply:
-    """Return the reply unchanged."""
-    return reply
 
 
 async def answer(request: Request, operation: Operation) -> Response:
@@ -54,7 +44,9 @@ async def answer(request: Request, operation: Operation) -> Response:
     response itself after that.
     """
     body = await read_json(request, gateway_of(request).settings.limits)
-    return await operate(request, operation, body)
+    raw = await request.body()
+    media = not is_small(raw) or MEDIA.search(raw) is not None
+    return await operate(request, operation, body, media=media)
 
 
 async def take_place(request: Request, engine: Engine) -> Ticket:
@@ -89,14 +81,20 @@ def strip(request: Request, body: dict[str, Any]) -> None:
 
 
 async def operate(
-    request: Request, operation: Operation, body: dict[str, Any], finish: Finish = unchanged
+    request: Request,
+    operation: Operation,
+    body: dict[str, Any],
+    finish: Finish | None = None,
+    *,
+    media: bool = True,
 ) -> Response:
-    """Answer a request that was admitted and whose body has been read."""
+    """Answer a request that was admitted and whose body has been read; see `_respond`."""
     gateway = gateway_of(request)
     await check(request, body)
     engine = gateway.fleet.pick(body.get("model"), pools=operation.pools)
     state_of(request.scope).model = engine.name
-    work = _respond(request, gateway, engine, operation, body, finish)
+    media = media or bool(engine.images.texts)  # whose placeholders no text may hold
+    work = _respond(request, gateway, engine, operation, body, finish, media=media)
     return await unless_gone(request, work)
 
 
@@ -117,89 +115,81 @@ async def _respond(
     engine: Engine,
     operation: Operation,
     body: dict[str, Any],
-    finish: Finish = unchanged,
+    finish: Finish | None = None,
+    *,
+    media: bool = True,
 ) -> Response:
-    context = context_of(request)
+    """Answer a body that was checked, at the engine that it names.
+
+    Args:
+        request: the request.
+        gateway: the gateway's services.
+        engine: the engine.
+        operation: the operation.
+        body: the body, which is changed.
+        finish: works on the reply; None: the reply goes out as it is.
+        media: whether the body may hold images.
+    """
+    state = state_of(request.scope)
+    context = state.context
     if operation.generates:
-        measure = partial(require_moderate, body, gateway.settings.limits)
-        small = len(await request.body()) <= SMALL_SCHEMAS
-        constraints = measure() if small else await in_a_thread(request, measure)
-        if engine.forwarding is None:  # what an engine here makes of tools is tried when it is made
-            constraints = [constraint for constraint in constraints if constraint.param not in TOOLS]
-            param = "tools" if body.get("tools") else "structured_outputs"
-            context.try_grammar = partial(gateway.compiler.require_made, param=param, tenant=context.tenant)
-        await gateway.compiler.require(constraints, context.tenant)
         context.cuts_max_tokens = gateway.settings.limits.cut_max_tokens
-    automatic = apply_header(body, request.headers.get(HEADER)) if operation in OPERATIONS else False
+        await _require_moderate(request, gateway, engine, body)
+    handed_over = operation in OPERATIONS
+    header = request.headers.get(HEADER)
+    automatic = handed_over and (header is None or apply_header(body, header))
     if (forwarding := engine.forwarding) is not None:
         await prepare_forwarded(request, engine, forwarding, operation, body)
-        ticket = await take_place(request, engine)
+        await take_place(request, engine)
         reply = await forwarding.send(operation, body, context, automatic=automatic)
-        return await _response(request, gateway, ticket, reply, finish)
-    options = take_options(body, engine, operation)
-    images = await take_images(request, engine, operation, body)
-    sources: list[Handoff] = []
+        return await _response(request, gateway, reply, finish)
+    relay, place = gateway.relay, partial(take_place, request, engine)
+    options = relay.asked(engine, operation, body) if "handoff" in body else None
+    images = await take_images(request, engine, operation, body) if media else []
     if options is not None:
-        require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
-    # A pending source is waited for before this request takes a place: its own request may need the place.
-    if options is not None:
-        options, sources = await _sources(gateway, engine, operation, options, context)
-    thought: PlannedRequest | None = None
-    continued: list[Source] = []
-    if options is not None and options.via_rosetta:
-        thought = await gateway.rosetta.open(engine, operation, body, context, sources[0], images)
-    elif options is not None:
-        continued = await gateway.translations.sources(engine, context, sources)
-    ticket = await take_place(request, engine)
-    if thought is not None:
-        reply = await thought.run(operation, body)
-    elif options is not None:
-        session = await gateway.sessions.open(engine, operation, body, context, options, continued, images)
-        reply = await session.run(operation, body)
-    elif operation is Operation.COMPLETIONS and images:
-        reply = await completed(engine, body, context, images)
+        reply = await relay.answer(engine, operation, body, context, options, images, place)
+        return await _response(request, gateway, reply, finish)
+    await place()
+    if operation is Operation.COMPLETIONS and images:
+        reply = await complete_with_images(engine, body, context, images)
     else:
-        chooser = gateway.automatic.request(engine, operation, body, context.tenant) if automatic else None
+        chooses = automatic and engine.supports_handoffs
+        chooser = relay.chooser(engine, operation, body, context.tenant) if chooses else None
         reply = await engine.call(operation, body, context, chooser=chooser)
-    return await _response(request, gateway, ticket, reply, finish)
+    return await _response(request, gateway, reply, finish)
 
 
-async def _response(
-    request: Request, gateway: Gateway, ticket: Ticket, reply: Reply, finish: Finish
-) -> Response:
+async def _require_moderate(request: Request, gateway: Gateway, engine: Engine, body: dict[str, Any]) -> None:
+    """Refuse schemas, grammars and tools that cost too much to compile, and try the doubtful ones.
+
+    What an engine here makes of tools is tried when it has made it.
+    """
+    context = state_of(request.scope).context
+    if engine.forwarding is None:
+        param = "tools" if body.get("tools") else "structured_outputs"
+        context.try_grammar = partial(gateway.compiler.require_made, param=param, tenant=context.tenant)
+    if CONSTRAINED.isdisjoint(body):
+        return
+    measure = partial(require_moderate, body, gateway.settings.limits)
+    small = len(await request.body()) <= SMALL_SCHEMAS
+    constraints = measure() if small else await in_a_thread(request, measure)
+    if engine.forwarding is None:
+        constraints = [constraint for constraint in constraints if constraint.param not in TOOLS]
+    await gateway.compiler.require(constraints, context.tenant)
+
+
+async def _response(request: Request, gateway: Gateway, reply: Reply, finish: Finish | None) -> Response:
     """Return the response that an engine's reply becomes."""
+    state = state_of(request.scope)
     if not isinstance(reply, StreamReply):
-        ticket.leave_engine()  # neither a slow reader nor what follows need hold it
-    reply = await finish(reply)
-    headers = ChainMap(context_of(request).answer_headers, dict(reply.headers))
+        state.ticket.leave_engine()  # neither a slow reader nor what follows need hold it
+    if finish is not None:
+        reply = await finish(reply)
+    headers = ChainMap(state.context.answer_headers, dict(reply.headers))
     if not isinstance(reply, StreamReply):
         return Response(reply.body, reply.status, media_type=reply.media_type, headers=dict(headers))
     seconds = gateway.settings.edge.keep_alive_s
     return await event_stream(reply.events, gateway.metrics, headers, keep_alive_s=seconds)
-
-
-async def _sources(
-    gateway: Gateway, engine: Engine, operation: Operation, options: HandoffOptions, context: RequestContext
-) -> tuple[HandoffOptions, list[Handoff]]:
-    """Find the handoffs that a request continues; returns them, and how.
-
-    Raises:
-        BatonError: the engine cannot continue one of them.
-    """
-    if options.via_rosetta:
-        gateway.rosetta.require_possible(engine, operation, options)
-    if options.join == "moved" and len(options.sources) > 1:
-        require_movable(engine, "handoff.join")
-    wanted, rosetta = translates(options.translate, engine), gateway.rosetta
-    records = await gateway.sources.all(
-        options.sources, engine, context.tenant, translates=wanted or rosetta.is_target(engine)
-    )
-    if rosetta.is_default(engine, operation, options, records):
-        options = options.model_copy(update={"translate": VIA_ROSETTA})
-    elif not wanted:
-        for record in records:
-            require_compatible(record, engine)
-    return options, records
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -60,7 +60,7 @@ async def prepare_forwarded(
             "/v1/messages or /v1/responses.",
             param="handoff",
         )
-    await gateway_of(request).forwarded.require(engine, forwarding, context_of(request))
+    await gateway_of(request).relay.same_store.require(engine, forwarding, context_of(request))
 
 
 def _settle_stream(body: dict[str, Any]) -> None:

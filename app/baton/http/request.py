@@ -24,14 +24,7 @@ from baton.http.body.trial import TrialCompiler
 from baton.images.reader import ImageReader
 from baton.library.library import Library
 from baton.pooling.service import Pooling
-from baton.relay.ahead import JoinsAhead
-from baton.relay.audit import Audits
-from baton.relay.automatic import AutomaticHandoffs
-from baton.relay.plan import Plans
-from baton.relay.rosetta import Rosetta
-from baton.relay.same_store import ForwardedHandoffs
-from baton.relay.sources import Sources
-from baton.relay.translate import Translations
+from baton.relay.door import Relay
 from baton.responses.service import StoredResponses
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics, QueueMetrics
@@ -159,15 +152,8 @@ class Gateway:
     settings: Settings
     fleet: Fleet
     metrics: GatewayMetrics
-    handoffs: Library
-    sources: Sources
-    sessions: Plans
-    translations: Translations
-    rosetta: Rosetta
-    ahead: JoinsAhead
-    automatic: AutomaticHandoffs
-    audits: Audits
-    forwarded: ForwardedHandoffs
+    library: Library
+    relay: Relay
     responses: StoredResponses
     pooling: Pooling
     drain: Drain

@@ -12,15 +12,12 @@ from typing import Any
 from starlette.requests import Request
 
 from baton.config.groups import ImageSettings
-from baton.engines.kv_transfer import TransferRequest
-from baton.engines.port import Engine, ImageInput, Operation, Reply
+from baton.engines.port import Engine, ImageInput, Operation
 from baton.errors import InvalidRequest, OperationUnsupported
 from baton.http.request import context_of, gateway_of, in_a_thread, off_the_loop
 from baton.images.client_image import ClientImage
 from baton.images.parts import Dialect, ImagePart, image_parts, listed_images, part_of, typed_token
 from baton.relay.asked import require_one_prompt
-from baton.relay.prompt.chat import Writer
-from baton.telemetry.ids import RequestContext
 
 DIALECTS = {
     Operation.RESPONSES: Dialect.RESPONSES,
@@ -68,21 +65,6 @@ async def take_images(
         await in_a_thread(request, partial(_put, parts, images, dialect))
         context_of(request).images = _names(images, dialect)
     return images
-
-
-async def completed(
-    engine: Engine, body: dict[str, Any], context: RequestContext, client_images: Sequence[ClientImage]
-) -> Reply:
-    """Complete a plain prompt with images, which vLLM's own handler has no field for.
-
-    Raises:
-        BatonError: the prompt does not have one placeholder for each image, or the engine failed.
-    """
-    special = body.get("add_special_tokens") is not False
-    tokens, images = await Writer(engine, context, client_images).plain(body["prompt"], special=special)
-    return await engine.call(
-        Operation.COMPLETIONS, body, context, TransferRequest(prompt=tokens, images=images)
-    )
 
 
 def _put(parts: Sequence[ImagePart], images: Sequence[ClientImage], dialect: Dialect) -> None:

@@ -204,7 +204,9 @@ def _refusal(error: ValidationError, where: str, given: object) -> InvalidReques
     return InvalidRequest(f"{name}: {message}" if name else message, param=where or name or None)
 
 
-def take_options(body: dict[str, Any], engine: Engine, operation: Operation) -> HandoffOptions | None:
+def take_options(
+    body: dict[str, Any], engine: Engine, operation: Operation, most_steps: int
+) -> HandoffOptions | None:
     """Remove the `handoff` field from a body and parse it; returns None if there is none.
 
     Raises:
@@ -237,6 +239,7 @@ def take_options(body: dict[str, Any], engine: Engine, operation: Operation) -> 
             "'latent_steps' are for /v1/completions and /v1/chat/completions: use one of these.",
             param="handoff.save.latent_steps",
         )
+    require_latent(engine, options.latent_steps, most_steps)
     return options
 
 
@@ -347,6 +350,8 @@ def _require_chat(body: dict[str, Any]) -> None:
 
 
 HEADER = "X-Baton-Handoff"
+ID_HEADER = "X-Handoff-Id"
+"""Response header with the id of the saved handoff, for clients that drop unknown fields."""
 AUTO, OFF, SAVE = "auto", "off", "save"
 
 

@@ -7,7 +7,6 @@ answers is in docs/results/joins.md.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 
 import numpy
@@ -43,23 +42,17 @@ def require_movable(engine: Engine, field: str) -> None:
         )
 
 
-def require_usable_with_moves(
-    operation: Operation, body: Json, parts: Sequence[Part], *, moves: bool, steps: int
-) -> None:
+def require_usable_with_moves(operation: Operation, body: Json, steps: int) -> None:
     """Refuse a request that cannot be used with KV that was or will be moved.
 
     Args:
         operation: an operation that supports handoffs.
         body: the body of the request.
-        parts: the handoffs that it continues.
-        moves: whether their KV is moved.
         steps: number of latent steps that it asks for.
 
     Raises:
         InvalidRequest: it cannot; the message says why.
     """
-    if not moves and (len(parts) != 1 or parts[0].record.exact):
-        return
     if body.get("prompt_logprobs") is not None:
         raise InvalidRequest(
             "'prompt_logprobs' cannot be used with KV that was moved: leave it out.", param="prompt_logprobs"
@@ -116,18 +109,3 @@ def _common_suffix(one: Sequence[int], other: Sequence[int]) -> int:
     ours, theirs = numpy.asarray(one[-length:]), numpy.asarray(other[-length:])
     different = numpy.flatnonzero(ours != theirs)
     return length - 1 - int(different[-1]) if len(different) else length
-
-
-def salt_of(source: Handoff | None, moved: Sequence[MovedPart]) -> str | None:
-    """Return a salt that sets a request's prefix cache apart; None: its KV is what the engine computes.
-
-    It is the request's alone: what another one with the same parts has loaded cannot be told from what it has
-    computed.
-
-    Args:
-        source: the handoff that the request continues.
-        moved: what is moved behind it.
-    """
-    if source is None or (source.exact and not moved):
-        return None
-    return secrets.token_hex(16)

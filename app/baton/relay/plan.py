@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,10 +21,8 @@ from baton.relay.asked import HandoffOptions, NewHandoff, SaveOptions, part_name
 from baton.relay.audit import Audits
 from baton.relay.cost import Choice, Decision, LoadCost
 from baton.relay.join import JoinedContext, Part, continued_parts, join, require_fit, require_joinable
-from baton.relay.limits import ContextLimits
-from baton.relay.move import moved_parts, require_movable, require_usable_with_moves, salt_of
-from baton.relay.prompt.chat import Writer
-from baton.relay.prompt.whole import ContextPrompt, write_prompt
+from baton.relay.move import moved_parts, require_movable, require_usable_with_moves
+from baton.relay.prompt.chat import ContextPrompt, Writer, write_prompt
 from baton.relay.run import JoinedPart, PlannedRequest
 from baton.relay.sources import Source
 from baton.telemetry.ids import RequestContext
@@ -183,8 +182,9 @@ class Plans:
         """
         moves = options.join == "moved" and len(sources) > 1
         parts = await parts_in_order(self.planner, engine, sources, options, "handoff.from")
-        require_usable_with_moves(operation, body, parts, moves=moves, steps=options.latent_steps)
         wanted = Ask(operation, body, parts, options.saving, options.latent_steps, moves=moves)
+        if not wanted.exact:
+            require_usable_with_moves(operation, body, options.latent_steps)
         if moves:
             require_movable(engine, "handoff.join")
         if wanted.steps_of_context and body.get("prompt_logprobs") is not None:
@@ -231,7 +231,8 @@ class Plans:
             moves=moves,
             target=target,
         )
-        require_usable_with_moves(operation, body, wanted.parts, moves=moves, steps=options.latent_steps)
+        if not wanted.exact:
+            require_usable_with_moves(operation, body, options.latent_steps)
         return await self._plan(engine, context, wanted, images)
 
     def begin_joined(self, engine: Engine, tenant: str, options: NewHandoff) -> Handoff:
@@ -290,13 +291,12 @@ class Plans:
         ends: Sequence[int],
     ) -> PlannedRequest:
         source = wanted.source
-        limits = ContextLimits(self.settings)
-        limits.require_few_images(engine, prompt.images)
+        _require_few_images(engine, prompt.images)
         if wanted.latent_steps:
-            limits.require_few_steps(wanted.steps_of_context)
+            _require_few_steps(wanted.steps_of_context, self.settings)
             prompt = prompt.with_latent_steps(wanted.latent_steps, engine.placeholder)
         if wanted.save is not None:
-            limits.require_light_images(prompt.images)
+            _require_light_images(prompt.images, self.settings)
         decision = self._decide(engine, wanted.may_load, prompt)
         moved = self._moved(engine, wanted, prompt, ends, decision)
         target = self._register(engine, context, wanted)
@@ -396,7 +396,7 @@ class Plans:
         """
         continued = await in_own_thread(continued_parts, parts)
         require_joinable(engine, parts, continued)
-        ContextLimits(self.settings).require_light_parts(parts)
+        _require_light_parts(parts, self.settings)
         return continued
 
     def _decide(self, engine: Engine, source: Handoff | None, prompt: ContextPrompt) -> Decision | None:
@@ -440,3 +440,98 @@ def entry_to_name(source: Handoff | None, decision: Decision | None, target: Han
         return None
     shares = target is not None and source.exact  # files with moved KV are only for what loads it
     return source.key if decision.loads or shares else None
+
+
+LATENT_STEPS_PER_CONTEXT = 512
+"""Most latent steps of a context, unless one request may ask for more: lost KV of all of them is recomputed
+in one step of the engine."""
+
+
+def _require_few_steps(steps: int, settings: HandoffSettings) -> None:
+    """Refuse more latent steps than a context may hold.
+
+    Args:
+        steps: number of steps, with those of the handoff that it continues.
+
+    Raises:
+        InvalidRequest: there are more.
+    """
+    most = max(LATENT_STEPS_PER_CONTEXT, settings.latent_steps_max)
+    if steps > most:
+        raise InvalidRequest(
+            f"The context would hold {steps} latent steps, with those of the handoff that it continues; "
+            f"at most {most} are allowed.",
+            param="latent_steps",
+        )
+
+
+def _require_few_images(engine: Engine, images: Sequence[PlacedImage]) -> None:
+    """Refuse more images, in the handoff and the request together, than the model takes.
+
+    Args:
+        engine: the engine that answers.
+        images: all images of the context.
+
+    Raises:
+        InvalidRequest: there are more.
+    """
+    found, most = len(images), engine.images.limit
+    if found > most:
+        raise InvalidRequest(
+            f"The context holds {found} images, with those of its handoff; the model '{engine.name}' "
+            f"takes at most {most}.",
+            param="messages",
+        )
+
+
+def _require_light_images(images: Sequence[PlacedImage], settings: HandoffSettings) -> None:
+    """Refuse images that are too large to save, before the engine begins.
+
+    Args:
+        images: all images of the context.
+
+    Raises:
+        InvalidRequest: they take more bytes than a handoff may hold.
+    """
+    size = sum({image.digest: len(image.image.data) for image in images}.values())
+    if size > (most := settings.image_bytes):
+        raise InvalidRequest(
+            f"The context's images take {size} bytes; a handoff may hold at most {most} "
+            "(setting handoffs.image_bytes). Send smaller images, or do not save a handoff.",
+            param="messages",
+        )
+
+
+def _require_light_parts(parts: Sequence[Part], settings: HandoffSettings) -> None:
+    """Refuse to join handoffs whose images take more bytes than those of one handoff may.
+
+    Args:
+        parts: the handoffs, in the order in which they are joined.
+
+    Raises:
+        InvalidRequest: they do; `param` names the part that passes the limit.
+    """
+    sizes = dict[str, int]()
+    for part in parts:
+        sizes |= {image.digest: image.bytes for image in part.record.images}
+        if (size := sum(sizes.values())) > (most := settings.image_bytes):
+            raise InvalidRequest(
+                f"{part.where}: the images of the joined contexts take at least {size} bytes; they may "
+                f"take {most} (setting handoffs.image_bytes). Join fewer.",
+                param=part.where,
+            )
+
+
+def salt_of(source: Handoff | None, moved: Sequence[MovedPart]) -> str | None:
+    """Return a salt that sets a request's prefix cache apart; None: its KV is what the engine computes.
+
+    It is the request's alone: what another one with the same parts has loaded cannot be told from what it has
+    computed.
+
+    Args:
+        source: the handoff that the request continues.
+        moved: what is moved behind it.
+    """
+    if source is None or (source.exact and not moved):
+        return None
+    return secrets.token_hex(16)

@@ -21,11 +21,9 @@ from baton.images.client_image import ClientImage
 from baton.library.handoff import Handoff
 from baton.library.library import Library
 from baton.relay.asked import WRITTEN_BY_THE_ENGINE, HandoffOptions
-from baton.relay.move import salt_of
-from baton.relay.plan import Plans
-from baton.relay.prompt.chat import Writer
+from baton.relay.plan import Plans, salt_of
+from baton.relay.prompt.chat import ContextPrompt, Writer, write_prompt
 from baton.relay.prompt.text import EngineText, shift_images
-from baton.relay.prompt.whole import ContextPrompt, write_prompt
 from baton.relay.run import PlannedRequest
 from baton.relay.sources import is_compatible
 from baton.telemetry.ids import RequestContext, new_request_id

@@ -13,13 +13,12 @@ from baton.engines.port import Engine, Json, Operation, Reply, StreamReply, Whol
 from baton.library.handoff import Conversation, Handoff
 from baton.library.library import Library
 from baton.library.prefixes import shared_tokens
-from baton.relay.asked import WRITTEN_BY_THE_ENGINE
+from baton.relay.asked import ID_HEADER, WRITTEN_BY_THE_ENGINE
 from baton.relay.audit import Audits
 from baton.relay.cost import Decision
 from baton.relay.join import Part
-from baton.relay.prompt.chat import AFTER_THE_PROMPT
+from baton.relay.prompt.chat import AFTER_THE_PROMPT, ContextPrompt
 from baton.relay.prompt.resent import answer_fingerprint
-from baton.relay.prompt.whole import ContextPrompt
 from baton.relay.report import (
     DONE,
     KV_IS_GONE,
@@ -89,8 +88,6 @@ class ChatAnswer:
 
 SETTLE_WITHIN_S = 0.25
 """An answer waits this long for its KV to be saved, so that its handoff is mostly `ready`."""
-ID_HEADER = "X-Handoff-Id"
-"""Response header with the id of the saved handoff, for clients that drop unknown fields."""
 
 
 @dataclass(frozen=True)

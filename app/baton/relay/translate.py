@@ -23,9 +23,8 @@ from baton.library.handoff import Handoff, HandoffState
 from baton.library.library import Library
 from baton.relay.asked import SaveOptions, part_name
 from baton.relay.plan import Plans
-from baton.relay.prompt.chat import Writer
+from baton.relay.prompt.chat import ContextPrompt, Writer
 from baton.relay.prompt.text import EngineText
-from baton.relay.prompt.whole import ContextPrompt
 from baton.relay.sources import Source, Translated, is_compatible, naming
 from baton.telemetry.ids import RequestContext, new_request_id
 

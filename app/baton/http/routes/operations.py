@@ -156,5 +156,5 @@ async def show_peer(
         "version": __version__,
         "tenant": context_of(request).tenant,
         "handoff": found is not None and found.supports_handoffs,
-        "store": await gateway.handoffs.proof(challenge, context_of(request).tenant),
+        "store": await gateway.library.proof(challenge, context_of(request).tenant),
     }

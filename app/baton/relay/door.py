@@ -1,0 +1,279 @@
+"""Answer requests that continue or save handoffs, and create handoffs: all that the rest knows of the relay.
+
+The order holds for every request: handoffs that are still pending are waited for, and those of other models
+translated, before the request takes a place at its engine, because what they wait for may need that place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from baton.admission.tenants import Admission, Ticket
+from baton.config.settings import Settings
+from baton.engines.fleet import Fleet
+from baton.engines.kv_transfer import TransferChooser, TransferRequest
+from baton.engines.port import Engine, Json, Operation, Reply
+from baton.errors import InvalidRequest
+from baton.images.client_image import ClientImage
+from baton.library.handoff import Handoff
+from baton.library.library import Library
+from baton.relay.ahead import JoinsAhead
+from baton.relay.asked import (
+    VIA_ROSETTA,
+    HandoffOptions,
+    NewHandoff,
+    SaveOptions,
+    take_options,
+    translates,
+)
+from baton.relay.audit import Audits
+from baton.relay.automatic import AutomaticHandoffs, SaveRule
+from baton.relay.cost import LoadCost
+from baton.relay.move import require_movable
+from baton.relay.plan import Plans
+from baton.relay.prompt.chat import Writer
+from baton.relay.rosetta import Rosetta
+from baton.relay.same_store import ForwardedHandoffs
+from baton.relay.sources import Source, Sources, is_compatible, require_compatible
+from baton.relay.translate import Translations
+from baton.telemetry.ids import RequestContext
+from baton.telemetry.metrics import GatewayMetrics
+
+TakePlace = Callable[[], Awaitable[Ticket]]
+"""Waits for the request's place at its engine; raises `EngineOverloaded`."""
+
+
+@dataclass(frozen=True)
+class Relay:
+    """What one gateway does for requests that use handoffs. `open_relay` makes it.
+
+    Attributes:
+        settings: the gateway's; of handoffs.
+        library: all handoffs.
+        sources: finds those that a request continues.
+        plans: plans requests.
+        translations: makes handoffs of what those of other models say.
+        rosetta: starts requests from one vector of another model.
+        ahead: joins handoffs in the background.
+        automatic: chooses handoffs for requests that name none.
+        audits: computes some answers again.
+        same_store: knows which gateways elsewhere use this one's store.
+    """
+
+    settings: Settings
+    library: Library
+    sources: Sources
+    plans: Plans
+    translations: Translations
+    rosetta: Rosetta
+    ahead: JoinsAhead
+    automatic: AutomaticHandoffs
+    audits: Audits
+    same_store: ForwardedHandoffs
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Audit and join in the background while inside; at the end wait a moment for saves under way."""
+        async with self.library.settling(), self.audits.running(), self.ahead.running():
+            yield
+
+    def asked(self, engine: Engine, operation: Operation, body: Json) -> HandoffOptions | None:
+        """Take the `handoff` field out of a body; None: there is none.
+
+        Raises:
+            InvalidRequest: the field is not valid, or does not go with the rest of the body.
+            OperationUnsupported: the operation, or the engine, does not support what it asks for.
+        """
+        return take_options(body, engine, operation, self.settings.handoffs.latent_steps_max)
+
+    async def answer(
+        self,
+        engine: Engine,
+        operation: Operation,
+        body: Json,
+        context: RequestContext,
+        options: HandoffOptions,
+        images: Sequence[ClientImage],
+        take_place: TakePlace,
+    ) -> Reply:
+        """Answer a request with a `handoff` field; the reply holds the `handoff` object.
+
+        Args:
+            engine: the engine that answers.
+            operation: an operation that supports handoffs.
+            body: the body of the request.
+            context: the client and the request's ids.
+            options: the field, from `asked`.
+            images: the images of the request, in the order of its prompt.
+            take_place: called once what the request continues is ready.
+
+        Raises:
+            BatonError: a handoff cannot be continued, or the engine failed.
+        """
+        options, records = await self._found(engine, operation, options, context)
+        if options.via_rosetta:
+            thought = await self.rosetta.open(engine, operation, body, context, records[0], images)
+            await take_place()
+            return await thought.run(operation, body)
+        sources = await self._sources(engine, context, records, "handoff.from")
+        await take_place()
+        planned = await self.plans.open(engine, operation, body, context, options, sources, images)
+        return await planned.run(operation, body)
+
+    async def _found(
+        self, engine: Engine, operation: Operation, options: HandoffOptions, context: RequestContext
+    ) -> tuple[HandoffOptions, list[Handoff]]:
+        """Find the handoffs that a request continues, once they are ready; returns them, and how."""
+        if not options.sources:
+            return options, []
+        if options.via_rosetta:
+            self.rosetta.require_possible(engine, operation, options)
+        if options.join == "moved" and len(options.sources) > 1:
+            require_movable(engine, "handoff.join")
+        wanted = translates(options.translate, engine)
+        thoughts = self.rosetta.enabled and self.rosetta.is_target(engine)
+        records = await self.sources.all(
+            options.sources, engine, context.tenant, translates=wanted or thoughts
+        )
+        if thoughts and self.rosetta.is_default(engine, operation, options, records):
+            options = options.model_copy(update={"translate": VIA_ROSETTA})
+        elif not wanted:
+            for record in records:
+                require_compatible(record, engine)
+        return options, records
+
+    async def _sources(
+        self, engine: Engine, context: RequestContext, records: Sequence[Handoff], where: str
+    ) -> list[Source]:
+        """Return what a request continues: handoffs as they are, or their translations, which may be made."""
+        if all(is_compatible(record, engine) for record in records):
+            return [Source(record) for record in records]
+        return await self.translations.sources(engine, context, records, where=where)
+
+    def chooser(
+        self, engine: Engine, operation: Operation, body: Json, tenant: str
+    ) -> TransferChooser | None:
+        """Return what chooses a stored context for a request that names none; None: nothing is automatic."""
+        return self.automatic.request(engine, operation, body, tenant) if engine.supports_handoffs else None
+
+    async def create(
+        self,
+        engine: Engine,
+        body: Json,
+        context: RequestContext,
+        options: NewHandoff,
+        images: Sequence[ClientImage],
+        take_place: TakePlace,
+    ) -> tuple[Handoff, Json]:
+        """Compute a context and save it, without an answer: `POST /v1/handoffs`.
+
+        Args:
+            engine: the engine that computes it.
+            body: the body of the request.
+            context: the client and the request's ids.
+            options: the body, parsed.
+            images: the images of the request.
+            take_place: called once what the context continues is ready.
+
+        Returns:
+            The handoff, which may be pending after `handoffs.wait_s`, and the object that shows it.
+
+        Raises:
+            BatonError: the context cannot be computed.
+        """
+        if options.adds_nothing and len(options.sources) > 1:
+            target, work, at_once = await self.ahead.begin(engine, context, options)
+            return target, await self._shown(target, work, self.settings.handoffs.wait_s if at_once else 0)
+        records = await self.sources.all(
+            options.sources, engine, context.tenant, "from", translates=translates(options.translate, engine)
+        )
+        if options.translates_alone:
+            return await self._translate(engine, context, options, records[0])
+        if options.join == "moved" and len(records) > 1:
+            require_movable(engine, "join")
+        sources = await self._sources(engine, context, records, "from")
+        ticket = await take_place()
+        planned = await self.plans.open_new(engine, body, context, options, sources, images)
+        assert planned.target is not None
+        work = self.library.begin_work(planned.compute(options.prompt or ""))
+        ticket.keep_until(work)
+        try:
+            return planned.target, await self._shown(planned.target, work, self.settings.handoffs.wait_s)
+        except asyncio.CancelledError:
+            planned.fail()  # work that has not begun yet cannot fail the handoff itself
+            raise
+
+    async def _shown(self, target: Handoff, work: asyncio.Task[Json], wait_s: float) -> Json:
+        """Wait a while for a new handoff; a client that leaves, and so never gets its id, ends the work."""
+        try:
+            done, _ = await asyncio.wait({work}, timeout=wait_s)
+        except asyncio.CancelledError:
+            work.cancel()
+            raise
+        return work.result() if done else target.public()
+
+    async def _translate(
+        self, engine: Engine, context: RequestContext, options: NewHandoff, record: Handoff
+    ) -> tuple[Handoff, Json]:
+        """Make the translation of a handoff of other weights, unless it is there."""
+        if is_compatible(record, engine):
+            raise InvalidRequest(
+                f"from: '{engine.name}' can continue the handoff as it is: name it without 'translate'.",
+                param="from",
+            )
+        given = options.model_dump(include={"ttl_s", "pin", "label"}, exclude_unset=True)
+        save = SaveOptions.model_validate(given)
+        (source,) = await self.translations.sources(engine, context, [record], save, "from")
+        assert source.translated is not None
+        return source.record, source.record.public() | {"source": source.translated.public(source.record)}
+
+
+def open_relay(
+    settings: Settings, fleet: Fleet, library: Library, admission: Admission, metrics: GatewayMetrics
+) -> Relay:
+    """Make the relay of one gateway.
+
+    Args:
+        settings: the gateway's.
+        fleet: its engines.
+        library: its handoffs.
+        admission: gives places at the engines to what the relay computes by itself.
+        metrics: where handoffs are counted.
+    """
+    handoffs, engines, cost = settings.handoffs, fleet.engines, LoadCost()
+    audits = Audits(handoffs, library, metrics.audits)
+    plans = Plans(library, cost, metrics.handoffs, handoffs, audits)
+    sources = Sources(library, handoffs.wait_s)
+    translations = Translations(engines, library, plans, admission)
+    modes = {engine.name: engine.auto or handoffs.auto for engine in settings.engines}
+    rule = SaveRule(handoffs.auto_min_tokens)
+    return Relay(
+        settings,
+        library,
+        sources,
+        plans,
+        translations,
+        Rosetta(engines, library, plans, admission, handoffs.rosetta),
+        JoinsAhead(library, sources, translations, plans, admission),
+        AutomaticHandoffs(library, cost, metrics.handoffs, handoffs, modes, rule, audits),
+        audits,
+        ForwardedHandoffs(library),
+    )
+
+
+async def complete_with_images(
+    engine: Engine, body: Json, context: RequestContext, client_images: Sequence[ClientImage]
+) -> Reply:
+    """Complete a plain prompt with images, which vLLM's own handler has no field for.
+
+    Raises:
+        BatonError: the prompt does not have one placeholder for each image, or the engine failed.
+    """
+    special = body.get("add_special_tokens") is not False
+    tokens, images = await Writer(engine, context, client_images).plain(body["prompt"], special=special)
+    return await engine.call(
+        Operation.COMPLETIONS, body, context, TransferRequest(prompt=tokens, images=images)
+    )
