@@ -40,7 +40,7 @@ class JoinsAhead:
         handoffs: all handoffs.
         sources: finds the parts.
         translations: translates parts of other models.
-        sessions: opens the sessions.
+        plans: plans their computation.
         admission: gives places at the engines.
     """
 
@@ -49,13 +49,13 @@ class JoinsAhead:
         handoffs: Library,
         sources: Sources,
         translations: Translations,
-        sessions: Plans,
+        plans: Plans,
         admission: Admission,
     ) -> None:
         self._handoffs = handoffs
         self._sources = sources
         self._translations = translations
-        self._sessions = sessions
+        self._plans = plans
         self._admission = admission
         self._turns: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._idle_turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -112,9 +112,9 @@ class JoinsAhead:
         ready = all(record.state is HandoffState.READY for record in records)
         if ready and all(is_compatible(record, engine) for record in records):
             sources = [Source(record) for record in records]
-            parts = await parts_in_order(self._sessions.planner, engine, sources, options, FIELD)
-            await self._sessions.require_joinable(engine, parts)
-        target = self._sessions.begin_joined(engine, context.tenant, options)
+            parts = await parts_in_order(self._plans.cost, engine, sources, options, FIELD)
+            await self._plans.require_joinable(engine, parts)
+        target = self._plans.begin_joined(engine, context.tenant, options)
         at_once = ready and is_idle(engine)
         task = self._handoffs.begin_work(self._join(engine, context, options, target))
         self._tasks.add(task)
@@ -202,7 +202,7 @@ class JoinsAhead:
             await self._admission.enter(ticket, context.tenant, engine.name)
             await self._require_there(target, records)  # it may have waited for long
             body = {"model": engine.name}
-            session = await self._sessions.open_new(engine, body, context, options, sources, target=target)
-            return await session.compute("")
+            planned = await self._plans.open_new(engine, body, context, options, sources, target=target)
+            return await planned.compute("")
         finally:
             ticket.answered()

@@ -239,7 +239,7 @@ class AutomaticHandoffs:
 
     Attributes:
         handoffs: all handoffs.
-        planner: decides whether KV is loaded or prefilled.
+        cost: decides whether KV is loaded or prefilled.
         metrics: where handoffs are counted.
         settings: limits of handoffs.
         modes: what is automatic for each engine, by its name.
@@ -250,7 +250,7 @@ class AutomaticHandoffs:
     """
 
     handoffs: Library
-    planner: LoadCost
+    cost: LoadCost
     metrics: HandoffMetrics
     settings: HandoffSettings
     modes: Mapping[str, AutomaticMode]
@@ -416,7 +416,7 @@ class AutomaticRequest:
         return self._automatic.rule.is_worth_saving(self._tenant, prompt, match, conversation=likely)
 
     def _decide(self, match: PrefixMatch) -> Decision:
-        decision = self._automatic.planner.decide(self._engine, match.record, match.tokens)
+        decision = self._automatic.cost.decide(self._engine, match.record, match.tokens)
         self._automatic.metrics.decisions.labels(decision.choice.value).inc()
         return decision
 

@@ -32,7 +32,7 @@ class Choice(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """The planner's decision on one handoff's KV.
+    """The decision on one handoff's KV.
 
     Attributes:
         choice: load it, or prefill it again.

@@ -98,7 +98,7 @@ class Ask:
 
 
 async def parts_in_order(
-    planner: LoadCost,
+    cost: LoadCost,
     engine: Engine,
     sources: Sequence[Source],
     options: HandoffOptions | NewHandoff,
@@ -107,7 +107,7 @@ async def parts_in_order(
     """Return handoffs in the order in which they are joined.
 
     Args:
-        planner: estimates what loading their KV saves.
+        cost: estimates what loading their KV saves.
         engine: the engine that answers.
         sources: the handoffs.
         options: how they are joined. With the order `any` one that must come first does (see
@@ -125,7 +125,7 @@ async def parts_in_order(
 
     def worth(part: Part) -> tuple[bool, bool, float, int]:
         loads = part.record.exact or options.join == "moved"
-        saving = planner.saving(engine, part.record) if loads else 0.0
+        saving = cost.saving(engine, part.record) if loads else 0.0
         return part.must_be_first, part.where not in continued, saving, len(part.record.tokens)
 
     first = max(parts, key=worth)
@@ -135,23 +135,23 @@ async def parts_in_order(
 # Prepare a request that uses a handoff: prompt, load decision, new record. Returns a `PlannedRequest` to run.
 #
 # `Plans.open` does everything that may be refused: it writes the prompt, decides what to load, and
-# registers the handoff that will be saved. It returns a session, of which only `run` is left to call.
+# registers the handoff that will be saved. It returns a planned request, of which only `run` is left to call.
 
 
 @dataclass(frozen=True)
 class Plans:
-    """Opens the sessions of one gateway.
+    """Plans the requests of one gateway.
 
     Attributes:
         handoffs: all handoffs.
-        planner: decides whether KV is loaded or prefilled.
+        cost: decides whether KV is loaded or prefilled.
         metrics: where handoffs are counted.
         settings: limits of handoffs.
         audits: computes some answers again.
     """
 
     handoffs: Library
-    planner: LoadCost
+    cost: LoadCost
     metrics: HandoffMetrics
     settings: HandoffSettings
     audits: Audits
@@ -181,7 +181,7 @@ class Plans:
             BatonError: the request cannot be carried out with this handoff; nothing was registered.
         """
         moves = options.join == "moved" and len(sources) > 1
-        parts = await parts_in_order(self.planner, engine, sources, options, "handoff.from")
+        parts = await parts_in_order(self.cost, engine, sources, options, "handoff.from")
         wanted = Ask(operation, body, parts, options.saving, options.latent_steps, moves=moves)
         if not wanted.exact:
             require_usable_with_moves(operation, body, options.latent_steps)
@@ -224,7 +224,7 @@ class Plans:
         wanted = Ask(
             operation,
             body,
-            await parts_in_order(self.planner, engine, sources, options, "from"),
+            await parts_in_order(self.cost, engine, sources, options, "from"),
             save,
             options.latent_steps,
             answered=operation is not Operation.CHAT,
@@ -274,15 +274,15 @@ class Plans:
             BatonError: the context cannot be computed; nothing was registered.
         """
         wanted = Ask(Operation.COMPLETIONS, {}, (), save, 0, translated_from=source)
-        return self._session(engine, context, wanted, prompt, [])
+        return self._planned(engine, context, wanted, prompt, [])
 
     async def _plan(
         self, engine: Engine, context: RequestContext, wanted: Ask, images: Sequence[ClientImage]
     ) -> PlannedRequest:
         prompt, ends = await self._write(engine, context, wanted, images)
-        return self._session(engine, context, wanted, prompt, ends)
+        return self._planned(engine, context, wanted, prompt, ends)
 
-    def _session(
+    def _planned(
         self,
         engine: Engine,
         context: RequestContext,
@@ -341,7 +341,7 @@ class Plans:
     ) -> list[MovedPart | None]:
         """Return for each part what is moved of it: nothing where computing all of it is faster."""
         loads = decision is not None and decision.choice is Choice.LOAD
-        if wanted.moves and loads and prompt.tokens and self.planner.moves(engine, ends[-1] - ends[0]):
+        if wanted.moves and loads and prompt.tokens and self.cost.moves(engine, ends[-1] - ends[0]):
             return moved_parts(prompt.tokens, wanted.parts, ends)
         return [None] * len(ends)
 
@@ -406,7 +406,7 @@ class Plans:
         if prompt.tokens is not None:
             images = [ImagePosition(each.digest, each.offset, each.length) for each in prompt.images]
             shared = shared_tokens(source.distinct_tokens, with_distinct_images(prompt.tokens, images))
-        decision = self.planner.decide(engine, source, shared, self.handoffs.skipped_fetch_s(source))
+        decision = self.cost.decide(engine, source, shared, self.handoffs.skipped_fetch_s(source))
         self.metrics.decisions.labels(decision.choice.value).inc()
         return decision
 

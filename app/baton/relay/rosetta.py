@@ -36,19 +36,19 @@ WHERE = "handoff.translate"
 
 @dataclass(frozen=True)
 class Rosetta:
-    """Opens the sessions of requests that start from another model's last thought.
+    """Plans requests that start from another model's last thought.
 
     Attributes:
         engines: the engines of the gateway.
         handoffs: all handoffs.
-        sessions: opens sessions.
+        plans: plans requests.
         admission: gives places at the engines.
         enabled: whether the settings allow it.
     """
 
     engines: Sequence[Engine]
     handoffs: Library
-    sessions: Plans
+    plans: Plans
     admission: Admission
     enabled: bool
 
@@ -145,12 +145,12 @@ class Rosetta:
         }
         writer = Writer(engine, context, images)
         prompt = await write_prompt(writer, None, [], operation, body, prompt_only=False, latent=True)
-        return self._session(engine, context, prompt, mixture, shown)
+        return self._planned(engine, context, prompt, mixture, shown)
 
-    def _session(
+    def _planned(
         self, engine: Engine, context: RequestContext, prompt: ContextPrompt, mixture: Mixture, shown: Json
     ) -> PlannedRequest:
-        """Return a session whose first position is a mixture of token embeddings; nothing of it is saved."""
+        """Plan a request whose first position is a mixture of token embeddings; nothing of it is saved."""
         assert prompt.tokens is not None
         assert engine.placeholder is not None
         transfer = TransferRequest(
@@ -160,11 +160,10 @@ class Rosetta:
             mixture=mixture,
             salt=context.request_id,
         )
-        sessions = self.sessions
         return PlannedRequest(
             self.handoffs,
-            sessions.metrics,
-            sessions.audits,
+            self.plans.metrics,
+            self.plans.audits,
             engine,
             context,
             prompt,

@@ -144,7 +144,7 @@ class PlannedRequest:
         translated: how the source came from a handoff of other weights; None: it is of the engine's.
         parts: the handoffs that were joined, the source first; empty: none were.
         thought: `handoff.source` of a request that starts from one vector; None: it starts from none.
-        owns_target: whether the handoff fails with the session; otherwise who registered it may try again.
+        owns_target: whether the handoff fails with the request; otherwise who registered it may try again.
     """
 
     handoffs: Library
@@ -187,7 +187,7 @@ class PlannedRequest:
             prompt: the client's prompt, for a context that the engine tokenizes itself.
 
         Raises:
-            BatonError: the engine failed; the handoff to be saved is marked as failed if the session owns it.
+            BatonError: the engine failed; the handoff to be saved is marked as failed if the request owns it.
         """
         body = {"model": self.engine.name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         try:

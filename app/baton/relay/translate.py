@@ -119,16 +119,16 @@ class Translations:
     Args:
         engines: the engines that it serves.
         handoffs: all handoffs.
-        sessions: computes them.
+        plans: plans their computation.
         admission: gives places at the engines.
     """
 
     def __init__(
-        self, engines: Sequence[Engine], handoffs: Library, sessions: Plans, admission: Admission
+        self, engines: Sequence[Engine], handoffs: Library, plans: Plans, admission: Admission
     ) -> None:
         self._engines = engines
         self._handoffs = handoffs
-        self._sessions = sessions
+        self._plans = plans
         self._admission = admission
         self._making: dict[tuple[str, str], asyncio.Task[tuple[Handoff, int]]] = {}
 
@@ -259,11 +259,11 @@ class Translations:
             await self._admission.enter(ticket, context.tenant, engine.name)
             if record not in self._handoffs:
                 raise HandoffNotFound()
-            session = self._sessions.open_translation(engine, context, record, prompt, save)
-            target = session.target
+            planned = self._plans.open_translation(engine, context, record, prompt, save)
+            target = planned.target
             assert target is not None
-            await session.compute([])
+            await planned.compute([])
         finally:
             ticket.answered()
         await self._handoffs.settled(target, SAVED_WITHIN_S)
-        return target, session.computed
+        return target, planned.computed

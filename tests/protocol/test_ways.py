@@ -1,0 +1,109 @@
+"""How many files of the gateway a request runs through: more than its budget is a wall where a door was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.gateways import FakeGateway, run_fake
+from support.handoff_requests import leave, post
+
+from baton.engines.fake.engine import FakeEngine
+from baton.http.answer import MEDIA
+from baton.images.parts import IMAGES, OTHER_TYPES
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = tuple(str(ROOT / folder) for folder in ("app", "connectors", "plugins"))
+CHAT = {"model": "plain", "messages": [{"role": "user", "content": "1 2"}], "max_tokens": 1}
+BUDGETS = {"chat": 24, "save": 43, "load": 44}
+"""Files of the gateway, of its fake engine too, that a request may execute; an engine's own are beside them."""
+NOT_NAMED = (
+    "http/body/schemas.py",
+    "http/body/trial.py",
+    "http/request_images.py",
+    "images/",
+    "library/",
+    "pooling/",
+    "relay/",
+    "responses/",
+)
+"""What a chat that names neither schemas, images nor handoffs has no use for."""
+TRIES = 4
+"""What runs in the background does not run in each of so many tries."""
+
+
+class Ways:
+    """Records which files of the product execute a function while a request is answered."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, str]] = set()
+        self._recording = False
+
+    def profile(self, frame: Any, event: str, _arg: object) -> None:
+        if event == "call" and self._recording:
+            code = frame.f_code
+            if code.co_name != "<module>" and code.co_filename.startswith(PRODUCT):
+                self._seen.add((code.co_filename, code.co_qualname))
+
+    def files(self, ask: Callable[[], object]) -> set[str]:
+        """The files, from `app/baton` on where they are of it, that every one of several requests executes."""
+        every: set[tuple[str, str]] | None = None
+        for _ in range(TRIES):
+            self._seen = set()
+            self._recording = True
+            ask()
+            self._recording = False
+            every = self._seen if every is None else every & self._seen
+        assert every is not None
+        return {file.removeprefix(f"{ROOT}/app/baton/").removeprefix(f"{ROOT}/") for file, _ in every}
+
+
+@pytest.fixture(scope="module")
+def traced() -> Iterator[tuple[FakeGateway, Ways]]:
+    ways, before = Ways(), threading.getprofile()
+    threading.setprofile(ways.profile)  # of the gateway's thread, which begins now
+    try:
+        with run_fake(FakeEngine("a", supports_handoffs=True), FakeEngine("plain")) as gateway:
+            post(gateway, CHAT, "/v1/chat/completions")  # what happens once has happened
+            leave(gateway)
+            yield gateway, ways
+    finally:
+        threading.setprofile(before)
+
+
+def way(traced: tuple[FakeGateway, Ways], name: str) -> set[str]:
+    gateway, ways = traced
+    if name == "chat":
+        return ways.files(lambda: post(gateway, CHAT, "/v1/chat/completions"))
+    body = CHAT | {"model": "a"}
+    saving = body | {"handoff": {"save": True}}
+    if name == "save":
+        return ways.files(lambda: post(gateway, saving, "/v1/chat/completions"))
+    left = post(gateway, saving, "/v1/chat/completions").json()["handoff"]["id"]
+    return ways.files(lambda: post(gateway, body | {"handoff": {"from": left}}, "/v1/chat/completions"))
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_request_runs_through_few_files(traced: tuple[FakeGateway, Ways], name: str) -> None:
+    files = way(traced, name)
+    assert len(files) <= BUDGETS[name], "\n".join(["more files than the budget:", *sorted(files)])
+    assert {"http/answer.py", "http/protocol.py", "admission/tenants.py"} <= files, (
+        "the trace sees the gateway"
+    )
+
+
+def test_what_a_body_does_not_name_does_not_run(traced: tuple[FakeGateway, Ways]) -> None:
+    assert not [file for file in way(traced, "chat") if file.startswith(NOT_NAMED)]
+    of_others = ("relay/rosetta.py", "relay/translate.py", "relay/join.py", "relay/move.py", "relay/ahead.py")
+    assert not [file for name in ("save", "load") for file in way(traced, name) if file.startswith(of_others)]
+
+
+@pytest.mark.parametrize("kind", sorted(IMAGES | OTHER_TYPES | {"image"}))
+def test_every_body_that_holds_media_is_searched_for_them(kind: str) -> None:
+    """A body without these words is not searched; JSON may write each letter as an escape."""
+    assert MEDIA.search(f'{{"type":"{kind}"}}'.encode())
+    assert MEDIA.search(rb'{"type":"\u0069nput_\u0061udio"}')
+    assert not MEDIA.search(b'{"model":"m","messages":[{"role":"user","content":"hello"}]}')
