@@ -19,7 +19,8 @@ from baton.images.image_position import ImagePosition
 from baton.library.handoff import Handoff, HandoffState, StoredImage
 from baton.library.index import HandoffIndex
 from baton.relay.join import Part
-from baton.relay.move import HEAD_TOKENS, LONE_HEAD_TOKENS, moved_parts, require_movable, salt_of
+from baton.relay.move import HEAD_TOKENS, LONE_HEAD_TOKENS, moved_parts, require_movable
+from baton.relay.plan import salt_of
 from baton.relay.prompt.chat import ContextPrompt
 from baton.relay.run import JoinedPart, PlannedRequest
 from baton.telemetry.ids import RequestContext
