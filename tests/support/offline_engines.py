@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore
+from baton.prepare import FORKED_MODULES
 from baton_kv.contract import PARAMS_KEY
+from support import offline_vllm
 
 OWN = [4093, 282, 260, 1517]
 """What B adds to A's context, in token ids."""
@@ -23,42 +26,46 @@ SAVED_WITHIN_S = 20
 Answer = dict[str, Any]
 
 
+def forks() -> ForkServerContext:
+    """Where engines are forked from: a process that has imported vLLM, one for all tests of this one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm", "vllm.entrypoints.llm", *FORKED_MODULES])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the extension is there
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        ensure_running()
+    return context
+
+
 class OfflineEngine:
     """Plain vLLM with the connector, in a process of its own."""
 
     def __init__(self, store: Path, *, model: str | None = None, **args: object) -> None:
-        model = model or ModelStore(load_settings().models_folder).resolve("smollm2")
-        script = str(Path(__file__).parents[1] / "connector" / "offline.py")
+        self.model = model or ModelStore(load_settings().models_folder).resolve("smollm2")
         self._store = store
-        self.model = model
         self.computed = self.preempted = self.accepted = 0
-        given = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "block_size": 32} | args
-        self._command = [sys.executable, script, model, str(store), json.dumps(given)]
+        self._args = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "block_size": 32} | args
         self._log = store.parent / f"engine-{id(self)}.log"
 
     def __enter__(self) -> OfflineEngine:
-        self._stderr = open(self._log, "w")  # closed in __exit__
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # the extension is there
+        eager = self._args.get("enforce_eager", True)
+        context = forks() if eager else multiprocessing.get_context("spawn")
+        self._questions, theirs = multiprocessing.Pipe()
+        self._process = context.Process(
+            target=offline_vllm.serve, args=(theirs, str(self._log), self.model, str(self._store), self._args)
         )
-        self._line("READY")
+        self._process.start()
+        theirs.close()
+        self._told()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
-        self._stderr.close()
+        self._questions.close()
+        self._process.join(60)
+        assert self._process.exitcode is not None, "the engine goes on"
+        self._process.close()
 
     def ask(self, *asked: tuple[list[int], int, dict[str, Any] | None]) -> list[Answer]:
         """Prompts, tokens to generate, transfer parameters; one batch.
@@ -67,14 +74,12 @@ class OfflineEngine:
         how often it took a running request's blocks away,
         `accepted` how many tokens that were guessed ahead it has accepted so far.
         """
-        assert self._process.stdin is not None
         rows = [
             {"prompt": prompt, "max_tokens": count, "params": params, "salt": self._salt_of(params)}
             for prompt, count, params in asked
         ]
-        self._process.stdin.write(json.dumps(rows) + "\n")
-        self._process.stdin.flush()
-        told = json.loads(self._line("ANSWER"))
+        self._questions.send(rows)
+        told = self._told()
         self.computed, self.preempted = told["computed"], told["preempted"]
         self.accepted += told["accepted"]
         answers: list[Answer] = told["answers"]
@@ -87,17 +92,13 @@ class OfflineEngine:
 
     def forget_prefixes(self) -> None:
         """Empty the engine's own prefix cache."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("null\n")
-        self._process.stdin.flush()
-        self._line("ANSWER")
+        self._questions.send(None)
+        self._told()
 
     def call(self, name: str, *args: str) -> None:
         """Call a method of the worker's extension."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"call": name, "args": args}) + "\n")
-        self._process.stdin.flush()
-        self._line("ANSWER")
+        self._questions.send({"call": name, "args": args})
+        self._told()
 
     def saved(self, params: dict[str, Any]) -> Path:
         """Wait until what an answer's parameters name is in the store."""
@@ -108,12 +109,11 @@ class OfflineEngine:
             time.sleep(0.005)
         return path
 
-    def _line(self, mark: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(mark):
-                return line.removeprefix(mark).strip()
-        raise AssertionError(f"the engine ended:\n{self._log.read_text()[-3000:]}")
+    def _told(self) -> Any:
+        try:
+            return self._questions.recv()
+        except EOFError:
+            raise AssertionError(f"the engine ended:\n{self._log.read_text()[-3000:]}") from None
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

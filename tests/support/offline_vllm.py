@@ -1,26 +1,34 @@
-"""Plain vLLM, offline, with the connector: reads questions as JSON from stdin, one answer a line.
-
-`offline.py MODEL STORE ENGINE_ARGS` where ENGINE_ARGS is JSON. A question is a list of
-`{"prompt": token ids, "max_tokens": n, "params": kv_transfer_params or null}`, run as one batch; null
-empties the prefix cache, and `{"call": name, "args": [...]}` calls a method of the worker's extension.
-"""
+"""Plain vLLM, offline, with the connector: what a process of `OfflineEngine` does."""
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import sys
+from multiprocessing.connection import Connection
+from typing import Any
 
 
-def main() -> None:
-    model, store, engine_args = sys.argv[1:]
-    given = json.loads(engine_args)
+def serve(questions: Connection, log: str, model: str, store: str, given: dict[str, Any]) -> None:
+    """Start an engine and answer what comes, until the other end is closed.
+
+    A question is a list of `{"prompt": token ids, "max_tokens": n, "params": kv_transfer_params or None}`, run as one
+    batch; None empties the prefix cache, and `{"call": name, "args": [...]}` calls a method of the worker's extension.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' process ends this one
+    with open(log, "w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    if given.get("enforce_eager", True):
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     cores, ranks = sorted(os.sched_getaffinity(0)), given.get("tensor_parallel_size", 1)
     parts = [cores[rank::ranks] for rank in range(ranks)]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
+    if (
+        ranks == 1
+    ):  # all of it in this process, which has imported vLLM: each other one would take ten seconds more
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        given = {"distributed_executor_backend": "uni"} | given
     from vllm import LLM, SamplingParams
     from vllm.inputs import tokens_input
 
@@ -37,17 +45,24 @@ def main() -> None:
         "kv_transfer_config": transfer,
     }
     llm = LLM(model=model, disable_log_stats=False, **(usual | given))
-    print("READY", flush=True)
+    questions.send("ready")
     counts = _counts(llm)
-    for line in sys.stdin:
-        asked = json.loads(line)
+    core = llm.llm_engine.engine_core
+    while True:
+        # A process of its own, as vLLM's engine core mostly is, goes on with what is saved after the answer.
+        while ranks == 1 and not questions.poll(0.005):
+            core.engine_core.step()
+        try:
+            asked = questions.recv()
+        except EOFError:
+            return
         if asked is None:
             llm.reset_prefix_cache()
-            print("ANSWER", flush=True)
+            questions.send(None)
             continue
         if isinstance(asked, dict):
             llm.collective_rpc(asked["call"], args=tuple(asked["args"]))
-            print("ANSWER", flush=True)
+            questions.send(None)
             continue
         outputs = llm.generate(
             [tokens_input(one["prompt"], cache_salt=one["salt"]) for one in asked],
@@ -66,7 +81,7 @@ def main() -> None:
         before, counts = counts, _counts(llm)
         told = {"answers": [_told(output) for output in outputs]}
         told |= {name: counts[name] - before[name] for name in counts}
-        print("ANSWER " + json.dumps(told), flush=True)
+        questions.send(told)
 
 
 def _counts(llm: object) -> dict[str, int]:
@@ -92,7 +107,3 @@ def _told(output: object) -> dict[str, object]:
         "cached": output.num_cached_tokens,  # type: ignore[attr-defined]  # as above
         "params": output.kv_transfer_params,  # type: ignore[attr-defined]  # as above
     }
-
-
-if __name__ == "__main__":
-    main()
