@@ -77,7 +77,7 @@ def test_pages_of_replicas_become_one_with_a_label() -> None:
 
 @with_ray
 def test_as_many_replicas_are_wanted_as_bring_the_load_to_its_target() -> None:
-    from baton.ray.replica import LOAD, QueuePolicy
+    from baton.ray.autoscaling import LOAD, QueuePolicy
 
     policy: Any = QueuePolicy(0.5)
 

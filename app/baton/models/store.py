@@ -20,47 +20,6 @@ from filelock import FileLock
 from baton.errors import StartError
 from baton.models.catalog import EMBEDDED, EmbeddedModel
 
-# Unpack a GGUF file into a folder that vLLM serves: `python -m baton.models.store GGUF FOLDER`.
-#
-# Runs in a process of its own, so that the memory that transformers takes is freed.
-# Source of the recipe: transformers' GGUF loader (`gguf_file=`), which dequantizes to float tensors.
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Write `gguf` to `folder` as bfloat16 safetensors with its tokenizer and chat template.
-
-    Raises:
-        OSError: it cannot be read; found out before the imports, which take seconds.
-    """
-    gguf.open("rb").close()
-    import torch  # imports take seconds, and only this process needs them
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.quantization_config import GgufConfig
-
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
-    )
-    model.config.architectures = ["LlamaForCausalLM"]
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    _drop_quantization(folder / "config.json")
-
-
-def _drop_quantization(config_file: Path) -> None:
-    """Remove the quantization entry, which would make vLLM expect GGUF: the saved weights are floats."""
-    config = json.loads(config_file.read_text())
-    config.pop("quantization_config", None)
-    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
-
-
 # Join a text model and a vision part into one folder in the layout of LLaVA checkpoints.
 #
 # The tensors are copied as they are; only their names change, so no tensor library is needed.
@@ -332,7 +291,7 @@ def _join(vision: Path, text: Path, folder: Path) -> None:
 
 def _convert(source: Path, folder: Path) -> None:
     """Run the conversion in a process of its own, so that its memory is freed."""
-    command = [sys.executable, "-m", "baton.models.store", str(source), str(folder)]
+    command = [sys.executable, "-m", "baton.models.convert", str(source), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -141,7 +141,7 @@ def _autoscaling(arguments: Arguments) -> AutoscalingConfig:
         metrics_interval_s=2,
         look_back_period_s=10,
         policy=AutoscalingPolicy(
-            policy_function="baton.ray.replica:QueuePolicy",
+            policy_function="baton.ray.autoscaling:QueuePolicy",
             policy_kwargs={"target_load": arguments.target_load},
         ),
     )

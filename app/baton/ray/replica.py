@@ -10,7 +10,7 @@ import asyncio
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import structlog
@@ -28,16 +28,13 @@ from baton.http.request import Drain
 from baton.http.routes.metrics import app_of_page
 from baton.http.uvicorn_server import MetricsServer
 from baton.prepare import prepare_fleet, refuse_conflicts
+from baton.ray.autoscaling import LOAD
 from baton.serve import listen
 from baton.server import create_app
 from baton.telemetry.logs import configure_logs
 from baton.telemetry.metrics import GatewayMetrics
 from baton.telemetry.page import labelled, page_of
 from baton.telemetry.progress import PhaseProgress
-
-if TYPE_CHECKING:
-    from ray.serve.config import AutoscalingContext
-
 
 # Notice that Ray Serve drains this replica, and end its last requests with an error that clients can read.
 #
@@ -210,35 +207,6 @@ async def send_metrics(fleet: Fleet, replica: str, page: Any) -> None:
                 log.warning("metrics_not_sent", error=type(error).__name__)
             failed = True
         await asyncio.sleep(SEND_EVERY_S)
-
-
-# Decide the number of replicas by the gateways' own queues.
-#
-# Ray Serve pickles this module by value and runs it in its controller, so it imports nothing of Baton.
-
-
-LOAD = "baton_load"
-"""The name under which each replica reports its load, see `Admission.load`."""
-
-
-class QueuePolicy:
-    """Wants as many replicas as bring their average load to `target_load`.
-
-    Ray Serve applies its delays and the fewest and most replicas to what this returns.
-
-    Args:
-        target_load: the load to aim at; 1: an engine of the replica has no free place.
-    """
-
-    def __init__(self, target_load: float) -> None:
-        self._target_load = target_load
-
-    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the wanted number of replicas, and the state that is kept for the next call."""
-        loads = (context.aggregated_metrics or {}).get(LOAD) or {}
-        if not loads:  # no replica has reported yet
-            return context.target_num_replicas, {}
-        return sum(loads.values()) / self._target_load, {}
 
 
 EVERY_ADDRESS = "0.0.0.0"  # nothing is opened here: see `settings_of_node`
