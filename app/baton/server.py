@@ -118,7 +118,6 @@ def create_app(
     """Return the gateway's app. Its lifespan starts the engines in the background and stops them at the end.
 
     Args:
-        settings: the settings.
         fleet: the engines; tests pass fakes.
         metrics_listener: the socket that serves `/metrics`; None: the gateway's port serves it, unless
             tenants reach that port.

@@ -90,7 +90,6 @@ class KeysFile(Keyring):
     the gateway, like one whose last key was revoked.
 
     Args:
-        file: the keys file.
         clock: returns seconds of a monotonic clock.
 
     Raises:

@@ -59,7 +59,6 @@ class BodyRooms:
         """Return the limits by the settings, or by the machine where those give none.
 
         Args:
-            settings: of the gateway.
             available: bytes of memory available; None: unknown.
             one_tenant: whether the gateway has no keys.
         """
@@ -130,10 +129,6 @@ class BodyBudget:
 
 class BodyLease:
     """The bytes that one request's body holds.
-
-    Args:
-        budget: counts them.
-        tenant: the request's tenant.
 
     Attributes:
         size: bytes held.

@@ -57,7 +57,6 @@ class FairQueue:
     """Hands out places by the rules above.
 
     Args:
-        limits: of places, waiting requests and waiting time.
         refuse: makes the error of a request that gets no place.
         record_wait: called with the seconds that a request waited for its place.
 
@@ -84,10 +83,6 @@ class FairQueue:
 
     async def enter(self, tenant: str, *, patient: bool = False) -> None:
         """Take a place, at once or after waiting; `leave` gives it back.
-
-        Args:
-            tenant: who takes it.
-            patient: wait however many do, and however long.
 
         Raises:
             BatonError: too many requests wait already, or this one waited for `wait_s`.
@@ -213,9 +208,7 @@ def watched_queue(
     """Return a queue that the metrics show.
 
     Args:
-        limits: of the queue.
         refuse: makes the error of a request that gets no place.
-        metrics: of all queues.
         name: the label `queue`.
         engine: the label `engine`; empty: all engines share the queue.
     """

@@ -34,7 +34,6 @@ class FairThreads:
 
     Args:
         queue: gives the places; None: there is no limit.
-        name: of the threads.
         may_hang: the work may never end, as a plugin's: a cancelled request gives its place back, and the
             process does not wait for its threads.
 
@@ -59,9 +58,6 @@ class FairThreads:
         """Call `work` in a thread, once it is the tenant's turn, and return its result.
 
         Args:
-            tenant: whose turn it is.
-            work: what is done.
-            args: given to it.
             patient: nobody waits for it: it takes its turn however late that comes.
 
         Raises:
@@ -109,9 +105,7 @@ class _Call:
 
     Args:
         work: what is called.
-        args: given to it.
         leave: gives its place back; called once.
-        named: given to it too.
     """
 
     def __init__(

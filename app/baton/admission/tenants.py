@@ -112,9 +112,6 @@ class Admission:
     """Admits requests to the gateway and to its engines.
 
     Args:
-        settings: the limits.
-        engines: the engines' names.
-        metrics: of the engines' queues.
         clock: returns seconds of a monotonic clock.
     """
 
@@ -134,10 +131,6 @@ class Admission:
 
     def admit(self, ticket: Ticket, tenant: str) -> None:
         """Count a request for its tenant; called before the body is read.
-
-        Args:
-            ticket: of the request.
-            tenant: of the request.
 
         Raises:
             RateLimited: the tenant has too many running requests, or exceeds its rate.
@@ -163,8 +156,6 @@ class Admission:
 
         Args:
             ticket: of the request; it holds the place from then on.
-            tenant: of the request.
-            engine: the engine's name.
 
         Raises:
             EngineOverloaded: too many requests wait already, or this one waited too long.

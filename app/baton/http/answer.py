@@ -122,10 +122,6 @@ async def _respond(
     """Answer a body that was checked, at the engine that it names.
 
     Args:
-        request: the request.
-        gateway: the gateway's services.
-        engine: the engine.
-        operation: the operation.
         body: the body, which is changed.
         finish: works on the reply; None: the reply goes out as it is.
         media: whether the body may hold images.

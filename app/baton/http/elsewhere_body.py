@@ -36,10 +36,6 @@ async def prepare_forwarded(
     """Check a request that will be sent on, and put its images into its body as they were decoded.
 
     Args:
-        request: the request.
-        engine: the engine that it is for.
-        forwarding: the server that answers for the engine.
-        operation: the operation.
         body: the request's body, which is changed.
         saves: whether it leaves a handoff behind without a field that says so.
 

@@ -133,7 +133,6 @@ def with_description(body: Json, description: Description, *, takes_images: bool
 
     Args:
         body: the chat request; not changed.
-        description: of the plugin's result.
         takes_images: whether the chat model takes images; its picture is left out otherwise.
     """
     place = _first_of_user(body)

@@ -74,12 +74,7 @@ def connections_allowed(connections: int) -> int:
 
 
 class Timer:
-    """Calls a function after a delay; at most one call is pending.
-
-    Args:
-        loop: the event loop.
-        due: the function.
-    """
+    """Calls a function after a delay; at most one call is pending."""
 
     __slots__ = ("_due", "_handle", "_loop")
 
@@ -174,8 +169,6 @@ class EdgeProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 connection, with a time limit on every wait for the client.
 
     Args:
-        options: uvicorn's own.
-        edge: the time limits.
         metrics: where refused requests and closed connections are counted.
         connections_max: most connections at once.
     """

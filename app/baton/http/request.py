@@ -184,7 +184,6 @@ def body_threads(metrics: QueueMetrics, wait_s: float) -> FairThreads:
     """Create the threads of one gateway for large bodies.
 
     Args:
-        metrics: counts waiting requests.
         wait_s: seconds a body may wait for a thread.
     """
     limits = QueueLimits(THREADS, wait_s=wait_s)
@@ -195,8 +194,6 @@ async def read_json(request: Request, limits: LimitSettings, *, instead: str | N
     """Return the body as a JSON object.
 
     Args:
-        request: whose body it is.
-        limits: on what JSON may hold.
         instead: what the route takes, where JSON is not all; for the message.
 
     Raises:

@@ -32,8 +32,6 @@ async def event_stream(
 
     Args:
         events: the events; they are closed if no response begins.
-        metrics: where clients that disconnect are counted.
-        headers: of the response.
         keep_alive_s: seconds of silence before each comment; 0: no comments.
 
     Raises:
@@ -107,8 +105,6 @@ class EventStream(Response):
     Args:
         first: the first event, which may not have come yet.
         rest: the events after it.
-        metrics: where clients that disconnect are counted.
-        headers: of the response.
         keep_alive_s: seconds of silence before each comment; 0: no comments.
 
     Attributes:
@@ -172,7 +168,6 @@ class KeptAlive:
     """Sends a response's events, with a comment whenever nothing was sent for a while.
 
     Args:
-        send: sends the response's ASGI messages.
         seconds: of silence before a comment; 0: no comments.
     """
 

@@ -48,11 +48,7 @@ def _uvicorn_config(app: Any, edge: EdgeSettings, metrics: GatewayMetrics, **opt
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which ends as soon as it may: uvicorn itself only looks ten times a second.
-
-    Args:
-        config: uvicorn's.
-    """
+    """uvicorn's server, which ends as soon as it may: uvicorn itself only looks ten times a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         self._exit = asyncio.Event()
@@ -101,8 +97,6 @@ class MetricsServer(_Server):
 
     Args:
         app: the app that answers `/metrics`.
-        edge: limits of its connections.
-        metrics: where its connections are counted.
     """
 
     def __init__(self, app: Any, edge: EdgeSettings, metrics: GatewayMetrics) -> None:
@@ -118,7 +112,6 @@ class GatewayServer(_Server):
 
     Args:
         app: from `create_app`.
-        settings: the gateway's.
         on_ready: called with the URL once every engine has started.
 
     Attributes:

@@ -35,13 +35,6 @@ class JoinsAhead:
     """Owns the joins of one gateway that are under way; each engine computes one of a tenant at a time.
 
     Of those that nobody waits for yet, it computes one of all tenants.
-
-    Args:
-        handoffs: all handoffs.
-        sources: finds the parts.
-        translations: translates parts of other models.
-        plans: plans their computation.
-        admission: gives places at the engines.
     """
 
     def __init__(
@@ -77,9 +70,7 @@ class JoinsAhead:
         """Begin to join handoffs.
 
         Args:
-            engine: the engine that computes the context.
             context: the client and the request's ids.
-            options: the request.
 
         Returns:
             The handoff, which is pending; its computation, with the `handoff` object as its result; whether

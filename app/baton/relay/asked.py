@@ -155,7 +155,6 @@ def translates(wanted: bool | Translate | None, engine: Engine) -> bool:
 
     Args:
         wanted: its `translate` field; None: it has none.
-        engine: the engine that answers.
     """
     return engine.translates if wanted is None else bool(wanted)
 
@@ -176,7 +175,6 @@ def parse_options(kind: type[Model], given: object, where: str = "") -> Model:
     """Parse what a client sent.
 
     Args:
-        kind: the model to parse it as.
         given: what the client sent.
         where: the field that it stands in; empty: it is the whole body.
 
@@ -273,8 +271,6 @@ def require_latent(engine: Engine, steps: int, most: int) -> None:
     """Refuse latent steps that the engine cannot compute, or more than are allowed.
 
     Args:
-        engine: the engine that would compute them.
-        steps: number of steps asked for.
         most: most steps of a request.
 
     Raises:
@@ -315,7 +311,6 @@ def require_one_prompt(body: dict[str, Any], beside: str, *, may_be_left_out: bo
     """Refuse a completion of several prompts, or one whose prompt the engine would change.
 
     Args:
-        body: the body of the request.
         beside: the feature that needs one prompt, for the error's message.
         may_be_left_out: a request without a prompt is allowed.
 

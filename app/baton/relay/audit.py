@@ -202,8 +202,6 @@ class Audits:
 
     Args:
         settings: the share of the loads, and how much may differ.
-        handoffs: all handoffs.
-        metrics: where audits are counted.
         draw: returns a random number of at least 0 and below 1.
     """
 

@@ -114,7 +114,6 @@ class SaveRule:
         """Return whether the context of a request should be saved when it is answered.
 
         Args:
-            tenant: its owner.
             prompt: its token ids.
             match: the stored context that it shares most tokens with.
             conversation: whether it consists of messages.
@@ -276,8 +275,6 @@ class AutomaticHandoffs:
         """Return the tenant's stored context that shares most tokens, and their images, with a prompt.
 
         Args:
-            engine: the engine that answers.
-            tenant: the owner.
             prompt: token ids, in which other images are other numbers; see `with_distinct_images`.
         """
         elsewhere: list[Handoff] = []
@@ -350,9 +347,6 @@ class AutomaticRequest:
     """Chooses transfers for one request; see `baton.engines.kv_transfer.TransferChooser`.
 
     Args:
-        automatic: the automatic handoffs of the gateway.
-        engine: the engine that answers.
-        tenant: the owner of the request.
         saves: whether contexts are saved that are likely to be continued.
         conversation: whether the prompt is written from messages.
         wish: the client's own wish that its context is saved.

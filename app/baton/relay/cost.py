@@ -87,8 +87,6 @@ class LoadCost:
         """Decide whether an engine loads a handoff's KV or prefills it.
 
         Args:
-            engine: the engine.
-            record: the handoff.
             tokens: number of its first tokens that are of use; None: all.
             fetch_s: seconds to fetch its KV, which was not fetched; None: it is here, or that is not known.
         """
@@ -114,10 +112,6 @@ class LoadCost:
     def saving(self, engine: Engine, record: Handoff) -> float:
         """Estimate what loading a handoff's KV saves, to compare handoffs of one engine.
 
-        Args:
-            engine: the engine.
-            record: the handoff.
-
         Returns:
             Seconds; as long as they cannot be estimated, the number of tokens whose KV is stored.
         """
@@ -133,7 +127,6 @@ class LoadCost:
         """Decide whether an engine moves KV of joined handoffs to its place or computes it, which is exact.
 
         Args:
-            engine: the engine.
             tokens: number of tokens behind the first handoff's.
         """
         move_s, prefill_s = engine.throughput.move_s(tokens), engine.throughput.prefill_s(tokens)

@@ -102,9 +102,6 @@ class Relay:
         """Answer a request with a `handoff` field; the reply holds the `handoff` object.
 
         Args:
-            engine: the engine that answers.
-            operation: an operation that supports handoffs.
-            body: the body of the request.
             context: the client and the request's ids.
             options: the field, from `asked`.
             images: the images of the request, in the order of its prompt.
@@ -171,11 +168,7 @@ class Relay:
         """Compute a context and save it, without an answer: `POST /v1/handoffs`.
 
         Args:
-            engine: the engine that computes it.
-            body: the body of the request.
             context: the client and the request's ids.
-            options: the body, parsed.
-            images: the images of the request.
             take_place: called once what the context continues is ready.
 
         Returns:
@@ -237,11 +230,7 @@ def open_relay(
     """Make the relay of one gateway.
 
     Args:
-        settings: the gateway's.
-        fleet: its engines.
-        library: its handoffs.
         admission: gives places at the engines to what the relay computes by itself.
-        metrics: where handoffs are counted.
     """
     handoffs, engines, cost = settings.handoffs, fleet.engines, LoadCost()
     audits = Audits(handoffs, library, metrics.audits)

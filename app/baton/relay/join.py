@@ -91,11 +91,7 @@ class JoinedContext:
     ends: list[int]
 
     def as_record(self, first: Handoff) -> Handoff:
-        """Return the context as a record, which was never saved.
-
-        Args:
-            first: the first of its parts.
-        """
+        """Return the context as a record, which was never saved."""
         changed = {"tokens": array("i", self.tokens), "conversation": self.conversation}
         return first.model_copy(update=changed)
 
@@ -103,7 +99,6 @@ class JoinedContext:
         """Return the part that a token belongs to.
 
         Args:
-            parts: the handoffs that were joined.
             place: index of the token.
         """
         return next(part for part, end in zip(parts, self.ends, strict=True) if place < end)
@@ -184,7 +179,6 @@ def require_joinable(engine: Engine, parts: Sequence[Part], continued: Mapping[s
     """Refuse handoffs that cannot be joined, before anything of them is read.
 
     Args:
-        engine: the engine that will compute the context.
         parts: at least two handoffs that the engine can continue, in the order in which they are joined.
         continued: from `continued_parts`; of these nothing is written.
 
@@ -230,9 +224,7 @@ def require_fit(engine: Engine, parts: Sequence[Part], joined: JoinedContext) ->
     """Refuse a joined context that is more than its model takes.
 
     Args:
-        engine: the engine that will compute it.
         parts: the handoffs, in the order in which they were joined.
-        joined: the context.
 
     Raises:
         InvalidRequest: it holds too many images; `param` names the part that brings the first one too many.
@@ -270,8 +262,6 @@ async def join(
     """Join the contexts of several handoffs, in this order.
 
     Args:
-        engine: the engine that will compute the context.
-        context: the request that it is joined for.
         parts: handoffs that `require_joinable` has found nothing wrong with, with their images.
         continued: the fields that name those of which nothing is written, from `continued_parts`.
 

@@ -28,7 +28,6 @@ def require_movable(engine: Engine, field: str) -> None:
     """Refuse an engine that cannot move KV.
 
     Args:
-        engine: the engine.
         field: the field of the request that asks for it.
 
     Raises:
@@ -46,8 +45,6 @@ def require_usable_with_moves(operation: Operation, body: Json, steps: int) -> N
     """Refuse a request that cannot be used with KV that was or will be moved.
 
     Args:
-        operation: an operation that supports handoffs.
-        body: the body of the request.
         steps: number of latent steps that it asks for.
 
     Raises:

@@ -107,9 +107,6 @@ async def parts_in_order(
     """Return handoffs in the order in which they are joined.
 
     Args:
-        cost: estimates what loading their KV saves.
-        engine: the engine that answers.
-        sources: the handoffs.
         options: how they are joined. With the order `any` one that must come first does (see
             `Part.must_be_first`), or the one whose stored KV saves most time, of those that no other one
             continues.
@@ -169,12 +166,8 @@ class Plans:
         """Plan a request with a `handoff` field.
 
         Args:
-            engine: the engine that answers.
-            operation: an operation that supports handoffs.
-            body: the body of the request.
             context: the client and the request's ids.
             options: the `handoff` field.
-            sources: the handoffs that the request continues.
             images: the images of the request, in the order of its prompt.
 
         Raises:
@@ -207,11 +200,7 @@ class Plans:
 
         Args:
             engine: see `open`, as for the others.
-            body: the body of the request.
             context: the client and the request's ids.
-            options: the body, parsed.
-            sources: the handoffs that the new one continues.
-            images: the images of the request.
             target: the handoff to save, from `begin_joined`; None: it is registered here.
 
         Raises:
@@ -236,13 +225,7 @@ class Plans:
         return await self._plan(engine, context, wanted, images)
 
     def begin_joined(self, engine: Engine, tenant: str, options: NewHandoff) -> Handoff:
-        """Register the handoff that joins several ahead, before all of these are ready.
-
-        Args:
-            engine: the engine that will compute it.
-            tenant: its owner.
-            options: the request for it.
-        """
+        """Register the handoff that joins several ahead, before all of these are ready."""
         return self.handoffs.begin(
             engine,
             tenant,
@@ -264,11 +247,7 @@ class Plans:
         """Plan to compute and save what a handoff of other weights says.
 
         Args:
-            engine: the engine that computes it.
             context: the client and the request's ids.
-            source: the handoff.
-            prompt: what it says, as the engine's prompt.
-            save: how it is kept.
 
         Raises:
             BatonError: the context cannot be computed; nothing was registered.
@@ -385,7 +364,6 @@ class Plans:
         """Refuse handoffs that cannot be joined; returns those of which nothing is written.
 
         Args:
-            engine: the engine that will compute the context.
             parts: the handoffs, in the order in which they are joined.
 
         Returns:
@@ -432,9 +410,7 @@ def entry_to_name(source: Handoff | None, decision: Decision | None, target: Han
     """Return the key of the source's KV, which the engine is told if it loads it or saves what continues it.
 
     Args:
-        source: the handoff that the request continues.
         decision: whether its KV is loaded.
-        target: the handoff that the request saves.
     """
     if source is None or decision is None:
         return None
@@ -468,10 +444,6 @@ def _require_few_steps(steps: int, settings: HandoffSettings) -> None:
 def _require_few_images(engine: Engine, images: Sequence[PlacedImage]) -> None:
     """Refuse more images, in the handoff and the request together, than the model takes.
 
-    Args:
-        engine: the engine that answers.
-        images: all images of the context.
-
     Raises:
         InvalidRequest: there are more.
     """
@@ -486,9 +458,6 @@ def _require_few_images(engine: Engine, images: Sequence[PlacedImage]) -> None:
 
 def _require_light_images(images: Sequence[PlacedImage], settings: HandoffSettings) -> None:
     """Refuse images that are too large to save, before the engine begins.
-
-    Args:
-        images: all images of the context.
 
     Raises:
         InvalidRequest: they take more bytes than a handoff may hold.
@@ -527,10 +496,6 @@ def salt_of(source: Handoff | None, moved: Sequence[MovedPart]) -> str | None:
 
     It is the request's alone: what another one with the same parts has loaded cannot be told from what it has
     computed.
-
-    Args:
-        source: the handoff that the request continues.
-        moved: what is moved behind it.
     """
     if source is None or (source.exact and not moved):
         return None

@@ -113,11 +113,7 @@ class Rosetta:
         """Plan a request that starts from the last thought of a handoff; call it before it takes a place.
 
         Args:
-            engine: the engine that answers.
-            operation: completions or chat.
-            body: the body of the request.
             context: the client and the request's ids.
-            record: the handoff.
             images: the images of the request, in the order of its prompt.
 
         Raises:

@@ -109,7 +109,6 @@ class JoinedPart:
 
         Args:
             begin: number of the prompt's tokens before it.
-            report: what was loaded.
             found: number of the prompt's first tokens that were loaded in place, or in the engine already.
         """
         moved = 0

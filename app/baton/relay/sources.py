@@ -28,11 +28,7 @@ class Translated:
     computed: int
 
     def public(self, record: Handoff) -> Json:
-        """Return the fields of `handoff.source` that show it.
-
-        Args:
-            record: the handoff that was made.
-        """
+        """Return the fields of `handoff.source` that show it."""
         return {
             "id": self.source.id,
             "from_model": self.source.model,
@@ -140,9 +136,6 @@ class Sources:
         """Return the handoff that a request continues, once it is ready.
 
         Args:
-            handoff_id: its id.
-            engine: the engine that answers.
-            tenant: the owner.
             translates: its text is continued where the engine cannot continue it as it is.
             wait_s: seconds to wait for a pending one; None: `handoffs.wait_s`.
 
@@ -179,9 +172,6 @@ class Sources:
         """Return the handoffs that a request continues, in order; see `one`.
 
         Args:
-            ids: their ids.
-            engine: the engine that answers.
-            tenant: the owner.
             field: the field of the request that names them.
             translates: as for `one`.
             wait_s: as for `one`.
@@ -239,8 +229,6 @@ class Sources:
         """Refuse handoffs one of which was deleted, or has expired, since they were found.
 
         Args:
-            records: the handoffs.
-            tenant: the owner.
             field: the field of the request that names them.
 
         Raises:

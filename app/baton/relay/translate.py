@@ -69,8 +69,6 @@ async def spoken(
 
     Args:
         engine: an engine of its weights, which knows what its tokens say.
-        context: the request that it is read for.
-        record: the handoff.
         images: its images, in order.
 
     Raises:
@@ -114,14 +112,7 @@ SAVED_WITHIN_S = 10.0
 
 
 class Translations:
-    """Makes the translations of one gateway, each once however many requests need it.
-
-    Args:
-        engines: the engines that it serves.
-        handoffs: all handoffs.
-        plans: plans their computation.
-        admission: gives places at the engines.
-    """
+    """Makes the translations of one gateway, each once however many requests need it."""
 
     def __init__(
         self, engines: Sequence[Engine], handoffs: Library, plans: Plans, admission: Admission
@@ -143,13 +134,6 @@ class Translations:
         """Return what a request continues: handoffs as they are, or their translations, which may be made.
 
         Call it before the request takes a place: a translation takes one of its own.
-
-        Args:
-            engine: the engine that answers.
-            context: the request.
-            records: the handoffs that it names.
-            save: how a new translation is kept.
-            where: the field that names them.
 
         Raises:
             BatonError: a handoff cannot be translated; of several `param` names the one at fault.

@@ -64,7 +64,6 @@ def response_threads(metrics: QueueMetrics, wait_s: float) -> FairThreads:
     """Create the threads of one gateway that read and write stored responses.
 
     Args:
-        metrics: counts waiting requests.
         wait_s: seconds a request may wait for a thread.
     """
     return FairThreads(
@@ -76,11 +75,7 @@ class StoredResponses:
     """The stored responses of one gateway.
 
     Args:
-        settings: how long responses live.
         store: where they are kept; None: they are not.
-        threads: read and write them.
-        body_threads: parse and write large answers as JSON.
-        metrics: where they are counted.
     """
 
     def __init__(
@@ -269,11 +264,6 @@ class _StoredEvents:
     """The events of a streamed answer, which is stored with its last one.
 
     No generator: closing one that was never read would not close the engine's stream.
-
-    Args:
-        responses: where it is stored.
-        request: what it answers.
-        events: the engine's.
     """
 
     def __init__(

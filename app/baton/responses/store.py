@@ -266,7 +266,6 @@ class ResponseStore:
         """Remove some responses until another one fits.
 
         Args:
-            response: the one to come.
             size: its bytes.
             full: the device has no room for what is there now.
 
@@ -290,8 +289,6 @@ class ResponseStore:
         """Remove a batch of responses, but none that a tenant used last; returns whether enough are gone.
 
         Args:
-            tenant: the tenant.
-            used: the number of its last use.
             most: bytes that all responses may take.
         """
         for _ in range(EVICTED_AT_ONCE):

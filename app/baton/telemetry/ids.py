@@ -76,7 +76,6 @@ def context_from_headers(headers: list[tuple[bytes, bytes]], tenant: str = LOCAL
     """Read the ids that a client may send; malformed ones are ignored.
 
     Args:
-        headers: of the request.
         tenant: the request's tenant until its key has been checked.
 
     Source of the formats: W3C Trace Context, sections 3.2 and 3.3.

@@ -17,7 +17,6 @@ async def watch_lag(lag: Histogram, ready: Callable[[], bool] = lambda: True) ->
     """Sleep repeatedly and record how late the loop resumes, until cancelled.
 
     Args:
-        lag: what is recorded.
         ready: whether the gateway is. Until it was once, engines that start import vLLM in threads, which
             holds the loop up too: that is recorded, and no reason for a warning.
     """

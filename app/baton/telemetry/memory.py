@@ -40,9 +40,7 @@ class MemoryReader:
     """Reads the memory that is available.
 
     Args:
-        cgroups: folder where cgroups are mounted.
         membership: file that names the cgroups of this process.
-        meminfo: file of the machine's memory.
     """
 
     def __init__(
@@ -133,9 +131,7 @@ class MemoryWatch:
     """Watches whether there is memory for new work.
 
     Args:
-        reader: measures the available memory.
         reserve: bytes below which no new work is taken.
-        gauge: shows the available memory.
 
     Attributes:
         short: whether less than `reserve` is available.

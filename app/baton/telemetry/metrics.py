@@ -84,8 +84,6 @@ class FarStoreMetrics:
     """The series of one store.
 
     Args:
-        registry: where they are registered.
-        prefix: what their names begin with.
         store: what the store is called in their descriptions.
         kinds: the kinds of errors, each with what it means; an empty text needs none.
     """

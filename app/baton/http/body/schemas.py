@@ -33,9 +33,7 @@ def check_schema(name: str, value: Any, limits: LimitSettings) -> None:
     """Check every schema, pattern and grammar in a field, at any depth.
 
     Args:
-        name: the field, for the error.
         value: its value: an object that holds schemas, a pattern or a grammar.
-        limits: the limits.
 
     Raises:
         InvalidRequest: a limit is exceeded.
@@ -422,7 +420,6 @@ def doubtful_grammars(grammar: Mapping[str, Any], param: str) -> list[Constraint
 
     Args:
         grammar: it, as `structured_outputs` holds one.
-        param: the field that it was made of.
     """
     return [constraint for constraint in _structured(grammar, param) if constraint.cost > CHEAP]
 

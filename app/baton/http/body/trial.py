@@ -76,7 +76,6 @@ class TrialCompiler:
 
     Args:
         limits: with the processor time that one constraint may take.
-        metrics: counts waiting requests.
     """
 
     def __init__(self, limits: LimitSettings, metrics: QueueMetrics) -> None:
@@ -118,8 +117,6 @@ class TrialCompiler:
 
         Args:
             grammar: it, as `structured_outputs` holds one.
-            param: the field that it was made of.
-            tenant: of the request.
         """
         await self.require(doubtful_grammars(grammar, param), tenant)
 

@@ -181,8 +181,6 @@ class RequestContextMiddleware:
     """Sets the request's context and id headers, counts requests, and writes the access log.
 
     Args:
-        app: the app that answers.
-        metrics: where requests are counted.
         routes: the routes whose paths are metric labels; all other paths are `other`.
         unidentified: the tenant of a request until its key is known.
     """

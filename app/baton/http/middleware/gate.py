@@ -167,8 +167,6 @@ class OriginMiddleware:
     """Refuses requests for unknown hosts, and requests from web pages of other sites.
 
     Args:
-        app: the app to protect.
-        settings: the gateway's.
         keyless: the gateway has no keys; pages of other sites may not change anything.
     """
 
@@ -250,9 +248,7 @@ class AuthMiddleware:
     """Requires a key for every path that is not listed as public, and counts requests for their tenants.
 
     Args:
-        app: the app to protect.
         keyring: the known keys; None: every request is the local tenant's.
-        admission: the tenants' limits.
     """
 
     def __init__(self, app: ASGIApp, *, keyring: Keyring | None, admission: Admission) -> None:

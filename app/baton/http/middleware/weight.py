@@ -46,10 +46,8 @@ class BodyLimitMiddleware:
     """Refuses bodies that are too large, by their announced length or as they arrive, or too slow.
 
     Args:
-        app: the app that reads the bodies.
         bodies: budget of the bodies that are held in memory.
         uploads: budget of the files that are written to disk as they arrive.
-        edge: how long a body may take.
     """
 
     def __init__(self, app: ASGIApp, *, bodies: BodyBudget, uploads: BodyBudget, edge: EdgeSettings) -> None:

@@ -37,7 +37,6 @@ async def take_response_request(request: Request, body: Json) -> ResponseRequest
     The stored items are checked and counted as if the client had sent them again.
 
     Args:
-        request: the request.
         body: its body, which is changed.
 
     Raises:

@@ -133,7 +133,6 @@ class Writer:
     """Writes prompts with one engine's template and tokenizer.
 
     Args:
-        engine: the engine.
         context: the request that the prompt is written for.
         client_images: the images in the request's messages, in order.
         joined: whether the contexts that are continued are several handoffs', which one client's messages do
@@ -158,9 +157,7 @@ class Writer:
         """Write a chat that continues no handoff.
 
         Args:
-            body: the body of the request.
             answered: the model answers it; otherwise the context ends with the last message.
-            begins: the prompt begins with it.
         """
         messages, template = _messages(body), template_of(body)
         text = await self._text.render(messages, template, answered)
@@ -174,9 +171,6 @@ class Writer:
         """Write a chat that continues a handoff; messages that repeat the handoff's are left out.
 
         Args:
-            source: the handoff.
-            seen: the images of its context.
-            body: the body of the request.
             answered: as for `write_chat`.
 
         Raises:
@@ -275,9 +269,6 @@ class Writer:
         """Write new messages after a context that is a chat; returns only their own images.
 
         Args:
-            source: the context.
-            past: its conversation.
-            messages: the new messages.
             template: from `template_of`.
             answered: as for `write_chat`.
 
@@ -446,13 +437,6 @@ async def write_prompt(
     """Write the whole prompt of a request, unless the engine makes the same one from the body.
 
     Args:
-        writer: writes with the engine's template and tokenizer.
-        source: the handoff that the request continues.
-        seen: the images of that handoff's context.
-        operation: completions or chat.
-        body: the body of the request.
-        prompt_only: the answer is not saved.
-        latent: latent steps follow the prompt.
         answered: an answer follows; otherwise the context ends with the last message.
 
     Raises:

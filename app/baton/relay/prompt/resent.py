@@ -81,8 +81,6 @@ def resent(past: Conversation, messages: Sequence[Json], answer: str | None) -> 
     """Compare the messages of a request with the handoff's conversation.
 
     Args:
-        past: the handoff's conversation.
-        messages: the messages of the request.
         answer: the last answer of the handoff's context, read back from its tokens; None: there is none, or
             the messages hold no answer.
 
@@ -119,7 +117,6 @@ def _known(message: Json, received: str | None) -> Turn:
     """Return a message of the history as a turn.
 
     Args:
-        message: the message.
         received: its fingerprint as its client received it, if that is known.
     """
     return _turn(message, {fingerprint(message)} | ({received} if received is not None else set()))

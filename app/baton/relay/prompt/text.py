@@ -77,7 +77,6 @@ class EngineText:
         """Return messages as the model's template writes them.
 
         Args:
-            messages: the messages.
             template: from `template_of`.
             answered: an answer follows; otherwise the text ends with the last message.
 
@@ -91,7 +90,6 @@ class EngineText:
         """Return whether the model's template accepts messages in this order.
 
         Args:
-            messages: the messages.
             template: from `template_of`.
         """
         try:
@@ -104,7 +102,6 @@ class EngineText:
         """Return the token ids of a text.
 
         Args:
-            text: the text.
             special: add the tokens that a text begins with.
         """
         if not text and not special:
