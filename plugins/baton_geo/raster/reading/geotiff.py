@@ -168,7 +168,8 @@ class GeoTiff:
             colour = kind.name if kind.name in COLOURS and not picture else None
             tags = {**data.tags(number), **data.tags(number, ns="IMAGERY")}
             bands.append(read_band(name or None, tags, colour, alpha=number == self._alpha))
-        return FileBands(tuple(bands), read_product(data.tags()), header.images - 1)
+        texts = [text for band in bands for text in (band.name, *band.tags) if text]
+        return FileBands(tuple(bands), read_product(data.tags(), texts), header.images - 1)
 
     def _stated(self) -> Stated:
         data = self._dataset
