@@ -356,10 +356,9 @@ class Handoffs:
         """
         if self._storage.shared and record.on_disk and not (record.bytes or record.id in self._saves.pending):
             await self._threads.storage.run(record.tenant, self._storage.drop_copy, record)
-        if self._storage.remote and record.bytes and record.weights == engine.weights:
-            await self._fetches.bring(record, engine)
-            if not await self._threads.storage.run(record.tenant, self._storage.is_here, record):
-                self.kv_gone(record)
+        wanted = self._storage.remote and record.bytes and record.weights == engine.weights
+        if wanted and not await self._fetches.bring(record, engine):
+            self.kv_gone(record)
 
     def __contains__(self, record: HandoffRecord) -> bool:
         """Whether a handoff is still there."""

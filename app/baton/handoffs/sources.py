@@ -32,6 +32,21 @@ async def _of_field(finding: Awaitable[HandoffRecord], field: str) -> HandoffRec
         raise
 
 
+async def _all_named(looks: Sequence[Awaitable[HandoffRecord]], field: str) -> list[HandoffRecord]:
+    """Look for all handoffs of a field, before an error names the first at fault.
+
+    Which look ends first would tell whose an id is.
+    """
+    found = []
+    for index, each in enumerate(await asyncio.gather(*looks, return_exceptions=True)):
+        if isinstance(each, BatonError):
+            raise naming(each, part_name(field, index))
+        if isinstance(each, BaseException):
+            raise each
+        found.append(each)
+    return found
+
+
 @dataclass(frozen=True)
 class Sources:
     """Finds handoffs for the requests of one gateway.
@@ -74,9 +89,10 @@ class Sources:
     async def _ready(
         self, record: HandoffRecord, engine: Engine, *, translates: bool, wait_s: float | None
     ) -> HandoffRecord:
-        """Wait until a handoff is not pending, and return it; see `one`."""
-        await self.handoffs.settled(record, self.wait_s if wait_s is None else wait_s)
-        record = await self._there(record.id, engine, record.tenant, translates=translates)
+        """Wait until a handoff that was just found is not pending, and return it; see `one`."""
+        if record.state is HandoffState.PENDING:
+            await self.handoffs.settled(record, self.wait_s if wait_s is None else wait_s)
+            record = await self._there(record.id, engine, record.tenant, translates=translates)
         if record.state is HandoffState.PENDING:
             raise HandoffPending()
         await self.handoffs.bring(record, engine)
@@ -108,16 +124,7 @@ class Sources:
         if len(ids) < 2:
             found = [self.one(each, engine, tenant, translates=translates, wait_s=wait_s) for each in ids]
             return [await _of_field(each, field) for each in found]
-        # All are looked for before one is named: which look ends first tells whose an id is.
-        looks = [self._there(each, engine, tenant, translates=translates) for each in ids]
-        there = await asyncio.gather(*looks, return_exceptions=True)
-        known = []
-        for index, each in enumerate(there):
-            if isinstance(each, BatonError):
-                raise naming(each, part_name(field, index))
-            if isinstance(each, BaseException):
-                raise each
-            known.append(each)
+        known = await self.usable(ids, engine, tenant, field, translates=translates)
         ready = [self._ready(each, engine, translates=translates, wait_s=wait_s) for each in known]
         waiting = [asyncio.ensure_future(each) for each in ready]
         try:
@@ -143,13 +150,9 @@ class Sources:
         Raises:
             BatonError: as `all`.
         """
-        found = []
-        for index, each in enumerate(ids):
-            try:
-                found.append(await self._there(each, engine, tenant, translates=translates))
-            except BatonError as error:
-                raise naming(error, part_name(field, index)) from None
-        return found
+        return await _all_named(
+            [self._there(each, engine, tenant, translates=translates) for each in ids], field
+        )
 
     async def require_there(self, records: Sequence[HandoffRecord], tenant: str, field: str) -> None:
         """Refuse handoffs one of which was deleted, or has expired, since they were found.
@@ -162,11 +165,7 @@ class Sources:
         Raises:
             HandoffNotFound: one was; `param` names it.
         """
-        for index, record in enumerate(records):
-            try:
-                await self.handoffs.get(record.id, tenant)
-            except HandoffNotFound as error:
-                raise naming(error, part_name(field, index)) from None
+        await _all_named([self.handoffs.get(record.id, tenant) for record in records], field)
 
     async def _there(
         self, handoff_id: str, engine: Engine, tenant: str, *, translates: bool

@@ -121,6 +121,8 @@ def _options(address: SharedAddress) -> dict[str, Any]:
         "socket_timeout": address.timeout_s,
         "socket_connect_timeout": min(CONNECT_S, address.timeout_s),
         "retry": Retry(NoBackoff(), 0),  # a deadline holds for all tries together
+        "lib_name": None,  # each is an exchange more, of every new connection
+        "lib_version": None,
     }
     if address.password is not None:
         options["password"] = address.password

@@ -25,7 +25,7 @@ from valkey.exceptions import TimeoutError as ValkeyTimeoutError
 
 from baton.errors import HandoffStoreUnavailable, SettingsError
 from baton.handoffs.shared.clients import Client, SharedAddress, open_client
-from baton.handoffs.shared.scripts import CHECK, READ_FIELDS
+from baton.handoffs.shared.scripts import CHECK
 from baton.telemetry.shared_store_metrics import SharedStoreMetrics
 
 FAILURES = 3
@@ -115,13 +115,6 @@ class SharedConnection:
         """Count and log a value that no gateway of the pool wrote; it is left out."""
         self._metrics.not_used("unreadable")
         self._log.warning("shared_value_unreadable", what=what, name=name)
-
-    def fields(self, operation: str, key: str, most: int, names: Sequence[str]) -> list[bytes | None]:
-        """Read fields of a hash; one of more than `most` bytes counts as missing, see `ask`."""
-        found: list[bytes | None] = self.ask(
-            operation, lambda client: client.eval(READ_FIELDS, 1, key, most, *names)
-        )
-        return found
 
     def ask(self, operation: str, work: Callable[[Client], Any]) -> Any:
         """Exchange something with the store.
@@ -269,9 +262,11 @@ class SharedConnection:
 
     def _evaluate(self, client: Client, script: str, arguments: Sequence[Any]) -> Any:
         known = self._scripts.get(script)
-        if known is None:
-            known = self._scripts[script] = client.register_script(script)
-        return known(keys=[self.base], args=list(arguments))
+        if known is not None:
+            return known(keys=[self.base], args=list(arguments))
+        answer = client.eval(script, 1, self.base, *arguments)  # which the server may not have yet
+        self._scripts[script] = client.register_script(script)
+        return answer
 
 
 def number(value: bytes | int | None) -> int:
