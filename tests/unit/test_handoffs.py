@@ -184,9 +184,9 @@ async def test_a_handoff_that_is_deleted_while_a_request_waits_for_it_is_not_giv
     handoffs, waits = house.handoffs(), asyncio.Event()
     settled = handoffs.settled
 
-    async def noted(record: HandoffRecord, within_s: float) -> None:
+    async def noted(record: HandoffRecord, within_s: float) -> bool:
         waits.set()
-        await settled(record, within_s)
+        return await settled(record, within_s)
 
     monkeypatch.setattr(handoffs, "settled", noted)
     record = handoffs.begin(ENGINE, "local")

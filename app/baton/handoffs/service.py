@@ -207,11 +207,14 @@ class Handoffs:
         self._saving.add(saving)
         saving.add_done_callback(self._saving.discard)
 
-    async def settled(self, record: HandoffRecord, within_s: float) -> None:
-        """Wait until a handoff is no longer pending, at most `within_s` seconds."""
-        if record.state is HandoffState.PENDING and not self._saves.is_pending(record):
+    async def settled(self, record: HandoffRecord, within_s: float) -> bool:
+        """Wait until a handoff is no longer pending, at most `within_s` seconds; returns whether it was."""
+        saving = self._saves.is_pending(record)
+        was_pending = saving or record.state is HandoffState.PENDING
+        if was_pending and not saving:
             await self._announcements.wait(record, within_s)
         await self._saves.wait(record, within_s)
+        return was_pending
 
     def is_awaited(self, record: HandoffRecord) -> bool:
         """Return whether a request waits for a pending handoff."""

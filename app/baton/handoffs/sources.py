@@ -90,8 +90,7 @@ class Sources:
         self, record: HandoffRecord, engine: Engine, *, translates: bool, wait_s: float | None
     ) -> HandoffRecord:
         """Wait until a handoff that was just found is not pending, and return it; see `one`."""
-        if record.state is HandoffState.PENDING:
-            await self.handoffs.settled(record, self.wait_s if wait_s is None else wait_s)
+        if await self.handoffs.settled(record, self.wait_s if wait_s is None else wait_s):
             record = await self._there(record.id, engine, record.tenant, translates=translates)
         if record.state is HandoffState.PENDING:
             raise HandoffPending()
