@@ -24,7 +24,7 @@ PAGES = {
 }
 HERE = "http://127.0.0.1:8000"
 FOLDERS = r"(?:app|plugins|connectors|tests|bench|deploy|docs|training|examples)/"
-ROOMS = r"(?:admission|config|engines|handoffs|http|images|models|pooling|telemetry)/"
+ROOMS = r"(?:admission|config|engines|http|images|library|models|pooling|relay|responses|telemetry)/"
 
 
 BLOCKS = {
@@ -81,7 +81,7 @@ def test_every_target_of_make_that_is_named_exists(page: str) -> None:
 def test_the_request_step_by_step_names_every_middleware() -> None:
     page = PAGES["docs/explanation/request.md"]
     for path in (ROOT / "app/baton/http/middleware").glob("[a-z]*.py"):
-        assert f"`{path.name}`" in page, path.name
+        assert f"`http/middleware/{path.name}`" in page, path.name
 
 
 def test_the_shipped_settings_are_the_defaults() -> None:

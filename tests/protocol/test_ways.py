@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,6 +100,32 @@ def test_what_a_body_does_not_name_does_not_run(traced: tuple[FakeGateway, Ways]
     assert not [file for file in way(traced, "chat") if file.startswith(NOT_NAMED)]
     of_others = ("relay/rosetta.py", "relay/translate.py", "relay/join.py", "relay/move.py", "relay/ahead.py")
     assert not [file for name in ("save", "load") for file in way(traced, name) if file.startswith(of_others)]
+
+
+PAGE = (ROOT / "docs/explanation/request.md").read_text()
+SECTIONS = {
+    "chat": "A chat",
+    "save": "A chat that saves a handoff",
+    "load": "A chat that continues a handoff",
+}
+OF_ENGINES = ("engines/vllm/", "connectors/")
+"""A fake engine stands in their place."""
+
+
+def steps(title: str) -> list[str]:
+    """The files that the numbered steps of a section of the page name."""
+    section = PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0].partition("\n\nWhere handoffs are automatic")[0]
+    numbered = section[section.index("\n1. ") :]
+    return re.findall(r"`([\w/]+\.py)`", numbered)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_page_names_the_files_that_a_request_passes(traced: tuple[FakeGateway, Ways], name: str) -> None:
+    named = steps(SECTIONS[name])
+    assert 7 < len(named) <= 15
+    assert len({*named, *steps(SECTIONS["chat"])}) <= 25
+    passed = way(traced, name)
+    assert not [file for file in named if file not in passed and not file.startswith(OF_ENGINES)]
 
 
 @pytest.mark.parametrize("kind", sorted(IMAGES | OTHER_TYPES | {"image"}))
