@@ -36,7 +36,7 @@ def included_pages() -> dict[str, str]:
         "plugins/README": "reference/plugins/index",
     }
     for page in (ROOT / "docs").rglob("*.md"):
-        match = INCLUDED.match(page.read_text())
+        match = INCLUDED.search(page.read_text())
         if match:
             readme = (page.parent / match[1]).resolve().relative_to(ROOT)
             found[str(readme)] = str(page.relative_to(ROOT / "docs").with_suffix(""))
@@ -44,14 +44,14 @@ def included_pages() -> dict[str, str]:
 
 
 def link_readmes(_app: Any, doctree: nodes.document) -> None:
-    """Let links to READMEs lead to their pages; other files of the repository are named, not linked."""
+    """Lead links to READMEs to their pages; name other files of the repository, and a page's own README."""
     pages = included_pages()
     readmes = {page: readme for readme, page in pages.items()}
     for link in list(doctree.findall(addnodes.pending_xref)):
         target = link["reftarget"]
         if link["refdomain"] == "doc" and target.startswith("/"):
             page = pages.get(str(Path(target).relative_to(ROOT)))
-            if page is not None:
+            if page is not None and page != link["refdoc"]:
                 link["reftarget"] = page
             else:
                 link.replace_self(link.children)

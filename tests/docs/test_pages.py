@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from markdown_it import MarkdownIt
@@ -55,11 +57,110 @@ def test_the_json_shown_is_json(page: str) -> None:
     assert all(json.loads(block) for block in blocks(page, "json"))
 
 
+def anchors(path: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    tokens = MarkdownIt().parse(path.read_text())
+    headings = [after.content for at, after in pairwise(tokens) if at.type == "heading_open"]
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @each("page", PAGES)
-def test_every_page_and_file_that_is_linked_is_there(page: str) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", PAGES[page]):
+def test_every_page_file_and_heading_that_is_linked_is_there(page: str) -> None:
+    for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", PAGES[page]):
         if "://" not in target:
-            assert (ROOT / page).parent.joinpath(target).exists(), target
+            path = (ROOT / page).parent / target if target else ROOT / page
+            assert path.exists(), target
+            assert not heading or heading in anchors(path), f"{target}#{heading}"
+
+
+def test_headings_that_others_link_to_are_still_on_the_page_that_was_split() -> None:
+    assert {
+        "continue-a-chat",
+        "without-changing-a-client",
+        "a-context-without-an-answer",
+        "join-several-contexts",
+        "faster-and-not-exact",
+        "continue-another-models-handoff",
+        "lives-and-pins",
+        "hand-images-over",
+        "think-before-handing-over",
+        "which-engines-can-hand-over",
+    } <= anchors(ROOT / "docs/how-to/hand-over.md")
+
+
+INCLUDES = {
+    page: found[1] for page, text in PAGES.items() if (found := re.search(r"\{include\} (\S+)", text))
+}
+
+
+@each("page", INCLUDES)
+def test_a_page_that_is_made_of_a_readme_leads_readers_of_the_repository_there(page: str) -> None:
+    """Who reads the repository sees no text where Sphinx includes one."""
+    text, source = PAGES[page], INCLUDES[page]
+    assert f"]({source})" in text
+    assert text.splitlines()[0] == (ROOT / page).parent.joinpath(source).read_text().splitlines()[0]
+
+
+FOLDERS_OF_PAGES = sorted({str(Path(page).parent) for page in PAGES if page.startswith("docs/")} - {"docs"})
+
+
+@each("folder", FOLDERS_OF_PAGES)
+def test_an_index_leads_to_every_page_of_its_folder(folder: str) -> None:
+    """By links, because tables of contents are no links to who reads the repository."""
+    index = f"{folder}/index.md"
+    linked = {
+        str((ROOT / folder / target).resolve().relative_to(ROOT))
+        for target in re.findall(r"\]\(([^)#\s]+\.md)\)", PAGES[index])
+        if "://" not in target
+    }
+    for page in PAGES:
+        if str(Path(page).parent) == folder and page != index:
+            source = (ROOT / folder / INCLUDES.get(page, Path(page).name)).resolve()
+            assert str(source.relative_to(ROOT)) in linked, page
+
+
+GLOSSARY = re.findall(
+    r"^\| ([^|]+) \| [^|]+ \| \[[^]]+\]\(([^)]+)\) \|$", PAGES["docs/reference/glossary.md"], re.MULTILINE
+)
+
+
+@each("row", GLOSSARY)
+def test_a_word_of_the_glossary_is_used_on_the_page_that_explains_it(row: tuple[str, str]) -> None:
+    words, target = row
+    page = (ROOT / "docs/reference" / target).read_text().lower()
+    for word in words.split(", "):
+        assert re.search(rf"\b{re.escape(word.lower())}", page), word
+
+
+def test_no_word_is_twice_in_the_glossary() -> None:
+    words = [word for row, _ in GLOSSARY for word in row.split(", ")]
+    assert len(words) == len(set(words)) >= 50
+
+
+def heads(page: str) -> set[str]:
+    """What the points of a page are about."""
+    return set(re.findall(r"^- \*\*([^*]+?)[.:]?\*\*", PAGES[page], re.MULTILINE))
+
+
+def test_the_first_page_of_the_site_says_what_the_readme_says() -> None:
+    assert len(heads("README.md")) > 4
+    assert heads("README.md") <= heads("docs/index.md")
+
+
+DRAWINGS = sorted((ROOT / "docs").glob("**/*.svg"))
+
+
+@each("drawing", [path for path in DRAWINGS if "_build" not in path.parts])
+def test_a_drawing_is_told_in_words_and_drawn_for_light_and_dark_pages(drawing: Path) -> None:
+    text = drawing.read_text()
+    svg = ElementTree.fromstring(text)
+    for name in ("title", "desc"):
+        assert svg.findtext(f"{{http://www.w3.org/2000/svg}}{name}")
+    assert "prefers-color-scheme: dark" in text
+    assert "<script" not in text
+    assert "href" not in text
+    shown = [page for page in PAGES if re.search(rf"!\[[^]]{{40,}}\]\([^)]*{drawing.name}\)", PAGES[page])]
+    assert shown, "no page shows it with a text alternative"
 
 
 @each("page", PAGES)

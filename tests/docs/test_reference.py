@@ -69,6 +69,15 @@ def test_every_setting_is_documented(name: str) -> None:
     assert row
 
 
+def test_the_ten_settings_that_are_touched_exist_and_have_these_defaults() -> None:
+    page = (DOCS / "how-to/configure.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*?) ?\| .* \|$", page, re.MULTILINE))
+    assert len(rows) == 10
+    assert set(rows) <= set(settings_names())
+    for name, default in rows.items():
+        assert f"| `{name}` | {default} |" in text("settings"), name
+
+
 def test_every_route_is_documented() -> None:
     with run_fake(FakeEngine("a")) as gateway:
         for route in gateway.app.routes:
