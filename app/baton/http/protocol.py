@@ -2,7 +2,7 @@
 
 uvicorn waits without limit for the rest of a head and for a client that does not read. Requests that fail
 before their head is complete never reach the application, so they are answered here. The time for a body is
-limited in `middleware/body_limit.py`, because only the application knows when it waits for one.
+limited in `middleware/weight.py`, because only the application knows when it waits for one.
 """
 
 from __future__ import annotations
