@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from baton import __version__
 from baton.admission.api_keys import Keyring, keyring_for
@@ -30,7 +31,7 @@ from baton.http.middleware.frame import (
     http_exception,
     invalid_parameters,
 )
-from baton.http.middleware.gate import AuthMiddleware, OriginMiddleware, RequestHeadMiddleware
+from baton.http.middleware.gate import AuthMiddleware, OriginMiddleware, RequestHeadMiddleware, cors_options
 from baton.http.middleware.weight import BodyLimitMiddleware, MemoryShortageMiddleware
 from baton.http.request import Drain, Gateway, body_threads
 from baton.http.routes import ROUTERS, metrics
@@ -210,6 +211,8 @@ def _add_middleware(
     app.add_middleware(OriginMiddleware, settings=settings, keyless=keyring is None)
     app.add_middleware(RequestHeadMiddleware)
     app.add_middleware(ErrorMiddleware, metrics=gateway.metrics)
+    if (options := cors_options(settings, keyless=keyring is None)) is not None:
+        app.add_middleware(CORSMiddleware, **options)  # outside of what refuses: pages read errors too
     app.add_middleware(DrainMiddleware, drain=gateway.drain)
     unidentified = LOCAL_TENANT if keyring is None else NO_TENANT
     app.add_middleware(

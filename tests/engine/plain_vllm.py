@@ -9,7 +9,9 @@ from pathlib import Path
 
 if __name__ == "__main__":
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="0-1")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # core and worker would import vLLM again, each for itself
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+        "0"  # core and worker would import vLLM again, each for itself
+    )
     from vllm import LLM, SamplingParams
 
     model, out = sys.argv[1:]

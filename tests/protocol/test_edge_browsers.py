@@ -12,6 +12,7 @@ from support.wire import TEXT, address, answer_to, metric, request, statuses
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine
+from baton.errors import SettingsError
 
 pytestmark = pytest.mark.fault("G9")
 
@@ -313,3 +314,83 @@ def test_with_keys_the_key_decides_and_not_the_origin(tmp_path: Path) -> None:
     with run_fake(FakeEngine("a"), auth=auth, metrics={"port": 0}) as gateway:
         headers = {"Origin": "https://app.example", "Authorization": f"Bearer {key}"}
         assert httpx.post(f"{gateway.url}/v1/completions", json=TEXT, headers=headers).status_code == 200
+
+
+PAGE = "https://app.example"
+PREFLIGHT = {
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization",
+}
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_page_that_the_operator_named_asks_and_reads(tmp_path: Path, keyed: bool) -> None:
+    key = create_key(tmp_path / "keys.json", "acme") if keyed else ""
+    auth = {"keys_file": tmp_path / "keys.json"} if keyed else {}
+    edge = {"allowed_origins": [PAGE, "app://localhost"]}
+    with run_fake(
+        FakeEngine("a", supports_handoffs=True), auth=auth, edge=edge, metrics={"port": 0}
+    ) as gateway:
+        with gateway.client() as client:
+            asked = client.options("/v1/completions", headers=PREFLIGHT)
+            allowed = asked.headers
+            assert (asked.status_code, allowed["access-control-allow-origin"]) == (200, PAGE)
+            assert "authorization" in allowed["access-control-allow-headers"]
+            assert "POST" in allowed["access-control-allow-methods"]
+            assert "access-control-allow-credentials" not in allowed, "no cookies"
+        sent = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"} | (
+            {"Authorization": f"Bearer {key}"} if keyed else {}
+        )
+        with gateway.client(headers=sent) as client:
+            for body in (
+                TEXT,
+                TEXT | {"stream": True},
+                TEXT | {"handoff": {"save": True}},
+                {"model": "nobody"},
+            ):
+                answer = client.post("/v1/completions", json=body)
+                assert answer.status_code == (404 if body == {"model": "nobody"} else 200)
+                assert answer.headers["access-control-allow-origin"] == PAGE
+                assert "X-Handoff-Id" in answer.headers["access-control-expose-headers"]
+            assert (
+                client.post("/v1/completions", json=TEXT, headers={"Origin": "app://localhost"}).status_code
+                == 200
+            )
+        if keyed:
+            refused = httpx.post(f"{gateway.url}/v1/completions", json=TEXT, headers={"Origin": PAGE})
+            assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
+
+
+def test_every_other_page_is_refused_as_before() -> None:
+    with run_fake(FakeEngine("a"), edge={"allowed_origins": [PAGE]}, metrics={"port": 0}) as gateway:
+        for origin in (
+            "https://app.example.evil.example",
+            "http://app.example",
+            "https://app.example:8443",
+            "null",
+        ):
+            with gateway.client(headers={"Origin": origin}) as client:
+                assert client.post("/v1/completions", json=TEXT).status_code == 403, origin
+                read = client.get("/v1/models")
+                assert "access-control-allow-origin" not in read.headers, origin
+                asked = client.options("/v1/completions", headers=PREFLIGHT | {"Origin": origin})
+                assert "access-control-allow-origin" not in asked.headers, origin
+        twice = [("Origin", PAGE), ("Origin", "https://evil.example")]
+        assert httpx.post(f"{gateway.url}/v1/completions", json=TEXT, headers=twice).status_code == 403
+
+
+def test_any_page_at_all_needs_keys(tmp_path: Path) -> None:
+    with (
+        pytest.raises(SettingsError, match="needs API keys"),
+        run_fake(FakeEngine("a"), edge={"allowed_origins": ["*"]}),
+    ):
+        pass
+    create_key(tmp_path / "keys.json", "acme")
+    auth, edge = {"keys_file": tmp_path / "keys.json"}, {"allowed_origins": ["*"]}
+    with (
+        run_fake(FakeEngine("a"), auth=auth, edge=edge, metrics={"port": 0}) as gateway,
+        gateway.client() as client,
+    ):
+        asked = client.options("/v1/models", headers=PREFLIGHT)
+        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, "*")

@@ -114,7 +114,11 @@ OF_ENGINES = ("engines/vllm/", "connectors/")
 
 def steps(title: str) -> list[str]:
     """The files that the numbered steps of a section of the page name."""
-    section = PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0].partition("\n\nWhere handoffs are automatic")[0]
+    section = (
+        PAGE.partition(f"## {title}\n")[2]
+        .partition("\n## ")[0]
+        .partition("\n\nWhere handoffs are automatic")[0]
+    )
     numbered = section[section.index("\n1. ") :]
     return re.findall(r"`([\w/]+\.py)`", numbered)
 

@@ -475,6 +475,9 @@ HostName = Annotated[
 ]
 
 
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#@\s*]+)$", max_length=300)]
+
+
 OF_OUR_OWN_ENGINES = (
     "kv_cache_memory", "gpu_share", "auto", "translate", "latent", "io_processor", "classic_plugin", "args",
     "serving",
@@ -677,6 +680,12 @@ class EdgeSettings(Frozen):
         description="Hosts the gateway is known as, besides `localhost` and loopback addresses: "
         "`example.org`, `*.example.org`, an IP address, each without a port. Empty: "
         "any; but on loopback without keys no other.",
+    )
+    allowed_origins: tuple[Origin, ...] = Field(
+        (),
+        description="Origins of web pages whose scripts may use the gateway (CORS): `https://app.example`, "
+        "`http://localhost:3000`, `app://localhost`, or `*` with keys: any. Empty: pages of other sites "
+        "read nothing.",
     )
 
 

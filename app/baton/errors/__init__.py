@@ -235,8 +235,8 @@ class OriginNotAllowed(ClientError):
     kind = "permission_error"
     default_message = (
         "Without API keys, web pages of other sites may not send requests that change something, and this "
-        "request comes from one. Make a key with `baton keys create`, or add the page's host to the setting "
-        "edge.allowed_hosts."
+        "request comes from one. Make a key with `baton keys create`, or add the page's origin to the "
+        "setting edge.allowed_origins."
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from ipaddress import ip_address
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -18,6 +19,7 @@ from baton.errors import (
     HostNotAllowed,
     MalformedRequest,
     OriginNotAllowed,
+    SettingsError,
     Unauthorized,
     UriTooLong,
 )
@@ -106,10 +108,15 @@ def host_and_target(target: bytes) -> tuple[bytes | None, bytes]:
 #   own server (DNS rebinding): the `Host` header shows that;
 # - it sends a form or a script's request to `http://127.0.0.1:8000`: `Origin` and `Sec-Fetch-Site` show that,
 #   which the browser sets and a page cannot change.
+#
+# Pages of `edge.allowed_origins` may use it, by CORS (https://fetch.spec.whatwg.org/#http-cors-protocol):
+# their requests are not refused here, and `cors_options` has browsers let their scripts read the answers.
 
 
 AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]*)?")
 ORIGIN = re.compile(r"https?://([^/@?#\s]+)")
+EXPOSED = ("Location", "Retry-After", "X-Baton-Max-Tokens", "X-Handoff-Id", "X-Request-Id")
+"""Headers of answers that scripts of other sites may read."""
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing; without CORS, pages of other sites cannot read their answers."""
 OWN_PAGE = (b"same-origin", b"none")
@@ -174,7 +181,8 @@ class OriginMiddleware:
         self._app = app
         self._keyless = keyless
         self._hosts = names_for(settings, keyless=keyless)
-        self._origins = HostNames(settings.edge.allowed_hosts)
+        self._own_hosts = HostNames(settings.edge.allowed_hosts)
+        self._pages = frozenset(settings.edge.allowed_origins)
         probed_by_address = not (keyless and settings.loopback)
         self._under_any_name = PUBLIC_PATHS if probed_by_address else frozenset()
 
@@ -199,15 +207,41 @@ class OriginMiddleware:
 
     def _check_page(self, scope: Scope) -> None:
         """Raise `OriginNotAllowed` if a browser reports that another site's page sent the request."""
-        for name, value in scope["headers"]:
-            if name == b"sec-fetch-site" and value not in OWN_PAGE:
-                raise OriginNotAllowed()
-            if name == b"origin" and not self._ours(value.decode("latin-1").lower(), _host(scope) or ""):
-                raise OriginNotAllowed()
+        headers = scope["headers"]
+        origins = [value.decode("latin-1").lower() for name, value in headers if name == b"origin"]
+        if origins and self._pages.issuperset(origins):
+            return
+        if any(name == b"sec-fetch-site" and value not in OWN_PAGE for name, value in headers):
+            raise OriginNotAllowed()
+        if not all(self._ours(origin, _host(scope) or "") for origin in origins):
+            raise OriginNotAllowed()
 
     def _ours(self, origin: str, host: str) -> bool:
         found = ORIGIN.fullmatch(origin)
-        return found is not None and (found[1] == host.lower() or self._origins.added(found[1]))
+        return found is not None and (found[1] == host.lower() or self._own_hosts.added(found[1]))
+
+
+def cors_options(settings: Settings, *, keyless: bool) -> dict[str, Any] | None:
+    """Return the options of Starlette's `CORSMiddleware`; None: no page of another site may use the gateway.
+
+    Raises:
+        SettingsError: any page might use a gateway without keys.
+    """
+    origins = settings.edge.allowed_origins
+    if keyless and "*" in origins:
+        raise SettingsError(
+            "edge.allowed_origins: '*' lets every page that a browser shows use the gateway, and needs API "
+            "keys: make one with `baton keys create`, or name the origins"
+        )
+    if not origins:
+        return None
+    return {
+        "allow_origins": origins,
+        "allow_methods": ("DELETE", "GET", "HEAD", "PATCH", "POST"),
+        "allow_headers": ("*",),
+        "expose_headers": EXPOSED,
+        "max_age": 600,
+    }
 
 
 def host_guard(names: HostNames | None) -> Callable[[Request], None]:
