@@ -55,7 +55,6 @@ from baton_kv.folders import make_folder
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
 from baton_kv.stores.file import IMAGES, RECORDS
-from baton_kv.stores.memory import MemoryStore
 
 
 def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Library:
@@ -66,7 +65,7 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Library:
     """
     threads = HandoffThreads(settings.admission.wait_s, metrics.queues)
     if not any(engine.handoff for engine in settings.engines):
-        nowhere = HandoffStorage(MemoryStore(), RecordFolder(None), ImageStore(None))
+        nowhere = HandoffStorage(None, RecordFolder(None), ImageStore(None))
         return Library(settings.handoffs, nowhere, metrics.handoffs, threads=threads)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from baton_kv.cache_groups import FULL_ATTENTION, CacheGroup, GroupBlocks
+from baton_kv.blocks import FULL_ATTENTION, CacheGroup, GroupBlocks
 from baton_kv.contract import (
+    Malformed,
     Transfer,
     TransferFailure,
     TransferOutcome,
@@ -23,13 +25,10 @@ from baton_kv.contract import (
     params_to_load,
     parse,
 )
-from baton_kv.entry_format import ImageRef, Part
 from baton_kv.fingerprint import moved_fingerprint, renewed_fingerprint
-from baton_kv.held_blocks import HeldBlocks
-from baton_kv.load_planner import LoadPlanner
-from baton_kv.lookup import Plan
+from baton_kv.format import ImageRef, Part
 from baton_kv.messages import LoadJob, PlacedMixture, SaveJob, StepJobs
-from baton_kv.rank_outcomes import RankOutcomes
+from baton_kv.plan import LoadPlanner, Plan
 from baton_kv.stores.base import MAX_SHARED, Store
 
 MIN_TAIL_TOKENS = 16
@@ -37,6 +36,21 @@ MIN_TAIL_TOKENS = 16
 KEYS_REMEMBERED = 1024
 NULL_BLOCK = 0
 """The engine's placeholder for freed blocks."""
+SAVED_WITHIN_S = 1.0
+"""If no save has ended for longer than this, the device may hang: nobody waits for blocks any more."""
+SAYS_MOST = (
+    TransferFailure.CORRUPT,
+    TransferFailure.OTHER,
+    TransferFailure.DEVICE,
+    TransferFailure.FULL,
+    TransferFailure.INCOMPATIBLE,
+    TransferFailure.MALFORMED,
+    TransferFailure.NOT_WHOLE,
+    TransferFailure.BUSY,
+    TransferFailure.MISSING,
+    TransferFailure.GIVEN_UP,
+)
+"""Why a job failed on several ranks, the most telling reason first."""
 
 
 class SchedulerRole:
@@ -47,8 +61,8 @@ class SchedulerRole:
         secret: the store's secret, 32 bytes.
         fingerprint: fingerprint of this engine's model and its KV.
         block_size: tokens in a block.
-        groups: the model's cache groups.
         ranks: number of tensor-parallel ranks, each of which does every job.
+        groups: the model's cache groups.
         held_blocks: number of different blocks that saves may keep from other requests.
         most_computed: most tokens that one join may compute between moved ones.
     """
@@ -66,11 +80,12 @@ class SchedulerRole:
         most_computed: int = 0,
     ) -> None:
         self._store = store
+        self._outcomes: list[TransferOutcome] = []
         self._new_planner = partial(
-            LoadPlanner, store, secret, block_size=block_size, groups=groups, most_computed=most_computed
+            LoadPlanner, store, secret, self._outcomes, block_size, groups, most_computed=most_computed
         )
         self._fingerprint = fingerprint
-        self._planner = self._new_planner(fingerprint)
+        self._planner = self._new_planner(fingerprint=fingerprint)
         self._outdated: set[str] = set()
         self._block_size = block_size
         self._groups = groups
@@ -82,7 +97,6 @@ class SchedulerRole:
         self._held = HeldBlocks(held_blocks)
         self._several_ranks = ranks > 1
         self._ranks = RankOutcomes(ranks)
-        self._outcomes: list[TransferOutcome] = []
 
     def matched(
         self,
@@ -106,10 +120,33 @@ class SchedulerRole:
             salt: the request's `cache_salt`.
         """
         if request_id not in self._plans:
-            self._plans[request_id] = self._planner.plan(request_id, params, prompt, images, salt)
+            self._plans[request_id] = self._plan(request_id, params, prompt, images, salt)
         plan = self._plans[request_id]
         brings = plan.matched - computed if plan is not None else 0
         return 0 if brings < 1 or (computed and brings < MIN_TAIL_TOKENS) else brings
+
+    def _plan(
+        self,
+        request_id: str,
+        params: object,
+        prompt: Sequence[int],
+        images: Sequence[ImageRef],
+        salt: str | None,
+    ) -> Plan | None:
+        """Plan the load of a request, whose parameters are validated here; None: it loads nothing."""
+        wanted = parse(params)
+        if wanted is None:
+            return None
+        # Moved KV of a request that shares its KV would answer others from the prefix cache.
+        if isinstance(wanted, Malformed) or (wanted.moved and not wanted.is_apart(salt)):
+            tag = None if isinstance(wanted, Malformed) else wanted.tag
+            failure = TransferFailure.MALFORMED
+            self._outcomes.append(TransferOutcome(request_id, "", Transfer.LOOK, tag, failure))
+            return None
+        if wanted.load is None:
+            return None
+        apart = wanted.is_apart(salt)
+        return self._planner.plan(request_id, wanted.load, wanted, prompt, images, apart=apart)
 
     def renew(self) -> None:
         """Use no KV that was saved before, and save none of the requests that have begun.
@@ -117,24 +154,21 @@ class SchedulerRole:
         The weights may be others from now on, which no file of them tells: what is saved is for this engine
         alone, until the next time.
         """
-        self._outcomes += self._planner.take_outcomes()
         self._fingerprint = renewed_fingerprint(self._fingerprint)
-        self._planner = self._new_planner(self._fingerprint)
+        self._planner = self._new_planner(fingerprint=self._fingerprint)
         self._outdated |= set(self._plans)
         self._plans = dict.fromkeys(self._plans)
 
     def take_outcomes(self) -> list[TransferOutcome]:
-        """Return what ended since the last call: jobs, failed looks, and saves that were not begun."""
-        outcomes, self._outcomes = self._outcomes, []
-        return [*self._planner.take_outcomes(), *outcomes]
+        """Return the outcomes since the last call: of jobs, failed looks, and saves that were not begun."""
+        outcomes = list(self._outcomes)
+        self._outcomes.clear()
+        return outcomes
 
     def allocated(self, request_id: str, block_ids: Sequence[Sequence[int]], external: int) -> None:
-        """Plan the load of a request that was given blocks.
+        """Plan the load of a request that was given blocks of each cache group, in the order of the context.
 
-        Args:
-            request_id: the engine's id of the request.
-            block_ids: the request's blocks of each cache group, in the order of the context.
-            external: number of tokens to load, as returned by `matched`.
+        `external` is the number of tokens to load, as returned by `matched`.
         """
         plan = self._plans.get(request_id)
         if external <= 0 or plan is None:
@@ -157,13 +191,7 @@ class SchedulerRole:
         )
 
     def placed(self, params: object, block_ids: Sequence[Sequence[int]], salt: str | None) -> None:
-        """Note the mixture of a request that was given blocks to compute all of it, if it has one.
-
-        Args:
-            params: the request's `kv_transfer_params`.
-            block_ids: its blocks of each cache group.
-            salt: its `cache_salt`.
-        """
+        """Note the mixture, if it has one, of a request that was given blocks to compute all of it."""
         wanted = parse(params)
         if not isinstance(wanted, TransferParams) or wanted.mixture is None:
             return
@@ -173,7 +201,7 @@ class SchedulerRole:
     def _blocks_of(
         self, block_ids: Sequence[Sequence[int]], tokens: int, local: int = 0
     ) -> tuple[GroupBlocks, ...]:
-        """Return the blocks, for each cache group, that hold what follows on so many tokens needs.
+        """Select the blocks of each cache group that a continuation after this many tokens needs.
 
         Args:
             block_ids: a request's blocks of each cache group, in the order of the context.
@@ -270,15 +298,7 @@ class SchedulerRole:
     def _refusal(
         self, blocks: tuple[GroupBlocks, ...], kept: int, held: Sequence[int], whole: bool, *, yields: bool
     ) -> TransferFailure | None:
-        """Return why a context is not saved; None: it is.
-
-        Args:
-            blocks: its blocks, for each cache group.
-            kept: number of its tokens that have KV.
-            held: the blocks of the pool that the save would hold.
-            whole: as for `finished`.
-            yields: nobody waits for the save.
-        """
+        """Check whether a context may be saved with `kept` tokens; return the reason against it, or None."""
         if not whole or kept < 1 or not all(self._is_whole(each, kept) for each in blocks):
             return TransferFailure.NOT_WHOLE
         return None if self._held.has_room_for(held, yields=yields) else TransferFailure.BUSY
@@ -288,16 +308,10 @@ class SchedulerRole:
         return blocks.indexes.stop * self._block_size >= tokens and NULL_BLOCK not in blocks.ids
 
     def _parts_before(self, plan: Plan, key: str, kept: int) -> tuple[Part, ...]:
-        """Return the entries that hold the first blocks of a context already.
+        """Select the entries that hold the first blocks of a context already, as parts of its entry `key`.
 
-        Args:
-            plan: the plan of the request, which named an entry.
-            key: key of the new entry, which shares files of its own scope only.
-            kept: number of tokens of the context that have KV.
-
-        Returns:
-            The parts of the new entry, whose last block is never among them; none if there would be too many.
-            An entry keeps whole files of others, so they end where it would use less than half of one.
+        The last block is never among them. An entry keeps whole files of others, of its own scope only, so
+        they end where it would use less than half of one; if there would be too many, there are none.
         """
         whole = min(plan.shared, kept - 1) // self._block_size
         if all(group.window is not None for group in self._groups):
@@ -338,7 +352,7 @@ class SchedulerRole:
                 self._plans[outcome.request_id] = None
 
     def _saved_or_lost(self, outcome: TransferOutcome) -> TransferOutcome:
-        """Return a save's outcome; what several ranks have saved is there, or it is lost."""
+        """Check the outcome of a save by several ranks: an entry that is not there is lost."""
         draft = self._saving.pop(outcome.request_id, None)
         if draft is None:
             return outcome
@@ -352,3 +366,93 @@ class SchedulerRole:
         for draft in self._saving.values():
             self._store.discard(draft)
         self._saving.clear()
+
+
+class HeldBlocks:
+    """The blocks that are held until a save has read them. Requests may share blocks of a common prefix.
+
+    Args:
+        most: number of different blocks that saves may hold together; a save that somebody waits for may hold
+            more while it is the only one.
+    """
+
+    YIELDING = 2
+    """Saves that nobody waits for begin only while saves hold less than the most divided by this."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._saves: dict[str, tuple[int, ...]] = {}
+        self._yielding: set[str] = set()
+        self._holders: Counter[int] = Counter()
+        self._awaited: Counter[int] = Counter()
+        self._moved = 0.0
+
+    @property
+    def free_soon(self) -> bool:
+        """Whether saves hold blocks, and one began or ended within the last second: more will be free."""
+        return bool(self._saves) and time.monotonic() - self._moved < SAVED_WITHIN_S
+
+    def has_room_for(self, block_ids: Sequence[int], *, yields: bool = False) -> bool:
+        """Check whether a save may hold these blocks.
+
+        A save that `yields`, for which nobody waits, leaves room for those that somebody waits for, which do
+        not count the blocks that yielding saves hold.
+        """
+        holders = self._holders if yields else self._awaited
+        new = len(set(block_ids) - holders.keys())
+        if not holders:
+            return not yields or new <= self._most
+        return len(holders) + new <= (self._most // self.YIELDING if yields else self._most)
+
+    def hold(self, request_id: str, block_ids: Sequence[int], *, yields: bool = False) -> None:
+        """Count the blocks of a request whose save begins."""
+        if not self._saves:
+            self._moved = time.monotonic()
+        self._saves[request_id] = tuple(set(block_ids))
+        self._holders.update(self._saves[request_id])
+        if yields:
+            self._yielding.add(request_id)
+        else:
+            self._awaited.update(self._saves[request_id])
+
+    def release(self, request_id: str) -> None:
+        """Forget the blocks of a request whose save has ended on every rank."""
+        self._moved = time.monotonic()
+        blocks = Counter(self._saves.pop(request_id, ()))
+        self._holders -= blocks  # drops those that nobody holds
+        if request_id in self._yielding:
+            self._yielding.remove(request_id)
+        else:
+            self._awaited -= blocks
+
+
+class RankOutcomes:
+    """The outcomes of jobs that some of the ranks have ended, each of which ends every job once."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._ended: dict[tuple[str, Transfer], list[TransferOutcome]] = {}
+
+    def add(self, outcomes: Iterable[TransferOutcome]) -> Iterator[TransferOutcome]:
+        """Add outcomes of ranks; yield one outcome for each job that all ranks have ended."""
+        for outcome in outcomes:
+            job = (outcome.request_id, outcome.kind)
+            ended = self._ended.setdefault(job, [])
+            ended.append(outcome)
+            if len(ended) == self._ranks:
+                yield combined(self._ended.pop(job))
+
+
+def combined(outcomes: list[TransferOutcome]) -> TransferOutcome:
+    """Combine the outcomes of one job: it failed if one rank failed, and took as long as the slowest.
+
+    Of several failures the one that says most counts: a rank that finds an entry corrupt removes it, and the
+    next then finds it missing.
+    """
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+    return replace(
+        outcomes[0],
+        failure=min(failures, key=SAYS_MOST.index, default=None),
+        bytes=sum(outcome.bytes for outcome in outcomes),
+        seconds=max(outcome.seconds for outcome in outcomes),
+    )

@@ -31,14 +31,12 @@ from baton_kv.contract import (
     failure_of,
 )
 from baton_kv.copies import Fence, Staging, copies_for
-from baton_kv.entry_format import EntryDescription
-from baton_kv.entry_layout import EntryLayout
-from baton_kv.entry_writer import SlabReader, seal, write, write_share
-from baton_kv.joins.copier import KeyMover
-from baton_kv.loader import COPY_THREADS, GivenUp, Loader, PartLost
-from baton_kv.messages import LoadJob, SaveJob, StepJobs
-from baton_kv.moves import Gap
-from baton_kv.stores.base import Commit, SharedFiles, SharedMissing, Store, StoreFull, at_once
+from baton_kv.entry import SlabReader, seal, write, write_share
+from baton_kv.format import EntryDescription, EntryLayout
+from baton_kv.joins.rotation import KeyMover
+from baton_kv.load import COPY_THREADS, GivenUp, Loader, PartLost
+from baton_kv.messages import Gap, LoadJob, SaveJob, StepJobs
+from baton_kv.stores.base import Commit, SharedFiles, SharedMissing, Store, StoreFull
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job", LoadJob, SaveJob)
@@ -46,12 +44,11 @@ SAVE_THREADS = 2
 REST_S = 0.002
 """Longest wait of a step that computes nothing; a new request waits as long at most."""
 LOW_PRIORITY = 19
-"""Niceness (`man 7 sched`) of the thread of automatic saves: beside a busy model it has hardly
-any of a core."""
-
-
+"""Niceness (`man 7 sched`) of the thread of automatic saves: beside a busy model it hardly has a core."""
 SPARE_WITHIN_S = 20.0
 """An automatic save is given up if it takes longer: requests may need the blocks that it holds."""
+ComputeGaps = Callable[[Sequence[Gap], Sequence[int]], None]
+"""Computes gaps of a context whose blocks are given."""
 
 
 class Postponed(TransferError):
@@ -69,15 +66,8 @@ class Writing:
         commit: see `Store.put`.
     """
 
-    deadline: float
-    commit: Commit
-
-
-AT_ONCE = Writing(math.inf, at_once)
-
-
-ComputeGaps = Callable[[Sequence[Gap], Sequence[int]], None]
-"""Computes gaps of a context whose blocks are given."""
+    deadline: float = math.inf
+    commit: Commit | None = None
 
 
 @dataclass
@@ -137,21 +127,15 @@ class WorkerRole:
         self._saver = self._threads(1, "save")
         self._spare_saver = self._threads(1, "spare", niceness=LOW_PRIORITY)
         self._placer = self._threads(1, "place")
-        self._placer.submit(
-            os.getpid
-        ).result()  # begun here, or it would have the priority of who needs it first
+        # Begun here, or its thread would have the priority of who needs it first.
+        self._placer.submit(os.getpid).result()
         self._closing = False
         self._compute_gaps: ComputeGaps | None = None
         self._ended = threading.Event()
         self._waiting: deque[tuple[LoadJob, TransferOutcome]] = deque()
 
     def enable_moves(self, mover: KeyMover, compute_gaps: ComputeGaps) -> None:
-        """Let loads move KV to other places.
-
-        Args:
-            mover: how keys are moved.
-            compute_gaps: computes the gaps of a context; for the main thread.
-        """
+        """Enable moves of KV to other places; `compute_gaps` runs in the main thread."""
         self._loader.mover, self._compute_gaps = mover, compute_gaps
 
     def _threads(self, count: int, name: str, niceness: int = 0) -> ThreadPoolExecutor:
@@ -230,11 +214,11 @@ class WorkerRole:
 
     @staticmethod
     def _needs_gaps(job: LoadJob, outcome: TransferOutcome) -> bool:
-        """Return whether tokens between moved ones are to be computed after a load."""
+        """Return whether tokens between moved ones are still to be computed after a load."""
         return outcome.failure is None and job.joined is not None and bool(job.joined.gaps)
 
     def _with_gaps(self, job: LoadJob, outcome: TransferOutcome) -> TransferOutcome:
-        """Compute the tokens between moved ones after a load; returns the outcome of both."""
+        """Compute the tokens between moved ones after a load; return the outcome of both."""
         if job.request_id in self._given_up:
             return replace(outcome, failure=TransferFailure.GIVEN_UP)
         assert self._compute_gaps is not None
@@ -295,11 +279,11 @@ class WorkerRole:
 
     def _save(self, fence: Fence, job: SaveJob) -> None:
         try:
-            self._write(fence, job, AT_ONCE)
+            self._write(fence, job, Writing())
         except (SharedMissing, StoreFull):
             if self._ranks > 1 or not job.parts:  # other ranks have written their shares already
                 raise
-            self._write(fence, replace(job, parts=()), AT_ONCE)  # what it shares may be gone, or larger
+            self._write(fence, replace(job, parts=()), Writing())  # what it shares may be gone, or larger
 
     def _save_in_idle_time(self, fence: Fence, deadline: float, job: SaveJob) -> None:
         """Save with low priority, and give up at the deadline."""
@@ -363,7 +347,7 @@ class WorkerRole:
 
 
 def _lower_priority(niceness: int) -> None:
-    """Let this thread run only where others leave a core idle, for the most part."""
+    """Lower this thread's priority, so that it runs for the most part where others leave a core idle."""
     with contextlib.suppress(OSError, AttributeError):  # not on every system
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 

@@ -9,22 +9,21 @@ from dataclasses import asdict, replace
 import numpy
 import pytest
 import safetensors
+from support.memory_store import BytesReader
 
 from baton_kv.contract import new_key
-from baton_kv.entry import Entry
-from baton_kv.entry_format import (
+from baton_kv.entry import Entry, SlabReader, write
+from baton_kv.format import (
     RUN_BYTES,
     EntryDescription,
     EntryIncompatible,
     EntryInvalid,
+    EntryLayout,
     ImageRef,
     LayerShape,
     Part,
 )
-from baton_kv.entry_layout import EntryLayout
-from baton_kv.entry_writer import SlabReader, write
-from baton_kv.prefix import common_prefix, trim_to_equal_images
-from baton_kv.stores.base import BytesReader
+from baton_kv.plan import common_prefix, trim_to_equal_images
 
 SECRET = b"s" * 32
 TOKENS = list(range(1000, 1300))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from connector.role_engines import BLOCK, PROMPT, Engine
+from support.memory_store import MemoryStore
 
 from baton_kv.contract import (
     new_key,
@@ -13,9 +14,8 @@ from baton_kv.contract import (
     transfer_params,
 )
 from baton_kv.copies import HostStaging
-from baton_kv.entry_format import ImageRef
+from baton_kv.format import ImageRef
 from baton_kv.messages import StepJobs
-from baton_kv.stores.memory import MemoryStore
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from baton.library.handoff import Handoff
 from baton.library.library import Library
 from baton.library.shared.storage import SharedStorage, open_shared
 from baton.telemetry.metrics import GatewayMetrics
-from baton_kv.entry_format import EntryDescription, LayerShape, Part
-from baton_kv.entry_writer import write
-from baton_kv.secret import store_secret
+from baton_kv.entry import write
+from baton_kv.folders import store_secret
+from baton_kv.format import EntryDescription, LayerShape, Part
 from baton_kv.stores.base import SharedFiles
 from baton_kv.stores.file import FileStore
 from support.gateways import free_port

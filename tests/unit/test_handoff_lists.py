@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.memory_store import MemoryStore
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffNotFound
@@ -14,7 +15,6 @@ from baton.library.here.records import RecordFolder
 from baton.library.library import Library
 from baton.library.tiers import HandoffStorage
 from baton.telemetry.metrics import GatewayMetrics
-from baton_kv.stores.memory import MemoryStore
 
 pytestmark = pytest.mark.fault("E19")
 MANY = 10_000

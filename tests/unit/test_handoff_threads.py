@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.memory_store import MemoryStore
 
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import HandoffSettings
@@ -25,7 +26,6 @@ from baton.library.library import Library
 from baton.library.threads import FETCHES, PUSHES, THREADS, HandoffThreads
 from baton.library.tiers import HandoffStorage
 from baton.telemetry.metrics import GatewayMetrics
-from baton_kv.stores.memory import MemoryStore
 
 pytestmark = [pytest.mark.fault("E19"), pytest.mark.timeout(60)]
 FLOOD = 200

@@ -16,9 +16,10 @@ from support.handoff_house import ENGINE, Clocks, House, becomes, there
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.library.handoff import Handoff, HandoffState
+from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.tiers import ORPHANED_AFTER_S
+from baton.library.tiers import ORPHANED_AFTER_S, HandoffStorage
 from baton.relay.sources import Sources
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
@@ -47,6 +48,18 @@ async def test_a_handoff_lives_its_seconds_and_then_its_files_go(house: House) -
     assert not await there(handoffs, record)
     async with handoffs.running():
         await becomes(lambda: not [path for path in house.folder.rglob("*") if record.id in path.name])
+
+
+def test_where_no_engine_hands_over_nothing_is_stored_listed_or_swept() -> None:
+    record = Handoff(tenant="t", model="m", weights="w", created_at=1.0, ttl_s=9e9, expires_at=9e9)
+    nowhere = HandoffStorage(None, RecordFolder(None), ImageStore(None))
+    nowhere.sweep_orphans()
+    assert (nowhere.all_bytes(), nowhere.kv_bytes(record), nowhere.proof("challenge")) == (0, 0, None)
+    assert not nowhere.create(record, lambda _, __: None)
+    assert nowhere.pin(record, True)
+    assert nowhere.pinned_kv(record) == {}
+    nowhere.quarantine(record)
+    nowhere.remove(record)
 
 
 RECORD = {"tenant": "t", "model": "m", "weights": "w", "created_at": 1.0, "ttl_s": 9e9, "expires_at": 9e9}

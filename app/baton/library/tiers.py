@@ -14,7 +14,7 @@ from baton.images.placed_image import PlacedImage
 from baton.library.handoff import Handoff, is_handoff_key, scope_of
 from baton.library.here.images import Images
 from baton.library.here.records import Edit, News, Records, proof_of
-from baton_kv.secret import store_secret
+from baton_kv.folders import store_secret
 from baton_kv.stores.base import Store, StoreError
 from baton_kv.stores.file import FileStore
 
@@ -55,14 +55,25 @@ class HandoffStorage:
     """Joins records, images and KV, so that a handoff is removed as a whole.
 
     Attributes:
-        store: the KV, which the connector writes; the gateway only looks, pins and deletes.
+        kv: the KV, which the connector writes; the gateway only looks, pins and deletes. None: nowhere.
         records: the records.
         images: the images of the contexts.
     """
 
-    store: Store
+    kv: Store | None
     records: Records
     images: Images
+
+    @property
+    def store(self) -> Store:
+        """The store of the KV.
+
+        Raises:
+            StoreError: nothing is stored, as no engine supports handoffs.
+        """
+        if self.kv is None:
+            raise StoreError("no engine of this gateway supports handoffs")
+        return self.kv
 
     @property
     def shared(self) -> bool:
@@ -81,9 +92,9 @@ class HandoffStorage:
             StoreError: the store cannot be read.
             HandoffStoreUnavailable: the shared store failed.
         """
-        if not isinstance(self.store, FileStore):
+        if not isinstance(self.kv, FileStore):
             return None
-        return proof_of(self.secret(self.store.root), b"", challenge)
+        return proof_of(self.secret(self.kv.root), b"", challenge)
 
     @staticmethod
     def secret(root: Path) -> bytes:
@@ -173,12 +184,16 @@ class HandoffStorage:
             RecordDeleted: another gateway deleted it while it was pending.
         """
         try:
-            self.store.make_room(record.disk_bytes)
+            self._make_room(record.disk_bytes)
         except StoreError as error:
             log.warning("handoff_not_kept", reason=str(error))
             self.records.edit_unsaved(record, edit)
             return False
         return self.records.create(record, edit)
+
+    def _make_room(self, size: int) -> None:
+        if self.kv is not None:
+            self.kv.make_room(size)
 
     def change(self, record: Handoff, edit: Edit) -> Handoff | None:
         """Apply an edit to a record, on disk too if it is saved there.
@@ -197,7 +212,7 @@ class HandoffStorage:
 
     def kv_bytes(self, record: Handoff) -> int:
         """Return the size of a handoff's KV here, with what it shares with others; 0: it is not here."""
-        return self.store.bytes_of(record.key)
+        return 0 if self.kv is None else self.kv.bytes_of(record.key)
 
     def pinned_kv(self, record: Handoff) -> dict[str, int]:
         """Return the bytes of KV that pins protect, by scope, if this handoff were pinned too.
@@ -205,7 +220,7 @@ class HandoffStorage:
         KV that several handoffs share counts once. If the store cannot be listed, no pin fits.
         """
         try:
-            return self.store.pinned(also=record.key)
+            return {} if self.kv is None else self.kv.pinned(also=record.key)
         except StoreError as error:
             log.warning("handoffs_not_listed", reason=str(error))
             return {scope_of(record.tenant): sys.maxsize}  # nothing fits
@@ -216,12 +231,13 @@ class HandoffStorage:
         Raises:
             StoreError: the store cannot be read.
         """
-        return self.store.size()
+        return 0 if self.kv is None else self.kv.size()
 
     def pin(self, record: Handoff, pin: bool) -> bool:
         """Pin a handoff's KV or unpin it; returns whether it is pinned then."""
         try:
-            self.store.pin(record.key, pin)
+            if self.kv is not None:
+                self.kv.pin(record.key, pin)
         except StoreError as error:
             log.warning("handoff_not_pinned", reason=str(error))
             return not pin
@@ -249,7 +265,7 @@ class HandoffStorage:
     def save_images(self, record: Handoff) -> None:
         """Write a handoff's images to disk; without space for them the handoff ends with this process."""
         try:
-            self.store.make_room(record.image_bytes)
+            self._make_room(record.image_bytes)
         except StoreError as error:
             log.warning("handoff_images_not_kept", reason=str(error))
             return
@@ -257,19 +273,22 @@ class HandoffStorage:
 
     def quarantine(self, record: Handoff) -> None:
         """Move a handoff's KV away, with what it shares with others, so that no request finds it any more."""
+        if self.kv is None:
+            return
         shared = 0
-        while self.store.exists(record.key, shared):
+        while self.kv.exists(record.key, shared):
             shared += 1
         for part in range(shared - 1, -1, -1):
-            self.store.quarantine(record.key, part)
-        self.store.quarantine(record.key)
+            self.kv.quarantine(record.key, part)
+        self.kv.quarantine(record.key)
 
     def remove(self, record: Handoff) -> None:
         """Remove a handoff's record, images and KV."""
         try:
             self.records.remove(record)
             self.images.remove(record)
-            self.store.delete(record.key)
+            if self.kv is not None:
+                self.kv.delete(record.key)
         except (OSError, StoreError) as error:
             log.warning("handoff_not_removed", reason=type(error).__name__)
 
@@ -298,10 +317,11 @@ class HandoffStorage:
 
     def sweep_orphans(self) -> None:
         """Remove KV and images that have no record."""
-        self.store.sweep(
-            wanted=lambda key: not is_handoff_key(key) or self._is_saved(key.partition("/")[2]),
-            older_than_s=ORPHANED_AFTER_S,
-        )
+        if self.kv is not None:
+            self.kv.sweep(
+                wanted=lambda key: not is_handoff_key(key) or self._is_saved(key.partition("/")[2]),
+                older_than_s=ORPHANED_AFTER_S,
+            )
         self.images.sweep(wanted=self._is_saved, older_than_s=ORPHANED_AFTER_S)
 
     def _is_saved(self, handoff_id: str) -> bool:

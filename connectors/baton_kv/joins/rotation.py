@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy
 from numpy.typing import NDArray
 
+from baton_kv.joins.packing import SlabPacking
+
 Floats = NDArray[numpy.float32]
 
 
@@ -46,12 +48,7 @@ class Rotation:
         return len(self._cos)
 
     def turn(self, start: int, to: int, tokens: int) -> Turn:
-        """Return the rotation of tokens from one place to another.
-
-        Args:
-            start: position of the first token.
-            to: its new position.
-            tokens: number of tokens.
+        """Return the rotation of so many tokens from position `start` to position `to`.
 
         Raises:
             ValueError: the table is too short for them.
@@ -74,3 +71,18 @@ class Rotation:
         turned = one * turn.cos - other * turn.sin
         other[...] = other * turn.cos + one * turn.sin
         one[...] = turned
+
+
+@dataclass(frozen=True)
+class KeyMover:
+    """How one engine's keys are moved.
+
+    Attributes:
+        packing: where a slab holds its keys and values.
+        rotation: the model's position embedding.
+        layers: number of the model's layers; those behind hold hidden states, which are not moved.
+    """
+
+    packing: SlabPacking
+    rotation: Rotation
+    layers: int

@@ -30,7 +30,7 @@ from baton.library.handoff import Handoff
 from baton.library.here.images import placed_image
 from baton.library.tiers import FetchCutOff, HandoffStorage, counting
 from baton.telemetry.metrics import ArchiveMetrics
-from baton_kv.entry_files import seal_of, shared_keys
+from baton_kv.format import seal_of, shared_keys
 from baton_kv.stores.base import EntryMissing, Reader, SharedFiles, Store, StoreError
 
 # Copy files of KV and images between this machine and the archive.

@@ -23,7 +23,7 @@ from baton.library.handoff import Handoff
 from baton.library.here.records import Edit, News, OtherUsage, pool_secret
 from baton.library.tiers import PINNED_SHARE, HandoffStorage
 from baton.telemetry.metrics import ArchiveMetrics, AuditResult
-from baton_kv.secret import install_secret
+from baton_kv.folders import install_secret
 from baton_kv.stores.base import StoreError
 
 # Hand everything on to another storage, so that one over it says only what it does differently.

@@ -22,8 +22,8 @@ from baton.library.shared.files import PoolFiles, Room, SharedFile
 from baton.library.shared.records import SharedImages, SharedRecords, lifetime_ms
 from baton.library.tiers import PINNED_SHARE, HandoffStorage, counting
 from baton.telemetry.metrics import SharedStoreMetrics
-from baton_kv.entry_files import shared_keys
-from baton_kv.secret import install_secret
+from baton_kv.folders import install_secret
+from baton_kv.format import shared_keys
 from baton_kv.stores.base import Reader, SharedFiles, Store, StoreError
 from baton_kv.stores.file import FileStore
 
