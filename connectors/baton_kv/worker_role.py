@@ -38,7 +38,7 @@ from baton_kv.joins.copier import KeyMover
 from baton_kv.loader import COPY_THREADS, GivenUp, Loader, PartLost
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.moves import Gap
-from baton_kv.stores.base import Commit, SharedFiles, SharedMissing, Store, StoreFull, at_once
+from baton_kv.stores.base import Commit, SharedFiles, SharedMissing, Store, StoreFull
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job", LoadJob, SaveJob)
@@ -69,11 +69,8 @@ class Writing:
         commit: see `Store.put`.
     """
 
-    deadline: float
-    commit: Commit
-
-
-AT_ONCE = Writing(math.inf, at_once)
+    deadline: float = math.inf
+    commit: Commit | None = None
 
 
 ComputeGaps = Callable[[Sequence[Gap], Sequence[int]], None]
@@ -295,11 +292,11 @@ class WorkerRole:
 
     def _save(self, fence: Fence, job: SaveJob) -> None:
         try:
-            self._write(fence, job, AT_ONCE)
+            self._write(fence, job, Writing())
         except (SharedMissing, StoreFull):
             if self._ranks > 1 or not job.parts:  # other ranks have written their shares already
                 raise
-            self._write(fence, replace(job, parts=()), AT_ONCE)  # what it shares may be gone, or larger
+            self._write(fence, replace(job, parts=()), Writing())  # what it shares may be gone, or larger
 
     def _save_in_idle_time(self, fence: Fence, deadline: float, job: SaveJob) -> None:
         """Save with low priority, and give up at the deadline."""

@@ -23,7 +23,7 @@ from baton_kv.contract import new_key
 from baton_kv.entry import Entry
 from baton_kv.entry_format import EntryInvalid
 from baton_kv.entry_layout import EntryLayout
-from baton_kv.stores import reader as entry_reader
+from baton_kv.stores import file as store_file
 from baton_kv.stores.base import StoreError, StoreFull
 from baton_kv.stores.file import FileStore
 
@@ -92,9 +92,9 @@ def broken_os(name: str, works: int) -> SimpleNamespace:
 @pytest.mark.parametrize("call", ["open", "fstat", "pread", "preadv"])
 def test_a_read_error_is_a_miss(call: str, relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     for works in range(100):
-        monkeypatch.setattr(entry_reader, "os", broken_os(call, works))
+        monkeypatch.setattr(store_file, "os", broken_os(call, works))
         failure = relay.loader.load(relay.key)
-        monkeypatch.setattr(entry_reader, "os", broken_os(call, works))
+        monkeypatch.setattr(store_file, "os", broken_os(call, works))
         offered = relay.loader.offered(relay.key)
         if failure is None:
             break

@@ -61,7 +61,8 @@ class NotingStore(MemoryStore):
 
     def put(self, key: str, *args: Any, **more: Any) -> int:
         self.niceness[key] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        more["commit"](lambda: self.note(f"{key} placed"))
+        commit = more["commit"] or (lambda place: place())
+        commit(lambda: self.note(f"{key} placed"))
         return super().put(key, *args, **more)
 
     def note(self, name: str) -> None:

@@ -8,10 +8,9 @@ import pytest
 
 from baton_kv.contract import new_key
 from baton_kv.stores import room
-from baton_kv.stores.eviction import AHEAD_SHARE, MANY_ENTRIES
 from baton_kv.stores.file import FileStore
-from baton_kv.stores.listing import Listing
-from baton_kv.stores.tree import StoreTree
+from baton_kv.stores.room import AHEAD_SHARE, MANY_ENTRIES
+from baton_kv.stores.tree import Listing, StoreTree
 
 
 class Looks:

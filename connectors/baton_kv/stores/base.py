@@ -13,14 +13,9 @@ Buffer = bytes | bytearray | memoryview
 Piece = Buffer | list[memoryview]
 """Bytes, or several buffers, that are written before the next piece is asked for."""
 Commit = Callable[[Callable[[], None]], None]
-"""Calls a function that gives a written entry its name, and waits for it."""
+"""Calls, in another thread, the function that places a written entry under its key, and waits for it."""
 MAX_SHARED = 128
 """Most files of other entries that an entry shares."""
-
-
-def at_once(place: Callable[[], None]) -> None:
-    """Give a written entry its name in this thread."""
-    place()
 
 
 class StoreError(TransferError):
@@ -156,7 +151,7 @@ class Store(Protocol):
         *,
         size: int = 0,
         shared: SharedFiles = NOTHING_SHARED,
-        commit: Commit = at_once,
+        commit: Commit | None = None,
     ) -> int:
         """Write an entry; it becomes visible when it is complete.
 
@@ -166,8 +161,8 @@ class Store(Protocol):
             size: the expected number of bytes, 0 if unknown. With it, an entry that cannot fit is refused
                 before others are evicted.
             shared: the files of other entries that it needs too.
-            commit: calls what evicts other entries and makes this one visible. A thread of low priority lets
-                another one do that: it holds the store's lock.
+            commit: how a thread of low priority has another one evict entries and make this one visible,
+                which holds the store's lock; None: this thread does.
 
         Returns:
             The bytes written.

@@ -27,43 +27,42 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from io import FileIO
 from pathlib import Path
 
 from baton_kv.contract import EXPENDABLE
-from baton_kv.folders import CREATE, LOCK, FolderNotPrivate, folder, make_folder, open_file
+from baton_kv.folders import CREATE, LOCK, READ, FolderNotPrivate, folder, make_folder, open_file
 from baton_kv.stores.base import (
     NOTHING_SHARED,
+    Buffer,
     Commit,
+    EntryMissing,
     Piece,
     SharedFiles,
     StoreError,
     StoreFull,
-    at_once,
 )
-from baton_kv.stores.buffers import MAX_BUFFERS, rest
-from baton_kv.stores.draft import FileDraft, discard
-from baton_kv.stores.links import (
+from baton_kv.stores.room import Room
+from baton_kv.stores.tree import (
+    ABANDONED_AFTER_S,
+    IMAGES,
+    RECORDS,
+    RECORDS_TOTAL,
+    StoreTree,
     link_of,
     link_shared,
-    rename_shared,
-    require_numbers,
-    unlink_shared,
-)
-from baton_kv.stores.listing import (
-    ABANDONED_AFTER_S,
     make_scope,
     pin_of,
     remove_abandoned,
-    set_mark,
+    rename_shared,
+    require_numbers,
     split,
+    touch,
+    unlink_shared,
 )
-from baton_kv.stores.reader import FileReader, open_entry, touch
-from baton_kv.stores.room import Room
-from baton_kv.stores.tree import IMAGES, RECORDS, RECORDS_TOTAL, StoreTree
 
 __all__ = ["ABANDONED_AFTER_S", "IMAGES", "RECORDS", "RECORDS_TOTAL", "FileStore"]
 
@@ -71,8 +70,12 @@ TEMPORARY = re.compile(r"\.[0-9a-f]{16}")
 """Pattern of temporary files in the root, from which the secret is linked."""
 WRITING = re.compile(r"[0-9a-f]{32}(\.[0-9a-z]{1,8})?")
 """Pattern of the files in `writing`."""
+SEALING = "sealing"
+"""Suffix of a draft that all ranks have finished, while the last of them completes it."""
 FOLDERS = ("entries", "writing", "quarantine")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+MAX_BUFFERS = 1024
+"""Most buffers that one system call takes on Linux (IOV_MAX)."""
 
 
 class FileStore:
@@ -117,7 +120,7 @@ class FileStore:
         *,
         size: int = 0,
         shared: SharedFiles = NOTHING_SHARED,
-        commit: Commit = at_once,
+        commit: Commit | None = None,
     ) -> int:
         scope, name = split(key)
         self._room.require_possible(size)
@@ -126,7 +129,8 @@ class FileStore:
                 temporary = secrets.token_hex(16)
                 try:
                     size = self._write(writing, temporary, parts, size, frees=not name.startswith(EXPENDABLE))
-                    commit(partial(self._place, writing, temporary, scope, name, size, shared))
+                    place = partial(self._place, writing, temporary, scope, name, size, shared)
+                    commit(place) if commit else place()
                 finally:
                     with contextlib.suppress(OSError):
                         os.unlink(temporary, dir_fd=writing)
@@ -187,7 +191,7 @@ class FileStore:
 
     def discard(self, name: str) -> None:
         with contextlib.suppress(OSError), self._tree.folder("writing") as writing:
-            discard(writing, name)
+            _discard(writing, name)
 
     def _write(self, writing: int, name: str, parts: Iterable[Piece], expected: int, *, frees: bool) -> int:
         size = 0
@@ -197,7 +201,7 @@ class FileStore:
                 while left := sum(map(len, waiting)):
                     write = partial(os.writev, stream.fileno(), waiting[:MAX_BUFFERS])
                     written = self._retried(write, max(left, expected - size)) if frees else write()
-                    size, waiting = size + written, rest(waiting, written)
+                    size, waiting = size + written, _rest(waiting, written)
             touch(stream.fileno())
             if self._fsync:
                 os.fsync(stream.fileno())
@@ -236,7 +240,7 @@ class FileStore:
 
     @contextmanager
     def open(self, key: str, part: int | None = None) -> Iterator[FileReader]:
-        with open_entry(self._path(key, part), key) as reader:
+        with _open_entry(self._path(key, part), key) as reader:
             yield reader
 
     def exists(self, key: str, part: int | None = None) -> bool:
@@ -285,7 +289,10 @@ class FileStore:
                 if pinned:
                     make_scope(scope, entries)
                 with folder(self._tree.root / "entries" / scope, name=scope, within=entries) as target:
-                    set_mark(pin_of(name), target, pinned)
+                    if pinned:
+                        os.close(open_file(pin_of(name), within=target, flags=LOCK))
+                    else:
+                        os.unlink(pin_of(name), dir_fd=target)
         except FileNotFoundError:
             return  # nothing to unpin
         except OSError as error:
@@ -325,7 +332,169 @@ class FileStore:
         return self._tree.root / "entries" / scope / (name if part is None else link_of(name, part))
 
 
+class FileDraft:
+    """The `Draft` interface over a file in the store's folder `writing`.
+
+    A rank that has finished creates the empty file `NAME.RANK`. A rank that finds those of all ranks renames
+    the draft to `NAME.sealing`, which succeeds for exactly one.
+
+    Args:
+        writing: descriptor of the folder.
+        descriptor: descriptor of the open draft.
+        name: name of the draft in the folder.
+        rank: number of this rank.
+        ranks: number of ranks that write.
+        share: bytes that this rank is expected to write.
+        write: writes some bytes at an offset; on a full device it first frees as many bytes as it is told.
+            Returns the number of bytes written.
+        place: moves a file of the folder to the entry's name, within the budget.
+    """
+
+    def __init__(
+        self,
+        writing: int,
+        descriptor: int,
+        name: str,
+        rank: int,
+        ranks: int,
+        *,
+        share: int,
+        write: Callable[[int, memoryview, int, int], int],
+        place: Callable[[str], None],
+    ) -> None:
+        self._writing = writing
+        self._descriptor = descriptor
+        self._name = name
+        self._rank = rank
+        self._ranks = ranks
+        self._left = share
+        self._write = write
+        self._place = place
+
+    def write_at(self, offset: int, parts: Sequence[Buffer]) -> None:
+        for part in parts:
+            view = memoryview(part).cast("B")
+            while view:
+                written = self._write(self._descriptor, view, offset, max(len(view), self._left))
+                offset += written
+                self._left -= written
+                view = view[written:]
+
+    def read(self, start: int, stop: int) -> bytes:
+        found = os.pread(self._descriptor, stop - start, start)
+        if len(found) != stop - start:
+            raise StoreError("reading a draft: it is shorter than it was")
+        return found
+
+    def finish(self) -> bool:
+        os.close(os.open(f"{self._name}.{self._rank}", CREATE, 0o600, dir_fd=self._writing))
+        present = set(os.listdir(self._writing))
+        if not all(f"{self._name}.{rank}" in present for rank in range(self._ranks)):
+            return False
+        try:
+            os.rename(self._name, self._sealing, src_dir_fd=self._writing, dst_dir_fd=self._writing)
+        except FileNotFoundError:
+            return False  # another rank found all finished too, and seals
+        return True
+
+    def place(self) -> None:
+        self._place(self._sealing)
+        with contextlib.suppress(OSError):  # the entry is in its place; what is left behind is swept
+            _discard(self._writing, self._name)
+
+    @property
+    def _sealing(self) -> str:
+        return f"{self._name}.{SEALING}"
+
+
+class FileReader:
+    """A `Reader` of an open file.
+
+    It reads with `pread`, not from a memory map: a read error in a map would kill the process (SIGBUS).
+
+    Args:
+        descriptor: descriptor of the open file.
+        size: size of the file in bytes.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor = descriptor
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, start: int, stop: int) -> bytes:
+        try:
+            return os.pread(self._descriptor, max(0, stop - start), start)
+        except OSError as error:
+            raise StoreError(f"reading: {error.strerror}") from None
+
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
+        filled, waiting = 0, list(buffers)
+        while waiting:
+            try:
+                count = os.preadv(self._descriptor, waiting[:MAX_BUFFERS], start + filled)
+            except OSError as error:
+                raise StoreError(f"reading: {error.strerror}") from None
+            if count == 0:
+                break
+            filled, waiting = filled + count, _rest(waiting, count)
+        return filled
+
+
+@contextmanager
+def _open_entry(path: Path, key: str) -> Iterator[FileReader]:
+    """Open an entry's file for the time of the context and mark it as used now.
+
+    Args:
+        path: path of the file.
+        key: key of the entry, for messages.
+
+    Raises:
+        EntryMissing: there is no such file.
+        StoreError: the file or its folder is a link or of another kind, or cannot be opened.
+    """
+    try:
+        if not stat.S_ISDIR(os.lstat(path.parent).st_mode):
+            raise StoreError(f"reading {key}: its folder is a link or not a folder")
+        descriptor = os.open(path, READ)
+    except FileNotFoundError:
+        raise EntryMissing(key) from None
+    except OSError as error:
+        raise StoreError(f"reading {key}: {error.strerror}") from None
+    try:
+        try:
+            status = os.fstat(descriptor)
+        except OSError as error:
+            raise StoreError(f"reading: {error.strerror}") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise StoreError(f"reading {key}: not a regular file")
+        with contextlib.suppress(OSError):
+            touch(descriptor)  # the least recently used entry is evicted first
+        yield FileReader(descriptor, status.st_size)
+    finally:
+        os.close(descriptor)
+
+
+def _discard(writing: int, name: str) -> None:
+    """Remove a draft and the files beside it, if they are there."""
+    for each in os.listdir(writing):
+        if each == name or each.startswith(f"{name}."):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(each, dir_fd=writing)
+
+
+def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """Return the buffers without their first `done` bytes."""
+    for index, buffer in enumerate(buffers):
+        if done < len(buffer):
+            return [buffer[done:], *buffers[index + 1 :]]
+        done -= len(buffer)
+    return []
+
+
 def _translated(error: OSError, key: str) -> StoreError:
-    """Return the store's own exception for an error of the device."""
+    """Translate an error of the device into the store's own exception."""
     kind = StoreFull if error.errno in NO_SPACE else StoreError
     return kind(f"writing {key}: {error.strerror}")

@@ -18,10 +18,9 @@ from baton_kv.stores.base import (
     SharedFiles,
     SharedMissing,
     StoreFull,
-    at_once,
 )
-from baton_kv.stores.eviction import to_fit_budget
-from baton_kv.stores.listing import Listing, StoredEntry
+from baton_kv.stores.room import to_fit_budget
+from baton_kv.stores.tree import Listing, StoredEntry
 
 
 @dataclass(eq=False)
@@ -58,7 +57,7 @@ class MemoryStore:
         *,
         size: int = 0,
         shared: SharedFiles = NOTHING_SHARED,
-        commit: Commit = at_once,
+        commit: Commit | None = None,
     ) -> int:
         data = b"".join(b"".join(part) if isinstance(part, list) else bytes(part) for part in parts)
         with self.lock:
