@@ -48,7 +48,7 @@ FORKED_MODULES = (
     "setproctitle",
     "baton_kv.connector",
     "baton_kv.extension",
-    "baton_kv.joins.gap_forward",
+    "baton_kv.joins.supported",
     "baton_latent.registration",
     "baton_vision.registration",
 )

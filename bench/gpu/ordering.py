@@ -25,11 +25,10 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from baton_kv.blocks import KVBlocks
-from baton_kv.cache_groups import GroupBlocks
+from baton_kv.blocks import GroupBlocks, KVBlocks
 from baton_kv.contract import new_key
+from baton_kv.folders import store_secret
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
-from baton_kv.secret import store_secret
 from baton_kv.stores.file import FileStore
 from baton_kv.worker_role import WorkerRole
 

@@ -1,11 +1,12 @@
 """Implement vLLM's `KVConnectorBase_V1` by delegating to the scheduler role and the worker role.
 
-Only this module, `envelopes` and `engine_facts` import vLLM.
+Only this module, `engine_facts`, `extension` and `joins.supported` import vLLM.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from baton_kv.blocks import KVBlocks, LayoutRefused
+from baton_kv.contract import TransferOutcome
 from baton_kv.engine_facts import (
     backends_of,
     cache_groups,
@@ -32,12 +34,11 @@ from baton_kv.engine_facts import (
     layers_of,
     require_supported,
 )
-from baton_kv.entry_format import MAX_IDENTIFIER, ImageRef
-from baton_kv.envelopes import StepMetadata, TransferStats, WorkerLayout, WorkerReport
-from baton_kv.fingerprint import fingerprint
-from baton_kv.known_digests import KnownDigests
+from baton_kv.fingerprint import KnownDigests, fingerprint
+from baton_kv.folders import store_secret
+from baton_kv.format import MAX_IDENTIFIER, ImageRef, LayerShape
+from baton_kv.messages import StepJobs
 from baton_kv.scheduler_role import SchedulerRole
-from baton_kv.secret import store_secret
 from baton_kv.settings import ConnectorSettings
 from baton_kv.stores.factory import open_store
 from baton_kv.worker_role import FinishedJobs, WorkerRole
@@ -59,10 +60,102 @@ ENDED_BY_ITSELF = (
     RequestStatus.FINISHED_LENGTH_CAPPED,
     RequestStatus.FINISHED_REPETITION,
 )
-
-
 MAX_HELD_SHARE = 0.5
 """Share of the engine's blocks that saves may keep from other requests."""
+MAX_OUTCOMES = 1000
+"""Outcomes kept in one report; older ones are dropped."""
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """The jobs of one step, from the scheduler to the worker.
+
+    Attributes:
+        jobs: the jobs.
+        idle: whether the step computes nothing.
+    """
+
+    jobs: StepJobs = field(default_factory=StepJobs)
+    idle: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerLayout(KVConnectorHandshakeMetadata):
+    """The layers whose KV a worker holds, from the worker to the scheduler, once at the start.
+
+    Attributes:
+        names: name of each layer.
+        shapes: shape of each layer in the whole model.
+        rows_a_block: rows (kernel blocks) that one block of the pool is split into; on CPUs each packs its K
+            and V by itself.
+        backends: from `engine_facts.backends_of`.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[LayerShape, ...]
+    rows_a_block: int = 1
+    backends: tuple[tuple[str, ...], ...] = ()
+
+    def facts(self) -> list[tuple[str, int, int, int]]:
+        """Return name, heads, bytes and rows a block of each layer, for the fingerprint."""
+        return [
+            (name, shape.heads, shape.slab_bytes, self.rows_a_block)
+            for name, shape in zip(self.names, self.shapes, strict=True)
+        ]
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """The outcomes of the worker's jobs, from the worker to the scheduler."""
+
+    outcomes: list[TransferOutcome] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(self.outcomes + other.outcomes)
+
+
+@dataclass
+class TransferStats(KVConnectorStats):
+    """What the connector reports to vLLM's stat loggers; plain values, since it crosses a process.
+
+    Attributes:
+        data: `{"outcomes": [TransferOutcome.message(), ...]}`, and since the last report: for a model with
+            latent steps `"latent": {"steps": int, "seconds": float}`, for a model with an image encoder
+            `"encoded": int`, the number of images it encoded.
+    """
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def outcomes(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.data.setdefault("outcomes", [])
+        return found
+
+    def reset(self) -> None:
+        self.data = {"outcomes": []}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        both = [*self.outcomes, *other.data.get("outcomes", [])]
+        reports = [data["latent"] for data in (self.data, other.data) if "latent" in data]
+        latent = {name: sum(report[name] for report in reports) for name in ("steps", "seconds")}
+        encoded = sum(data.get("encoded", 0) for data in (self.data, other.data))
+        return TransferStats(
+            {"outcomes": both[-MAX_OUTCOMES:]}
+            | ({"latent": latent} if reports else {})
+            | ({"encoded": encoded} if encoded else {})
+        )
+
+    def reduce(self) -> dict[str, int | float]:
+        rows = self.outcomes
+        return {
+            f"{kind} {name}": sum(row[name] for row in rows if row["kind"] == kind and not row["failure"])
+            for kind in ("load", "save")
+            for name in ("tokens", "bytes")
+        } | {"failed": sum(1 for row in rows if row["failure"])}
+
+    def is_empty(self) -> bool:
+        return not self.outcomes and "latent" not in self.data and "encoded" not in self.data
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):

@@ -17,10 +17,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from baton_kv.blocks import HeadShard, LayoutRefused
-from baton_kv.cache_groups import CacheGroup
-from baton_kv.fingerprint import weights_digest
-from baton_kv.known_digests import KnownDigests
+from baton_kv.blocks import CacheGroup, HeadShard, LayoutRefused
+from baton_kv.fingerprint import KnownDigests, weights_digest
 
 NOT_OF_A_SLAB = frozenset(
     ("num_kv_heads", "max_tp_shards", "dcp_sharded", "page_size_padded", "block_stride_alignment")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
-from baton_kv.entry_format import FORMAT
-from baton_kv.known_digests import KnownDigests, digest_of
+from baton_kv.format import FORMAT
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 CONFIGS = ("config.json", "preprocessor_config.json", "processor_config.json")
 """Configuration of the model, and of its processor, which decides the pixels that the model sees."""
+MAX_REMEMBERED = 64
+SETTLED_AFTER_S = 2.0
+"""A file that changed this recently may change again without a new time stamp, so it is not remembered."""
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
@@ -80,3 +85,80 @@ def _matching(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
     """Yield a folder's files that match, pattern by pattern, each time in the order of their names."""
     for pattern in patterns:
         yield from sorted(folder.glob(pattern))
+
+
+class KnownDigests:
+    """A small JSON file of digests, by the paths, sizes, times and inodes of the files they are of.
+
+    Args:
+        file: the file; only its owner may write the folder that it is in. A file that cannot be read counts
+            as empty, and one that cannot be written is left out: files are then read again.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def digest(self, files: Sequence[Path]) -> str:
+        """Return the BLAKE3 digest, hexadecimal, of the names, sizes and bytes of these files.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        known, name = self._read(), _state(files)
+        if name in known:
+            return known[name]
+        began = time.time()
+        found = digest_of(files)
+        if _state(files) == name and all(file.stat().st_ctime < began - SETTLED_AFTER_S for file in files):
+            self._write(dict([*known.items(), (name, found)][-MAX_REMEMBERED:]))
+        return found
+
+    def _read(self) -> dict[str, str]:
+        try:
+            with open(os.open(self._file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+                held = json.load(file)
+        except (OSError, ValueError):
+            return {}
+        pairs = held.items() if isinstance(held, dict) else ()
+        return {name: digest for name, digest in pairs if isinstance(digest, str) and len(digest) == 64}
+
+    def _write(self, known: dict[str, str]) -> None:
+        beside = self._file.with_name(f"{self._file.name}.{secrets.token_hex(8)}")
+        with contextlib.suppress(OSError):
+            try:
+                with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                    json.dump(known, file)
+                beside.replace(self._file)
+            finally:
+                beside.unlink(missing_ok=True)
+
+
+def digest_of(files: Sequence[Path]) -> str:
+    """Return the BLAKE3 digest, hexadecimal, of the names, sizes and bytes of files.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = blake3(max_threads=blake3.AUTO)
+    for file in files:
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+        digest.update_mmap(file)
+    return digest.hexdigest()
+
+
+def _state(files: Sequence[Path]) -> str:
+    """Return a digest of all that changes with a file but its bytes."""
+    seen = []
+    for file in files:
+        stat = file.stat()
+        seen.append(
+            (
+                str(file.absolute()),
+                stat.st_dev,
+                stat.st_ino,
+                stat.st_size,
+                stat.st_mtime_ns,
+                stat.st_ctime_ns,
+            )
+        )
+    return blake3(json.dumps(seen).encode()).hexdigest()

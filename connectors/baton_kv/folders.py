@@ -1,10 +1,11 @@
-"""Open folders and files safely: no links, no folders of other users, nothing that blocks."""
+"""Open folders and files safely: no links, no folders of other users, nothing that blocks; keep a secret."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 NO_FOLDER = (errno.ELOOP, errno.ENOTDIR)
+SECRET = "secret"
+SECRET_BYTES = 32
 
 
 class FolderNotPrivate(OSError):
@@ -115,3 +118,58 @@ def bytes_in(path: Path | str, *, within: int | None = None) -> int:
         finally:
             os.close(descriptor)
     return round(total)
+
+
+def store_secret(root: Path) -> bytes:
+    """Return the 32 bytes of a store's secret, created at first use; every process gets the same.
+
+    Args:
+        root: the store's folder.
+
+    Raises:
+        OSError: the secret can neither be read nor created, or others may access the folder.
+        ValueError: the file `secret` is not 32 bytes long.
+    """
+    with folder(root) as top:
+        with contextlib.suppress(FileExistsError):
+            _make(top)
+        with os.fdopen(open_file(SECRET, within=top), "rb") as stream:
+            secret = stream.read(SECRET_BYTES + 1)
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(
+            f"{root / SECRET} is not {SECRET_BYTES} bytes long; remove the folder {root} and start again"
+        )
+    return secret
+
+
+def install_secret(root: Path, secret: bytes) -> None:
+    """Give a store the secret of others that it shares entries with.
+
+    Args:
+        root: the store's folder.
+        secret: 32 bytes.
+
+    Raises:
+        OSError: the secret can neither be read nor created, or others may access the folder.
+        ValueError: the store has another secret.
+    """
+    make_folder(root)
+    with folder(root) as top, contextlib.suppress(FileExistsError):
+        _make(top, secret)
+    if store_secret(root) != secret:
+        raise ValueError(f"{root} was made with another secret: name another folder, or remove it")
+
+
+def _make(top: int, secret: bytes | None = None) -> None:
+    """Create the secret atomically: written to a temporary file, then linked, which fails if it exists."""
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(SECRET, dir_fd=top, follow_symlinks=False)
+        return
+    temporary = f".{secrets.token_hex(8)}"
+    descriptor = os.open(temporary, CREATE, 0o600, dir_fd=top)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(secret or secrets.token_bytes(SECRET_BYTES))
+        os.link(temporary, SECRET, src_dir_fd=top, dst_dir_fd=top)
+    finally:
+        os.unlink(temporary, dir_fd=top)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from baton_kv.cache_groups import FULL_ATTENTION, CacheGroup, GroupBlocks
+from baton_kv.blocks import FULL_ATTENTION, CacheGroup, GroupBlocks
 from baton_kv.contract import (
+    Malformed,
     Transfer,
     TransferFailure,
     TransferOutcome,
@@ -23,13 +25,10 @@ from baton_kv.contract import (
     params_to_load,
     parse,
 )
-from baton_kv.entry_format import ImageRef, Part
 from baton_kv.fingerprint import moved_fingerprint, renewed_fingerprint
-from baton_kv.held_blocks import HeldBlocks
-from baton_kv.load_planner import LoadPlanner
-from baton_kv.lookup import Plan
+from baton_kv.format import ImageRef, Part
 from baton_kv.messages import LoadJob, PlacedMixture, SaveJob, StepJobs
-from baton_kv.rank_outcomes import RankOutcomes
+from baton_kv.plan import LoadPlanner, Plan
 from baton_kv.stores.base import MAX_SHARED, Store
 
 MIN_TAIL_TOKENS = 16
@@ -37,6 +36,20 @@ MIN_TAIL_TOKENS = 16
 KEYS_REMEMBERED = 1024
 NULL_BLOCK = 0
 """The engine's placeholder for freed blocks."""
+SAVED_WITHIN_S = 1.0
+"""If no save has ended for longer than this, the device may hang: nobody waits for blocks any more."""
+SAYS_MOST = (
+    TransferFailure.CORRUPT,
+    TransferFailure.OTHER,
+    TransferFailure.DEVICE,
+    TransferFailure.FULL,
+    TransferFailure.INCOMPATIBLE,
+    TransferFailure.MALFORMED,
+    TransferFailure.NOT_WHOLE,
+    TransferFailure.BUSY,
+    TransferFailure.MISSING,
+    TransferFailure.GIVEN_UP,
+)
 
 
 class SchedulerRole:
@@ -66,11 +79,12 @@ class SchedulerRole:
         most_computed: int = 0,
     ) -> None:
         self._store = store
+        self._outcomes: list[TransferOutcome] = []
         self._new_planner = partial(
-            LoadPlanner, store, secret, block_size=block_size, groups=groups, most_computed=most_computed
+            LoadPlanner, store, secret, self._outcomes, block_size, groups, most_computed=most_computed
         )
         self._fingerprint = fingerprint
-        self._planner = self._new_planner(fingerprint)
+        self._planner = self._new_planner(fingerprint=fingerprint)
         self._outdated: set[str] = set()
         self._block_size = block_size
         self._groups = groups
@@ -82,7 +96,6 @@ class SchedulerRole:
         self._held = HeldBlocks(held_blocks)
         self._several_ranks = ranks > 1
         self._ranks = RankOutcomes(ranks)
-        self._outcomes: list[TransferOutcome] = []
 
     def matched(
         self,
@@ -106,10 +119,33 @@ class SchedulerRole:
             salt: the request's `cache_salt`.
         """
         if request_id not in self._plans:
-            self._plans[request_id] = self._planner.plan(request_id, params, prompt, images, salt)
+            self._plans[request_id] = self._plan(request_id, params, prompt, images, salt)
         plan = self._plans[request_id]
         brings = plan.matched - computed if plan is not None else 0
         return 0 if brings < 1 or (computed and brings < MIN_TAIL_TOKENS) else brings
+
+    def _plan(
+        self,
+        request_id: str,
+        params: object,
+        prompt: Sequence[int],
+        images: Sequence[ImageRef],
+        salt: str | None,
+    ) -> Plan | None:
+        """Plan the load of a request, whose parameters are validated here; None: it loads nothing."""
+        wanted = parse(params)
+        if wanted is None:
+            return None
+        # Moved KV of a request that shares its KV would answer others from the prefix cache.
+        if isinstance(wanted, Malformed) or (wanted.moved and not wanted.is_apart(salt)):
+            tag = None if isinstance(wanted, Malformed) else wanted.tag
+            failure = TransferFailure.MALFORMED
+            self._outcomes.append(TransferOutcome(request_id, "", Transfer.LOOK, tag, failure))
+            return None
+        if wanted.load is None:
+            return None
+        apart = wanted.is_apart(salt)
+        return self._planner.plan(request_id, wanted.load, wanted, prompt, images, apart=apart)
 
     def renew(self) -> None:
         """Use no KV that was saved before, and save none of the requests that have begun.
@@ -117,16 +153,16 @@ class SchedulerRole:
         The weights may be others from now on, which no file of them tells: what is saved is for this engine
         alone, until the next time.
         """
-        self._outcomes += self._planner.take_outcomes()
         self._fingerprint = renewed_fingerprint(self._fingerprint)
-        self._planner = self._new_planner(self._fingerprint)
+        self._planner = self._new_planner(fingerprint=self._fingerprint)
         self._outdated |= set(self._plans)
         self._plans = dict.fromkeys(self._plans)
 
     def take_outcomes(self) -> list[TransferOutcome]:
         """Return what ended since the last call: jobs, failed looks, and saves that were not begun."""
-        outcomes, self._outcomes = self._outcomes, []
-        return [*self._planner.take_outcomes(), *outcomes]
+        outcomes = list(self._outcomes)
+        self._outcomes.clear()
+        return outcomes
 
     def allocated(self, request_id: str, block_ids: Sequence[Sequence[int]], external: int) -> None:
         """Plan the load of a request that was given blocks.
@@ -352,3 +388,99 @@ class SchedulerRole:
         for draft in self._saving.values():
             self._store.discard(draft)
         self._saving.clear()
+
+
+class HeldBlocks:
+    """The blocks that are held until a save has read them. Requests may share blocks of a common prefix.
+
+    Args:
+        most: number of different blocks that saves may hold together; a save that somebody waits for may hold
+            more while it is the only one.
+    """
+
+    YIELDING = 2
+    """Saves that nobody waits for begin only while saves hold less than the most divided by this."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._saves: dict[str, tuple[int, ...]] = {}
+        self._yielding: set[str] = set()
+        self._holders: Counter[int] = Counter()
+        self._awaited: Counter[int] = Counter()
+        self._moved = 0.0
+
+    @property
+    def free_soon(self) -> bool:
+        """Whether some are expected to be free within a second."""
+        return bool(self._saves) and time.monotonic() - self._moved < SAVED_WITHIN_S
+
+    def has_room_for(self, block_ids: Sequence[int], *, yields: bool = False) -> bool:
+        """Return whether a save may hold these blocks.
+
+        Args:
+            block_ids: the blocks.
+            yields: nobody waits for the save: it leaves room for those that somebody waits for, which do not
+                count what such saves hold.
+        """
+        holders = self._holders if yields else self._awaited
+        new = len(set(block_ids) - holders.keys())
+        if not holders:
+            return not yields or new <= self._most
+        return len(holders) + new <= (self._most // self.YIELDING if yields else self._most)
+
+    def hold(self, request_id: str, block_ids: Sequence[int], *, yields: bool = False) -> None:
+        """Count the blocks of a request whose save begins."""
+        if not self._saves:
+            self._moved = time.monotonic()
+        self._saves[request_id] = tuple(set(block_ids))
+        self._holders.update(self._saves[request_id])
+        if yields:
+            self._yielding.add(request_id)
+        else:
+            self._awaited.update(self._saves[request_id])
+
+    def release(self, request_id: str) -> None:
+        """Forget the blocks of a request whose save has ended on every rank."""
+        self._moved = time.monotonic()
+        blocks = Counter(self._saves.pop(request_id, ()))
+        self._holders -= blocks  # drops those that nobody holds
+        if request_id in self._yielding:
+            self._yielding.remove(request_id)
+        else:
+            self._awaited -= blocks
+
+
+class RankOutcomes:
+    """The outcomes of jobs that some ranks have ended and others have not.
+
+    Args:
+        ranks: number of ranks, each of which ends every job once.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._ended: dict[tuple[str, Transfer], list[TransferOutcome]] = {}
+
+    def add(self, outcomes: Iterable[TransferOutcome]) -> Iterator[TransferOutcome]:
+        """Take outcomes of ranks; yield one outcome for each job that all ranks have ended."""
+        for outcome in outcomes:
+            job = (outcome.request_id, outcome.kind)
+            ended = self._ended.setdefault(job, [])
+            ended.append(outcome)
+            if len(ended) == self._ranks:
+                yield combined(self._ended.pop(job))
+
+
+def combined(outcomes: list[TransferOutcome]) -> TransferOutcome:
+    """Return one job's outcome over its ranks: it failed if one failed, and took as long as the slowest.
+
+    With several failures, the one that says most: a rank that finds an entry corrupt removes it, and the next
+    then finds it missing.
+    """
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+    return replace(
+        outcomes[0],
+        failure=min(failures, key=SAYS_MOST.index, default=None),
+        bytes=sum(outcome.bytes for outcome in outcomes),
+        seconds=max(outcome.seconds for outcome in outcomes),
+    )

@@ -31,13 +31,11 @@ from baton_kv.contract import (
     failure_of,
 )
 from baton_kv.copies import Fence, Staging, copies_for
-from baton_kv.entry_format import EntryDescription
-from baton_kv.entry_layout import EntryLayout
-from baton_kv.entry_writer import SlabReader, seal, write, write_share
-from baton_kv.joins.copier import KeyMover
-from baton_kv.loader import COPY_THREADS, GivenUp, Loader, PartLost
-from baton_kv.messages import LoadJob, SaveJob, StepJobs
-from baton_kv.moves import Gap
+from baton_kv.entry import SlabReader, seal, write, write_share
+from baton_kv.format import EntryDescription, EntryLayout
+from baton_kv.joins.rotation import KeyMover
+from baton_kv.load import COPY_THREADS, GivenUp, Loader, PartLost
+from baton_kv.messages import Gap, LoadJob, SaveJob, StepJobs
 from baton_kv.stores.base import Commit, SharedFiles, SharedMissing, Store, StoreFull
 
 logger = logging.getLogger(__name__)

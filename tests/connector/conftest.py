@@ -12,7 +12,7 @@ import pytest
 from connector.store_relays import HEADS, SLAB_BYTES, Relay
 from support.made_models import make_models
 
-from baton_kv import entry_format
+from baton_kv import format as entry_format
 
 TINY = Path(__file__).parent / "tiny_models.py"
 

@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from baton_kv.contract import new_key
-from baton_kv.entry import Entry
-from baton_kv.entry_format import EntryDescription, LayerShape, Part
-from baton_kv.entry_layout import EntryLayout
-from baton_kv.entry_writer import seal, write, write_share
-from baton_kv.secret import store_secret
+from baton_kv.entry import Entry, seal, write, write_share
+from baton_kv.folders import store_secret
+from baton_kv.format import EntryDescription, EntryLayout, LayerShape, Part
 from baton_kv.stores import file
 from baton_kv.stores.base import SharedFiles
 

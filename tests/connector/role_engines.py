@@ -10,7 +10,7 @@ from baton_kv.blocks import KVBlocks
 from baton_kv.contract import (
     PARAMS_KEY,
 )
-from baton_kv.entry_format import ImageRef
+from baton_kv.format import ImageRef
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.stores.memory import MemoryStore
 from baton_kv.worker_role import FinishedJobs, WorkerRole

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import torch
 
-from baton_kv.blocks import KVBlocks
-from baton_kv.cache_groups import GroupBlocks
+from baton_kv.blocks import GroupBlocks, KVBlocks
 from baton_kv.contract import new_key, params_to_load
 from baton_kv.copies import HostStaging
 from baton_kv.entry import Entry
-from baton_kv.entry_format import EntryInvalid
+from baton_kv.format import EntryInvalid
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.stores.base import Reader, Store

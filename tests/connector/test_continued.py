@@ -12,7 +12,7 @@ from connector.role_engines import BLOCK, SECRET, Engine
 
 from baton_kv.contract import new_key, params_to_load, transfer_params
 from baton_kv.entry import Entry
-from baton_kv.entry_format import EntryDescription
+from baton_kv.format import EntryDescription
 from baton_kv.stores.base import MAX_SHARED, Store
 from baton_kv.stores.file import FileStore
 from baton_kv.stores.memory import MemoryStore

@@ -11,19 +11,18 @@ import pytest
 import safetensors
 
 from baton_kv.contract import new_key
-from baton_kv.entry import Entry
-from baton_kv.entry_format import (
+from baton_kv.entry import Entry, SlabReader, write
+from baton_kv.format import (
     RUN_BYTES,
     EntryDescription,
     EntryIncompatible,
     EntryInvalid,
+    EntryLayout,
     ImageRef,
     LayerShape,
     Part,
 )
-from baton_kv.entry_layout import EntryLayout
-from baton_kv.entry_writer import SlabReader, write
-from baton_kv.prefix import common_prefix, trim_to_equal_images
+from baton_kv.plan import common_prefix, trim_to_equal_images
 from baton_kv.stores.base import BytesReader
 
 SECRET = b"s" * 32

@@ -21,8 +21,7 @@ from connector.store_relays import HEADS, LAYERS, LOADED, MIB, SAVED, SECRET, SL
 
 from baton_kv.contract import new_key
 from baton_kv.entry import Entry
-from baton_kv.entry_format import EntryInvalid
-from baton_kv.entry_layout import EntryLayout
+from baton_kv.format import EntryInvalid, EntryLayout
 from baton_kv.stores import file as store_file
 from baton_kv.stores.base import StoreError, StoreFull
 from baton_kv.stores.file import FileStore

@@ -29,10 +29,9 @@ from connector.store_relays import (
 
 from baton_kv.contract import new_key
 from baton_kv.entry import Entry
-from baton_kv.entry_format import FORMAT
-from baton_kv.entry_layout import EntryLayout
 from baton_kv.fingerprint import fingerprint
-from baton_kv.secret import store_secret
+from baton_kv.folders import store_secret
+from baton_kv.format import FORMAT, EntryLayout
 from baton_kv.stores.base import BytesReader
 from baton_kv.stores.file import FileStore
 

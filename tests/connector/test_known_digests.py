@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from baton_kv import known_digests
-from baton_kv.known_digests import KnownDigests, digest_of
+from baton_kv import fingerprint
+from baton_kv.fingerprint import KnownDigests, digest_of
 
 
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    monkeypatch.setattr(known_digests, "SETTLED_AFTER_S", -60.0)  # files just written count as settled
+    monkeypatch.setattr(fingerprint, "SETTLED_AFTER_S", -60.0)  # files just written count as settled
     files = [tmp_path / name for name in ("config.json", "model.safetensors")]
     for number, file in enumerate(files):
         file.write_bytes(bytes([number]) * 1000)
@@ -30,7 +30,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(files))
         return digest_of(files)
 
-    monkeypatch.setattr(known_digests, "digest_of", counted)
+    monkeypatch.setattr(fingerprint, "digest_of", counted)
     return found
 
 
@@ -62,7 +62,7 @@ def test_a_change_of_bytes_time_or_inode_is_read_again(
 def test_a_file_that_just_changed_is_not_remembered(
     tmp_path: Path, weights: list[Path], reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_digests, "SETTLED_AFTER_S", 60.0)
+    monkeypatch.setattr(fingerprint, "SETTLED_AFTER_S", 60.0)
     known = KnownDigests(tmp_path / "weights.json")
     known.digest(weights)
     known.digest(weights)
@@ -78,7 +78,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_remembered(
         files[0].write_bytes(b"\5" * 1000)
         return found
 
-    monkeypatch.setattr(known_digests, "digest_of", slowly)
+    monkeypatch.setattr(fingerprint, "digest_of", slowly)
     KnownDigests(tmp_path / "weights.json").digest(weights)
     assert not (tmp_path / "weights.json").exists()
 
@@ -102,7 +102,7 @@ def test_where_nothing_can_be_written_files_are_read_again(
 def test_only_the_newest_are_kept(
     tmp_path: Path, weights: list[Path], reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_digests, "MAX_REMEMBERED", 1)
+    monkeypatch.setattr(fingerprint, "MAX_REMEMBERED", 1)
     known = KnownDigests(tmp_path / "weights.json")
     for files in ([weights[0]], [weights[1]], [weights[1]], [weights[0]]):
         known.digest(files)

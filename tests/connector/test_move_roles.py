@@ -15,12 +15,11 @@ from baton_kv.contract import (
     params_to_save,
     transfer_params,
 )
-from baton_kv.entry_format import ImageRef
 from baton_kv.fingerprint import moved_fingerprint
-from baton_kv.joins.copier import KeyMover
+from baton_kv.format import ImageRef
 from baton_kv.joins.packing import SlabPacking
-from baton_kv.joins.rotation import Rotation
-from baton_kv.moves import Gap
+from baton_kv.joins.rotation import KeyMover, Rotation
+from baton_kv.messages import Gap
 from baton_kv.stores.memory import MemoryStore
 
 HEAD = 4
@@ -113,7 +112,7 @@ def test_nothing_is_moved_for_a_request_that_shares_its_prefix_cache(
     engine = Mover(store)
     keys = saved(engine)
     assert engine.scheduler.matched("b", asked(keys), JOINED, 0, salt=salt) == 0
-    outcome = engine.scheduler.take_outcomes()[0]
+    outcome = engine.scheduler.take_outcomes()[-1]
     assert outcome.failure is TransferFailure.MALFORMED
 
 
@@ -126,7 +125,7 @@ def test_what_holds_moved_kv_says_so_and_is_loaded_apart_alone(store: MemoryStor
     engine.run(1)
     blended = engine.save(asked(keys, save=True), table, JOINED)
     assert engine.scheduler.matched("b", params_to_load(blended), [*JOINED, 9], 0) == 0
-    refused = engine.scheduler.take_outcomes()[0]
+    refused = engine.scheduler.take_outcomes()[-1]
     assert refused.failure is TransferFailure.INCOMPATIBLE
     apart = transfer_params(load=blended, apart=SALT)
     kept = len(JOINED) - 1  # the last token of a context has no KV
@@ -167,7 +166,7 @@ def test_a_part_that_is_gone_ends_what_is_moved_and_is_named(store: MemoryStore)
     store.delete(keys[2])
     stop = engine.scheduler.matched("b", asked(keys, tag="t"), JOINED, 0, salt=SALT)
     assert stop == 50 + 39
-    outcome = engine.scheduler.take_outcomes()[0]
+    outcome = engine.scheduler.take_outcomes()[-1]
     assert (outcome.key, outcome.failure, outcome.tag) == (keys[2], TransferFailure.MISSING, "t")
     engine.scheduler.allocated("b", ([11, 3, 9, 1, 7, 5],), stop)
     store.delete(keys[1])

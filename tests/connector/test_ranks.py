@@ -24,7 +24,7 @@ from baton_kv.contract import (
     params_to_save,
 )
 from baton_kv.entry import Entry
-from baton_kv.rank_outcomes import RankOutcomes
+from baton_kv.scheduler_role import RankOutcomes
 from baton_kv.stores.base import Store, StoreFull
 from baton_kv.stores.file import ABANDONED_AFTER_S, FileStore
 from baton_kv.stores.memory import MemoryStore

@@ -13,7 +13,7 @@ from baton_kv.contract import (
     transfer_params,
 )
 from baton_kv.copies import HostStaging
-from baton_kv.entry_format import ImageRef
+from baton_kv.format import ImageRef
 from baton_kv.messages import StepJobs
 from baton_kv.stores.memory import MemoryStore
 

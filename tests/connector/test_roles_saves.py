@@ -13,7 +13,7 @@ import pytest
 import torch
 from connector.role_engines import BLOCK, PROMPT, SECRET, Engine
 
-from baton_kv import held_blocks
+from baton_kv import scheduler_role
 from baton_kv.blocks import HeadShard, KVBlocks, LayoutRefused
 from baton_kv.contract import (
     EXPENDABLE,
@@ -26,9 +26,8 @@ from baton_kv.contract import (
     parse,
 )
 from baton_kv.copies import HostStaging
-from baton_kv.held_blocks import HeldBlocks
-from baton_kv.scheduler_role import SchedulerRole
-from baton_kv.secret import store_secret
+from baton_kv.folders import store_secret
+from baton_kv.scheduler_role import HeldBlocks, SchedulerRole
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.memory import MemoryStore
 from baton_kv.worker_role import LOW_PRIORITY
@@ -181,8 +180,8 @@ def test_an_automatic_save_is_given_up_at_its_deadline(
 def test_blocks_are_free_soon_while_saves_make_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """A running request must not wait for a device that hangs, however many saves still begin."""
     now = 100.0
-    monkeypatch.setattr(held_blocks, "time", SimpleNamespace(monotonic=lambda: now))
-    held = held_blocks.HeldBlocks(8)
+    monkeypatch.setattr(scheduler_role, "time", SimpleNamespace(monotonic=lambda: now))
+    held = HeldBlocks(8)
     assert not held.free_soon
     held.hold("a", [1, 2])
     now += 0.9

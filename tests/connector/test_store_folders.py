@@ -12,7 +12,7 @@ import pytest
 from support.planted import foreign_folder, link, open_folder, pipe, plain_file
 
 from baton_kv.contract import new_key
-from baton_kv.secret import store_secret
+from baton_kv.folders import store_secret
 from baton_kv.stores import factory
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import network_file_system, open_store

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from baton_kv.contract import PARAMS_KEY, params_to_save, transfer_params
 from baton_kv.entry import Entry
-from baton_kv.entry_format import EntryDescription
-from baton_kv.secret import store_secret
+from baton_kv.folders import store_secret
+from baton_kv.format import EntryDescription
 from baton_kv.stores.file import FileStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(300)]

@@ -120,10 +120,9 @@ def test_a_corrupt_entry_is_computed_anew(first: RelayServer, store: Path) -> No
 
 def test_a_wrong_block_would_be_noticed_here(first: RelayServer, store: Path) -> None:
     """The test of the tests: KV of another prompt under this one's key must change the answer."""
-    from baton_kv.entry import Entry
-    from baton_kv.entry_format import EntryDescription
-    from baton_kv.entry_writer import write
-    from baton_kv.secret import store_secret
+    from baton_kv.entry import Entry, write
+    from baton_kv.folders import store_secret
+    from baton_kv.format import EntryDescription
     from baton_kv.stores.file import FileStore
 
     context, params = handed_over(first, 200, seed=11)

@@ -32,8 +32,7 @@ from baton.config.settings import load_settings
 from baton.engines.vllm.arguments import engine_args
 from baton.engines.vllm.build_fleet import transfer_config
 from baton_kv import connector, engine_facts
-from baton_kv.blocks import HeadShard
-from baton_kv.cache_groups import CacheGroup
+from baton_kv.blocks import CacheGroup, HeadShard
 from baton_kv.contract import (
     Transfer,
     TransferError,
@@ -42,7 +41,7 @@ from baton_kv.contract import (
     new_key,
     transfer_params,
 )
-from baton_kv.loader import PartLost
+from baton_kv.load import PartLost
 from baton_kv.settings import ConnectorSettings
 
 OVERRIDDEN = [

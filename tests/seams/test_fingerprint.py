@@ -21,9 +21,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from baton.config.groups import EngineSettings
 from baton.engines.vllm.arguments import engine_args
 from baton_kv import connector, engine_facts
-from baton_kv.entry_format import LayerShape
-from baton_kv.envelopes import WorkerLayout
+from baton_kv.connector import WorkerLayout
 from baton_kv.fingerprint import fingerprint, weights_digest
+from baton_kv.format import LayerShape
 
 
 def test_other_weights_under_the_same_name_have_another_fingerprint(tmp_path: Path) -> None:
@@ -297,5 +297,5 @@ def test_replaced_weights_have_a_fingerprint_that_no_other_engine_has(
     for _ in range(2):
         assert made.reset_cache()
         found.append(made._planning._fingerprint)
-        assert made._planning._planner._lookup._fingerprint == found[-1]
+        assert made._planning._planner._fingerprint == found[-1]
     assert len(set(found)) == 3

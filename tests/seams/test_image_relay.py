@@ -25,7 +25,7 @@ from baton.engines.vllm.image_prompts import ImagePrompts, _target
 from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
 from baton.images.placed_image import PlacedImage
 from baton_kv.connector import TransferStats, images_of
-from baton_kv.entry_format import ImageRef
+from baton_kv.format import ImageRef
 
 IMAGE = 9
 BIRD, FISH = picture(1), picture(2)

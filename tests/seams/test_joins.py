@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
 from baton_kv.extension import BatonWorker
-from baton_kv.joins import gap_forward, supported
+from baton_kv.joins import supported
 from baton_kv.joins.packing import PackingUnknown, SlabPacking
 from baton_kv.joins.rotation import Rotation
 from baton_kv.joins.supported import MovesUnsupported
@@ -197,7 +197,7 @@ def test_engines_whose_kv_is_elsewhere_too_are_refused(changes: dict[str, Any], 
 
 
 def test_every_argument_of_the_scheduler_s_metadata_is_given() -> None:
-    source = inspect.getsource(gap_forward.GapForward._metadata)
+    source = inspect.getsource(supported.GapForward._metadata)
     for name in inspect.signature(ops.cpu_attn_get_scheduler_metadata).parameters:
         assert f"{name}=" in source, name
 

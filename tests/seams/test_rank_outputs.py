@@ -10,9 +10,9 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput
 
+from baton_kv.connector import WorkerReport
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
-from baton_kv.envelopes import WorkerReport
-from baton_kv.rank_outcomes import RankOutcomes
+from baton_kv.scheduler_role import RankOutcomes
 
 JOBS, STEPS = 12, 8
 

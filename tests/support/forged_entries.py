@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton_kv.entry import Entry
-from baton_kv.entry_writer import write
-from baton_kv.secret import store_secret
+from baton_kv.entry import Entry, write
+from baton_kv.folders import store_secret
 from baton_kv.stores.file import FileStore
 
 

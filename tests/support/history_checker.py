@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -89,7 +90,8 @@ def run_workers(
         nonlocal started
         started += 1
         arguments = [*command, str(logs / f"{started}.log"), str(started)]
-        return subprocess.Popen(arguments, env=os.environ | {"PYTHONPATH": str(TESTS)})
+        path = os.pathsep.join([str(TESTS), *sys.path])
+        return subprocess.Popen(arguments, env=os.environ | {"PYTHONPATH": path})
 
     workers = [start() for _ in range(workers_at_once)]
     while len(list(logs.iterdir())) < workers_at_once:

@@ -25,9 +25,9 @@ from baton.handoffs.service import Handoffs
 from baton.handoffs.shared.opening import open_shared
 from baton.handoffs.shared.storage import SharedStorage
 from baton.telemetry.metrics import GatewayMetrics
-from baton_kv.entry_format import EntryDescription, LayerShape, Part
-from baton_kv.entry_writer import write
-from baton_kv.secret import store_secret
+from baton_kv.entry import write
+from baton_kv.folders import store_secret
+from baton_kv.format import EntryDescription, LayerShape, Part
 from baton_kv.stores.base import SharedFiles
 from baton_kv.stores.file import FileStore
 from support.gateways import free_port

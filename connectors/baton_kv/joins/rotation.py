@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy
 from numpy.typing import NDArray
 
+from baton_kv.joins.packing import SlabPacking
+
 Floats = NDArray[numpy.float32]
 
 
@@ -74,3 +76,18 @@ class Rotation:
         turned = one * turn.cos - other * turn.sin
         other[...] = other * turn.cos + one * turn.sin
         one[...] = turned
+
+
+@dataclass(frozen=True)
+class KeyMover:
+    """How one engine's keys are moved.
+
+    Attributes:
+        packing: where a slab holds its keys and values.
+        rotation: the model's position embedding.
+        layers: number of the model's layers; those behind hold hidden states, which are not moved.
+    """
+
+    packing: SlabPacking
+    rotation: Rotation
+    layers: int

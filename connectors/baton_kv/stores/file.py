@@ -9,7 +9,7 @@ root/                    mode 0700
   images/                the gateway's images; they count towards the budget and are never evicted here
   records/               the gateway's records, likewise; `total` holds their bytes
   written                bytes of all entries ever placed, so that not every save need list the entries
-  secret                 key of the digests, see `baton_kv.secret`
+  secret                 key of the digests, see `baton_kv.folders`
   lock                   held while the budget is enforced
 
 A file's bytes are free when its last name is removed, so entries that share files need no other count.

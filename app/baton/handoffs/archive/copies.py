@@ -26,7 +26,7 @@ from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.storage import HandoffStorage, counting
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.archive_metrics import ArchiveMetrics
-from baton_kv.entry_files import seal_of, shared_keys
+from baton_kv.format import seal_of, shared_keys
 from baton_kv.stores.base import Reader, SharedFiles, Store
 
 TRIES = 20

@@ -17,7 +17,7 @@ from baton.handoffs.records.changes import PINNED_SHARE
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.records.store_proof import pool_secret
 from baton.telemetry.archive_metrics import ArchiveMetrics
-from baton_kv.secret import install_secret
+from baton_kv.folders import install_secret
 
 
 def open_archived(

@@ -15,7 +15,7 @@ from baton.handoffs.records.record import HandoffRecord, is_handoff_key, scope_o
 from baton.handoffs.records.repository import Edit, News, Records
 from baton.handoffs.records.store_proof import proof_of
 from baton.images.placed_image import PlacedImage
-from baton_kv.secret import store_secret
+from baton_kv.folders import store_secret
 from baton_kv.stores.base import Store, StoreError
 from baton_kv.stores.file import FileStore
 

@@ -14,7 +14,7 @@ from baton.handoffs.shared.images import SharedImages
 from baton.handoffs.shared.records import SharedRecords
 from baton.handoffs.shared.storage import SharedStorage
 from baton.telemetry.shared_store_metrics import SharedStoreMetrics
-from baton_kv.secret import install_secret
+from baton_kv.folders import install_secret
 from baton_kv.stores.base import Store
 
 

@@ -26,7 +26,7 @@ from baton.handoffs.records.store_proof import proof_of
 from baton.handoffs.shared.connection import SharedConnection, number
 from baton.handoffs.shared.files import PoolFiles, Room, SharedFile
 from baton.handoffs.shared.records import SharedRecords, lifetime_ms
-from baton_kv.entry_files import shared_keys
+from baton_kv.format import shared_keys
 from baton_kv.stores.base import Reader, SharedFiles, StoreError
 from baton_kv.stores.file import FileStore
 

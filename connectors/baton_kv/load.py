@@ -1,0 +1,390 @@
+"""Load entries into the KV cache, in threads: where they were, and moved to other places of a context."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy
+
+from baton_kv.blocks import GroupBlocks, KVBlocks
+from baton_kv.contract import TransferError, TransferFailure
+from baton_kv.copies import Copies, Fence, Staging
+from baton_kv.entry import Entry
+from baton_kv.format import EntryIncompatible, EntryInvalid
+from baton_kv.joins.rotation import KeyMover, Turn
+from baton_kv.messages import Joined, LoadJob, Move
+from baton_kv.stores.base import Store
+
+COPY_THREADS = 2
+"""One thread does not saturate the memory bandwidth; more than two would take cores from the model."""
+
+
+class GivenUp(TransferError):
+    """The request ended before its load was finished."""
+
+    failure = TransferFailure.GIVEN_UP
+
+
+class PartLost(TransferError):
+    """An entry whose KV was to be moved is corrupt or gone.
+
+    Args:
+        key: its key.
+        error: what is wrong with it.
+    """
+
+    def __init__(self, key: str, error: TransferError) -> None:
+        super().__init__(str(error))
+        self.key = key
+        self.failure = error.failure  # type: ignore[misc]  # that of what is wrong
+
+
+class Loader:
+    """Loads entries into one rank's part of the KV cache.
+
+    Args:
+        store: the store of the entries.
+        secret: the store's secret, 32 bytes.
+        blocks: the part of the engine's KV cache that this rank holds.
+        copies: how threads copy.
+        copiers: the threads that share the copies of one load.
+        given_up: the requests whose load need not be finished, which others add to.
+        verify: whether to verify every chunk before it is used.
+
+    Attributes:
+        mover: how keys are moved; None: no KV is moved.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        secret: bytes,
+        blocks: KVBlocks,
+        copies: Copies,
+        copiers: ThreadPoolExecutor,
+        given_up: Collection[str],
+        *,
+        verify: bool,
+    ) -> None:
+        self._store = store
+        self._secret = secret
+        self._blocks = blocks
+        self._copies = copies
+        self._copiers = copiers
+        self._given_up = given_up
+        self._verify = verify
+        self.mover: KeyMover | None = None
+
+    def load(self, fence: Fence, job: LoadJob) -> None:
+        """Carry out a load.
+
+        Raises:
+            GivenUp: the request ended meanwhile.
+            TransferError: an entry cannot be used; a corrupt one is quarantined.
+        """
+        self._require_waiting(job)
+        if any(each.ids for each in job.blocks):
+            self._load_in_place(fence, job)
+        if job.joined is not None:
+            self._load_moved(fence, job, job.joined)
+
+    def _load_in_place(self, fence: Fence, job: LoadJob) -> None:
+        try:
+            with open_sources(self._store, self._secret, job, self._blocks) as sources:
+                self._copy_layers(fence, partial(self._copy, sources, job))
+        except EntryIncompatible:
+            raise  # valid for another engine, so it is not quarantined
+        except EntryInvalid as error:
+            self._store.quarantine(job.key, error.part)
+            raise
+
+    def _load_moved(self, fence: Fence, job: LoadJob, joined: Joined) -> None:
+        if self.mover is None:
+            raise EntryIncompatible("this engine does not move KV")
+        self._copy_layers(fence, partial(self._clear, self.mover, job, joined))
+        for move in joined.moves:
+            self._require_waiting(job)
+            blocks = blocks_of(move, self.mover.packing.tokens)
+            wanted = LoadJob(job.request_id, move.key, blocks, move.tokens, move.fingerprint, move.digest)
+            try:
+                with open_sources(self._store, self._secret, wanted, self._blocks) as sources:
+                    self._copy_layers(fence, partial(self._move, self.mover, job, move, sources))
+            except GivenUp:
+                raise
+            except TransferError as error:
+                if isinstance(error, EntryInvalid) and not isinstance(error, EntryIncompatible):
+                    self._store.quarantine(move.key, error.part)
+                raise PartLost(move.key, error) from None
+
+    def _copy_layers(self, fence: Fence, copy: Callable[[Staging, range], None]) -> None:
+        """Copy all layers in several threads and wait for all of them, since they write to the blocks."""
+
+        def copy_some(some: range) -> None:
+            with self._copies.staging(fence) as staging:
+                copy(staging, some)
+
+        layers = range(len(self._blocks))
+        shares: list[Future[None]] = []
+        try:
+            for number in range(COPY_THREADS):
+                shares.append(self._copiers.submit(copy_some, layers[number::COPY_THREADS]))
+        finally:
+            wait(shares)
+        for share in shares:
+            share.result()
+
+    def _require_waiting(self, job: LoadJob) -> None:
+        if job.request_id in self._given_up:
+            raise GivenUp
+
+    def _copy(self, sources: list[Source], job: LoadJob, staging: Staging, layers: range) -> None:
+        copier = LoadCopier(self._blocks, staging, self._verify)
+        for layer in layers:
+            self._require_waiting(job)
+            for source in sources:
+                copier.copy(source, layer)
+
+    def _clear(self, mover: KeyMover, job: LoadJob, joined: Joined, staging: Staging, layers: range) -> None:
+        copier = MoveCopier(self._blocks, staging, mover, job.table)
+        for layer in layers:
+            if layer >= mover.layers:
+                copier.clear(joined.stop - joined.tokens, joined.stop, layer)
+
+    def _move(
+        self,
+        mover: KeyMover,
+        job: LoadJob,
+        move: Move,
+        sources: list[Source],
+        staging: Staging,
+        layers: range,
+    ) -> None:
+        copier = MoveCopier(self._blocks, staging, mover, job.table)
+        for layer in layers:
+            self._require_waiting(job)
+            if layer < mover.layers:
+                copier.copy(move, sources, layer)
+
+
+@dataclass(frozen=True)
+class Source:
+    """An open entry and the blocks that are loaded from it.
+
+    Attributes:
+        entry: the entry.
+        blocks: the blocks that are loaded from it, for each cache group.
+    """
+
+    entry: Entry
+    blocks: tuple[GroupBlocks, ...]
+
+
+@contextmanager
+def open_sources(store: Store, secret: bytes, job: LoadJob, kv: KVBlocks) -> Iterator[list[Source]]:
+    """Open the entries that a load needs, for the time of the context.
+
+    Args:
+        store: the store.
+        secret: the store's secret, 32 bytes.
+        job: the load.
+        kv: the KV cache.
+
+    Raises:
+        EntryInvalid: an entry is corrupt, or not the one that was named.
+        EntryIncompatible: the entry was saved with another model, or replaced.
+        StoreError: a file is missing or cannot be read.
+    """
+    with ExitStack() as opened:
+        entry = Entry(opened.enter_context(store.open(job.key)), job.key, secret)
+        entry.require(job.fingerprint)
+        if job.digest not in (None, entry.digest):
+            raise EntryIncompatible("the entry was replaced after its token ids were compared")
+        found: list[Source] = []
+        reached = 0
+        for index, part in enumerate(entry.description.parts):
+            taken = range(reached, part.stop)
+            blocks = tuple(
+                each.within(taken if group.window is None else range(0))
+                for group, each in zip(kv.groups, job.blocks, strict=True)
+            )
+            if any(each.ids for each in blocks):
+                reader = opened.enter_context(store.open(job.key, index))
+                other = Entry(reader, part.key, secret, index)
+                if other.digest != part.digest:
+                    raise EntryIncompatible(f"part {index} is not the entry that was continued", index)
+                found.append(_source(other, blocks, kv, index))
+            reached = part.stop
+        blocks = tuple(
+            each.within(range(reached, sys.maxsize)) if group.window is None else each
+            for group, each in zip(kv.groups, job.blocks, strict=True)
+        )
+        found.append(_source(entry, blocks, kv, None))
+        yield found
+
+
+def _source(entry: Entry, blocks: tuple[GroupBlocks, ...], kv: KVBlocks, part: int | None) -> Source:
+    """Return a source, after checking that the entry holds these blocks in the shape of the KV cache.
+
+    Raises:
+        EntryInvalid: it does not.
+    """
+    described = entry.description
+    if described.layers != kv.shapes or len(described.firsts) != len(blocks):
+        raise EntryInvalid("the entry's layers do not have the shape of this KV cache", part)
+    for first, each in zip(described.firsts, blocks, strict=True):
+        if each.ids and (each.first < first or each.indexes.stop > described.blocks):
+            raise EntryInvalid("the entry has fewer blocks than the load needs", part)
+    return Source(entry, blocks)
+
+
+@dataclass(frozen=True)
+class LoadCopier:
+    """Copies layers, run by run, while each run is in the processor's cache.
+
+    Attributes:
+        kv: the KV cache.
+        staging: what this thread copies with.
+        verify: whether to verify each chunk before it is copied. Unverified bytes are read straight into the
+            KV cache where that is contiguous in host memory.
+    """
+
+    kv: KVBlocks
+    staging: Staging
+    verify: bool
+
+    def copy(self, source: Source, layer: int) -> None:
+        """Copy one layer of a source.
+
+        Raises:
+            EntryInvalid: a chunk does not match its digest, or the file is too short.
+        """
+        described = source.entry.description
+        blocks = source.blocks[described.layers[layer].group]
+        if not blocks.ids:
+            return
+        size, first = described.layers[layer].run_blocks, described.first(layer)
+        runs = range((blocks.first - first) // size, -(-(blocks.indexes.stop - first) // size))
+        if not self.verify and self.staging.rows(self.kv.pool(layer, self.kv.heads(layer)), ()) is not None:
+            self._read_rows(source.entry, layer, runs, blocks)
+            return
+        for index in runs:
+            self._copy_run(source.entry, layer, index, blocks.within(described.run(layer, index)))
+
+    def _copy_run(self, entry: Entry, layer: int, index: int, wanted: GroupBlocks) -> None:
+        """Copy the wanted blocks of a run through a buffer."""
+        run, heads = entry.description.run(layer, index), self.kv.heads(layer)
+        size = len(heads) * len(run) * entry.description.layers[layer].slab_bytes
+        data = self.staging.buffer(size)[:size]
+        if self.verify:
+            entry.run(layer, index, heads, data)
+        else:
+            entry.read_slabs(layer, index, heads.start, run.start, [data])
+        self.staging.scatter(self.kv.pool(layer, heads), wanted.ids, data, wanted.first - run.start)
+
+    def _read_rows(self, entry: Entry, layer: int, runs: range, blocks: GroupBlocks) -> None:
+        """Read the blocks of some runs into the KV cache itself, whole runs of all heads at once."""
+        described, heads = entry.description, self.kv.heads(layer)
+        pool, begins = self.kv.pool(layer, heads), runs.start
+        waiting: list[memoryview] = []
+        for index in runs:
+            run = described.run(layer, index)
+            wanted = blocks.within(run)
+            rows, count = self.staging.rows(pool, wanted.ids) or [], len(wanted.ids)
+            if count == len(run) and len(heads) == described.layers[layer].heads:
+                begins = begins if waiting else index
+                waiting += rows
+                continue
+            for position, head in enumerate(heads):
+                mine = rows[position * count : (position + 1) * count]
+                entry.read_slabs(layer, index, head, wanted.first, mine)
+        if waiting:
+            start = described.run(layer, begins).start
+            entry.read_slabs(layer, begins, heads.start, start, waiting)
+
+
+def blocks_of(move: Move, block_size: int) -> tuple[GroupBlocks, ...]:
+    """Return the blocks of its entry that a move reads, numbered from 0."""
+    first, stop = move.start // block_size, -(-(move.start + move.tokens) // block_size)
+    return (GroupBlocks(first, tuple(range(stop - first))),)
+
+
+@dataclass(frozen=True)
+class MoveCopier:
+    """Copies layers of moves into a KV cache in host memory.
+
+    Attributes:
+        kv: the KV cache, of one cache group with all heads.
+        staging: what this thread copies with.
+        mover: how keys are moved.
+        table: the blocks of the context, in order.
+    """
+
+    kv: KVBlocks
+    staging: Staging
+    mover: KeyMover
+    table: Sequence[int]
+    _turns: dict[tuple[int, int, int], Turn] = field(default_factory=dict, init=False)
+
+    def copy(self, move: Move, sources: Sequence[Source], layer: int) -> None:
+        """Copy one layer of a move from the open entry and its parts.
+
+        Raises:
+            EntryInvalid: a chunk does not match its digest.
+        """
+        for source in sources:
+            described, blocks = source.entry.description, source.blocks[0]
+            if not blocks.ids:
+                continue
+            size, first = described.layers[layer].run_blocks, described.first(layer)
+            for index in range((blocks.first - first) // size, -(-(blocks.indexes.stop - first) // size)):
+                self._copy_run(move, source, layer, index)
+
+    def _copy_run(self, move: Move, source: Source, layer: int, index: int) -> None:
+        """Copy the tokens of a move that one run of blocks holds."""
+        described, packing, heads = source.entry.description, self.mover.packing, self.kv.heads(layer)
+        run, tokens = described.run(layer, index), packing.tokens
+        size = len(heads) * len(run) * described.layers[layer].slab_bytes
+        data = source.entry.run(layer, index, heads, self.staging.buffer(size)[:size])
+        wanted = source.blocks[0].within(run).indexes
+        start = max(move.start, wanted.start * tokens)
+        count = min(move.start + move.tokens, wanted.stop * tokens) - start
+        slabs = numpy.frombuffer(data, packing.dtype).reshape(len(heads), len(run), -1)
+        keys, values = packing.unpack(slabs[:, wanted.start - run.start : wanted.stop - run.start])
+        inside = slice(start - wanted.start * tokens, start - wanted.start * tokens + count)
+        keys, values = keys[:, inside], values[:, inside]
+        to = move.to + start - move.start
+        self.mover.rotation.apply(keys, self._turn(start, to, count))
+        pool = self.kv.pool(layer, heads).numpy().reshape(len(heads), self.kv.count, -1, copy=False)
+        pool = pool.view(packing.dtype)
+        at = to
+        while at < to + count:
+            first = at % tokens
+            until = min(to + count, at - first + tokens)
+            part = slice(at - to, until - to)
+            packing.pack(pool[:, self.table[at // tokens]], first, keys[:, part], values[:, part])
+            at = until
+
+    def _turn(self, start: int, to: int, count: int) -> Turn:
+        """Return the rotation of these tokens, which is the same in all layers."""
+        place = (start, to, count)
+        if place not in self._turns:
+            self._turns[place] = self.mover.rotation.turn(start, to, count)
+        return self._turns[place]
+
+    def clear(self, start: int, stop: int, layer: int) -> None:
+        """Clear blocks of a layer of hidden states, which moved tokens have none of, nor need.
+
+        Args:
+            start: index in the context of the first token that is not loaded where it was.
+            stop: index after the last one that is moved.
+            layer: index of the layer.
+        """
+        size = self.mover.packing.tokens
+        pool = self.kv.pool(layer, self.kv.heads(layer)).numpy()
+        for block in self.table[start // size : -(-stop // size)]:
+            pool[:, block] = 0
