@@ -63,7 +63,6 @@ from baton_kv.folders import make_folder
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
 from baton_kv.stores.file import IMAGES, RECORDS
-from baton_kv.stores.memory import MemoryStore
 
 
 def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
@@ -74,7 +73,7 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Handoffs:
     """
     threads = HandoffThreads(settings.admission.wait_s, metrics.queues)
     if not any(engine.handoff for engine in settings.engines):
-        nowhere = HandoffStorage(MemoryStore(), HandoffRepository(None), ImageStore(None))
+        nowhere = HandoffStorage(None, HandoffRepository(None), ImageStore(None))
         return Handoffs(settings.handoffs, nowhere, metrics.handoffs, threads=threads)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))

@@ -88,12 +88,7 @@ class HeadShard:
 
     @classmethod
     def of_rank(cls, total: int, rank: int, ranks: int) -> HeadShard:
-        """Return the shard of a rank, as vLLM divides heads over ranks.
-
-        Args:
-            total: KV heads of the whole model.
-            rank: number of the rank, from 0.
-            ranks: number of ranks.
+        """Return the shard of a rank, of `total` heads of the whole model, as vLLM divides heads over ranks.
 
         Raises:
             LayoutRefused: the heads cannot be divided equally.
@@ -201,12 +196,7 @@ class KVBlocks:
         )
 
     def pool(self, layer: int, heads: range) -> torch.Tensor:
-        """Return some heads of a layer, uint8 `[heads, blocks, rows, tokens, bytes]`.
-
-        Args:
-            layer: index of the layer.
-            heads: numbers of the heads in the whole model, all of which this rank holds.
-        """
+        """Return some of this rank's heads of a layer, uint8 `[heads, blocks, rows, tokens, bytes]`."""
         if heads == self.heads(layer):
             return self._layers[layer]
         first = heads.start - self._shards[layer].first

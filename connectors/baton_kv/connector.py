@@ -226,14 +226,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def enable_moves(self, model: torch.nn.Module) -> str | None:
-        """Let loads move KV of several entries into one context; see `baton_kv.joins`.
-
-        Args:
-            model: vLLM's model.
-
-        Returns:
-            Why this engine's KV cannot be moved; None: it can.
-        """
+        """Enable moves of KV of several entries into one context; return why KV cannot be moved, or None."""
         assert self._worker is not None
         assert self._layout is not None
         if not current_platform.is_cpu():
@@ -254,7 +247,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return self._layout
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Give the model the mixtures of the step: this hook alone comes before the forward pass."""
+        """Pass the mixtures of the step to the model: this hook alone comes before the forward pass."""
         memory = self._latent_memory()
         if memory is not None and isinstance(kv_connector_metadata, StepMetadata):
             mixtures = kv_connector_metadata.jobs.mixtures

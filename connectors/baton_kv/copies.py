@@ -42,11 +42,7 @@ class Staging(Protocol):
     def scatter(self, pool: torch.Tensor, block_ids: Sequence[int], data: memoryview, skip: int = 0) -> None:
         """Write slabs into these blocks; `data` may be overwritten when this returns.
 
-        Args:
-            pool: the heads.
-            block_ids: blocks of the pool.
-            data: slabs, as many of each head.
-            skip: of each head, the first slabs that are left out.
+        It holds as many slabs of each head, of which the first `skip` are left out.
         """
         ...
 
@@ -67,7 +63,7 @@ class Copies(Protocol):
         ...
 
     def staging(self, fence: Fence) -> AbstractContextManager[Staging]:
-        """Give a thread what it copies with; the copies come after the fence and end with the context."""
+        """Reserve a staging for a thread; its copies come after the fence and end with the context."""
         ...
 
 
@@ -102,11 +98,7 @@ class HostStaging:
 
 
 class HostCopies:
-    """The `Copies` of a KV cache in host memory.
-
-    Args:
-        threads: number of threads that copy at once.
-    """
+    """The `Copies` of a KV cache in host memory, for so many threads at once."""
 
     def __init__(self, threads: int) -> None:
         self._free: queue.SimpleQueue[HostStaging] = queue.SimpleQueue()
@@ -134,11 +126,8 @@ class HostCopies:
 class CudaStaging:
     """Copies through a stream, a slot of device memory and a slot of pinned host memory.
 
-    Index operations move int64 or uint8 words, never numbers of the model's dtype.
-
-    Args:
-        device: the device of the KV cache.
-        slot_bytes: bytes of each slot; no run of blocks is larger.
+    Index operations move int64 or uint8 words, never numbers of the model's dtype. No run of blocks is larger
+    than `slot_bytes`.
     """
 
     def __init__(self, device: torch.device, slot_bytes: int) -> None:
@@ -150,7 +139,7 @@ class CudaStaging:
         self._copied = torch.cuda.Event(blocking=True)
 
     def begin(self, fence: Fence) -> None:
-        """Bind this thread to the device, and let its copies wait for the fence."""
+        """Bind this thread to the device, and order its copies after the fence."""
         torch.cuda.set_device(self._device)
         self._stream.wait_event(fence)
 
@@ -191,13 +180,7 @@ class CudaStaging:
 
 
 class CudaCopies:
-    """The `Copies` of a KV cache in a GPU's memory; made at the start, so that too little memory shows there.
-
-    Args:
-        device: the device of the KV cache.
-        threads: number of threads that copy at once.
-        slot_bytes: bytes of the largest run of blocks.
-    """
+    """The `Copies` of a KV cache on a GPU; made at the start, so that too little memory shows there."""
 
     def __init__(self, device: torch.device, threads: int, slot_bytes: int) -> None:
         self._device = device
@@ -233,11 +216,5 @@ def in_words(pool: torch.Tensor) -> torch.Tensor:
 
 
 def copies_for(device: torch.device, threads: int, slot_bytes: int) -> Copies:
-    """Return the copies of a KV cache on a device.
-
-    Args:
-        device: the device of the KV cache.
-        threads: number of threads that copy at once.
-        slot_bytes: bytes of the largest run of blocks.
-    """
+    """Return the copies of a KV cache on a device, for so many threads and runs of up to `slot_bytes`."""
     return HostCopies(threads) if device.type == "cpu" else CudaCopies(device, threads, slot_bytes)

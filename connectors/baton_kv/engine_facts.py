@@ -38,10 +38,7 @@ def require_supported(
 ) -> None:
     """Refuse a model or configuration whose KV the connector cannot move exactly.
 
-    Args:
-        config: the engine's configuration.
-        kv_cache_config: its KV cache.
-        unproven_devices: whether NVIDIA GPUs are allowed where handoffs on them are not proved.
+    With `unproven_devices`, NVIDIA GPUs are allowed where handoffs on them are not proved.
 
     Raises:
         ValueError: the configuration is not supported; the message says what to change.
@@ -62,7 +59,7 @@ def require_supported(
 
 
 def _unproved_on_gpus(config: VllmConfig, specs: Sequence[Any]) -> list[str]:
-    """Return what of a configuration no run on a GPU has proved; `docs/results/gpu.md` says what was."""
+    """List the features of a configuration that no run on a GPU has proved; see `docs/results/gpu.md`."""
     images = config.model_config.multimodal_config
     found = {
         "tensor parallelism": config.parallel_config.tensor_parallel_size > 1,
@@ -105,9 +102,6 @@ def _require_parallel(config: VllmConfig) -> None:
 
 def _require_caches(specs: Sequence[Any]) -> None:
     """Refuse KV caches that cannot be moved exactly.
-
-    Args:
-        specs: the specification of each cache group.
 
     Raises:
         ValueError: the message says what to change.
@@ -159,12 +153,7 @@ def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
 def facts_of(
     config: VllmConfig, kv_cache_config: KVCacheConfig, known: KnownDigests | None = None
 ) -> dict[str, Any]:
-    """Return all facts that decide what the bytes of a block mean, by name; `fingerprint` digests them.
-
-    Args:
-        config: the engine's configuration.
-        kv_cache_config: its KV cache.
-        known: digests of weights that were computed before.
+    """Collect all facts that decide what the bytes of a block mean, by name; `fingerprint` digests them.
 
     Raises:
         ValueError: the weights cannot be identified.
@@ -203,7 +192,7 @@ def _draft_digest(config: VllmConfig, known: KnownDigests | None) -> str | None:
 
 
 def _spec_facts(spec: Any) -> dict[str, str]:
-    """Return all that a spec says but what is of one rank or of the pool alone."""
+    """Collect the fields of a spec, without those of one rank or of the pool alone."""
     names = (field.name for field in fields(spec) if field.name not in NOT_OF_A_SLAB)
     return {"class": type(spec).__name__} | {name: str(getattr(spec, name)) for name in names}
 

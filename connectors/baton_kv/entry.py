@@ -113,12 +113,7 @@ class Entry:
     ) -> None:
         """Fill the buffers with slabs from one on, in the order of the file, without verifying them.
 
-        Args:
-            layer: index of the layer.
-            index: index of the run.
-            head: number of the KV head in the whole model.
-            block: index of the block in the context.
-            buffers: memory to read into.
+        The first is that of KV head `head` of the whole model and block `block` of the context, in the run.
 
         Raises:
             EntryInvalid: the file ends before the buffers are full.
@@ -131,14 +126,7 @@ class Entry:
 def write(
     description: EntryDescription, tokens: Sequence[int], slabs: SlabReader, secret: bytes
 ) -> Iterator[Piece]:
-    """Yield the pieces of an entry's file, in order.
-
-    Args:
-        description: the entry's description.
-        tokens: every token id of the context.
-        slabs: returns slabs, each `slab_bytes` long; called once a run.
-        secret: the store's secret, 32 bytes.
-    """
+    """Yield the pieces of an entry's file, in order; `slabs` is called once a run."""
     ids = numpy.asarray(tokens, dtype="<i4").tobytes()
     yield EntryLayout(description).header
     yield ids
@@ -166,7 +154,7 @@ def write_share(
         draft: the entry's file, which other ranks write too.
         description: the entry's description, the same for all ranks.
         heads: returns the heads of a layer that this rank writes; each head is written by exactly one rank.
-        slabs: as for `write`.
+        slabs: reads slabs.
         secret: the store's secret, 32 bytes.
     """
     layout = EntryLayout(description)

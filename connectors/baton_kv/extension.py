@@ -1,4 +1,4 @@
-"""Give the connector the engine's model, which vLLM does not: an extension of vLLM's worker.
+"""Extend vLLM's worker by a method that passes the engine's model to the connector, as vLLM does not.
 
 Set `worker_extension_cls` to `baton_kv.extension.BatonWorker`, and call `baton_enable_moves` by
 `collective_rpc` when the engine has started.
@@ -19,11 +19,7 @@ class BatonWorker:
     model_runner: Any
 
     def baton_enable_moves(self) -> str | None:
-        """Let the connector move KV of several entries into one context.
-
-        Returns:
-            Why it cannot; None: it can.
-        """
+        """Enable moves of KV of several entries into one context; return why KV cannot be moved, or None."""
         connector = get_kv_transfer_group()
         if not isinstance(connector, BatonConnector):
             return "the engine has another KV connector"

@@ -24,11 +24,7 @@ SETTLED_AFTER_S = 2.0
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """Return the BLAKE3 digest, hexadecimal, of all facts that decide what the bytes of a block mean.
-
-    Args:
-        facts: model, dtype, layout and version, by name; see `engine_facts.facts_of`.
-    """
+    """Return the BLAKE3 digest, hexadecimal, of all facts that decide what the bytes of a block mean."""
     canonical = json.dumps({"format": FORMAT} | dict(facts), sort_keys=True, default=str)
     return blake3(canonical.encode()).hexdigest()
 
@@ -48,11 +44,6 @@ def weights_digest(model: str, revision: str | None = None, known: KnownDigests 
 
     For a local folder or file this is the BLAKE3 digest of its bytes, for a hub id `hub:ID@COMMIT` with the
     commit in the local cache.
-
-    Args:
-        model: a folder, a file, or a hub id.
-        revision: revision of the hub id.
-        known: digests that were computed before; None: the files are read.
 
     Raises:
         ValueError: the folder holds no weights, or the hub id is not in the local cache, so its commit is
@@ -90,9 +81,8 @@ def _matching(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
 class KnownDigests:
     """A small JSON file of digests, by the paths, sizes, times and inodes of the files they are of.
 
-    Args:
-        file: the file; only its owner may write the folder that it is in. A file that cannot be read counts
-            as empty, and one that cannot be written is left out: files are then read again.
+    Only its owner may write the folder that it is in. If it cannot be read it counts as empty, and if it
+    cannot be written nothing is remembered: the weights are then read again.
     """
 
     def __init__(self, file: Path) -> None:
@@ -147,7 +137,7 @@ def digest_of(files: Sequence[Path]) -> str:
 
 
 def _state(files: Sequence[Path]) -> str:
-    """Return a digest of all that changes with a file but its bytes."""
+    """Return a digest of all properties that change when a file does, except its bytes."""
     seen = []
     for file in files:
         stat = file.stat()

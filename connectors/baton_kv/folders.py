@@ -123,9 +123,6 @@ def bytes_in(path: Path | str, *, within: int | None = None) -> int:
 def store_secret(root: Path) -> bytes:
     """Return the 32 bytes of a store's secret, created at first use; every process gets the same.
 
-    Args:
-        root: the store's folder.
-
     Raises:
         OSError: the secret can neither be read nor created, or others may access the folder.
         ValueError: the file `secret` is not 32 bytes long.
@@ -143,11 +140,7 @@ def store_secret(root: Path) -> bytes:
 
 
 def install_secret(root: Path, secret: bytes) -> None:
-    """Give a store the secret of others that it shares entries with.
-
-    Args:
-        root: the store's folder.
-        secret: 32 bytes.
+    """Set a store's secret, 32 bytes, to that of the stores it shares entries with.
 
     Raises:
         OSError: the secret can neither be read nor created, or others may access the folder.
@@ -161,7 +154,7 @@ def install_secret(root: Path, secret: bytes) -> None:
 
 
 def _make(top: int, secret: bytes | None = None) -> None:
-    """Create the secret atomically: written to a temporary file, then linked, which fails if it exists."""
+    """Create the secret atomically: write a temporary file, then link it, which fails if one exists."""
     with contextlib.suppress(FileNotFoundError):
         os.stat(SECRET, dir_fd=top, follow_symlinks=False)
         return

@@ -64,12 +64,7 @@ Tokens = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
 
 
 class EntryInvalid(TransferError):
-    """The bytes are not a valid entry; the message says why.
-
-    Args:
-        reason: what is wrong with them.
-        part: index of the part of the loaded entry that they are; None: they are the entry itself.
-    """
+    """The bytes of an entry, or of its part with this index, are not valid; the message says why."""
 
     failure = TransferFailure.CORRUPT
 
@@ -202,9 +197,6 @@ class EntryDescription:
 
 class EntryLayout:
     """Where everything is in an entry's file; it follows from the description alone.
-
-    Args:
-        description: the entry's description.
 
     Attributes:
         description: the entry's description.
@@ -373,10 +365,7 @@ def _in_order(images: tuple[ImageRef, ...], tokens: int) -> bool:
 
 
 def shared_keys(reader: Reader) -> tuple[str, ...]:
-    """Return the keys of the entries whose files an entry needs too, in order.
-
-    Args:
-        reader: its own file.
+    """Return the keys of the entries whose files an entry needs beside its own, in order, without verifying.
 
     Raises:
         StoreError: the file is not an entry.
@@ -389,9 +378,5 @@ def shared_keys(reader: Reader) -> tuple[str, ...]:
 
 
 def seal_of(reader: Reader) -> str:
-    """Return the digest at the end of an entry's file, hexadecimal: no other entry has the same.
-
-    Args:
-        reader: the file.
-    """
+    """Return the digest at the end of an entry's file, hexadecimal: no other entry has the same."""
     return reader.read(len(reader) - DIGEST_BYTES, len(reader)).hex()

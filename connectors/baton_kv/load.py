@@ -31,12 +31,7 @@ class GivenUp(TransferError):
 
 
 class PartLost(TransferError):
-    """An entry whose KV was to be moved is corrupt or gone.
-
-    Args:
-        key: its key.
-        error: what is wrong with it.
-    """
+    """The entry `key`, whose KV was to be moved, is corrupt or gone."""
 
     def __init__(self, key: str, error: TransferError) -> None:
         super().__init__(str(error))
@@ -53,7 +48,7 @@ class Loader:
         blocks: the part of the engine's KV cache that this rank holds.
         copies: how threads copy.
         copiers: the threads that share the copies of one load.
-        given_up: the requests whose load need not be finished, which others add to.
+        given_up: the requests whose load need not be finished; others add to it.
         verify: whether to verify every chunk before it is used.
 
     Attributes:
@@ -173,12 +168,7 @@ class Loader:
 
 @dataclass(frozen=True)
 class Source:
-    """An open entry and the blocks that are loaded from it.
-
-    Attributes:
-        entry: the entry.
-        blocks: the blocks that are loaded from it, for each cache group.
-    """
+    """An open entry and the blocks that are loaded from it, for each cache group."""
 
     entry: Entry
     blocks: tuple[GroupBlocks, ...]
@@ -187,12 +177,6 @@ class Source:
 @contextmanager
 def open_sources(store: Store, secret: bytes, job: LoadJob, kv: KVBlocks) -> Iterator[list[Source]]:
     """Open the entries that a load needs, for the time of the context.
-
-    Args:
-        store: the store.
-        secret: the store's secret, 32 bytes.
-        job: the load.
-        kv: the KV cache.
 
     Raises:
         EntryInvalid: an entry is corrupt, or not the one that was named.
@@ -228,7 +212,7 @@ def open_sources(store: Store, secret: bytes, job: LoadJob, kv: KVBlocks) -> Ite
 
 
 def _source(entry: Entry, blocks: tuple[GroupBlocks, ...], kv: KVBlocks, part: int | None) -> Source:
-    """Return a source, after checking that the entry holds these blocks in the shape of the KV cache.
+    """Check that an entry holds these blocks in the shape of the KV cache.
 
     Raises:
         EntryInvalid: it does not.
@@ -379,10 +363,7 @@ class MoveCopier:
     def clear(self, start: int, stop: int, layer: int) -> None:
         """Clear blocks of a layer of hidden states, which moved tokens have none of, nor need.
 
-        Args:
-            start: index in the context of the first token that is not loaded where it was.
-            stop: index after the last one that is moved.
-            layer: index of the layer.
+        `start` is the first token of the context that is not loaded where it was, `stop` follows the last.
         """
         size = self.mover.packing.tokens
         pool = self.kv.pool(layer, self.kv.heads(layer)).numpy()

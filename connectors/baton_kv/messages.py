@@ -88,7 +88,7 @@ class Joined:
         return sum(move.tokens for move in self.moves) + sum(len(gap.tokens) for gap in self.gaps)
 
     def after(self, tokens: int) -> Joined:
-        """Return what is left of it behind the first `tokens` tokens, which the engine has."""
+        """Return the part of it behind the first `tokens` tokens, which the engine has."""
         moves = tuple(move for each in self.moves if (move := each.after(tokens)).tokens)
         gaps = tuple(gap for each in self.gaps if (gap := each.after(tokens)).tokens)
         return Joined(self.begin, moves, gaps)

@@ -60,8 +60,8 @@ class SchedulerRole:
         secret: the store's secret, 32 bytes.
         fingerprint: fingerprint of this engine's model and its KV.
         block_size: tokens in a block.
-        groups: the model's cache groups.
         ranks: number of tensor-parallel ranks, each of which does every job.
+        groups: the model's cache groups.
         held_blocks: number of different blocks that saves may keep from other requests.
         most_computed: most tokens that one join may compute between moved ones.
     """
@@ -159,18 +159,15 @@ class SchedulerRole:
         self._plans = dict.fromkeys(self._plans)
 
     def take_outcomes(self) -> list[TransferOutcome]:
-        """Return what ended since the last call: jobs, failed looks, and saves that were not begun."""
+        """Return the outcomes since the last call: of jobs, failed looks, and saves that were not begun."""
         outcomes = list(self._outcomes)
         self._outcomes.clear()
         return outcomes
 
     def allocated(self, request_id: str, block_ids: Sequence[Sequence[int]], external: int) -> None:
-        """Plan the load of a request that was given blocks.
+        """Plan the load of a request that was given blocks of each cache group, in the order of the context.
 
-        Args:
-            request_id: the engine's id of the request.
-            block_ids: the request's blocks of each cache group, in the order of the context.
-            external: number of tokens to load, as returned by `matched`.
+        `external` is the number of tokens to load, as returned by `matched`.
         """
         plan = self._plans.get(request_id)
         if external <= 0 or plan is None:
@@ -193,13 +190,7 @@ class SchedulerRole:
         )
 
     def placed(self, params: object, block_ids: Sequence[Sequence[int]], salt: str | None) -> None:
-        """Note the mixture of a request that was given blocks to compute all of it, if it has one.
-
-        Args:
-            params: the request's `kv_transfer_params`.
-            block_ids: its blocks of each cache group.
-            salt: its `cache_salt`.
-        """
+        """Note the mixture, if it has one, of a request that was given blocks to compute all of it."""
         wanted = parse(params)
         if not isinstance(wanted, TransferParams) or wanted.mixture is None:
             return
@@ -209,7 +200,7 @@ class SchedulerRole:
     def _blocks_of(
         self, block_ids: Sequence[Sequence[int]], tokens: int, local: int = 0
     ) -> tuple[GroupBlocks, ...]:
-        """Return the blocks, for each cache group, that hold what follows on so many tokens needs.
+        """Select the blocks of each cache group that a continuation after this many tokens needs.
 
         Args:
             block_ids: a request's blocks of each cache group, in the order of the context.
@@ -306,15 +297,7 @@ class SchedulerRole:
     def _refusal(
         self, blocks: tuple[GroupBlocks, ...], kept: int, held: Sequence[int], whole: bool, *, yields: bool
     ) -> TransferFailure | None:
-        """Return why a context is not saved; None: it is.
-
-        Args:
-            blocks: its blocks, for each cache group.
-            kept: number of its tokens that have KV.
-            held: the blocks of the pool that the save would hold.
-            whole: as for `finished`.
-            yields: nobody waits for the save.
-        """
+        """Check whether a context may be saved with `kept` tokens; return the reason against it, or None."""
         if not whole or kept < 1 or not all(self._is_whole(each, kept) for each in blocks):
             return TransferFailure.NOT_WHOLE
         return None if self._held.has_room_for(held, yields=yields) else TransferFailure.BUSY
@@ -324,16 +307,10 @@ class SchedulerRole:
         return blocks.indexes.stop * self._block_size >= tokens and NULL_BLOCK not in blocks.ids
 
     def _parts_before(self, plan: Plan, key: str, kept: int) -> tuple[Part, ...]:
-        """Return the entries that hold the first blocks of a context already.
+        """Select the entries that hold the first blocks of a context already, as parts of its entry `key`.
 
-        Args:
-            plan: the plan of the request, which named an entry.
-            key: key of the new entry, which shares files of its own scope only.
-            kept: number of tokens of the context that have KV.
-
-        Returns:
-            The parts of the new entry, whose last block is never among them; none if there would be too many.
-            An entry keeps whole files of others, so they end where it would use less than half of one.
+        The last block is never among them. An entry keeps whole files of others, of its own scope only, so
+        they end where it would use less than half of one; if there would be too many, there are none.
         """
         whole = min(plan.shared, kept - 1) // self._block_size
         if all(group.window is not None for group in self._groups):
@@ -374,7 +351,7 @@ class SchedulerRole:
                 self._plans[outcome.request_id] = None
 
     def _saved_or_lost(self, outcome: TransferOutcome) -> TransferOutcome:
-        """Return a save's outcome; what several ranks have saved is there, or it is lost."""
+        """Check the outcome of a save by several ranks: an entry that is not there is lost."""
         draft = self._saving.pop(outcome.request_id, None)
         if draft is None:
             return outcome
@@ -411,16 +388,14 @@ class HeldBlocks:
 
     @property
     def free_soon(self) -> bool:
-        """Whether some are expected to be free within a second."""
+        """Whether saves hold blocks, and one began or ended within the last second: more will be free."""
         return bool(self._saves) and time.monotonic() - self._moved < SAVED_WITHIN_S
 
     def has_room_for(self, block_ids: Sequence[int], *, yields: bool = False) -> bool:
-        """Return whether a save may hold these blocks.
+        """Check whether a save may hold these blocks.
 
-        Args:
-            block_ids: the blocks.
-            yields: nobody waits for the save: it leaves room for those that somebody waits for, which do not
-                count what such saves hold.
+        A save that `yields`, for which nobody waits, leaves room for those that somebody waits for, which do
+        not count the blocks that yielding saves hold.
         """
         holders = self._holders if yields else self._awaited
         new = len(set(block_ids) - holders.keys())
@@ -451,18 +426,14 @@ class HeldBlocks:
 
 
 class RankOutcomes:
-    """The outcomes of jobs that some ranks have ended and others have not.
-
-    Args:
-        ranks: number of ranks, each of which ends every job once.
-    """
+    """The outcomes of jobs that some of the ranks have ended, each of which ends every job once."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._ended: dict[tuple[str, Transfer], list[TransferOutcome]] = {}
 
     def add(self, outcomes: Iterable[TransferOutcome]) -> Iterator[TransferOutcome]:
-        """Take outcomes of ranks; yield one outcome for each job that all ranks have ended."""
+        """Add outcomes of ranks; yield one outcome for each job that all ranks have ended."""
         for outcome in outcomes:
             job = (outcome.request_id, outcome.kind)
             ended = self._ended.setdefault(job, [])
@@ -472,10 +443,10 @@ class RankOutcomes:
 
 
 def combined(outcomes: list[TransferOutcome]) -> TransferOutcome:
-    """Return one job's outcome over its ranks: it failed if one failed, and took as long as the slowest.
+    """Combine the outcomes of one job: it failed if one rank failed, and took as long as the slowest.
 
-    With several failures, the one that says most: a rank that finds an entry corrupt removes it, and the next
-    then finds it missing.
+    Of several failures the one that says most counts: a rank that finds an entry corrupt removes it, and the
+    next then finds it missing.
     """
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
     return replace(

@@ -141,12 +141,7 @@ class WorkerRole:
         self._waiting: deque[tuple[LoadJob, TransferOutcome]] = deque()
 
     def enable_moves(self, mover: KeyMover, compute_gaps: ComputeGaps) -> None:
-        """Let loads move KV to other places.
-
-        Args:
-            mover: how keys are moved.
-            compute_gaps: computes the gaps of a context; for the main thread.
-        """
+        """Enable moves of KV to other places; `compute_gaps` runs in the main thread."""
         self._loader.mover, self._compute_gaps = mover, compute_gaps
 
     def _threads(self, count: int, name: str, niceness: int = 0) -> ThreadPoolExecutor:
@@ -225,11 +220,11 @@ class WorkerRole:
 
     @staticmethod
     def _needs_gaps(job: LoadJob, outcome: TransferOutcome) -> bool:
-        """Return whether tokens between moved ones are to be computed after a load."""
+        """Return whether tokens between moved ones are still to be computed after a load."""
         return outcome.failure is None and job.joined is not None and bool(job.joined.gaps)
 
     def _with_gaps(self, job: LoadJob, outcome: TransferOutcome) -> TransferOutcome:
-        """Compute the tokens between moved ones after a load; returns the outcome of both."""
+        """Compute the tokens between moved ones after a load; return the outcome of both."""
         if job.request_id in self._given_up:
             return replace(outcome, failure=TransferFailure.GIVEN_UP)
         assert self._compute_gaps is not None
@@ -358,7 +353,7 @@ class WorkerRole:
 
 
 def _lower_priority(niceness: int) -> None:
-    """Let this thread run only where others leave a core idle, for the most part."""
+    """Lower this thread's priority, so that it runs for the most part where others leave a core idle."""
     with contextlib.suppress(OSError, AttributeError):  # not on every system
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+from support.memory_store import MemoryStore
 
 from baton_kv.blocks import KVBlocks
 from baton_kv.contract import (
@@ -12,7 +13,6 @@ from baton_kv.contract import (
 )
 from baton_kv.format import ImageRef
 from baton_kv.scheduler_role import SchedulerRole
-from baton_kv.stores.memory import MemoryStore
 from baton_kv.worker_role import FinishedJobs, WorkerRole
 
 SECRET = b"s" * 32

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from connector.role_engines import BLOCK, SECRET, Engine
+from support.memory_store import MemoryStore
 
 from baton_kv.contract import new_key, params_to_load, transfer_params
 from baton_kv.entry import Entry
 from baton_kv.format import EntryDescription
 from baton_kv.stores.base import MAX_SHARED, Store
 from baton_kv.stores.file import FileStore
-from baton_kv.stores.memory import MemoryStore
 
 LAYERS, HEADS, VALUES = 3, 2, 8
 TOKEN_BYTES = LAYERS * HEADS * VALUES * 4

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 from connector.rank_engines import LOADED, SAVED, RankedEngine
+from support.memory_store import MemoryStore
 
 from baton_kv import copies
 from baton_kv.blocks import HeadShard, KVBlocks
 from baton_kv.copies import CudaCopies, HostStaging, Staging, in_words
-from baton_kv.stores.memory import MemoryStore
 
 HEADS, BLOCKS, ROWS, TOKENS, VALUES = 3, 8, 2, 4, 6
 Log = list[tuple[str, object]]

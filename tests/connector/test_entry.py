@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 import numpy
 import pytest
 import safetensors
+from support.memory_store import BytesReader
 
 from baton_kv.contract import new_key
 from baton_kv.entry import Entry, SlabReader, write
@@ -23,7 +24,6 @@ from baton_kv.format import (
     Part,
 )
 from baton_kv.plan import common_prefix, trim_to_equal_images
-from baton_kv.stores.base import BytesReader
 
 SECRET = b"s" * 32
 TOKENS = list(range(1000, 1300))

@@ -26,13 +26,13 @@ from connector.store_relays import (
     Relay,
     used,
 )
+from support.memory_store import BytesReader
 
 from baton_kv.contract import new_key
 from baton_kv.entry import Entry
 from baton_kv.fingerprint import fingerprint
 from baton_kv.folders import store_secret
 from baton_kv.format import FORMAT, EntryLayout
-from baton_kv.stores.base import BytesReader
 from baton_kv.stores.file import FileStore
 
 FLIPS = 10_000

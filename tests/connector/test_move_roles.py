@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from connector.role_engines import BLOCK, Engine
+from support.memory_store import MemoryStore
 
 from baton_kv.contract import (
     TransferFailure,
@@ -20,7 +21,6 @@ from baton_kv.format import ImageRef
 from baton_kv.joins.packing import SlabPacking
 from baton_kv.joins.rotation import KeyMover, Rotation
 from baton_kv.messages import Gap
-from baton_kv.stores.memory import MemoryStore
 
 HEAD = 4
 SALT = "of this request alone"

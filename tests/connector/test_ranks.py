@@ -13,6 +13,7 @@ from threading import Barrier
 import pytest
 import torch
 from connector.rank_engines import BLOCKS, LOADED, PROMPT, SAVED, SECRET, RankedEngine
+from support.memory_store import MemoryStore
 
 from baton_kv.blocks import HeadShard, LayoutRefused
 from baton_kv.contract import (
@@ -27,7 +28,6 @@ from baton_kv.entry import Entry
 from baton_kv.scheduler_role import RankOutcomes
 from baton_kv.stores.base import Store, StoreFull
 from baton_kv.stores.file import ABANDONED_AFTER_S, FileStore
-from baton_kv.stores.memory import MemoryStore
 
 RANKS = (1, 2, 4)
 HEADS = (4, 2, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from connector.role_engines import BLOCK, PROMPT, Engine
+from support.memory_store import MemoryStore
 
 from baton_kv.contract import (
     new_key,
@@ -15,7 +16,6 @@ from baton_kv.contract import (
 from baton_kv.copies import HostStaging
 from baton_kv.format import ImageRef
 from baton_kv.messages import StepJobs
-from baton_kv.stores.memory import MemoryStore
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from connector.role_engines import BLOCK, PROMPT, SECRET, Engine
+from support.memory_store import MemoryStore
 
 from baton_kv import scheduler_role
 from baton_kv.blocks import HeadShard, KVBlocks, LayoutRefused
@@ -29,7 +30,6 @@ from baton_kv.copies import HostStaging
 from baton_kv.folders import store_secret
 from baton_kv.scheduler_role import HeldBlocks, SchedulerRole
 from baton_kv.stores.base import StoreError
-from baton_kv.stores.memory import MemoryStore
 from baton_kv.worker_role import LOW_PRIORITY
 
 

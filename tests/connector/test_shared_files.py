@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.memory_store import MemoryStore
 
 from baton_kv.contract import new_key
 from baton_kv.stores.base import EntryMissing, SharedFiles, SharedMissing, Store, StoreError, StoreFull
 from baton_kv.stores.file import FileStore
-from baton_kv.stores.memory import MemoryStore
 
 Chain = list[str]
 

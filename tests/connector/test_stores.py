@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.memory_store import MemoryStore
 
 from baton_kv.contract import EXPENDABLE, new_key
 from baton_kv.stores.base import EntryMissing, Store, StoreError, StoreFull
 from baton_kv.stores.factory import open_store
 from baton_kv.stores.file import ABANDONED_AFTER_S, FileStore
-from baton_kv.stores.memory import MemoryStore
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.memory_store import MemoryStore
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffNotFound
@@ -15,7 +16,6 @@ from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.telemetry.metrics import GatewayMetrics
-from baton_kv.stores.memory import MemoryStore
 
 pytestmark = pytest.mark.fault("E19")
 MANY = 10_000

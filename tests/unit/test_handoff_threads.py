@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.memory_store import MemoryStore
 
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import HandoffSettings
@@ -26,7 +27,6 @@ from baton.handoffs.records.state import HandoffState
 from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.telemetry.metrics import GatewayMetrics
-from baton_kv.stores.memory import MemoryStore
 
 pytestmark = [pytest.mark.fault("E19"), pytest.mark.timeout(60)]
 FLOOD = 200

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from support.memory_store import MemoryStore
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
@@ -17,7 +18,6 @@ from baton.handoffs.records.storage import HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sources import Sources
 from baton.telemetry.metrics import GatewayMetrics
-from baton_kv.stores.memory import MemoryStore
 
 pytestmark = pytest.mark.fault("E20")
 

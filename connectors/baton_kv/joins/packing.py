@@ -45,11 +45,7 @@ class Steps:
 
     @classmethod
     def candidates(cls, places: NDArray[numpy.int64]) -> Iterator[Steps]:
-        """Yield the steps by which an axis with these places may go on.
-
-        Args:
-            places: index of each place in memory, `[length]`.
-        """
+        """Yield the steps by which an axis with these places in memory, `[length]`, may go on."""
         length = len(places)
         for group in (size for size in range(1, length + 1) if length % size == 0):
             outer = int(places[group] - places[0]) if group < length else 0
@@ -86,10 +82,7 @@ class Layout:
 
     @classmethod
     def of(cls, places: NDArray[numpy.int64]) -> Layout:
-        """Find the layout with these places.
-
-        Args:
-            places: index in the slab of each value, `[tokens, head size]`.
+        """Find the layout with these places: the index in the slab of each value, `[tokens, head size]`.
 
         Raises:
             PackingUnknown: tokens or values do not go on by equal steps.
@@ -121,10 +114,7 @@ class Layout:
         return tuple(lengths[axis] for axis in order), tuple(order.index(axis) for axis in range(4))
 
     def view(self, slabs: NDArray[Any]) -> NDArray[Any]:
-        """View slabs without copying.
-
-        Args:
-            slabs: `[..., values of a slab]`.
+        """View slabs, `[..., values of a slab]`, without copying.
 
         Returns:
             `[..., groups of tokens, tokens of a group, groups of values, values of a group]`.
@@ -136,13 +126,7 @@ class Layout:
         return split.transpose(*range(before), *(before + place for place in places))
 
     def write(self, slab: NDArray[Any], first: int, given: NDArray[Any]) -> None:
-        """Write consecutive tokens into a block.
-
-        Args:
-            slab: the block of each head, `[heads, values of a slab]`, written in place.
-            first: index in the block of the first token.
-            given: `[heads, tokens, head size]`.
-        """
+        """Write `[heads, tokens, head size]` from token `first` on into one block of `[heads, values]`."""
         view, size, at = self.view(slab), self.tokens.group, first
         given = given.reshape(*given.shape[:2], *self.values.shape)
         stop = first + given.shape[1]
@@ -181,13 +165,7 @@ class SlabPacking:
 
     @classmethod
     def learn(cls, tokens: int, head_size: int, dtype: torch.dtype, write: Write) -> SlabPacking:
-        """Find the packing by writing known numbers.
-
-        Args:
-            tokens: tokens of a block.
-            head_size: values of a key.
-            dtype: the KV cache's dtype.
-            write: the backend's function.
+        """Find the packing of blocks of so many tokens by letting the backend's function write known numbers.
 
         Raises:
             PackingUnknown: it does not store every number as it is, once, in steps of equal size.
@@ -213,13 +191,9 @@ class SlabPacking:
         return self._keys.by_values
 
     def unpack(self, slabs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return keys and values, each `[heads, blocks * tokens, head size]`, of slabs.
+        """Return keys and values, `[heads, blocks * tokens, head size]`, of slabs `[heads, blocks, values]`.
 
-        Args:
-            slabs: `[heads, blocks, values of a slab]` of `dtype`.
-
-        Returns:
-            The keys as float32, a copy in the order of memory that they are stored in; the values as `dtype`.
+        The keys are float32, a copy in the order of memory that they are stored in; the values have `dtype`.
         """
         keys, values = (self._copied(slabs, layout) for layout in (self._keys, self._values))
         return self._as_floats(keys), values
@@ -238,7 +212,7 @@ class SlabPacking:
     def pack(
         self, slab: NDArray[Any], first: int, keys: NDArray[numpy.float32], values: NDArray[Any]
     ) -> None:
-        """Write keys and values of consecutive tokens into one block.
+        """Write keys and values of consecutive tokens into one block, from its token `first` on.
 
         Args:
             slab: the block of each head, `[heads, values of a slab]` of `dtype`, written in place.

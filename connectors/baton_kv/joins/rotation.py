@@ -48,12 +48,7 @@ class Rotation:
         return len(self._cos)
 
     def turn(self, start: int, to: int, tokens: int) -> Turn:
-        """Return the rotation of tokens from one place to another.
-
-        Args:
-            start: position of the first token.
-            to: its new position.
-            tokens: number of tokens.
+        """Return the rotation of so many tokens from position `start` to position `to`.
 
         Raises:
             ValueError: the table is too short for them.

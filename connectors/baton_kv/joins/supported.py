@@ -45,15 +45,10 @@ class MovesUnsupported(Exception):
 
 
 def make_mover(model: Any, config: VllmConfig, rows_a_block: int) -> tuple[KeyMover, GapForward]:
-    """Return what moves an engine's KV, and what computes tokens between.
-
-    Args:
-        model: vLLM's model.
-        config: the engine's configuration.
-        rows_a_block: rows (kernel blocks) that one block of the pool is split into.
+    """Make an engine's key mover, and the forward pass that computes tokens between moved ones.
 
     Raises:
-        MovesUnsupported: it cannot be moved.
+        MovesUnsupported: its KV cannot be moved.
     """
     _require_plain(config, rows_a_block)
     text_model = model.get_language_model() if isinstance(model, SupportsMultiModal) else model
@@ -167,12 +162,7 @@ class GapForward:
     block_size: int
 
     def run(self, gaps: Sequence[Gap], table: Sequence[int]) -> None:
-        """Compute gaps of a context and write their KV into its blocks.
-
-        Args:
-            gaps: the gaps, in order.
-            table: the blocks of the context, in order.
-        """
+        """Compute gaps of a context, in order, and write their KV into its blocks, in order in `table`."""
         positions = torch.cat([torch.arange(gap.start, gap.stop) for gap in gaps])
         tokens = torch.tensor([token for gap in gaps for token in gap.tokens], dtype=torch.int32)
         blocks = torch.tensor(table, dtype=torch.int32)

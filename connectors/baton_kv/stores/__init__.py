@@ -1,1 +1,1 @@
-"""Stores of entries: the interface (`base`), a folder (`file`), and memory for tests (`memory`)."""
+"""The store of entries: the interface (`base`); a folder (`file`), its names (`tree`) and budget (`room`)."""

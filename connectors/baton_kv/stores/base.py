@@ -120,27 +120,6 @@ class Draft(Protocol):
         ...
 
 
-class BytesReader:
-    """A `Reader` over bytes in memory."""
-
-    def __init__(self, data: Buffer) -> None:
-        self._data = bytes(data)
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def read(self, start: int, stop: int) -> bytes:
-        return self._data[start:stop]
-
-    def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
-        filled = 0
-        for buffer in buffers:
-            part = self._data[start + filled : start + filled + len(buffer)]
-            buffer[: len(part)] = part
-            filled += len(part)
-        return filled
-
-
 class Store(Protocol):
     """Immutable entries by key, safe to use from several threads and processes at once."""
 
@@ -205,11 +184,9 @@ class Store(Protocol):
         ...
 
     def open(self, key: str, part: int | None = None) -> AbstractContextManager[Reader]:
-        """Open an entry for the time of the context; it stays readable even if it is deleted meanwhile.
+        """Open an entry's own file, or the shared file `part`, for the time of the context.
 
-        Args:
-            key: key of the entry.
-            part: index of a file that the entry shares; None opens its own.
+        It stays readable even if it is deleted meanwhile.
 
         Raises:
             EntryMissing: there is no entry under this key, or no such file.
@@ -218,7 +195,7 @@ class Store(Protocol):
         ...
 
     def exists(self, key: str, part: int | None = None) -> bool:
-        """Return whether there is an entry under this key, or the file that it shares."""
+        """Return whether there is an entry under this key, or the shared file `part` of it."""
         ...
 
     def bytes_of(self, key: str) -> int:
@@ -233,12 +210,7 @@ class Store(Protocol):
         ...
 
     def quarantine(self, key: str, part: int | None = None) -> None:
-        """Move a corrupt file away, so that no entry finds it any more.
-
-        Args:
-            key: key of the entry.
-            part: index of a file that the entry shares; None: its own file is corrupt.
-        """
+        """Move an entry's corrupt file, or its shared file `part`, away, so that no entry finds it."""
         ...
 
     def pin(self, key: str, pinned: bool) -> None:
@@ -248,8 +220,7 @@ class Store(Protocol):
     def pinned(self, *, also: str | None = None) -> dict[str, int]:
         """Return the bytes that pins protect, by scope; a file that several entries share counts once.
 
-        Args:
-            also: key of an entry that counts as pinned.
+        The entry with the key `also` counts as pinned.
 
         Raises:
             StoreError: the store could not be listed.
@@ -274,10 +245,5 @@ class Store(Protocol):
         ...
 
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> int:
-        """Delete entries that are not wanted and were not used recently; return their number.
-
-        Args:
-            wanted: returns whether the entry of a key is to be kept.
-            older_than_s: seconds since the last use of an entry that may be deleted.
-        """
+        """Delete entries that are not wanted and were not used for so many seconds; return their number."""
         ...

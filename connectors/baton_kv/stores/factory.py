@@ -38,12 +38,7 @@ def network_file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo"
 
 
 def open_store(address: str, *, budget: int | None = None, fsync: bool = False) -> Store:
-    """Open the store at an address such as `file:/dev/shm/baton`.
-
-    Args:
-        address: `file:` and the absolute path of a folder.
-        budget: bytes that the entries may take in all; None for no limit.
-        fsync: see `FileStore`.
+    """Open the store at an address, `file:` and the absolute path of a folder; see `FileStore`.
 
     Raises:
         StoreError: the address is not a file store, or the folder cannot be used or lies on another machine.

@@ -240,8 +240,27 @@ class FileStore:
 
     @contextmanager
     def open(self, key: str, part: int | None = None) -> Iterator[FileReader]:
-        with _open_entry(self._path(key, part), key) as reader:
-            yield reader
+        path = self._path(key, part)
+        try:
+            if not stat.S_ISDIR(os.lstat(path.parent).st_mode):
+                raise StoreError(f"reading {key}: its folder is a link or not a folder")
+            descriptor = os.open(path, READ)
+        except FileNotFoundError:
+            raise EntryMissing(key) from None
+        except OSError as error:
+            raise StoreError(f"reading {key}: {error.strerror}") from None
+        try:
+            try:
+                status = os.fstat(descriptor)
+            except OSError as error:
+                raise StoreError(f"reading: {error.strerror}") from None
+            if not stat.S_ISREG(status.st_mode):
+                raise StoreError(f"reading {key}: not a regular file")
+            with contextlib.suppress(OSError):
+                touch(descriptor)  # the least recently used entry is evicted first
+            yield FileReader(descriptor, status.st_size)
+        finally:
+            os.close(descriptor)
 
     def exists(self, key: str, part: int | None = None) -> bool:
         return self._size(key, part) is not None
@@ -345,8 +364,8 @@ class FileDraft:
         rank: number of this rank.
         ranks: number of ranks that write.
         share: bytes that this rank is expected to write.
-        write: writes some bytes at an offset; on a full device it first frees as many bytes as it is told.
-            Returns the number of bytes written.
+        write: writes some bytes at an offset and returns their number; on a full device it first frees as
+            many bytes as it is told.
         place: moves a file of the folder to the entry's name, within the budget.
     """
 
@@ -408,13 +427,9 @@ class FileDraft:
 
 
 class FileReader:
-    """A `Reader` of an open file.
+    """A `Reader` of an open file of `size` bytes.
 
     It reads with `pread`, not from a memory map: a read error in a map would kill the process (SIGBUS).
-
-    Args:
-        descriptor: descriptor of the open file.
-        size: size of the file in bytes.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -441,40 +456,6 @@ class FileReader:
                 break
             filled, waiting = filled + count, _rest(waiting, count)
         return filled
-
-
-@contextmanager
-def _open_entry(path: Path, key: str) -> Iterator[FileReader]:
-    """Open an entry's file for the time of the context and mark it as used now.
-
-    Args:
-        path: path of the file.
-        key: key of the entry, for messages.
-
-    Raises:
-        EntryMissing: there is no such file.
-        StoreError: the file or its folder is a link or of another kind, or cannot be opened.
-    """
-    try:
-        if not stat.S_ISDIR(os.lstat(path.parent).st_mode):
-            raise StoreError(f"reading {key}: its folder is a link or not a folder")
-        descriptor = os.open(path, READ)
-    except FileNotFoundError:
-        raise EntryMissing(key) from None
-    except OSError as error:
-        raise StoreError(f"reading {key}: {error.strerror}") from None
-    try:
-        try:
-            status = os.fstat(descriptor)
-        except OSError as error:
-            raise StoreError(f"reading: {error.strerror}") from None
-        if not stat.S_ISREG(status.st_mode):
-            raise StoreError(f"reading {key}: not a regular file")
-        with contextlib.suppress(OSError):
-            touch(descriptor)  # the least recently used entry is evicted first
-        yield FileReader(descriptor, status.st_size)
-    finally:
-        os.close(descriptor)
 
 
 def _discard(writing: int, name: str) -> None:

@@ -34,22 +34,13 @@ class Held:
     listed_at: float
 
     def at_most(self, written: int) -> float:
-        """Return the most bytes that its files may take now; infinity: they must be listed again.
-
-        Args:
-            written: bytes of all entries that have been placed until now.
-        """
+        """Return the most bytes of its files, with `written` placed until now; infinity: list them again."""
         old = time.monotonic() > self.listed_at + LIST_EVERY_S
         return math.inf if old else self.size + written - self.written
 
 
 class Room:
-    """The budget of one store. Several processes may write into the same one.
-
-    Args:
-        tree: the store's folders.
-        budget: bytes that entries may take in all; None for no limit.
-    """
+    """The budget in bytes of one store, None for no limit. Several processes may write into the same one."""
 
     def __init__(self, tree: StoreTree, budget: int | None) -> None:
         self._tree = tree
@@ -153,16 +144,7 @@ def left_by(listing: Listing, evicted: list[StoredEntry]) -> int:
 
 
 def to_free(listing: Listing, size: int, *, budget: int | None) -> list[StoredEntry] | None:
-    """Choose the entries to evict to free `size` bytes on the device.
-
-    Args:
-        listing: what the store holds.
-        size: bytes to free.
-        budget: the store's budget in bytes, from which the tenants' fair share follows.
-
-    Returns:
-        The entries, or None if evicting all unpinned entries frees less.
-    """
+    """Choose the entries to evict to free `size` bytes on the device; None: all unpinned are not enough."""
     return _choose(listing, size, budget=budget, spared=None)
 
 

@@ -144,11 +144,7 @@ class Listing:
 
 
 class StoreTree:
-    """The folders of a file store.
-
-    Args:
-        root: the store's folder.
-    """
+    """The folders of the file store in `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -201,10 +197,7 @@ class StoreTree:
     def unlink_loose(self, but: str = "") -> None:
         """Remove names of shared files whose entry has no file of its own, as killed processes leave them.
 
-        Called with the lock held.
-
-        Args:
-            but: stem of the names that are linked for an entry that is being written.
+        Called with the lock held. Names with the stem `but` are linked for an entry that is being written.
         """
         for _, target in self._scopes():
             names = os.listdir(target)
@@ -308,11 +301,6 @@ def touch(descriptor: int) -> None:
 
 def link_shared(shared: SharedFiles, name: str, target: int) -> None:
     """Link the files that an entry shares under names of its own, in the folder of its scope.
-
-    Args:
-        shared: the files.
-        name: name of the entry's own file.
-        target: descriptor of the scope's folder.
 
     Raises:
         SharedMissing: one of the files is not there, or the device has no further names for it.

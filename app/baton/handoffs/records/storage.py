@@ -53,14 +53,25 @@ class HandoffStorage:
     """Joins records, images and KV, so that a handoff is removed as a whole.
 
     Attributes:
-        store: the KV, which the connector writes; the gateway only looks, pins and deletes.
+        kv: the KV, which the connector writes; the gateway only looks, pins and deletes. None: nowhere.
         records: the records.
         images: the images of the contexts.
     """
 
-    store: Store
+    kv: Store | None
     records: Records
     images: Images
+
+    @property
+    def store(self) -> Store:
+        """The store of the KV.
+
+        Raises:
+            StoreError: nothing is stored, as no engine supports handoffs.
+        """
+        if self.kv is None:
+            raise StoreError("no engine of this gateway supports handoffs")
+        return self.kv
 
     @property
     def shared(self) -> bool:
@@ -79,9 +90,9 @@ class HandoffStorage:
             StoreError: the store cannot be read.
             HandoffStoreUnavailable: the shared store failed.
         """
-        if not isinstance(self.store, FileStore):
+        if not isinstance(self.kv, FileStore):
             return None
-        return proof_of(self.secret(self.store.root), b"", challenge)
+        return proof_of(self.secret(self.kv.root), b"", challenge)
 
     @staticmethod
     def secret(root: Path) -> bytes:
@@ -214,7 +225,7 @@ class HandoffStorage:
         Raises:
             StoreError: the store cannot be read.
         """
-        return self.store.size()
+        return 0 if self.kv is None else self.kv.size()
 
     def pin(self, record: HandoffRecord, pin: bool) -> bool:
         """Pin a handoff's KV or unpin it; returns whether it is pinned then."""
@@ -296,10 +307,11 @@ class HandoffStorage:
 
     def sweep_orphans(self) -> None:
         """Remove KV and images that have no record."""
-        self.store.sweep(
-            wanted=lambda key: not is_handoff_key(key) or self._is_saved(key.partition("/")[2]),
-            older_than_s=ORPHANED_AFTER_S,
-        )
+        if self.kv is not None:
+            self.kv.sweep(
+                wanted=lambda key: not is_handoff_key(key) or self._is_saved(key.partition("/")[2]),
+                older_than_s=ORPHANED_AFTER_S,
+            )
         self.images.sweep(wanted=self._is_saved, older_than_s=ORPHANED_AFTER_S)
 
     def _is_saved(self, handoff_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""Keep entries in memory: a store for tests, since an engine's processes need one that they share."""
+"""Keep entries in memory, for tests of one process: those of an engine need a store that they share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from baton_kv.stores.base import (
     NOTHING_SHARED,
     Buffer,
-    BytesReader,
     Commit,
     EntryMissing,
     Piece,
@@ -21,6 +20,27 @@ from baton_kv.stores.base import (
 )
 from baton_kv.stores.room import to_fit_budget
 from baton_kv.stores.tree import Listing, StoredEntry
+
+
+class BytesReader:
+    """A `Reader` over bytes in memory."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._data = bytes(data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, start: int, stop: int) -> bytes:
+        return self._data[start:stop]
+
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
+        filled = 0
+        for buffer in buffers:
+            part = self._data[start + filled : start + filled + len(buffer)]
+            buffer[: len(part)] = part
+            filled += len(part)
+        return filled
 
 
 @dataclass(eq=False)
